@@ -1,9 +1,9 @@
-"""ferrorpc beside its peers, all of them in one run and in turns: Gloo, MPICH, pyarrow Flight, a stock protobuf stream.
+"""Compares ferrorpc with Gloo, MPICH, pyarrow Flight and a protobuf stream over grpcio, in one run and in turns.
 
     python -m benchmarks.compare [--sections barrier all_reduce four_ranks half exchange send] [--transports shared_memory,grpc]
                                  [--json FILE] [--plot FILE.png] [--from FILE ...]
 
-Systems that are not installed, or cannot start, are lines with the reason. docs/benchmarks.md says how it is measured.
+Systems that are not installed or cannot start are listed with the reason. docs/benchmarks.md says how it is measured.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ferrorpc.cli.bench.case import (
     System,
     ferrorpc_system,
 )
-from ferrorpc.cli.bench.rounds import Comparison
+from ferrorpc.cli.bench.comparison import Comparison
 
 FLIGHT = System(targets.FLIGHT, "benchmarks.flight:FlightRunner", needs=("pyarrow",))
-STOCK_STREAM = System(targets.STOCK_STREAM, "benchmarks.stock_stream:StockStreamRunner")
+PROTOBUF_STREAM = System(targets.PROTOBUF_STREAM, "benchmarks.protobuf_stream:ProtobufStreamRunner")
 MIB = 1 << 20
 SECTIONS = {
     "barrier": [Case(BARRIER), Case(BARRIER, 4)],
@@ -47,16 +47,16 @@ SECTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="ferrorpc beside its peers.")
+    parser = argparse.ArgumentParser(description="Compares ferrorpc with Gloo, MPICH, Flight and a protobuf stream.")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--transports", default="shared_memory,grpc", help="of ferrorpc; the first is held against the targets")
+    parser.add_argument("--transports", default="shared_memory,grpc", help="of ferrorpc; targets apply to the first")
     parser.add_argument("--seconds", type=float, default=0.2, help="about how long one turn takes")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system at each case, with one set of processes")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system for each case, with one set of processes")
     parser.add_argument("--restarts", type=int, default=2, help="sets of fresh processes")
-    parser.add_argument("--patience", type=int, default=3, help="how often a turn that others disturbed may be taken again")
+    parser.add_argument("--patience", type=int, default=3, help="how often a turn disturbed by other processes is repeated")
     parser.add_argument("--pin", action="store_true", help="bind rank r of every system to processor r")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture of all_reduce there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot all_reduce there")
     parser.add_argument(
         "--from", dest="files", type=Path, nargs="+", metavar="FILE", help="show earlier figures; measure nothing"
     )
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs the sections; after each, what there is so far is saved.
+    """Runs the sections, and saves the results after each of them.
 
     Returns:
         {"machine", "loads", "transports", "systems": {name: version}, "rows" (of `Comparison.run`), "targets" (of `judge`)}.
@@ -94,7 +94,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def merge(files: Sequence[Path]) -> dict[str, Any]:
-    """Results of several runs as one. A row, and so each ratio, stays within its run; of a case's rows the last counts."""
+    """Merges the results of several runs. Each row, and so each ratio, is of one run; the last row of a case counts."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     rows = {Case(**row["case"]): row for run in runs for row in run["rows"]}
     merged: dict[str, Any] = {**runs[-1], "rows": list(rows.values())}
@@ -105,8 +105,8 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def describe(results: dict[str, Any]) -> str:
-    """All figures, then the targets, then what it was measured on."""
-    peers = [GLOO.name, "mpich", FLIGHT.name, STOCK_STREAM.name]
+    """All figures, then the targets, then the machine and the versions."""
+    peers = [GLOO.name, "mpich", FLIGHT.name, PROTOBUF_STREAM.name]
     systems = "; ".join(f"{name}: {version}" for name, version in results["systems"].items())
     facts = machine.line(results["machine"], results["loads"])
     parts = [report.describe(results["rows"], peers), targets.describe(results["targets"]), f"{facts}\n{systems}"]
@@ -116,7 +116,10 @@ def describe(results: dict[str, Any]) -> str:
 def _with_tensors(transport: str) -> System:
     """ferrorpc with this transport and torch tensors."""
     return System(
-        f"{transport}{targets.TENSORS}", "benchmarks.tensors:FerrorpcTensorRunner", {"transport": transport}, needs=("torch",)
+        f"{transport}{targets.TENSORS}",
+        "benchmarks.torch_tensors:FerrorpcTensorRunner",
+        {"transport": transport},
+        needs=("torch",),
     )
 
 
@@ -127,7 +130,7 @@ def _contenders(section: str, transports: Sequence[str]) -> list[Contender]:
         return [*(Contender(_with_tensors(transport)) for transport in transports), *contenders(transports, peers=True)]
     if section != "send":
         return contenders(transports, peers=True)
-    peers = [Contender(system) for system in (FLIGHT, STOCK_STREAM, GLOO)]
+    peers = [Contender(system) for system in (FLIGHT, PROTOBUF_STREAM, GLOO)]
     return [*(Contender(ferrorpc_system(transport)) for transport in transports), *peers]
 
 

@@ -1,18 +1,18 @@
-"""Data-parallel training beside torch's: what a step costs beyond computing, on two ranks of this host.
+"""Compares data-parallel training with torch's: what a step costs beyond computation, with two ranks on this host.
 
     python -m benchmarks.ddp [--models transformer mlp] [--systems torch shared_memory grpc] [--steps 4] [--turns 5]
                              [--json FILE]
 
-Each system has its own pair of processes, with the same model and batches, and one thread each that computes. Pairs take
-turns of a few steps in one run; between turns they are blocked in a read. One pair trains without any communication: its
-step is the compute-only step. Medians are over the steps of all turns, of the slower rank's time.
+Each system has its own pair of processes, with the same model and batches, and one compute thread each. Pairs take turns of a
+few steps in one run; between turns they are blocked in a read. One pair trains without any communication: its step is the
+compute-only step. Medians are over the steps of all turns, of the slower rank's time.
 
-    exposed   step time less the compute-only step
-    cpu       processor seconds a step of all threads of a rank, less those of the compute-only step
-    memory    what a rank holds more than before the model was wrapped, less the same of the pair alone, as a share of the
-              gradients' bytes
+    exposed   step time minus the compute-only step
+    cpu       processor seconds per step of all threads of a rank, minus those of the compute-only step
+    memory    what a rank holds more than before the model was wrapped, minus the same of the compute-only pair, as a share
+              of the gradients' bytes
 
-torch's DistributedDataParallel runs over Gloo, with gradient_as_bucket_view=True as is the default here.
+torch's DistributedDataParallel runs over Gloo, with gradient_as_bucket_view=True, which is the default here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.ddp_worker import ALONE, TORCH
-from ferrorpc.cli.bench.world import LOCAL, Host
+from ferrorpc.cli.bench.rank_processes import LOCAL, Host, free_ports
 from ferrorpc.cli.table import table
 
 RANKS: Final = 2
@@ -42,7 +41,7 @@ SHARED_MEMORY, GRPC = "shared_memory", "grpc"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound on a figure of one system: at most `must` times torch's (of the gradients' bytes for memory)."""
+    """An upper bound on a figure of one system, as a multiple of torch's figure (for memory: of the gradients' bytes)."""
 
     system: str
     figure: str
@@ -60,13 +59,13 @@ TARGETS: Final = (
 
 
 class Pair:
-    """The ranks of one system; a context manager.
+    """The two rank processes of one system; a context manager.
 
     Args:
-        rows: of a rank's batch; None for the model's usual ones.
+        rows: of a rank's batch; None for the model's default.
         bucket_mb: how many MiB a bucket may hold.
-        bare: whether steps only give every parameter a gradient, and compute nothing.
-        device_ms: how long a bare step waits as for a device that computes.
+        bare: whether steps compute nothing, and only give every parameter a gradient.
+        device_ms: how long a bare step waits, to simulate a device that computes.
         hosts: where the ranks run.
     """
 
@@ -82,7 +81,7 @@ class Pair:
         hosts: Sequence[Host] = (LOCAL, LOCAL),
     ) -> None:
         self.system = system
-        ports = _free_ports(2)
+        ports = free_ports(2)
         options = (
             ["--bucket-mb", str(bucket_mb)]
             + ["--bare", "--device-ms", str(device_ms)] * bare
@@ -101,7 +100,7 @@ class Pair:
         self.gradient_bytes = int(self._replies()[0]["gradient_bytes"])
 
     def turn(self, steps: int) -> list[dict[str, Any]]:
-        """Has both ranks take so many steps; what they say about them, in rank order."""
+        """Makes both ranks take so many steps. Returns their reports, in rank order."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{steps}\n")
@@ -139,22 +138,14 @@ def _environment(system: str, rank: int, ports: Sequence[int], hosts: Sequence[H
     }  # fmt: skip
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-
-
 @dataclass(slots=True)
-class Seen:
-    """What one system's turns took.
+class Timings:
+    """What the turns of one system took.
 
     Attributes:
         seconds: of each step, on the slower rank.
         cpu_seconds: of each turn, per step and rank.
-        added_bytes: the most of a rank.
+        added_bytes: the larger number of the two ranks.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -162,19 +153,19 @@ class Seen:
     added_bytes: int = 0
 
     def add(self, replies: list[dict[str, Any]], steps: int) -> None:
-        """A turn's."""
+        """Adds the reports of a turn."""
         self.seconds += map(max, zip(*(reply["seconds"] for reply in replies), strict=True))
         self.cpu_seconds.append(sum(reply["cpu_seconds"] for reply in replies) / (steps * RANKS))
         self.added_bytes = max(self.added_bytes, *(int(reply["added_bytes"]) for reply in replies))
 
 
 def measure(model: str, systems: Sequence[str], steps: int, turns: int) -> list[dict[str, Any]]:
-    """A row for each system, the pair alone first."""
+    """A row for each system, the compute-only pair first."""
     with ExitStack() as stack:
         pairs = [stack.enter_context(Pair(system, model)) for system in (ALONE, *systems)]
-        seen = {pair.system: Seen() for pair in pairs}
+        seen = {pair.system: Timings() for pair in pairs}
         for pair in pairs:
-            pair.turn(3)  # the first builds what later steps have
+            pair.turn(3)  # warm-up: the first steps build buckets and caches
         for _ in range(turns):
             for pair in pairs:
                 seen[pair.system].add(pair.turn(steps), steps)
@@ -195,8 +186,8 @@ def measure(model: str, systems: Sequence[str], steps: int, turns: int) -> list[
     ]
 
 
-def judged(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each target with what was measured, for each model."""
+def verdicts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """For each model, each target with the figure that was measured."""
     found = {(row["model"], row["system"]): row for row in rows}
     for model in dict.fromkeys(row["model"] for row in rows):
         for target in TARGETS:
@@ -212,7 +203,7 @@ def judged(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Two tables: what was measured, and what was wanted."""
+    """Prints the figures and the targets as two tables."""
     cells = [
         [
             row["model"],
@@ -235,14 +226,14 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['aim']:g}",
             row["verdict"],
         ]
-        for row in judged(rows)
+        for row in verdicts(rows)
     ]
     print()
     print(table(header, cells, right=frozenset(header[3:6])))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Data-parallel training beside torch's.")
+    parser = argparse.ArgumentParser(description="Compares data-parallel training with torch's.")
     parser.add_argument("--models", nargs="+", choices=("transformer", "mlp"), default=["transformer", "mlp"])
     parser.add_argument("--systems", nargs="+", choices=(TORCH, SHARED_MEMORY, GRPC), default=[TORCH, SHARED_MEMORY, GRPC])
     parser.add_argument("--steps", type=int, default=4, help="of one turn")
@@ -254,7 +245,7 @@ def main() -> None:
     print(f"load {load:.1f} on {len(os.sched_getaffinity(0))} CPUs; {RANKS} ranks; ms a step of the slower rank")
     show(rows)
     if arguments.json:
-        text = json.dumps({"load": load, "rows": rows, "targets": list(judged(rows))}, indent=2)
+        text = json.dumps({"load": load, "rows": rows, "targets": list(verdicts(rows))}, indent=2)
         arguments.json.write_text(text + "\n", encoding="utf-8")
 
 

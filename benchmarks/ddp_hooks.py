@@ -1,10 +1,10 @@
-"""What fewer bytes cost in accuracy: handwritten digits, trained with gradients as they are and through hooks.
+"""Measures what compressed gradients cost in accuracy: handwritten digits, trained with each communication hook and without.
 
     python -m benchmarks.ddp_hooks [--seeds 5] [--epochs 20] [--ranks 2] [--json FILE]
 
-The job is examples/digits_stream.py, on ranks in one process; the same seeds, so the same weights, batches and bits in every
-run on one machine. Bytes are those that the busiest rank sends, accuracy is on the 359 images that nobody trained on, both are
-means over the seeds.
+The job is examples/digits_stream.py, with its ranks in one process. Seeds are fixed, so every run on a machine has the same
+weights, batches and bits. Bytes are those that the busiest rank sends; accuracy is on the 359 test images. Both are means over
+the seeds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Means over seeds.
+    """Means over the seeds.
 
     Attributes:
         accuracy: in percent.
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def measure(hook: str, seeds: int, epochs: int, ranks: int) -> Outcome:
-    """Trains once for every seed."""
+    """Trains once with every seed."""
     options = SimpleNamespace(epochs=epochs, rate=0.05, hook=hook)
     runs = [_run(ranks, SimpleNamespace(**vars(options), seed=seed)) for seed in range(seeds)]
     return Outcome(hook, 100 * statistics.mean(run[0] for run in runs), statistics.mean(run[1] for run in runs))
@@ -58,7 +58,7 @@ def _run(ranks: int, options: Any) -> tuple[float, int]:
 
     def body(group: ferrorpc.ProcessGroup) -> tuple[float, int]:
         data = digits_stream.load(group, options.seed)
-        weights, sync = digits_stream.prepared(group, options)
+        weights, sync = digits_stream.set_up(group, options)
         digits_stream.train(weights, sync, data, group, options)
         return digits_stream.accuracy(weights, data.test_images, data.test_labels), sync.sent_bytes
 

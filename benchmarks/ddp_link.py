@@ -1,26 +1,26 @@
-"""How much of the communication of a training step is hidden behind computing, on two hosts with a slow link between them.
+"""Measures how much of a training step's communication is hidden behind computation, on two hosts with a slow link.
 
     python -m benchmarks.ddp_link [--model transformer] [--rows 8 12] [--device-ms 450 700] [--bucket-mb 2] [--rate 1000]
                                   [--json FILE]
 
 As root, with iproute2.
 
-The hosts are the namespaces of benchmarks.link. For each count of rows a rank, four pairs of ranks take turns in one run: with
-the model and alone, with the model over the link, and both once more with steps that only give every parameter a gradient.
-With --device-ms steps wait instead of computing, as where a device computes for so long and leaves the processors free.
+The hosts are the namespaces of benchmarks.link. For each batch size, four pairs of ranks take turns in one run: with the model
+and without communication, with the model over the link, and both again with steps that compute nothing and only give every
+parameter a gradient. With --device-ms steps wait instead of computing, to simulate a device that leaves the processors free.
 
-    compute         the step of the pair alone
-    communication   what the link adds to a step that computes nothing: all of it is exposed there
+    compute         the step without communication
+    communication   what the link adds to a step that computes nothing: there all of it is exposed
     exposed         what the link adds to a step that computes
     hidden          1 - exposed / communication
     processor       what the link adds to a step that computes, in processor time of a rank
 
-A bucket leaves when its last gradient is there, and the last bucket can hide behind nothing: on a link where a bucket of the
-usual 25 MiB takes as long as a backward pass, buckets have to be smaller.
+A bucket is sent when its last gradient is complete, so nothing can hide the last bucket. On a link where the default bucket of
+25 MiB takes as long as a backward pass, buckets have to be smaller.
 
-Both ranks of a pair compute at once, on as many processors as this machine has. Where there are two, the processor time of the
-communication cannot be hidden: it is the least that is exposed, unless steps wait for a device. Only the backward pass can hide
-anything; that is about two thirds of a step's computing.
+Both ranks of a pair compute at the same time on this machine's processors. If there are only two, the processor time of the
+communication is always exposed, unless steps wait for a device. Only the backward pass can hide communication; it is about two
+thirds of a step's computation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.ddp import GRPC, Pair, Seen
+from benchmarks.ddp import GRPC, Pair, Timings
 from benchmarks.ddp_worker import ALONE, ROWS, TORCH
 from benchmarks.link import link, ready
-from ferrorpc.cli.bench.world import Host
+from ferrorpc.cli.bench.rank_processes import Host
 from ferrorpc.cli.table import table
 
 MUST_HIDDEN: Final = 0.7
@@ -47,7 +47,7 @@ AIM_HIDDEN: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """What a step computes: the model, with so many rows a rank, or nothing while it waits so long for a device."""
+    """What a step computes: the model, with so many rows per rank; or nothing, while it waits for a simulated device."""
 
     rows: int | None = None
     device_ms: float = 0.0
@@ -70,7 +70,7 @@ def measure(
 
     with ExitStack() as stack:
         pairs = {kind: stack.enter_context(pair_of(*kind)) for kind in kinds}
-        seen = {kind: Seen() for kind in kinds}
+        seen = {kind: Timings() for kind in kinds}
         for pair in pairs.values():
             pair.turn(2)
         for _ in range(turns):
@@ -79,7 +79,7 @@ def measure(
     return [_row(model, str(computing), system, seen) for system in systems]
 
 
-def _row(model: str, computing: str, system: str, seen: dict[tuple[str, bool], Seen]) -> dict[str, Any]:
+def _row(model: str, computing: str, system: str, seen: dict[tuple[str, bool], Timings]) -> dict[str, Any]:
     step = {kind: statistics.median(each.seconds) for kind, each in seen.items()}
     processor = {kind: statistics.median(each.cpu_seconds) for kind, each in seen.items()}
     communication = step[system, True] - step[ALONE, True]
@@ -92,7 +92,7 @@ def _row(model: str, computing: str, system: str, seen: dict[tuple[str, bool], S
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    """What was measured, and what counts: the steps that compute at least as long as they communicate."""
+    """Prints the figures. Only steps that compute at least as long as they communicate get a verdict."""
     header = ["model", "step", "system", "compute ms", "communication ms", "exposed ms", "hidden", "processor ms", "verdict"]
     cells = [
         [
@@ -121,8 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Hidden communication on a shaped link.")
     parser.add_argument("--model", choices=list(ROWS), default="transformer")
     parser.add_argument("--rows", type=int, nargs="+", help="of a rank's batch (default: 8 12, unless --device-ms)")
-    parser.add_argument("--device-ms", type=float, nargs="+", default=[], help="milliseconds that a device computes a step")
-    parser.add_argument("--bucket-mb", type=float, default=2, help="MiB that a bucket may hold, of both systems")
+    parser.add_argument("--device-ms", type=float, nargs="+", default=[], help="ms per step that a simulated device computes")
+    parser.add_argument("--bucket-mb", type=float, default=2, help="MiB that a bucket may hold, in both systems")
     parser.add_argument("--systems", nargs="+", choices=(GRPC, TORCH), default=[GRPC, TORCH])
     parser.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="megabits per second, each way")
     parser.add_argument("--steps", type=int, default=2, help="of one turn")

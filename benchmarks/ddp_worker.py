@@ -1,9 +1,9 @@
-"""One rank of one system in the comparison of data-parallel training: trains as its driver says, and tells what that took.
+"""One rank of one system in benchmarks.ddp: trains as the driver asks, and reports the time it took.
 
     python -m benchmarks.ddp_worker SYSTEM MODEL [--rows N] [--bucket-mb N] [--bare [--device-ms N]]
 
-It reads how many steps to take from standard input, a line a turn, and writes what they took as JSON. Its place in the world
-comes from the environment, by torchrun's names. Only one thread computes; what else runs belongs to the communication.
+For each turn it reads the number of steps from a line of standard input, and writes the times as a line of JSON. Rank and world
+size come from torchrun's environment variables. Only one thread computes; all other threads are for communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import ferrorpc
 
-# ferrorpc comes first: it sets what gRPC reads when it is imported.
+# Import ferrorpc first: it sets environment variables that gRPC reads when it is imported.
 # isort: split
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ LETTERS, LENGTH, WIDTH, LAYERS = 256, 64, 320, 8
 
 
 class Characters(nn.Module):
-    """A transformer of 10 million parameters that guesses the next of LETTERS letters."""
+    """A transformer of 10 million parameters that predicts the next of LETTERS letters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Characters(nn.Module):
 
 
 def model_of(name: str) -> nn.Module:
-    """The model of that name: the transformer, or a perceptron of 30 million parameters."""
+    """The model with this name: the transformer, or a perceptron of 30 million parameters."""
     torch.manual_seed(0)
     if name == "transformer":
         return Characters()
@@ -65,11 +65,11 @@ def model_of(name: str) -> nn.Module:
 
 
 class Bare(nn.Module):
-    """A model's parameters and next to nothing to compute: every one has a gradient, and that is all.
+    """A model's parameters with almost no computation: every parameter gets a gradient.
 
     Args:
-        device_seconds: how long a step waits, as for a device that computes while the processors are free: a third of it
-            forward, the rest backward, each parameter by its share of all elements.
+        device_seconds: how long a step waits, to simulate a device that computes while the processors are free: a third of it
+            in the forward pass, the rest in the backward pass, for each parameter in proportion to its elements.
     """
 
     def __init__(self, model: nn.Module, device_seconds: float = 0.0) -> None:
@@ -79,19 +79,19 @@ class Bare(nn.Module):
         self._waits = [device_seconds * each.numel() / elements for each in model.parameters()] if device_seconds else []
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: (batch, ...), of which only the count matters. Returns (batch, 2): two guesses that are always alike."""
+        """rows: (batch, ...), of which only the length matters. Returns (batch, 2), with two equal columns."""
         firsts = (each.reshape(-1)[0] for each in self.model.parameters())
         if not self._waits:
             return torch.stack(list(firsts)).sum().expand(len(rows), 2)
         total = torch.zeros(())
-        # Each is looked up just before it is added: autograd goes back in this order, so gradients come one wait after another.
+        # Each parameter is read just before it is added. Autograd goes back in this order, so gradients come one after another.
         for first, seconds in zip(firsts, self._waits, strict=True):
             total = OnDevice.apply(total + first, seconds)
         return total.expand(len(rows), 2)
 
 
 class OnDevice(torch.autograd.Function):
-    """The identity, and a wait: a third of the seconds forward, the rest backward."""
+    """The identity with a wait: a third of the seconds forward, the rest backward."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -115,7 +115,7 @@ def batch_of(name: str, rank: int, rows: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 class Trainer:
-    """Takes steps: forward, backward, an SGD step."""
+    """Takes training steps: forward, backward, and an SGD update."""
 
     def __init__(
         self,
@@ -130,13 +130,13 @@ class Trainer:
         self.gradient_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
 
     def step(self) -> None:
-        """One of them."""
+        """Takes one step."""
         self._optimizer.zero_grad()
         self._loss(self._forward(self._inputs), self._targets).backward()
         self._optimizer.step()
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Seconds of each step, and processor seconds of all threads for all of them."""
+        """Takes so many steps. Returns the seconds of each, and the processor seconds of all threads."""
         seconds = []
         cpu = time.process_time()
         for _ in range(steps):
@@ -149,7 +149,7 @@ class Trainer:
 def joined(
     system: str, rank: int, bucket_mb: float
 ) -> tuple[AbstractContextManager[Any], Callable[[nn.Module], Callable[..., torch.Tensor]]]:
-    """The world, as what ends it, and how a model is wrapped in it."""
+    """Joins the system's world. Returns a context manager that leaves it, and a function that wraps a model."""
     if system == ALONE:
         return nullcontext(), lambda model: model
     if system == TORCH:
@@ -164,11 +164,11 @@ def joined(
 
 
 def held_bytes() -> int:
-    """Memory of this process; what it shares with others counts in proportion."""
+    """Memory of this process; shared memory counts in proportion (PSS)."""
     for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) << 10
-    raise OSError("the kernel tells no proportional set size")
+    raise OSError("the kernel reports no proportional set size")
 
 
 def main() -> None:
@@ -196,7 +196,7 @@ def main() -> None:
         for line in sys.stdin:
             taken = trainer.turn(int(line))
             print(json.dumps(taken | {"added_bytes": held_bytes() - before}), flush=True)
-    os._exit(0)  # torch's threads have nothing to say to each other any more
+    os._exit(0)  # without waiting for torch's threads
 
 
 if __name__ == "__main__":

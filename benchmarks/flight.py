@@ -1,6 +1,6 @@
-"""pyarrow Flight between two ranks: gRPC in C++, with messages that Arrow writes and reads without copies of its own.
+"""Sends arrays by pyarrow Flight between two ranks: gRPC in C++, which reads and writes Arrow messages without a copy.
 
-Rank 0 writes record batches of one float32 column, made of the array's own memory, into one DoExchange stream; rank 1 sees
+Rank 0 writes record batches of one float32 column, which is the array's own memory, into one DoExchange stream. Rank 1 gets
 each as a NumPy array without a copy.
 """
 
@@ -67,7 +67,7 @@ class FlightRunner(Runner):
 
 
 class _Server(flight.FlightServerBase):  # type: ignore[misc]
-    """Takes arrays on the stream's own thread, which is the shortest way, and answers those that ask for it."""
+    """Receives arrays on the stream's own thread, which is fastest, and answers those that ask for it."""
 
     def __init__(self, location: str) -> None:
         super().__init__(location)
@@ -84,7 +84,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
                 count = 0
 
     def taken(self, count: int) -> np.ndarray[Any, Any]:
-        """Waits for the array that asked for an answer; looks whether it was number `count` since the last that did."""
+        """Waits for the array that asked for an answer, and checks that it was number `count` since the last one that did."""
         found, array = self._taken.get(timeout=SECONDS)
         assert found == count, f"{found} arrays came for {count}"
         return array

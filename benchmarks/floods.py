@@ -1,9 +1,9 @@
-"""Floods against a coordinator on loopback while a job works: what the job and the coordinator's memory make of them.
+"""Floods a coordinator with bad requests while a job runs; measures the job's speed and the coordinator's memory.
 
     python -m benchmarks.floods [--ranks 64] [--connections 2000] [--seconds 6]
 
-Every flood is bounded in time and count. While it lasts, all ranks meet at a named barrier over and over. Shown: barriers a
-second, ranks that were lost, and how much the coordinator has grown since before the first flood.
+Every flood is bounded in time and count. During a flood all ranks enter named barriers, one after the other. For each flood it
+shows barriers per second, lost ranks, and by how much the coordinator has grown since before the first flood.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import ferrorpc  # noqa: F401 (first: it sets what gRPC reads when it is imported)
+import ferrorpc  # noqa: F401 (first: it sets environment variables that gRPC reads when it is imported)
 
 # isort: split
 from tests.integration.coordinator_process import CoordinatorProcess
@@ -42,7 +42,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def headers(path: bytes, *more: tuple[bytes, bytes]) -> bytes:
-    """The headers of a gRPC call, written out in full."""
+    """The headers of a gRPC call, without header compression."""
     fields = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x"), (b"te", b"trailers"))
     fields += ((b"content-type", b"application/grpc"), *more)
     return b"".join(bytes((0, len(name))) + name + bytes((len(value),)) + value for name, value in fields)
@@ -53,7 +53,7 @@ ZIPPED: Final = headers(b"/ferrorpc.v1.CoordinatorService/Status", (b"grpc-encod
 
 
 def silent(target: tuple[str, int], seconds: float, count: int) -> int:
-    """Connections of which half say nothing and half only that they speak HTTP/2."""
+    """Connections of which half send nothing, and half only the preface of HTTP/2."""
     with contextlib.ExitStack() as held:
         opened = 0
         for number in range(count):
@@ -67,7 +67,7 @@ def silent(target: tuple[str, int], seconds: float, count: int) -> int:
 
 
 def repeated(target: tuple[str, int], seconds: float, batch: Callable[[int], bytes]) -> int:
-    """Sends batches, on a new connection whenever one ends, until the time is over; returns how many."""
+    """Sends batches until the time is over, on a new connection whenever one ends. Returns how many were sent."""
     until, sent = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection(target, 2.0) as connection:
@@ -82,7 +82,7 @@ def repeated(target: tuple[str, int], seconds: float, batch: Callable[[int], byt
 
 
 def _drain(connection: socket.socket) -> None:
-    """Reads and forgets, until the other side hangs up."""
+    """Reads and discards data until the other side closes the connection."""
     with contextlib.suppress(OSError):
         while True:
             try:
@@ -93,7 +93,7 @@ def _drain(connection: socket.socket) -> None:
 
 
 def rapid_reset(target: tuple[str, int], seconds: float, _count: int) -> int:
-    """Streams that are opened and reset at once."""
+    """Streams that are opened and immediately reset."""
 
     def batch(number: int) -> bytes:
         streams = range(2 * BATCH * number + 1, 2 * BATCH * (number + 1), 2)
@@ -103,12 +103,12 @@ def rapid_reset(target: tuple[str, int], seconds: float, _count: int) -> int:
 
 
 def pings(target: tuple[str, int], seconds: float, _count: int) -> int:
-    """Pings."""
+    """HTTP/2 pings."""
     return BATCH * repeated(target, seconds, lambda _: BATCH * frame(PINGS, 0, 0, bytes(8)))
 
 
 def calls(first: bytes, message: bytes) -> Callable[[int], bytes]:
-    """One call a batch, with as much of its message as the window takes."""
+    """Makes batches of one call each, with as much of the message as the flow control window allows."""
 
     def batch(number: int) -> bytes:
         stream = 2 * number + 1
@@ -119,12 +119,12 @@ def calls(first: bytes, message: bytes) -> Callable[[int], bytes]:
 
 
 def oversized(target: tuple[str, int], seconds: float, _count: int) -> int:
-    """Messages that say they are 2 GiB long."""
+    """Messages that announce a length of 2 GiB."""
     return repeated(target, seconds, calls(SESSION, b"\0" + struct.pack(">I", (1 << 31) - 1) + bytes(16384)))
 
 
 def gzip_bombs(target: tuple[str, int], seconds: float, _count: int) -> int:
-    """Messages of 60 KiB that unpack to 60 MiB."""
+    """Messages of 60 KiB that decompress to 60 MiB."""
     bomb = gzip.compress(bytes(60 * MEBIBYTE))
     return repeated(target, seconds, calls(ZIPPED, b"\1" + struct.pack(">I", len(bomb)) + bomb))
 
@@ -139,12 +139,12 @@ FLOODS: Final[dict[str, Flood]] = {
 
 
 def resident_bytes(process: int) -> int:
-    """Memory that a process has in use."""
+    """The resident memory of a process."""
     return _memory_bytes(process, "VmRSS:")
 
 
 def peak_bytes(process: int) -> int:
-    """The most memory that a process has had in use so far."""
+    """The most resident memory that a process has had so far."""
     return _memory_bytes(process, "VmHWM:")
 
 
@@ -154,7 +154,7 @@ def _memory_bytes(process: int, row: str) -> int:
 
 
 class Job:
-    """A crowd that meets at barriers, one after the other."""
+    """Ranks that enter named barriers, one after the other."""
 
     def __init__(self, address: str, ranks: int) -> None:
         self.crowd = Crowd(address, ranks, "flooded")
@@ -172,7 +172,7 @@ class Job:
         self.barriers += 1
 
     def rate(self, busy: Callable[[], bool]) -> float:
-        """Barriers a second for as long as `busy` says, at least one."""
+        """Runs barriers while `busy()` is true, at least one. Returns barriers per second."""
         began, before = time.monotonic(), self.barriers
         self.meet()
         while busy():
@@ -181,12 +181,12 @@ class Job:
 
     @property
     def evicted(self) -> int:
-        """Ranks that are not in the generation they began in any more."""
+        """How many ranks are no longer in their first generation."""
         return sum(rank.generation != 1 or rank.call.done() for rank in self.crowd.ranks)
 
 
 def under(job: Job, flood: Flood, target: tuple[str, int], seconds: float, count: int) -> tuple[int, float]:
-    """Runs one flood while the job works; returns how much was sent, and barriers a second."""
+    """Runs one flood while the job runs. Returns how much was sent, and barriers per second."""
     sent: list[int] = []
     attacker = threading.Thread(target=lambda: sent.append(flood(target, seconds, count)), daemon=True)
     attacker.start()
@@ -196,7 +196,7 @@ def under(job: Job, flood: Flood, target: tuple[str, int], seconds: float, count
 
 
 def main() -> None:
-    """Runs every flood and prints a line on each."""
+    """Runs every flood, and prints a line for each."""
     parser = argparse.ArgumentParser(description="Floods against a coordinator while a job works.")
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--connections", type=int, default=2000)

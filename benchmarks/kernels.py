@@ -1,10 +1,10 @@
-"""Reduction kernels and codecs on one core, beside the same sum in PyTorch where it is installed.
+"""Measures reduction kernels and codecs on one core, and the same sums in PyTorch where it is installed.
 
     python -m benchmarks.kernels [--mib 16] [--sources 2] [--op sum] [--rounds 7] [--json]
 
-Rates of reductions are bytes of the result per second, those of codecs bytes of float32 per second. Rounds of the ways to do
-one thing alternate, in one thread each; medians are shown. PyTorch sums with `torch.add` and `add_`, in the arrays' own dtype,
-so for more than two sources of a half type it rounds after each.
+Rates of reductions are bytes of the result per second, those of codecs bytes of float32 per second. Implementations take turns,
+each in one thread; medians are shown. PyTorch adds with `torch.add` and `add_` in the arrays' own dtype, so with more than two
+sources of a half type it rounds after each addition.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def loaded_torch() -> Any:
 
 
 def sources_of(dtype: DType, size_bytes: int, count: int) -> list[np.ndarray]:
-    """Small integers, which every dtype holds and whose sums it holds too."""
+    """Arrays of small integers, which every dtype can represent, and their sums, too."""
     rng = np.random.default_rng(0)
     arrays = [rng.integers(1, 3, size_bytes // dtype.itemsize) for _ in range(count)]
     if dtype is DType.BFLOAT16:
@@ -84,7 +84,7 @@ def ways_to_code(name: str, values: np.ndarray) -> Ways:
 
 
 def rates(ways: Ways, size_bytes: int, rounds: int) -> dict[str, float]:
-    """Bytes per nanosecond of each way, the median of alternating rounds; small arrays are done many times a round."""
+    """Bytes per nanosecond of each implementation, the median of alternating rounds, in which small arrays are repeated."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     repetitions = max(1, (1 << 22) // size_bytes)
     for turn in range(rounds + 1):

@@ -1,14 +1,14 @@
-"""The lane between hosts on a slow link: all_reduce over 1 Gbit/s, against the link's floor, Gloo and plain sockets.
+"""Measures all_reduce over gRPC on a link of 1 Gbit/s, beside the link's lower bound, Gloo and plain sockets.
 
     python -m benchmarks.link [--size 16MiB] [--rate 1000] [--json FILE]        (as root, with iproute2)
 
 Two network namespaces joined by a veth pair stand for two hosts; a token bucket (tbf) shapes each direction. Without root
-or the tools it says so and ends. The namespaces are removed however it ends; those of a run that was killed, by the next.
+or the tools it says so and exits. The namespaces are removed however it ends; those of a run that was killed, by the next run.
 
-The floor. With two ranks, each needs all N bytes of the other's values in some form: exchanged whole (one-shot), or a half
-reduced here and its sum sent back (two-shot: N/2 + N/2). Either way N bytes go in each direction, both at once. The bucket
-counts whole Ethernet frames: 1448 bytes of payload in 1514, so the floor is N / 1448 * 1514 * 8 / rate, less what the
-bucket lets through at once. Acknowledgements travel too, so that even plain sockets stay a little above it.
+The lower bound ("floor"). Each of two ranks needs all N bytes of the other's values in some form: exchanged whole (one-shot),
+or half reduced here and its sum sent back (two-shot: N/2 + N/2). Either way N bytes go in each direction, both at once. The
+bucket counts whole Ethernet frames: 1448 bytes of payload in 1514. So the floor is N / 1448 * 1514 * 8 / rate, minus the burst
+that the bucket lets through at once. Acknowledgements need bandwidth too, so even plain sockets stay slightly above it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 
 from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, Case, Contender, System, ferrorpc_system
-from ferrorpc.cli.bench.rounds import Comparison
-from ferrorpc.cli.bench.world import Host
+from ferrorpc.cli.bench.comparison import Comparison
+from ferrorpc.cli.bench.rank_processes import Host
 from ferrorpc.cli.table import table
 from ferrorpc.config import size_bytes
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def ready() -> bool:
-    """Whether namespaces can be made here; says why not. From now on a signal ends the program with their removal."""
+    """Whether namespaces can be made here; prints the reason if not. From now on a signal exits, so that they are removed."""
     reason = why_not()
     if reason:
         print(f"not measured: {reason}")
@@ -81,7 +81,7 @@ def why_not() -> str:
 
 
 def measure(size: int, rate_mbit: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Runs all contenders over one link.
+    """Runs all systems over one link.
 
     Returns:
         {"machine", "loads", "systems", "rate_mbit", "floor_seconds", "rows" (of `Comparison.run`), "targets"}.
@@ -99,8 +99,8 @@ def measure(size: int, rate_mbit: int, seconds: float, rounds: int) -> dict[str,
         "machine": facts, "loads": comparison.loads, "systems": comparison.versions, "rate_mbit": rate_mbit,
         "floor_seconds": floor, "rows": rows,
         "targets": [
-            _judged("share of the floor", results["grpc"].get("share_of_floor"), MUST_SHARE, AIM_SHARE),
-            _judged("int8 against Gloo's float32", report.ratio(rows[0], "grpc int8", GLOO.name), MUST_INT8, AIM_INT8),
+            _verdict("share of the floor", results["grpc"].get("share_of_floor"), MUST_SHARE, AIM_SHARE),
+            _verdict("int8 against Gloo's float32", report.ratio(rows[0], "grpc int8", GLOO.name), MUST_INT8, AIM_INT8),
         ],
     }  # fmt: skip
 
@@ -111,7 +111,7 @@ def floor_seconds(size: int, rate_mbit: int) -> float:
 
 
 def describe(results: dict[str, Any]) -> str:
-    """The figures, what they are of the floor, and the targets."""
+    """The figures, their share of the floor, and the targets."""
     share = [
         f"{label}: {result['share_of_floor']:.3f} of the floor"
         for label, result in results["rows"][0]["results"].items()
@@ -145,7 +145,7 @@ def describe(results: dict[str, Any]) -> str:
 
 @contextmanager
 def link(rate_mbit: int) -> Iterator[list[Host]]:
-    """Two namespaces with a shaped link between them; gives the hosts that they stand for."""
+    """Makes two namespaces with a shaped link between them; yields the hosts that they stand for."""
     _remove_stale()
     names = [f"{PREFIX}{os.getpid()}-{side}" for side in ("a", "b")]
     try:
@@ -179,7 +179,7 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def _judged(what: str, ratio: float | None, must: float, aim: float) -> dict[str, Any]:
+def _verdict(what: str, ratio: float | None, must: float, aim: float) -> dict[str, Any]:
     verdict = "not measured" if ratio is None else "aim" if ratio >= aim else "must" if ratio >= must else "MISSED"
     return {"what": what, "ratio": ratio, "must": must, "aim": aim, "verdict": verdict}
 

@@ -1,8 +1,9 @@
-"""What a group costs besides time: memory at its peak, memory over many operations, and the processor while nothing happens.
+"""Measures a group's peak memory, its growth over many operations, and its processor use while idle.
 
     python -m benchmarks.memory [--transports shared_memory,grpc] [--json FILE]
 
-Every figure is from fresh processes, of the rank that took most. Shared pages count once, divided among those that map them.
+Every figure is from fresh processes, of the rank with the highest value. Shared pages count once, divided among the processes
+that map them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from ferrorpc.cli.bench import machine
 from ferrorpc.cli.bench.case import ALL_REDUCE, ORDINARY, REGISTERED, Case, Contender, ferrorpc_system, size_text
-from ferrorpc.cli.bench.world import World
+from ferrorpc.cli.bench.rank_processes import RankProcesses
 from ferrorpc.cli.table import table
 from ferrorpc.errors import FerroError
 
@@ -27,7 +28,7 @@ SMALL = Case(ALL_REDUCE, 2, 4 << 10)
 REPETITIONS, BLOCKS = 50, 200
 GROWTH_BYTES_MAX = 2 * MIB
 NOISE_BYTES = MIB // 2
-"""What counts as nothing: interpreters take and give back pages of their own."""
+"""Less than this is noise: interpreters allocate and free pages of their own."""
 IDLE_AFTER_SECONDS, IDLE_SECONDS = 1.0, 5.0
 IDLE_SHARE_MAX = 0.01
 
@@ -69,7 +70,7 @@ def _rows(transport: str) -> Iterator[dict[str, Any]]:
     for size in PEAK_SIZES:
         for memory in (ORDINARY, *([REGISTERED] if transport != "grpc" else [])):
             what = f"peak beyond the arrays, all_reduce of {size_text(size)} in place, {memory}"
-            # The bound of ordinary arrays is the gRPC lane's, which needs most.
+            # The bound for ordinary arrays is that of gRPC, which needs most.
             must = NOISE_BYTES if memory == REGISTERED else size // 2 + 32 * MIB
             yield _row(what, _peak(transport, size, memory), "bytes", must)
     yield _row(f"growth over {REPETITIONS * BLOCKS:,} operations of {size_text(SMALL.size_bytes)}", *_grown(transport))
@@ -77,9 +78,9 @@ def _rows(transport: str) -> Iterator[dict[str, Any]]:
 
 
 def _peak(transport: str, size: int, memory: str) -> int:
-    """Bytes beyond the arrays while a sum in place runs, for the first time and the next few."""
+    """Bytes beyond the arrays during the first few in-place sums."""
     contender = Contender(ferrorpc_system(transport), memory)
-    with World(contender.system, 2) as world:
+    with RankProcesses(contender.system, 2) as world:
         _small_sums(world, blocks=1)
         world.ask("finish")
         world.ask("settle")
@@ -89,7 +90,7 @@ def _peak(transport: str, size: int, memory: str) -> int:
 
 
 def _grown(transport: str) -> tuple[int, str, int]:
-    with World(ferrorpc_system(transport), 2) as world:
+    with RankProcesses(ferrorpc_system(transport), 2) as world:
         _small_sums(world, blocks=BLOCKS // 4)
         before = world.ask("usage")
         world.ask("turn", warm_ups=0, blocks=BLOCKS, count=REPETITIONS)
@@ -99,7 +100,7 @@ def _grown(transport: str) -> tuple[int, str, int]:
 
 
 def _idle(transport: str) -> tuple[float, str, float]:
-    with World(ferrorpc_system(transport), 2) as world:
+    with RankProcesses(ferrorpc_system(transport), 2) as world:
         _small_sums(world, blocks=1)
         time.sleep(IDLE_AFTER_SECONDS)
         before = world.ask("usage")
@@ -109,9 +110,9 @@ def _idle(transport: str) -> tuple[float, str, float]:
     return share, "share", IDLE_SHARE_MAX
 
 
-def _small_sums(world: World, blocks: int) -> None:
-    world.prepare(SMALL, Contender(world.system))
-    world.ask("turn", warm_ups=0, blocks=blocks, count=REPETITIONS)
+def _small_sums(ranks: RankProcesses, blocks: int) -> None:
+    ranks.prepare(SMALL, Contender(ranks.system))
+    ranks.ask("turn", warm_ups=0, blocks=blocks, count=REPETITIONS)
 
 
 def _row(what: str, value: float, unit: str, must: float) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""Pipelines on real compute: how long they idle beside their simulation, and steps beside torch.distributed.pipelining's.
+"""Measures pipelines that really compute: their idle time beside the simulation's, their steps beside torch's pipelining.
 
     python -m benchmarks.pipeline [--microbatches 8] [--steps 9] [--unit-ms 10] [--only bubble|torch] [--svg DIR] [--json]
 
-Two processes, one thread of compute each. *Bubble*: stages are matrix products, calibrated to a known length, forward,
-backward of input and backward of weights alike. How long a product takes on each rank is measured again right before and after
-each step, and the step's idle share is compared with that of the schedule's simulation at these lengths, without latency; the
-step with the median difference is shown. *torch*: one model, the same weights for both; steps of the two alternate, ours
-over the group's transport (--transport), torch's over Gloo. A step lasts from the first rank's start to the last one's end.
-Medians are shown, with the ratio of the medians; gradients of both are compared.
+Two processes, with one compute thread each.
+
+*bubble*: stages are matrix products of a calibrated duration, the same for forward, backward of input and backward of weights.
+How long a product takes on each rank is measured again right before and after each step. The step's idle share is compared with
+that of the schedule's simulation at these durations, without latency; the step with the median difference is shown.
+
+*torch*: one model, with the same weights for both systems. Their steps alternate, ours over the group's transport
+(--transport), torch's over Gloo. A step lasts from the start of the first rank to the end of the last. Medians are shown, with
+their ratio; the gradients of both are compared.
 """
 
 from __future__ import annotations
@@ -30,21 +33,21 @@ import ferrorpc
 from ferrorpc import schedules
 
 CHUNKS = {"1f1b": 1, "interleaved": 2, "zbv": 2}
-"""The schedules that are measured, with how many stages each rank holds."""
+"""The schedules that are measured, with the number of stages on each rank."""
 RANKS = 2
 ROWS, WIDTH, BLOCKS = 64, 1024, 4
-"""Of the model: rows of a microbatch, features, blocks in all."""
+"""Of the model: rows of a microbatch, features, number of blocks."""
 PRODUCTS = 100
-"""Timed at once to know how long one takes."""
+"""How many products are timed together."""
 TOLERANCE = 1e-4
-"""How far gradients may be apart, in relative norm: both add the same numbers, in different orders."""
+"""The largest relative difference of gradients: both systems add the same numbers, in different orders."""
 
 
 class Product:
-    """Matrix products that take a known time: one unit for each of forward, backward of input and of weights.
+    """A stage of matrix products with a known duration: one unit for each of forward, backward of input and of weights.
 
     Args:
-        repetitions: of the product, for one unit divided by the chunks of a rank.
+        repetitions: of the product; they take one unit divided by the chunks of a rank.
     """
 
     def __init__(self, repetitions: int) -> None:
@@ -69,7 +72,7 @@ class Product:
 
 
 def product_seconds(group: ferrorpc.ProcessGroup, rounds: int) -> Any:
-    """How long one product takes on each rank, measured while all of them compute: a median of so many rounds."""
+    """How long one product takes on each rank while all of them compute; the median of so many rounds."""
     product = Product(1)
     group.barrier()
     times = []
@@ -81,12 +84,12 @@ def product_seconds(group: ferrorpc.ProcessGroup, rounds: int) -> Any:
 
 
 def bubbles(group: ferrorpc.ProcessGroup, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Idle shares, recorded and simulated."""
+    """Recorded and simulated idle shares of all schedules."""
     return [bubble(group, options, name, chunks) for name, chunks in CHUNKS.items()]
 
 
 def bubble(group: ferrorpc.ProcessGroup, options: argparse.Namespace, name: str, chunks: int) -> dict[str, Any]:
-    """One schedule's. Ranks' speeds are measured before and after each step, and it is compared with a simulation at these."""
+    """Recorded and simulated idle shares of one schedule."""
     schedule = schedules.named(name, RANKS, options.microbatches, chunks)
     repetitions = max(1, round(options.unit_ms / 1e3 / chunks / float(product_seconds(group, 15).mean())))
     pipe = ferrorpc.Pipeline([Product(repetitions) for _ in range(chunks)], group, schedule)
@@ -118,7 +121,7 @@ def bubble(group: ferrorpc.ProcessGroup, options: argparse.Namespace, name: str,
 
 
 def model(seed: int) -> Any:
-    """A sequence of blocks, each a small perceptron with a norm and a residue."""
+    """A sequence of blocks, each a small perceptron with layer norm and a residual connection."""
     import torch
 
     class Block(torch.nn.Module):
@@ -134,8 +137,8 @@ def model(seed: int) -> Any:
     return torch.nn.Sequential(*(Block() for _ in range(BLOCKS)))
 
 
-class Ours:
-    """Steps of ferrorpc's pipeline."""
+class FerrorpcPipeline:
+    """Trains with ferrorpc's pipeline."""
 
     def __init__(self, pieces: dict[int, Any], schedule: schedules.Schedule, group: ferrorpc.ProcessGroup, loss: Any) -> None:
         from ferrorpc.torch import Stage, with_gradient
@@ -147,8 +150,8 @@ class Ours:
         self.pipe.step(x, target, self._loss)
 
 
-class Torchs:
-    """Steps of torch.distributed.pipelining."""
+class TorchPipeline:
+    """Trains with torch.distributed.pipelining."""
 
     def __init__(self, name: str, pieces: dict[int, Any], schedule: schedules.Schedule, loss: Any) -> None:
         import torch
@@ -169,7 +172,7 @@ class Torchs:
 
 
 def beside_torch(group: ferrorpc.ProcessGroup, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Step times of both, of the same model."""
+    """Step times of both systems, with the same model."""
     import torch
     import torch.distributed
 
@@ -185,7 +188,8 @@ def beside_torch(group: ferrorpc.ProcessGroup, options: argparse.Namespace) -> l
         share = BLOCKS // schedule.virtual_stages
         pieces = {number: whole[number * share : (number + 1) * share] for number in schedule.pieces(group.rank)}
         others = copy.deepcopy(pieces)
-        both = {"ours": Ours(pieces, schedule, group, loss), "torch": Torchs(name, others, schedule, loss)}
+        ferrorpcs = FerrorpcPipeline(pieces, schedule, group, loss)
+        both = {"ours": ferrorpcs, "torch": TorchPipeline(name, others, schedule, loss)}
         times: dict[str, list[float]] = {each: [] for each in both}
         for _ in range(options.steps + 1):
             for each, runs in both.items():
@@ -196,7 +200,7 @@ def beside_torch(group: ferrorpc.ProcessGroup, options: argparse.Namespace) -> l
                 runs.step(x, target)
                 times[each].append(_lasted(group, start, time.monotonic()))
         ours, theirs = (statistics.median(times[each][1:]) for each in ("ours", "torch"))
-        recorded = both["ours"].pipe.recorded()
+        recorded = ferrorpcs.pipe.recorded()
         found.append(
             {
                 "schedule": str(schedule),
@@ -218,7 +222,7 @@ def _lasted(group: ferrorpc.ProcessGroup, start: float, stop: float) -> float:
 
 
 def _apart(group: ferrorpc.ProcessGroup, pieces: dict[int, Any], others: dict[int, Any]) -> float:
-    """The largest relative distance of any weight's two gradients; ends the run where it is none of rounding."""
+    """The largest relative difference between the two systems' gradients of a weight. Exits if it is more than rounding."""
     distances = [
         float((mine.grad - theirs.grad).norm() / theirs.grad.norm())
         for number, piece in pieces.items()
@@ -226,12 +230,12 @@ def _apart(group: ferrorpc.ProcessGroup, pieces: dict[int, Any], others: dict[in
     ]
     apart = float(group.all_reduce(np.array(max(distances)), op="max"))
     if apart > TOLERANCE:
-        raise SystemExit(f"the gradients are {apart:g} apart: this is not the same work")
+        raise SystemExit(f"the gradients of the two systems differ by {apart:g}, which is more than rounding")
     return apart
 
 
 def work(options: argparse.Namespace) -> None:
-    """One rank's part; rank 0 tells."""
+    """Runs one rank; rank 0 prints."""
     with ferrorpc.init_process_group(transport=options.transport) as group:
         result: dict[str, Any] = {"backend": group.backend, "transport": options.transport, "cores": os.cpu_count()}
         if options.only in (None, "bubble"):
@@ -262,14 +266,14 @@ def _shown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Starts two ranks, or is one of them."""
-    parser = argparse.ArgumentParser(description="pipelines on real compute, beside their simulation and beside torch's")
+    """Starts two ranks; or runs one, if started as a rank."""
+    parser = argparse.ArgumentParser(description="compares pipelines with their simulation and with torch's")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=9, help="that count; one more goes before")
+    parser.add_argument("--steps", type=int, default=9, help="measured steps, after one warm-up step")
     parser.add_argument("--unit-ms", type=float, default=20.0, help="a whole rank's forward of one microbatch")
     parser.add_argument("--only", choices=("bubble", "torch"))
     parser.add_argument("--transport", default="auto")
-    parser.add_argument("--svg", help="a folder for pictures of recorded beside simulated steps")
+    parser.add_argument("--svg", help="a folder for pictures of recorded and simulated steps")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if "RANK" in os.environ:

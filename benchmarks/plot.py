@@ -1,4 +1,4 @@
-"""A picture of all_reduce: time against size, and how many times each system's time fits into the first peer's."""
+"""Plots all_reduce: time by size, and each system's speed relative to Gloo."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WIDTH, PANEL_HEIGHT = 14.0, 4.4
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Writes a PNG: a column for each number of ranks, times above, ratios against Gloo below.
+    """Writes a PNG with a column for each number of ranks: times above, ratios to Gloo below.
 
-    Bars in the lower panels are what is to be reached with ordinary arrays: its lower edge is "must", its upper "aim".
+    Bands in the lower panels are the targets for ordinary arrays, from "must" to "aim".
     """
     columns = {ranks: rows for ranks in (2, 4) if (rows := _rows(results["rows"], ranks))}
     if not columns:

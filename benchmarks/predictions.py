@@ -1,11 +1,11 @@
-"""Predicted against measured times of all_reduce over gRPC: three algorithms, three sizes, real processes on this machine.
+"""Compares predicted with measured times of all_reduce over gRPC: three algorithms, three sizes, real processes.
 
     python -m benchmarks.predictions [--ranks 4] [--fitted-at 2] [--sizes 16KiB 1MiB 8MiB] [--seconds 0.8] [--passes 4] [--json]
 
-A cost table is fitted as `ferrorpc bench --fit` does it, from all_gather, reduce_scatter and send: no all_reduce is in it.
-Then the simulator predicts with the row of the same number of ranks, and with that of another alone. The ratio is
-predicted / measured. What is fitted and what is predicted take turns in the same processes, and these with those of the
-other number of ranks, since the same machine may be half as fast again a minute later.
+A cost table is fitted as by `ferrorpc bench --fit`, to all_gather, reduce_scatter and send; it knows no all_reduce. The
+simulator then predicts all_reduce twice: with the table's row for the same number of ranks, and with only that for another
+number. The ratio is predicted / measured. Fitted and predicted cases take turns in the same processes, and so do the two
+numbers of ranks, because the speed of a machine may change by half within a minute.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from ferrorpc.cli.bench.fit import Case, cases, measure, table_of
 from ferrorpc.cli.table import table
-from ferrorpc.collectives.basis import LANE
 from ferrorpc.collectives.predict import predict
+from ferrorpc.collectives.tuning import LANE
 from ferrorpc.config import size_bytes
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--fitted-at", type=int, default=2, help="another number of ranks to fit at")
     parser.add_argument("--sizes", nargs="+", default=["16KiB", "1MiB", "8MiB"])
     parser.add_argument("--seconds", type=float, default=0.8, help="of each case")
-    parser.add_argument("--passes", type=int, default=4, help="how often processes are started anew")
+    parser.add_argument("--passes", type=int, default=4, help="how many times new processes are started")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     fitted_to = cases()

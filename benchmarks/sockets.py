@@ -1,6 +1,6 @@
-"""What plain TCP sockets do for a sum on two ranks: everything both ways at once, added piece by piece as it comes.
+"""all_reduce of two ranks over plain TCP sockets: both send everything at once, and add piece by piece as it arrives.
 
-The measured counterpart of a link's computed floor.
+The measured counterpart of a link's computed lower bound.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SocketRunner(Runner):
         for piece in pieces:
             arrived = self._scratch[: len(piece)]
             self._receive(memoryview(arrived).cast("B"))
-            if not sent.acquire(timeout=SECONDS):  # before that, the other would get the sum
+            if not sent.acquire(timeout=SECONDS):  # a piece must be sent before the sum overwrites it
                 raise CollectiveTimeoutError([1 - self.rank], f"nothing could be sent for {SECONDS:.0f} s")
             np.add(piece, arrived, out=piece)
         sender.join()

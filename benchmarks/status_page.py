@@ -1,9 +1,9 @@
-"""How late the status page is: from a change at the coordinator until a browser shows it, with many ranks that beat and work.
+"""Measures the delay of the status page: from a change at the coordinator until a browser shows it, with many working ranks.
 
     python -m benchmarks.status_page [--ranks 4 100 1000] [--changes 20]
 
-Coordinator, ranks (one process, one thread) and a headless Chromium share this machine. A change is a barrier that opens.
-Medians and the worst are shown, with the coordinator's share of a core while a page is open, and while none is.
+Coordinator, ranks (one process, one thread) and a headless Chromium share this machine. A change is a new barrier. It shows the
+median and the longest delay, and the coordinator's share of a core with and without an open page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-import ferrorpc  # noqa: F401  before gRPC, which reads what it sets
+import ferrorpc  # noqa: F401 (first: it sets environment variables that gRPC reads when it is imported)
 from tests.integration import chromium
 from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.crowd import Crowd
@@ -25,20 +25,20 @@ REST_SECONDS = 4.0
 
 
 def processor_seconds(process: int) -> float:
-    """User and system time of a process so far."""
+    """User and system time that a process has used."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def share(process: int) -> float:
-    """Of a core, over a few seconds."""
+    """The share of a core that a process uses, over a few seconds."""
     began, used = time.monotonic(), processor_seconds(process)
     time.sleep(REST_SECONDS)
     return (processor_seconds(process) - used) / (time.monotonic() - began)
 
 
 def measure(ranks: int, changes: int) -> str:
-    """One line about a world of this size."""
+    """Measures a world of this size. Returns one line of text."""
     over = threading.Event()
     coordinator = CoordinatorProcess("--http-port", "0")
     crowd = Crowd(coordinator.address, ranks, "page")

@@ -1,7 +1,7 @@
-"""What ferrorpc wants to reach against its peers: ratios of medians within one run, the peer's over ours, more is better.
+"""Performance targets: how many times as fast as a peer ferrorpc should be, by the ratio of medians within one run.
 
-`must` is what a release has to show, `aim` what is hoped for. The roles stand for transports, so that the same rows judge
-whatever was measured: FAST is the fastest lane of a host (the first transport of a comparison), GRPC the lane between hosts.
+A release must reach `must`, and should reach `aim`. Targets name roles instead of transports: FAST is the fastest transport
+within a host (the first one of a comparison), GRPC is the transport between hosts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ferrorpc.cli.table import table
 FAST = "fast"
 FAST_REGISTERED = "fast registered"
 TENSORS = " torch"
-"""Ends the name of a transport that is called with torch tensors."""
+"""The suffix of a transport's name when it is called with torch tensors."""
 GRPC = "grpc"
 FLIGHT = "flight"
-STOCK_STREAM = "stock stream"
+PROTOBUF_STREAM = "protobuf stream"
 KIB, MIB = 1 << 10, 1 << 20
 SMALL = (64, KIB, 4 * KIB, 16 * KIB)
 MEDIUM = (64 * KIB, 256 * KIB)
@@ -31,7 +31,7 @@ SIZES = (*SMALL, *MEDIUM, *LARGE, *HUGE)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Cases at which a role is compared with a peer."""
+    """Cases for which a role is compared with a peer."""
 
     cases: tuple[Case, ...]
     role: str
@@ -60,15 +60,15 @@ TARGETS = (
     Target(HALVES, FAST, "gloo", 2, 5),
     Target(HALVES, FAST + TENSORS, "gloo", 2, 5),
     Target((Case(SEND, 2, MIB),), GRPC, FLIGHT, 0.9, 1.05),
-    Target((Case(SEND, 2, MIB),), GRPC, STOCK_STREAM, 1.5, 2),
-    Target((Case(SEND, 2, 16 * MIB),), GRPC, STOCK_STREAM, 4, 6),
-    Target((Case(SEND, 2, 64 * MIB),), GRPC, STOCK_STREAM, 8, 12),
+    Target((Case(SEND, 2, MIB),), GRPC, PROTOBUF_STREAM, 1.5, 2),
+    Target((Case(SEND, 2, 16 * MIB),), GRPC, PROTOBUF_STREAM, 4, 6),
+    Target((Case(SEND, 2, 64 * MIB),), GRPC, PROTOBUF_STREAM, 8, 12),
     Target(_sums((16 * MIB,)), GRPC, "gloo", 0.28, 0.5),
 )
 
 
 def judge(rows: Sequence[dict[str, Any]], fast: str) -> list[dict[str, Any]]:
-    """Every target at every case that was measured.
+    """Every target for every case that was measured.
 
     Args:
         rows: of `Comparison.run`.
@@ -79,18 +79,18 @@ def judge(rows: Sequence[dict[str, Any]], fast: str) -> list[dict[str, Any]]:
         and with "not measured" as verdict, where one of the two has no figures.
     """
     measured = {Case(**row["case"]): row for row in rows}
-    return [_judged(target, case, measured[case], fast) for target, case in _pairs() if case in measured]
+    return [_verdict(target, case, measured[case], fast) for target, case in _pairs() if case in measured]
 
 
-def describe(judged: Sequence[dict[str, Any]]) -> str:
-    """The judgements as a table, misses like hits."""
+def describe(verdicts: Sequence[dict[str, Any]]) -> str:
+    """The verdicts as a table, missed targets included."""
     header = ("case", "ferrorpc", "against", "medians", "minima", "must", "aim", "verdict")
     lines = [
         (
             Case(**each["case"]).title, each["system"], each["peer"], _times(each.get("ratio")),
             _times(each.get("ratio_of_minima")), f"{each['must']:g}", f"{each['aim']:g}", each["verdict"],
         )
-        for each in judged
+        for each in verdicts
     ]  # fmt: skip
     return table(header, lines, right=frozenset(header[3:7]))
 
@@ -99,7 +99,7 @@ def _pairs() -> Iterator[tuple[Target, Case]]:
     return ((target, case) for target in TARGETS for case in target.cases)
 
 
-def _judged(target: Target, case: Case, row: dict[str, Any], fast: str) -> dict[str, Any]:
+def _verdict(target: Target, case: Case, row: dict[str, Any], fast: str) -> dict[str, Any]:
     label = target.role.replace(FAST, fast)
     found = {"case": case.to_json(), "system": label, "peer": target.peer, "must": target.must, "aim": target.aim}
     ratio = report.ratio(row, label, target.peer)

@@ -1,9 +1,9 @@
-"""What mutual TLS costs on the gRPC lane: small messages and bandwidth with and without it, in one run, between two processes.
+"""Measures the cost of mutual TLS over gRPC: small messages and bandwidth with and without it, in one run of two processes.
 
     python -m benchmarks.tls [--sizes 1MiB 16MiB] [--mib 128] [--rounds 15]
 
-Rounds of the two alternate; medians are shown, and how much less TLS does than its neighbour without it in the same round. A
-small message is one of 64 bytes and its answer.
+The two take turns. It shows medians, and by how much TLS is slower than the turn without it in the same round. A small message
+is one of 64 bytes, with an answer.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ NOTHING = np.zeros(SMALL_BYTES, np.uint8)
 
 
 class LaneRank:
-    """One rank with a transport to the other; messages are assembled on the thread that waits for them."""
+    """One rank with a transport to the other. Messages are assembled on the thread that waits for them."""
 
     def __init__(self, rank: int, tls: TlsFiles | None = None) -> None:
         self.rank = rank
         self.peer = 1 - rank
         self.operations = itertools.count(KEY.number + 1)
-        """Numbers of the small messages, the same on both ends."""
+        """The numbers of the small messages, equal on both sides."""
         self.server = WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=tls)
 
     def meet(self, addresses: list[str]) -> None:
@@ -66,7 +66,7 @@ class LaneRank:
         self._room = threading.Semaphore(0)
 
     def send(self, array: np.ndarray, *, answer: bool) -> None:
-        slot = 2 * next(self._numbers) + answer  # of each message its own
+        slot = 2 * next(self._numbers) + answer  # a slot of its own for each message
         header = Header(slot, "bench()", DType.UINT8, array.shape, array.size)
         for offset in range(0, array.size, CHUNK_BYTES):
             chunk = array[offset : offset + CHUNK_BYTES]
@@ -76,23 +76,23 @@ class LaneRank:
             self.receive(SECONDS)
 
     def exchange(self, number: int, seconds: float | None, *, first: bool) -> None:
-        """A small message there and one back, as an operation of its own."""
+        """Sends a small message and receives one (the other way round unless `first`), as an operation of its own."""
         key, arrived = Key(0, 0, number), threading.Semaphore(0)
         box = self._mailbox.enter(key, "bench()", arrived.release)
         if first:
             self.transport.send(self.peer, key, SMALL, 0, NOTHING, _nothing)
-        while not box.news:
+        while not box.arrivals:
             _wait(arrived, seconds)
         self._mailbox.leave(key)
         if not first:
             self.transport.send(self.peer, key, SMALL, 0, NOTHING, _nothing)
 
     def receive(self, seconds: float | None) -> tuple[np.ndarray, bool]:
-        """The next message, and whether its sender waits for an answer. `seconds` bound each wait."""
+        """Receives the next message. Returns it, and whether its sender waits for an answer. `seconds` limits each wait."""
         array, received = np.empty(0, np.uint8), 0
         while True:
-            while self._box.news:
-                place = self._box.news.popleft()
+            while self._box.arrivals:
+                place = self._box.arrivals.popleft()
                 frame = self._box.frames[place].popleft()
                 if frame.offset == 0:
                     array = np.empty(frame.header.total, np.uint8)
@@ -110,7 +110,7 @@ def _wait(arrived: threading.Semaphore, seconds: float | None) -> None:
 
 
 def _nothing() -> None:
-    """There is always room for a small message: the one before was answered."""
+    """Called when the transport has room; there always is for a small message, because the one before was answered."""
 
 
 def _failed(error: FerroError) -> None:
@@ -123,7 +123,7 @@ def _lost(peer: int, reason: str) -> None:
 
 
 def rate(sender: LaneRank, size: int, total_bytes: int) -> float:
-    """Bytes per second of arrays of this size, one after the other."""
+    """Bytes per second when arrays of this size are sent one after the other."""
     array = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
     count = max(1, total_bytes // size)
     began = time.perf_counter()
@@ -133,7 +133,7 @@ def rate(sender: LaneRank, size: int, total_bytes: int) -> float:
 
 
 def small_rate(sender: LaneRank, count: int = 300) -> float:
-    """Small messages a second, each with its answer, by the median of many."""
+    """Small messages per second, each with an answer, from the median of many."""
     times = []
     for _ in range(count):
         began = time.perf_counter()
@@ -143,7 +143,7 @@ def small_rate(sender: LaneRank, count: int = 300) -> float:
 
 
 def measure(senders: dict[str, LaneRank], sizes: list[int], total_bytes: int, rounds: int) -> list[dict[str, Any]]:
-    """One row per size and one for the round trip; senders take turns within every round."""
+    """A row for the small messages and one for each size. Senders take turns in every round."""
     rows: list[dict[str, Any]] = []
     kinds: dict[str, tuple[float, Callable[[LaneRank], float]]] = {"small messages (1/s)": (1.0, small_rate)}
     for size in sizes:
@@ -160,12 +160,12 @@ def measure(senders: dict[str, LaneRank], sizes: list[int], total_bytes: int, ro
 
 
 def files(directory: str) -> TlsFiles:
-    """The certificate of a worker of the job of these ranks."""
+    """The worker's certificate files."""
     return TlsFiles(*(f"{directory}/{name}" for name in ("ca.pem", "worker.pem", "worker.key")))
 
 
 def answer(rank: LaneRank) -> None:
-    """Answers every message that asks for it, for good."""
+    """Answers every message that asks for it, for ever."""
     while True:
         _, asked = rank.receive(None)
         if asked:
@@ -173,13 +173,13 @@ def answer(rank: LaneRank) -> None:
 
 
 def exchange(rank: LaneRank) -> None:
-    """Sends every small message back, for good."""
+    """Answers every small message, for ever."""
     while True:
         rank.exchange(next(rank.operations), None, first=False)
 
 
 def serve(directory: str) -> None:
-    """The other process, until stdin closes."""
+    """Runs the other process, until stdin closes."""
     ranks = [LaneRank(1), LaneRank(1, files(directory))]
     print(*(rank.server.address for rank in ranks), flush=True)
     for rank, address in zip(ranks, sys.stdin.readline().split(), strict=True):

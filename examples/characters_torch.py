@@ -1,10 +1,13 @@
-"""A small transformer in PyTorch learns to write Python: `ferrorpc run -n 2 examples/characters_torch.py`.
+"""Data-parallel training of a small transformer in PyTorch, which learns to write Python.
 
-Its text is the standard library's own source, which lies on every machine that can run it. Every process has the whole model
-and draws its own pieces of the text; gradients are averaged while the backward pass still runs. At the end the ranks compare
-their weights, and rank 0 writes a few lines and draws the loss.
+    ferrorpc run -n 2 examples/characters_torch.py                     needs the extra `torch`
+    ferrorpc run -n 2 examples/characters_torch.py --device gpu        needs CuPy, too
 
-With `--device gpu` each rank's model is on a GPU (its own, where there are as many), and its gradients become means there.
+The text is the source code of Python's standard library, so there is nothing to download. Every process has the whole model and
+trains on pieces of text of its own. `ferrorpc.torch.DistributedDataParallel` averages gradients while the backward pass still
+runs. At the end the ranks compare their weights, and rank 0 lets the model write a few lines and draws the loss curve.
+
+With `--device gpu` the model is on a GPU: on one of its own for each rank, if there are enough.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from pathlib import Path
 
 import ferrorpc
 
-# ferrorpc comes first: it sets what gRPC reads when it is imported.
+# Import ferrorpc first: it sets environment variables that gRPC reads when it is imported.
 # isort: split
 import numpy as np
 import torch
@@ -26,78 +29,78 @@ from torch import nn
 from ferrorpc.torch import DistributedDataParallel
 
 TEXT_BYTES = 2_000_000
-LETTERS = 128
+CHARACTERS = 128
 CONTEXT = 64
 ROWS_PER_RANK = 16
 TEST_SHARE = 0.05
 TEST_PIECES = 64
 
 
-class Characters(nn.Module):
-    """Guesses each next letter of a text from the letters before it."""
+class CharacterModel(nn.Module):
+    """A transformer that predicts each next character of a text from those before it."""
 
     def __init__(self, width: int = 96, layers: int = 3, heads: int = 4) -> None:
         super().__init__()
-        self.letters = nn.Embedding(LETTERS, width)
-        self.places = nn.Parameter(torch.zeros(CONTEXT, width))
+        self.embedding = nn.Embedding(CHARACTERS, width)
+        self.positions = nn.Parameter(torch.zeros(CONTEXT, width))
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
-        self.guess = nn.Linear(width, LETTERS)
+        self.head = nn.Linear(width, CHARACTERS)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """text: (batch, length) letters, length up to CONTEXT. Returns logits, (batch, length, LETTERS)."""
+        """(batch, length) characters, length up to CONTEXT -> logits, (batch, length, CHARACTERS)."""
         length = text.shape[1]
-        inputs = self.letters(text) + self.places[:length]
-        outputs: torch.Tensor = self.guess(self.layers(inputs, mask=self.mask[:length, :length], is_causal=True))
+        inputs = self.embedding(text) + self.positions[:length]
+        outputs: torch.Tensor = self.head(self.layers(inputs, mask=self.mask[:length, :length], is_causal=True))
         return outputs
 
 
-def place(device: str) -> torch.device:
-    """Where the model is to be: the host, or this rank's GPU."""
+def device_of(device: str) -> torch.device:
+    """The device for the model: the host for "cpu", this rank's GPU for "gpu". Exits if there is no GPU."""
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise SystemExit("--device gpu needs a GPU that torch can use; try: --device cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    torch.cuda.init()  # so that backend "auto" looks for GPUs
+    torch.cuda.init()  # backend "auto" then looks for GPUs
     return torch.device("cuda")
 
 
 def source_text(group: ferrorpc.ProcessGroup) -> torch.Tensor:
-    """The first megabytes of the standard library, its modules in order of their names. Rank 0 reads them for all."""
-    letters: NDArray[np.uint8] | None = None
+    """The beginning of the standard library's source, its modules in alphabetical order. Rank 0 reads it and broadcasts it."""
+    characters: NDArray[np.uint8] | None = None
     if group.rank == 0:
         files = sorted(Path(os.__file__).parent.glob("*.py"))
         text = b"".join(path.read_bytes() for path in files)[:TEXT_BYTES]
-        letters = np.frombuffer(text, np.uint8) % LETTERS
-    return torch.from_numpy(group.broadcast(letters, root=0)).long()
+        characters = np.frombuffer(text, np.uint8) % CHARACTERS
+    return torch.from_numpy(group.broadcast(characters, root=0)).long()
 
 
-def pieces(text: torch.Tensor, count: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pieces from anywhere in the text, and the letters that follow each of theirs: both (count, CONTEXT)."""
+def random_pieces(text: torch.Tensor, count: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pieces from random positions of the text, and for each character the one that follows; both are (count, CONTEXT)."""
     starts = torch.randint(len(text) - CONTEXT - 1, (count, 1), generator=random)
-    places = starts + torch.arange(CONTEXT)
-    return text[places], text[places + 1]
+    positions = starts + torch.arange(CONTEXT)
+    return text[positions], text[positions + 1]
 
 
 def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Mean cross entropy in nats a letter."""
+    """The mean cross entropy, in nats per character."""
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def train(
     ddp: DistributedDataParallel, text: torch.Tensor, group: ferrorpc.ProcessGroup, steps: int, rate: float
 ) -> list[float]:
-    """Trains by AdamW on a one-cycle schedule. Returns each step's loss on this rank's pieces."""
+    """Trains with AdamW and a one-cycle learning rate. Returns the loss of each step on this rank's pieces."""
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     random = torch.Generator().manual_seed(1 + group.rank)
     curve = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = loss_of(ddp, pieces(text, ROWS_PER_RANK, random))
-        loss.backward()
+        loss = loss_of(ddp, random_pieces(text, ROWS_PER_RANK, random))
+        loss.backward()  # afterwards every gradient is the mean over all ranks
         optimizer.step()
         schedule.step()
         curve.append(loss.item())
@@ -107,18 +110,18 @@ def train(
 
 
 @torch.no_grad()
-def written(model: nn.Module, beginning: str, count: int) -> str:
-    """What the model writes on, letter by letter, by chance."""
+def generate(model: nn.Module, prompt: str, count: int) -> str:
+    """Continues a text by so many characters, each drawn from the model's prediction."""
     random = torch.Generator().manual_seed(0)
-    text, where = torch.tensor([list(beginning.encode())]), next(model.parameters()).device
+    text, device = torch.tensor([list(prompt.encode())]), next(model.parameters()).device
     for _ in range(count):
-        chances = torch.softmax(model(text[:, -CONTEXT:].to(where))[:, -1] / 0.7, dim=-1).cpu()
-        text = torch.cat([text, torch.multinomial(chances, 1, generator=random)], dim=1)
+        probabilities = torch.softmax(model(text[:, -CONTEXT:].to(device))[:, -1] / 0.7, dim=-1).cpu()
+        text = torch.cat([text, torch.multinomial(probabilities, 1, generator=random)], dim=1)
     return bytes(text[0].tolist()).decode("ascii")
 
 
-def plot(curve: list[float], tested: float, ranks: int, path: Path) -> None:
-    """Writes the loss curve as a PNG."""
+def plot(curve: list[float], test_loss: float, ranks: int, path: Path) -> None:
+    """Draws the loss curve as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -126,9 +129,9 @@ def plot(curve: list[float], tested: float, ranks: int, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(range(1, len(curve) + 1), curve, color="tab:blue", linewidth=1.2, label="mean of the ranks' batches")
-    axes.axhline(tested, color="tab:orange", linestyle="--", label=f"text kept back, at the end: {tested:.2f}")
-    axes.axhline(math.log(LETTERS), color="gray", linestyle=":", label="guessing blindly")
-    axes.set(xlabel="step", ylabel="nats a letter", ylim=(0, None))
+    axes.axhline(test_loss, color="tab:orange", linestyle="--", label=f"test text, at the end: {test_loss:.2f}")
+    axes.axhline(math.log(CHARACTERS), color="gray", linestyle=":", label="uniform guessing")
+    axes.set(xlabel="step", ylabel="nats per character", ylim=(0, None))
     axes.set_title(f"a transformer learns the standard library's source on {ranks} processes")
     axes.legend()
     axes.grid(visible=True, alpha=0.3)
@@ -137,7 +140,7 @@ def plot(curve: list[float], tested: float, ranks: int, path: Path) -> None:
 
 
 def main() -> None:
-    """One rank's part."""
+    """Runs one rank."""
     parser = argparse.ArgumentParser(description="train a small transformer on Python's own source text, data-parallel")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate of the schedule")
@@ -145,22 +148,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/characters_loss.png"), help="where the loss curve goes")
     options = parser.parse_args()
 
-    torch.set_num_threads(1)  # processes share the processors
+    torch.set_num_threads(1)  # all processes share this machine's processors
     torch.manual_seed(0)
-    device = place(options.device)
+    device = device_of(options.device)
     with ferrorpc.init_process_group() as group:
         text = source_text(group).to(device)
         cut = int(len(text) * (1 - TEST_SHARE))
-        ddp = DistributedDataParallel(Characters().to(device), group)
+        ddp = DistributedDataParallel(CharacterModel().to(device), group)
         mine = train(ddp, text[:cut], group, options.steps, options.rate)
         curve = group.all_reduce(np.asarray(mine), op="mean")
-        ddp.check_weights()  # raises where ranks differ
+        ddp.check_weights()  # raises CollectiveMismatchError if any two ranks have different weights
         if group.rank == 0:
             with torch.no_grad():
-                tested = loss_of(ddp.module, pieces(text[cut:], TEST_PIECES, torch.Generator().manual_seed(0))).item()
-            plot(list(curve), tested, group.size, options.out)
-            print(written(ddp.module, "def ", 200))
-            print(f"test loss {tested:.3f} nats a letter")
+                test = random_pieces(text[cut:], TEST_PIECES, torch.Generator().manual_seed(0))
+                test_loss = loss_of(ddp.module, test).item()
+            plot(list(curve), test_loss, group.size, options.out)
+            print(generate(ddp.module, "def ", 200))
+            print(f"test loss {test_loss:.3f} nats per character")
             print(f"identical weights on {group.size} ranks")
             print(f"loss curve: {options.out}")
 

@@ -1,16 +1,16 @@
-"""Data-parallel training on real data: `ferrorpc run -n 4 examples/digits_ddp.py`, or `ferrorpc demo`.
+"""Data-parallel training of a small network on handwritten digits, with DistributedDataParallel.
 
-Every process holds the whole network and sees its own share of each batch of handwritten digits (1,797 images of 8 x 8
-pixels that come with scikit-learn). After each backward pass `sync_gradients` makes the gradients the mean over all
-processes, so every process takes the same step and the weights stay identical, to the last bit.
+    ferrorpc run -n 4 examples/digits_ddp.py                     ferrorpc demo does the same
+    ferrorpc run -n 2 examples/digits_ddp.py --device gpu        with CuPy arrays
 
-With `--device gpu` the network consists of CuPy arrays, and its gradients become means on the GPU.
+The data are 1,797 images of 8 x 8 pixels that come with scikit-learn. Every process has the whole network and trains on its
+share of each batch. After each backward pass `sync_gradients` replaces the gradients by their mean over all processes. So all
+processes take the same optimizer step, and their weights stay identical bit for bit; the end of the program checks that.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ TEST_SHARE = 0.2
 
 
 class Digits(NamedTuple):
-    """The data: images as (count, 64) values in 0..1, labels as (count,) digits."""
+    """Images are (count, 64) values between 0 and 1; labels are (count,) digits."""
 
     train_images: Array
     train_labels: NDArray[np.int64]
@@ -36,7 +36,7 @@ class Digits(NamedTuple):
 
 
 def load(group: ferrorpc.ProcessGroup, seed: int) -> Digits:
-    """The digits in an order that the seed fixes. Rank 0 reads them and gives them to the others."""
+    """The digits, shuffled by the seed. Rank 0 loads them and broadcasts them to the other ranks."""
     images, labels = None, None
     if group.rank == 0:
         from sklearn.datasets import load_digits
@@ -50,7 +50,10 @@ def load(group: ferrorpc.ProcessGroup, seed: int) -> Digits:
 
 
 def my_batches(count: int, group: ferrorpc.ProcessGroup, seed: int) -> Iterator[NDArray[np.int64]]:
-    """This rank's rows of each batch of one epoch. Shares are of equal size, so the mean of means is the mean."""
+    """This rank's rows of each batch of one epoch.
+
+    All ranks have equally many rows of a batch, so the mean of the ranks' mean gradients is that of the whole batch.
+    """
     order = np.random.default_rng(seed).permutation(count)
     batch = ROWS_PER_RANK * group.size
     for start in range(0, count - batch + 1, batch):
@@ -58,7 +61,7 @@ def my_batches(count: int, group: ferrorpc.ProcessGroup, seed: int) -> Iterator[
 
 
 def array_module(device: str) -> Any:
-    """numpy for "cpu", cupy for "gpu". Ends the program where that cannot be used."""
+    """numpy for "cpu", cupy for "gpu". Exits if CuPy or a GPU is missing."""
     if device == "cpu":
         return np
     try:
@@ -75,7 +78,7 @@ def array_module(device: str) -> Any:
 def train(
     ddp: ferrorpc.DistributedDataParallel, data: Digits, group: ferrorpc.ProcessGroup, options: Any, xp: Any = np
 ) -> list[float]:
-    """Trains for `options.epochs`. Returns each epoch's mean loss over all ranks."""
+    """Trains for `options.epochs`. Returns the mean loss of each epoch over all ranks."""
     from tqdm import tqdm
 
     optimizer = Momentum(ddp.module.parameters(), rate=options.rate, xp=xp)
@@ -87,7 +90,7 @@ def train(
             logits = ddp(xp.asarray(data.train_images[rows]))
             loss, grad = softmax_cross_entropy(logits, xp.asarray(data.train_labels[rows]), xp)
             ddp.module.backward(grad)
-            ddp.sync_gradients()
+            ddp.sync_gradients()  # from here on all ranks have the same gradients
             optimizer.step()
             losses.append(loss)
         curve.append(float(group.all_reduce(np.float64(np.mean(losses)), op="mean")))
@@ -96,24 +99,16 @@ def train(
 
 
 def accuracy(ddp: ferrorpc.DistributedDataParallel, data: Digits, group: ferrorpc.ProcessGroup, xp: Any = np) -> float:
-    """Share of test images told right. Each rank looks at its share of them."""
+    """The share of test images that are classified correctly. Each rank classifies a part of them."""
     ddp.module.eval()
     mine = slice(group.rank, None, group.size)
-    told = ddp(xp.asarray(data.test_images[mine])).argmax(axis=1)
-    right = int((told == xp.asarray(data.test_labels[mine])).sum())
-    return int(group.all_reduce(np.int64(right))) / len(data.test_labels)
-
-
-def weights_hash(ddp: ferrorpc.DistributedDataParallel) -> bytes:
-    """SHA-256 over the bytes of all weights."""
-    digest = hashlib.sha256()
-    for name, parameter in ddp.module.named_parameters():
-        digest.update(name.encode() + parameter.data.tobytes())
-    return digest.digest()
+    predicted = ddp(xp.asarray(data.test_images[mine])).argmax(axis=1)
+    correct = int((predicted == xp.asarray(data.test_labels[mine])).sum())
+    return int(group.all_reduce(np.int64(correct))) / len(data.test_labels)
 
 
 def plot(curve: list[float], reached: float, ranks: int, path: Path) -> None:
-    """Writes the loss curve as a PNG."""
+    """Draws the loss curve as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -130,7 +125,7 @@ def plot(curve: list[float], reached: float, ranks: int, path: Path) -> None:
 
 
 def main() -> None:
-    """One rank's part."""
+    """Runs one rank."""
     parser = argparse.ArgumentParser(description="train a small network on handwritten digits, data-parallel")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate")
@@ -148,10 +143,7 @@ def main() -> None:
         curve = train(ddp, data, group, options, xp)
         seconds = time.monotonic() - started
         reached = accuracy(ddp, data, group, xp)
-        hashes = group.all_gather(np.frombuffer(weights_hash(ddp), np.uint8))
-        different = [rank for rank, other in enumerate(hashes) if not np.array_equal(other, hashes[0])]
-        if different:
-            raise SystemExit(f"ranks {different} hold other weights than rank 0")
+        ddp.check_weights()  # raises CollectiveMismatchError if any two ranks have different weights
         if group.rank == 0:
             plot(curve, reached, group.size, options.out)
             nbytes = sum(parameter.data.nbytes for parameter in model.parameters())
@@ -160,7 +152,7 @@ def main() -> None:
             print(f"test accuracy {reached:.3f}")
             print(f"identical weights on {group.size} ranks")
             print(f"loss curve: {options.out}")
-        group.barrier()  # all end together: whoever is lost before can start again, for the others still do too
+        group.barrier()  # no rank exits early: if one is lost until now, all still run and can start again together
 
 
 if __name__ == "__main__":

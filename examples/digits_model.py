@@ -1,15 +1,16 @@
-"""A small network in NumPy, or in CuPy, that ferrorpc can train on several processes.
+"""A small neural network written in plain NumPy or CuPy, for the other examples to train.
 
-What DistributedDataParallel asks of a module, and all it asks:
+It shows everything that DistributedDataParallel needs of a module:
 
-    parameters()         the Parameters, each with .data (its weights) and .grad (their gradient, or None)
-    named_parameters()   the same, as (name, Parameter); names and order are equal on every rank
-    forward(x)           what calling the wrapped module does
-    train(), eval()      switch between the two modes; both return the module
+    parameters()         the parameters, each with .data (the weights) and .grad (their gradient, or None)
+    named_parameters()   the same as (name, parameter) pairs, with equal names in equal order on every rank
+    forward(x)           called when the wrapped module is called
+    train(), eval()      switch between training and evaluation mode; both return the module
 
-`backward` is this file's own affair: ferrorpc looks only at what it leaves in .grad.
+The backward pass is not part of that. This file has one written by hand; ferrorpc only looks at the gradients in .grad.
 
-`xp` is the array module, numpy or cupy. Random numbers are drawn by NumPy, so both begin, and drop out, alike.
+Arguments called `xp` are the array module: numpy or cupy. Random numbers are drawn by NumPy in both cases, so that training
+begins with the same weights and drops the same features out.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Linear:
     """y = x @ weight + bias.
 
     Args:
-        inputs, outputs: features.
-        random: where the initial weights come from (Glorot's uniform, which suits tanh).
+        inputs, outputs: the number of features.
+        random: draws the initial weights (Glorot's uniform distribution, which suits tanh).
     """
 
     def __init__(self, inputs: int, outputs: int, random: np.random.Generator, xp: Any = np) -> None:
@@ -41,12 +42,12 @@ class Linear:
         self._x: Array | None = None
 
     def forward(self, x: Array) -> Array:
-        """x: (batch, inputs). Returns (batch, outputs), and keeps x for `backward`."""
+        """(batch, inputs) -> (batch, outputs). Keeps x for `backward`."""
         self._x = x
         return x @ self.weight.data + self.bias.data
 
     def backward(self, grad_y: Array) -> Array:
-        """grad_y: (batch, outputs). Adds to the parameters' gradients; returns the gradient of x, (batch, inputs)."""
+        """Adds to the gradients of weight and bias. Returns the gradient of x, (batch, inputs)."""
         assert self._x is not None, "backward follows forward"
         accumulate(self.weight, self._x.T @ grad_y)
         accumulate(self.bias, grad_y.sum(axis=0))
@@ -54,12 +55,13 @@ class Linear:
 
 
 class DigitsNet:
-    """A multi-layer perceptron: linear layers with tanh between them, and dropout before the last while training.
+    """A multi-layer perceptron: linear layers with tanh between them, and dropout before the last one during training.
 
     Args:
-        widths: features of each layer, the input first: (64, 48, 10).
-        seed: of the initial weights. DistributedDataParallel broadcasts rank 0's, so it may differ between ranks.
-        dropout: share of hidden features set to zero while training.
+        widths: the features of each layer, beginning with the input: (64, 48, 10).
+        seed: for the initial weights and dropout. DistributedDataParallel broadcasts rank 0's weights, so it may differ
+            between ranks.
+        dropout: the share of hidden features that are set to zero during training.
         xp: the array module.
     """
 
@@ -73,7 +75,7 @@ class DigitsNet:
         self._kept: Array | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, ferrorpc.Parameter]]:
-        """("layers.0.weight", Parameter), and so on, from the input to the output."""
+        """("layers.0.weight", parameter) and so on, from the input to the output."""
         for index, layer in enumerate(self.layers):
             yield f"layers.{index}.weight", layer.weight
             yield f"layers.{index}.bias", layer.bias
@@ -92,7 +94,7 @@ class DigitsNet:
         return self.train(False)
 
     def forward(self, x: Array) -> Array:
-        """x: (batch, widths[0]). Returns logits, (batch, widths[-1])."""
+        """(batch, widths[0]) -> logits, (batch, widths[-1])."""
         self._hidden = []
         for layer in self.layers[:-1]:
             x = self._xp.tanh(layer.forward(x))
@@ -105,29 +107,29 @@ class DigitsNet:
         return self.layers[-1].forward(x)
 
     def backward(self, grad_logits: Array) -> None:
-        """grad_logits: (batch, widths[-1]), the loss's gradient at the output. Adds to every parameter's .grad."""
+        """Adds to every parameter's .grad, given the gradient of the logits."""
         grad = self.layers[-1].backward(grad_logits)
         if self._kept is not None:
             grad = grad * self._kept
         for layer, hidden in zip(reversed(self.layers[:-1]), reversed(self._hidden), strict=True):
-            grad = layer.backward(grad * (1 - hidden * hidden))
+            grad = layer.backward(grad * (1 - hidden * hidden))  # the derivative of tanh
 
 
 def accumulate(parameter: ferrorpc.Parameter, grad: Array) -> None:
-    """Adds a gradient to a parameter's own, as several backward passes before one step need it."""
+    """Adds to a parameter's gradient, so that several backward passes can precede one optimizer step."""
     parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
 def softmax_cross_entropy(logits: Array, labels: NDArray[np.integer[Any]], xp: Any = np) -> tuple[float, Array]:
-    """The mean cross entropy of a batch and its gradient.
+    """The mean cross entropy of a batch.
 
     Args:
         logits: (batch, classes).
-        labels: (batch,), the right class of each row.
+        labels: (batch,), the correct class of each row.
         xp: the array module of both.
 
     Returns:
-        The loss, and its gradient at the logits, (batch, classes).
+        The loss, and the gradient of the logits, (batch, classes).
     """
     rows = xp.arange(len(labels))
     shifted = logits - logits.max(axis=1, keepdims=True)

@@ -1,4 +1,9 @@
-"""Four processes add an array: `ferrorpc run -n 4 examples/hello.py`."""
+"""The smallest program: each process brings an array, and all of them get the sum.
+
+    ferrorpc run -n 4 examples/hello.py
+
+`python examples/hello.py` runs it with a single process.
+"""
 
 import numpy as np
 

@@ -1,9 +1,12 @@
-"""Pipeline-parallel training on real data: `ferrorpc run -n 3 examples/pipeline_digits.py --schedule zb1p`.
+"""Pipeline parallelism in NumPy: a network for handwritten digits, cut into stages.
 
-The network is cut into as many stages as there are processes (with chunks: that many times more), and no process holds more
-than its own. A batch goes through in microbatches, in the order that the schedule says. The gradients are those of the whole
-batch, so any number of processes and any schedule learn the same weights, up to rounding. At the end the last step is drawn as
-it was, and below it as the schedule's simulation has it.
+    ferrorpc run -n 3 examples/pipeline_digits.py
+    ferrorpc run -n 3 examples/pipeline_digits.py --schedule zb1p                      a backward pass in two parts
+    ferrorpc run -n 2 examples/pipeline_digits.py --schedule interleaved --chunks 2    two stages on each process
+
+Each process has only its own stages of the network. A batch is split into microbatches, which pass through the stages in the
+order of the schedule. The gradients are those of the whole batch, so any number of processes and any schedule learn the same
+weights, up to rounding. At the end the last step is drawn as it was recorded, above the schedule's simulation.
 """
 
 from __future__ import annotations
@@ -21,16 +24,19 @@ from digits_model import Array, Momentum, accumulate, softmax_cross_entropy
 import ferrorpc
 
 WIDTHS = (64, 384, 384, 384, 384, 384, 384, 384, 10)
-"""Features of each layer: eight layers, so up to eight stages."""
+"""The features of each layer. There are eight layers, so there can be up to eight stages."""
 BATCH = 256
 
 
 class DenseStage:
-    """Some of the network's layers, as a pipeline wants them: what a backward needs is returned, not kept.
+    """Some successive layers of the network, as a stage of a pipeline.
+
+    Several microbatches are between their forward and their backward at the same time. So a stage does not store what its
+    backward needs, but returns it from `forward`, and gets it back.
 
     Args:
-        layers: numbers of the layers.
-        seed: with a layer's number it fixes its weights, wherever the layer is.
+        layers: the numbers of the layers.
+        seed: decides, with a layer's number, its initial weights; so they do not depend on how the network is cut.
     """
 
     def __init__(self, layers: Sequence[int], seed: int) -> None:
@@ -45,11 +51,11 @@ class DenseStage:
         return np.random.default_rng((seed, layer)).uniform(-bound, bound, (inputs, outputs)).astype(np.float32)
 
     def parameters(self) -> Iterator[ferrorpc.Parameter]:
-        """What the optimizer steps."""
+        """The parameters, for the optimizer."""
         return iter([*self.weights, *self.biases])
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        """x: (rows, features in). Returns (rows, features out), and the inputs of all layers for the backward."""
+        """Returns y, (rows, features), and the context for the backward: the inputs of all layers, and y."""
         inputs = []
         for layer, weight, bias in zip(self.layers, self.weights, self.biases, strict=True):
             inputs.append(x)
@@ -59,7 +65,7 @@ class DenseStage:
         return x, {"inputs": inputs, "output": x}
 
     def backward_input(self, context: Any, grad_y: Array) -> Array:
-        """The gradient of x. Leaves what the weights need in the context."""
+        """Returns the gradient of x. Stores in the context what `backward_weight` will need."""
         outputs = [*context["inputs"][1:], context["output"]]
         context["grads"] = []
         for layer, weight, y in zip(reversed(self.layers), reversed(self.weights), reversed(outputs), strict=True):
@@ -70,20 +76,20 @@ class DenseStage:
         return grad_y
 
     def backward_weight(self, context: Any, grad_y: Array) -> None:
-        """Adds the gradients of weights and biases to what is there."""
+        """Adds to the gradients of weights and biases. Schedules such as zb1p call it later, when the rank is idle."""
         for weight, bias, x, grad in zip(self.weights, self.biases, context["inputs"], reversed(context["grads"]), strict=True):
             accumulate(weight, x.T @ grad)
             accumulate(bias, grad.sum(axis=0))
 
 
 def my_stages(schedule: ferrorpc.schedules.Schedule, rank: int, seed: int) -> list[DenseStage]:
-    """This rank's stages: the layers are dealt out to all pieces as evenly as can be."""
+    """This rank's stages: the layers are distributed evenly over all pieces of the network."""
     shares = np.array_split(np.arange(len(WIDTHS) - 1), schedule.virtual_stages)
     return [DenseStage([int(layer) for layer in shares[piece]], seed) for piece in schedule.pieces(rank)]
 
 
 def train(pipe: ferrorpc.Pipeline, stages: Sequence[DenseStage], data: Digits, options: Any) -> list[float]:
-    """Trains for `options.epochs`. Returns each epoch's mean loss on the rank of the last stage, nothing elsewhere."""
+    """Trains for `options.epochs`. Returns the mean loss of each epoch on the rank of the last stage, [] elsewhere."""
     optimizer = Momentum((each for stage in stages for each in stage.parameters()), rate=options.rate)
     curve = []
     for epoch in range(options.epochs):
@@ -99,7 +105,7 @@ def train(pipe: ferrorpc.Pipeline, stages: Sequence[DenseStage], data: Digits, o
 
 
 def main() -> None:
-    """One rank's part."""
+    """Runs one rank."""
     parser = argparse.ArgumentParser(description="train a small network on handwritten digits, cut into pipeline stages")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--rate", type=float, default=0.05, help="learning rate")

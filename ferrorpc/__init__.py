@@ -5,8 +5,8 @@
     with ferrorpc.init_process_group() as group:
         total = group.all_reduce(x)
 
-This file is the public face: a table of names and where they live. A name is loaded when it is first asked for, so that
-`import ferrorpc` costs next to nothing and loads no framework.
+This file is the public API: a table of names and the modules that define them. A name is imported on first use, so that
+`import ferrorpc` takes next to no time and imports no framework.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from ferrorpc.types import DType as DType, ReduceOp as ReduceOp, TensorSpec as TensorSpec
     from ferrorpc.work import Work as Work
 
-_ROOMS = ("errors", "testing")
-_EXTRAS = ("torch",)  # rooms as well, but no part of __all__: `from ferrorpc import *` needs no PyTorch
-_HOMES = {
+_SUBMODULES = ("errors", "testing")
+_OPTIONAL_SUBMODULES = ("torch",)  # not in __all__, so that `from ferrorpc import *` needs no PyTorch
+_MODULE_OF = {
     "init_process_group": "ferrorpc.bootstrap.process_group",
     "ProcessGroup": "ferrorpc.group",
     "Work": "ferrorpc.work",
@@ -116,16 +116,16 @@ _HOMES = {
 }
 
 __version__: str
-"""Of the installed distribution; "0+unknown" where ferrorpc runs from a folder of sources."""
+"""Version of the installed distribution; "0+unknown" if ferrorpc runs from a source folder."""
 
-__all__ = ["__version__", *_ROOMS, *_HOMES]
+__all__ = ["__version__", *_SUBMODULES, *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        home = _import_module(_HOMES[name])
-        value = getattr(home, name) if hasattr(home, name) else _import_module(f"{_HOMES[name]}.{name}")
-    elif name in _ROOMS or name in _EXTRAS:
+    if name in _MODULE_OF:
+        home = _import_module(_MODULE_OF[name])
+        value = getattr(home, name) if hasattr(home, name) else _import_module(f"{_MODULE_OF[name]}.{name}")
+    elif name in _SUBMODULES or name in _OPTIONAL_SUBMODULES:
         value = _import_module(f"ferrorpc.{name}")
     elif name == "__version__":
         value = _import_module("ferrorpc.versions").own_version()
@@ -140,12 +140,10 @@ def __dir__() -> list[str]:
 
 
 def _prepare_grpc() -> None:
-    """What must be in the environment before gRPC is imported. A level of its log that is set already stays.
+    """Sets the environment variables that gRPC reads when it is imported.
 
-    gRPC's fork handlers kill forked children, such as a data loader's, and are armed when gRPC is imported.
-
-    In a process that never forks nothing is lost either way. Its notes on connections that end ("Got goaway") are no concern
-    of the user's: ferrorpc says itself what they mean.
+    gRPC's fork handlers are switched off: they kill forked children, such as those of a data loader. Its log level is set to
+    ERROR unless the user has set one: it logs every connection that ends ("Got goaway"), which ferrorpc handles and explains.
     """
     variable = "GRPC_ENABLE_FORK_SUPPORT"
     if "grpc" in _sys.modules and _os.environ.get(variable) != "0":

@@ -1,4 +1,4 @@
-"""`python -m ferrorpc`: the command line, where its script is not on the PATH."""
+"""`python -m ferrorpc`: the command line, for when the script `ferrorpc` is not on the PATH."""
 
 from ferrorpc.cli.main import main
 

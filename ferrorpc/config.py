@@ -1,4 +1,4 @@
-"""Every setting: one table, from which the environment, the flags and `ferrorpc config` are made.
+"""All settings, in one table, from which environment variables, flags and `ferrorpc config` are derived.
 
 Precedence: argument > variable > default. Seconds are floats ("60", "500ms"), sizes have units ("4MiB").
 """
@@ -17,19 +17,19 @@ from ferrorpc.errors import ConfigError
 
 DEFAULT_PORT: Final = 29700
 LANES_MAX: Final = 16
-"""Streams that one rank may open to another."""
+"""Most data streams from one rank to another."""
 PREFIX: Final = "FERRORPC_"
-LAUNCH: Final = PREFIX + "LAUNCH"
-"""No setting: what a launcher calls this start of a process, so that its exit is not taken for that of a later one."""
+LAUNCH_VARIABLE: Final = PREFIX + "LAUNCH"
+"""Not a setting: the id that a launcher gives each start of a process, to tell its exit from that of a later start."""
 _SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
 _SECONDS_MAX: Final = 1e9
-"""Thirty years, which fit into 64 bits of nanoseconds."""
+"""About 30 years, which fit into 64 bits as nanoseconds."""
 _INTERVAL_MIN: Final = 0.01
 _BYTES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
 NAME_BYTES_MAX: Final = 128
 _NAME: Final = re.compile(r"[!-.0-~]+")
-_LIKENESS_MIN: Final = 0.85
-"""From here on one name is taken for another with a letter wrong. Kubernetes sets longer ones, such as <SERVICE>_PORT."""
+_SIMILARITY_MIN: Final = 0.85
+"""Names as similar as this are taken for misspelt settings. Less would match <SERVICE>_PORT, which Kubernetes sets."""
 _NUMBER: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -45,7 +45,7 @@ def seconds(text: str) -> float:
 
 
 def interval(text: str) -> float:
-    """A duration after which something is done again: not so short that nothing else gets done."""
+    """A duration between repetitions, of at least 10 ms."""
     if seconds(text) < _INTERVAL_MIN:
         raise ValueError(f"expected at least {_INTERVAL_MIN * 1000:.0f}ms")
     return seconds(text)
@@ -60,7 +60,7 @@ def size_bytes(text: str) -> int:
 
 
 def plain_name(text: str) -> str:
-    """A name that a coordinator takes, of a job or of a member."""
+    """A valid name of a job or of a member."""
     if len(text) > NAME_BYTES_MAX or not _NAME.fullmatch(text):
         raise ValueError(f"expected at most {NAME_BYTES_MAX} characters of printable ASCII, without blanks and slashes")
     return text
@@ -74,7 +74,7 @@ def whole_number(text: str) -> int:
 
 
 def lanes(text: str) -> int:
-    """How many connections to a peer, "1" to "16"."""
+    """A number of connections to each peer, "1" to "16"."""
     if not 1 <= whole_number(text) <= LANES_MAX:
         raise ValueError(f"expected a number from 1 to {LANES_MAX}")
     return int(text)
@@ -214,28 +214,28 @@ SETTINGS: Final = (
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
 
 
-_PLACE: Final = "leave it away: `ferrorpc run`, torchrun, SLURM or mpirun tell it by variables"
-_ADDRESS: Final = 'leave it away under a launcher, else pass coordinator="host:port"'
-_COUNTERPARTS: Final = {
-    "init_method": _ADDRESS,
-    "master_addr": _ADDRESS,
-    "master_port": _ADDRESS,
-    "rank": f"{_PLACE}, such as RANK; rank_hint= asks for a rank where it is free",
-    "local_rank": _PLACE,
-    "size": "world_size=, which is a setting; a launcher tells it by a variable",
-    "store": "leave it away: the group comes with one, group.store",
+_SET_BY_LAUNCHER: Final = "leave it out: `ferrorpc run`, torchrun, SLURM and mpirun set it by variables"
+_USE_COORDINATOR: Final = 'leave it out under a launcher, else pass coordinator="host:port"'
+_TORCH_ARGUMENTS: Final = {
+    "init_method": _USE_COORDINATOR,
+    "master_addr": _USE_COORDINATOR,
+    "master_port": _USE_COORDINATOR,
+    "rank": f"{_SET_BY_LAUNCHER}, such as RANK; rank_hint= asks for a rank where it is free",
+    "local_rank": _SET_BY_LAUNCHER,
+    "size": "world_size=, which is a setting; a launcher sets it by a variable",
+    "store": "leave it out: the group comes with one, group.store",
     "group_name": 'job="name" keeps jobs on one coordinator apart',
-    "pg_options": "leave it away",
+    "pg_options": "leave it out",
     "device_id": "device=, the number of this rank's GPU",
 }
-"""What torch's init_process_group takes by these names, and what to do here."""
+"""Arguments of torch's init_process_group, and what to use here instead."""
 
 
-def strangers(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Variables that are called like settings and are none, each with the setting that is likely meant; "" where none is."""
+def unknown_settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Variables with the prefix of settings that are none, each with the setting that is likely meant, or ""."""
     known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS}
-    given = sorted(name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX) and name != LAUNCH)
-    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS_MIN) for name in given if name not in known}
+    given = sorted(name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX) and name != LAUNCH_VARIABLE)
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY_MIN) for name in given if name not in known}
     return [(PREFIX + name, known[found[0]] if found else "") for name, found in near.items()]
 
 
@@ -248,14 +248,14 @@ class Value:
 
 
 class Config(Mapping[str, Any]):
-    """The settings of one process, read once at the edge and passed down. `config["lease"]`, `config.source("lease")`."""
+    """The settings of one process, read once: `config["lease"]`, `config.source("lease")`."""
 
     def __init__(self, arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> None:
         environment = os.environ if environment is None else environment
         given = {name: value for name, value in (arguments or {}).items() if value is not None}
         unknown = sorted(set(given) - set(_BY_NAME))
         if unknown:
-            raise ConfigError(f"no setting is called {', '.join(unknown)}", hint=_meant_by(unknown[0]))
+            raise ConfigError(f"no setting is called {', '.join(unknown)}", hint=_suggestion_for(unknown[0]))
         self._values = {setting.name: _resolve(setting, given, environment) for setting in SETTINGS}
 
     def __getitem__(self, name: str) -> Any:
@@ -268,7 +268,7 @@ class Config(Mapping[str, Any]):
         return len(self._values)
 
     def source(self, name: str) -> str:
-        """Where the value came from."""
+        """Where the value came from: "argument", the variable's name, or "default"."""
         return self._values[name].source
 
     def __repr__(self) -> str:
@@ -276,16 +276,16 @@ class Config(Mapping[str, Any]):
         return f"Config({shown})"
 
 
-def _meant_by(name: str) -> str:
-    """What to try in place of an argument that is no setting."""
-    if name in _COUNTERPARTS:
-        return _COUNTERPARTS[name]
-    (near,) = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=_LIKENESS_MIN) or [""]
+def _suggestion_for(name: str) -> str:
+    """What to try instead of an argument that is no setting."""
+    if name in _TORCH_ARGUMENTS:
+        return _TORCH_ARGUMENTS[name]
+    (near,) = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=_SIMILARITY_MIN) or [""]
     return f"{near}=, which is a setting" if near else f"settings are: {', '.join(_BY_NAME)}"
 
 
-def _text(raw: Any) -> str:
-    """An argument as its variable would say it, so that both are held to the same rules: (2, 4) as "2:4"."""
+def _as_text(raw: Any) -> str:
+    """An argument as the text of its variable, so that both are checked alike: (2, 4) as "2:4"."""
     if isinstance(raw, timedelta):
         return str(raw.total_seconds())
     return ":".join(map(str, raw)) if isinstance(raw, tuple | list) else str(raw)
@@ -299,7 +299,7 @@ def _resolve(setting: Setting, given: Mapping[str, Any], environment: Mapping[st
     else:
         return Value(setting.default, "default")
     try:
-        value = setting.parse(_text(raw))
+        value = setting.parse(_as_text(raw))
     except ValueError as error:
         raise ConfigError(f"{setting.variable if source != 'argument' else setting.name}={raw!r}: {error}") from None
     if setting.choices and value not in setting.choices:

@@ -1,8 +1,8 @@
-"""Every error ferrorpc raises, and nothing else.
+"""All errors that ferrorpc raises.
 
     FerroError                               .code .retryable .fields; the last line of str() begins "try:"
-    ├─ ConfigError (ValueError)              an option, variable or flag is wrong: never retry
-    ├─ UsageError                            the call itself is wrong; nothing was sent, the group stays open
+    ├─ ConfigError (ValueError)              an option, variable or flag is wrong
+    ├─ UsageError                            the call is wrong; nothing was sent, the group stays open
     │  ├─ InvalidRankError  InvalidWorldSizeError  SelfSendError
     │  ├─ TensorMismatchError                dtype, shape, kind or op do not fit together
     │  └─ GroupClosedError
@@ -10,22 +10,22 @@
     ├─ CollectiveTimeoutError (TimeoutError) .waiting_on
     │  └─ BarrierTimeoutError                .missing
     ├─ StoreTimeoutError (TimeoutError)
-    ├─ CoordinatorUnavailableError *         nobody answers there
+    ├─ CoordinatorUnavailableError *         no coordinator answers at that address
     ├─ StaleGenerationError *                fenced: the membership moved on without this caller
     ├─ PeerLostError *                       .rank .reason
     ├─ CollectiveMismatchError               .signatures
     ├─ GroupAbortedError *                   .rank .cause
     ├─ LimitExceededError
     │  └─ MessageTooLargeError
-    ├─ CodecError                            bytes that are no message of ours
+    ├─ CodecError                            bytes that are not a valid message
     ├─ AuthenticationError  PermissionDeniedError  VersionMismatchError
     ├─ BackendUnavailableError               .reason .hint
     └─ NcclError
 
 (* retryable by default: a new attempt, or `group.reform()`, can succeed.)
 
-An error is its code, its message, its hint and its fields: that is what crosses the wire (`wire/status.py`), and from it
-`FerroError.restore` makes the same class again on the other side. Ranks are world ranks.
+An error consists of code, message, hint and fields. These are sent over the wire (`wire/status.py`), and `FerroError.restore`
+makes an error of the same class from them. Ranks are world ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 
 @unique
 class ErrorCode(IntEnum):
-    """The numbers on the wire; `protos/ferrorpc/v1/error.proto` has the same list (a test compares them)."""
+    """The codes on the wire. `protos/ferrorpc/v1/error.proto` has the same list (a test compares them)."""
 
     INTERNAL = 1
     CONFIG = 2
@@ -67,16 +67,16 @@ class ErrorCode(IntEnum):
 
 
 type_of: dict[ErrorCode, type[FerroError]] = {}
-"""The class of each code; filled by the classes themselves."""
+"""The class of each code. Every class adds itself."""
 
 
 class FerroError(Exception):
-    """The root. As itself (code INTERNAL) it means a bug in ferrorpc.
+    """The base of all errors. An instance of this class itself (code INTERNAL) is a bug in ferrorpc.
 
     Args:
-        message: who, what and how long.
-        hint: what to try; a default of the class is used when None.
-        retryable: overrides the class's default.
+        message: what happened.
+        hint: what to try; None for the class's default.
+        retryable: whether a new attempt can succeed; None for the class's default.
         fields: typed facts (int, float, str, bool, list of int or str, dict of int to str).
     """
 
@@ -88,8 +88,8 @@ class FerroError(Exception):
     hint: str
     retryable: bool
     fields: dict[str, Any]
-    _seen: list[bool]
-    """Whether the caller has been shown it; copies share it, and not each other: an error holds the frames it went through."""
+    _shown: list[bool]
+    """Whether the caller has seen this error. A list that copies share: sharing the error would keep its frames."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -103,12 +103,12 @@ class FerroError(Exception):
         self.hint = self.default_hint if hint is None else hint
         self.retryable = self.default_retryable if retryable is None else retryable
         self.fields = dict(fields)
-        self._seen = [False]
+        self._shown = [False]
         super().__init__(f"{self.message}\ntry: {self.hint}")
 
     @classmethod
     def restore(cls, code: int, message: str, hint: str, retryable: bool, fields: Mapping[str, Any]) -> FerroError:
-        """The error with this code, as it was raised elsewhere. An unknown code (a newer peer) gives the root class."""
+        """Makes an error that was raised elsewhere. An unknown code, of a newer peer, gives the base class."""
         known = code in ErrorCode._value2member_map_
         chosen = type_of.get(ErrorCode(code), FerroError) if known else FerroError
         error = chosen.__new__(chosen)
@@ -116,41 +116,41 @@ class FerroError(Exception):
         return error
 
     def again(self, hint: str | None = None) -> FerroError:
-        """A fresh copy: one cause raised in several threads must not share a traceback.
+        """A copy to raise: one cause that is raised in several threads must not share a traceback.
 
         Args:
-            hint: what to try instead, where the caller is not where the error expects it to be.
+            hint: another hint, if the error's own does not fit the caller.
         """
         copy = FerroError.restore(self.code, self.message, self.hint if hint is None else hint, self.retryable, self.fields)
-        copy._seen = self._seen
+        copy._shown = self._shown
         for note in getattr(self, "__notes__", ()):
             copy.add_note(note)
         return copy
 
-    def see(self) -> bool:
-        """Notes that the caller has been shown it, or a copy of it. Whether that is news."""
-        was_seen, self._seen[0] = self._seen[0], True
-        return not was_seen
+    def mark_shown(self) -> bool:
+        """Notes that the caller has seen this error or a copy of it. Returns whether that is the first time."""
+        was_shown, self._shown[0] = self._shown[0], True
+        return not was_shown
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FerroError.restore, (int(self.code), self.message, self.hint, self.retryable, self.fields)
 
     @property
     def group_rank(self) -> int | None:
-        """The rank within the subgroup the call was made on, where that differs from the world rank in the message."""
+        """The rank within the subgroup of the call, if it differs from the world rank in the message."""
         value = self.fields.get("group_rank")
         return None if value is None else int(value)
 
 
 class ConfigError(FerroError, ValueError):
-    """An option, an environment variable or a flag is wrong. Exit code 64: retrying cannot help."""
+    """An option, an environment variable or a flag is wrong. Exit code 64 unless it is retryable."""
 
     code = ErrorCode.CONFIG
     default_hint = "run `ferrorpc config` to see every value and where it came from"
 
 
 class UsageError(FerroError):
-    """The call itself is wrong; nothing was sent and the group stays open."""
+    """The call is wrong. Nothing was sent, and the group stays open."""
 
     code = ErrorCode.USAGE
     default_hint = "see the docstring of the function that was called"
@@ -164,7 +164,7 @@ class InvalidRankError(UsageError):
 
 
 class InvalidWorldSizeError(UsageError):
-    """A world size that cannot be."""
+    """An impossible world size."""
 
     code = ErrorCode.INVALID_WORLD_SIZE
     default_hint = "give a world size of at least 1, or MIN:MAX with 1 <= MIN <= MAX"
@@ -178,7 +178,7 @@ class SelfSendError(UsageError):
 
 
 class TensorMismatchError(UsageError):
-    """dtype, shape, kind or operation do not fit together on this rank."""
+    """Dtype, shape, kind or operation do not fit together on this rank."""
 
     code = ErrorCode.TENSOR_MISMATCH
     default_hint = "make dtype and shape agree; `out` must match the result exactly"
@@ -192,7 +192,7 @@ class GroupClosedError(UsageError):
 
 
 class RendezvousTimeoutError(FerroError, TimeoutError):
-    """The round did not fill in time. `missing`: what is known of each rank that did not come."""
+    """The rendezvous was not complete in time. `missing`: the ranks that did not come."""
 
     code = ErrorCode.RENDEZVOUS_TIMEOUT
     default_hint = "look at the logs of the missing ranks, or raise FERRORPC_TIMEOUT"
@@ -203,7 +203,7 @@ class RendezvousTimeoutError(FerroError, TimeoutError):
 
     @property
     def missing(self) -> list[Any]:
-        """The ranks that did not come; names where a rank was never given."""
+        """The ranks that did not come; names for members that had no rank yet."""
         return list(self.fields.get("missing", []))
 
 
@@ -219,7 +219,7 @@ class CollectiveTimeoutError(FerroError, TimeoutError):
 
     @property
     def waiting_on(self) -> list[int]:
-        """World ranks whose part had not come."""
+        """World ranks that this rank still waited for."""
         return [int(rank) for rank in self.fields.get("waiting_on", [])]
 
 
@@ -247,7 +247,7 @@ class StoreTimeoutError(FerroError, TimeoutError):
 
 
 class CoordinatorUnavailableError(FerroError):
-    """Nobody answers at the coordinator's address, or not for longer than FERRORPC_MAX_OUTAGE."""
+    """No coordinator answers at its address, or it was unreachable for longer than FERRORPC_MAX_OUTAGE."""
 
     code = ErrorCode.COORDINATOR_UNAVAILABLE
     default_hint = "check FERRORPC_COORDINATOR and `ferrorpc health --addr HOST:PORT`"
@@ -255,7 +255,7 @@ class CoordinatorUnavailableError(FerroError):
 
 
 class StaleGenerationError(FerroError):
-    """Fenced: the membership moved on without this caller. Nothing was applied."""
+    """The caller is not a member of the newest generation (it was fenced). Nothing was applied."""
 
     code = ErrorCode.STALE_GENERATION
     default_hint = "close() the group, then join again with ferrorpc.init_process_group(): its last generation is over"
@@ -275,17 +275,17 @@ class PeerLostError(FerroError):
 
     @property
     def rank(self) -> int:
-        """World rank of the member that was lost; -1 where a report from elsewhere named none."""
+        """World rank of the lost member; -1 if the report named none."""
         return int(self.fields.get("rank", -1))
 
     @property
     def reason(self) -> str:
-        """What is known of its end: an exit code, a signal, an exception, a lease."""
+        """Why it is lost: an exit code, a signal, an exception or an expired lease."""
         return str(self.fields.get("reason", self.message))
 
 
 class CollectiveMismatchError(FerroError):
-    """Ranks disagree about one operation. `signatures`: world rank -> what that rank called."""
+    """Ranks called different operations in one place. `signatures`: world rank -> what that rank called."""
 
     code = ErrorCode.COLLECTIVE_MISMATCH
     default_hint = "make every rank call the same operations in the same order with the same shapes, then group.reform()"
@@ -301,7 +301,7 @@ class CollectiveMismatchError(FerroError):
 
 
 class GroupAbortedError(FerroError):
-    """The generation was ended by `abort` or by an error on one rank. `rank` began it, `cause` is its reason."""
+    """`abort`, or an error on one rank, ended the generation. `rank` is that rank, `cause` its reason."""
 
     code = ErrorCode.GROUP_ABORTED
     default_hint = "look at the log of the rank named above; group.reform() makes a new generation"
@@ -312,17 +312,17 @@ class GroupAbortedError(FerroError):
 
     @property
     def rank(self) -> int:
-        """World rank that ended the generation; -1 where a report from elsewhere named none."""
+        """World rank that ended the generation; -1 if the report named none."""
         return int(self.fields.get("rank", -1))
 
     @property
     def cause(self) -> str:
-        """Its reason."""
+        """Why it ended the generation."""
         return str(self.fields.get("cause", self.message))
 
 
 class LimitExceededError(FerroError):
-    """A named limit was passed; the request was not applied."""
+    """The request exceeds a limit and was not applied."""
 
     code = ErrorCode.LIMIT_EXCEEDED
     default_hint = "stay below the limit named above; docs/operations.md lists them all"
@@ -336,21 +336,21 @@ class MessageTooLargeError(LimitExceededError):
 
 
 class CodecError(FerroError):
-    """Bytes that are no message of ours, or contradict themselves. Nothing was allocated for them."""
+    """Bytes that are not a valid message. Nothing was allocated for them."""
 
     code = ErrorCode.CODEC
     default_hint = "check that every process runs the same ferrorpc version and that nothing else talks to this port"
 
 
 class AuthenticationError(FerroError):
-    """The peer could not prove who it is."""
+    """The peer could not prove its identity."""
 
     code = ErrorCode.AUTHENTICATION
     default_hint = "check FERRORPC_TOKEN_FILE and the FERRORPC_TLS_* variables on both sides"
 
 
 class PermissionDeniedError(FerroError):
-    """The peer is known but may not do this."""
+    """The peer is authenticated but may not do this."""
 
     code = ErrorCode.PERMISSION_DENIED
     default_hint = "use a token or certificate of a role that may do this"
@@ -364,7 +364,7 @@ class VersionMismatchError(FerroError):
 
 
 class BackendUnavailableError(FerroError):
-    """The backend asked for cannot work here."""
+    """A backend, or a package that a feature needs, is not available here."""
 
     code = ErrorCode.BACKEND_UNAVAILABLE
     default_hint = "choose another backend, or install what is named above"
@@ -374,7 +374,7 @@ class BackendUnavailableError(FerroError):
 
     @property
     def reason(self) -> str:
-        """Why it cannot work here."""
+        """Why it is not available."""
         return str(self.fields.get("reason", self.message))
 
 
@@ -386,10 +386,10 @@ class NcclError(FerroError):
 
 
 def require(what: str, amount: int, limit: str, most: int, error: type[LimitExceededError] = LimitExceededError) -> None:
-    """Refuses an amount past a limit, in the same words on both sides of the wire.
+    """Checks an amount against a limit. Client and coordinator use it, so that both give the same message.
 
     Raises:
-        LimitExceededError: naming the limit, or the class of it that was given.
+        LimitExceededError: `amount` is above `most`; or the class given as `error`.
     """
     if amount > most:
         raise error(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)

@@ -1,8 +1,7 @@
-"""ProcessGroup: a group of ranks, as training code holds it.
+"""ProcessGroup: a group of ranks, as training code uses it.
 
-This file says who is in it and how it lives. In operations/, collectives.py and messages.py say what can be called,
-arguments.py checks what callers pass, results.py brings home what they get, and dispatch.py turns a call into a running
-operation.
+This file has the group's members and its life. Of operations/, collectives.py and point_to_point.py have the operations,
+arguments.py checks what callers pass, results.py makes what they get, and dispatch.py runs them.
 """
 
 from __future__ import annotations
@@ -18,46 +17,46 @@ from numpy.typing import NDArray
 
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend, Capabilities
-from ferrorpc.collectives.call import Call, Operation, example
+from ferrorpc.collectives.call import Operation, example
 from ferrorpc.coordination.base import Session, Store
-from ferrorpc.coordination.causes import replaced
-from ferrorpc.coordination.farewell import reason_of
+from ferrorpc.coordination.process_exit import reason_of
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, GroupClosedError, UsageError
+from ferrorpc.generation_errors import generation_replaced
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives
 from ferrorpc.operations.results import NOTHING
-from ferrorpc.operations.signatures import Scalar
 from ferrorpc.operations.stream import Stream
-from ferrorpc.types import TensorSpec, dtype_given
+from ferrorpc.operations.type_hints import Scalar
+from ferrorpc.types import TensorSpec, as_dtype
 
 OWN_WORK_SECONDS: Final = 0.4
-"""How long close() waits for what this rank has in flight."""
+"""How long close() waits for this rank's operations in flight."""
 
 
 class ProcessGroup(Collectives):
-    """A group of ranks that compute together. A context manager: leaving it closes it.
+    """A group of ranks that compute together. A context manager that closes the group at its end.
 
-    Arrays may be NumPy, CuPy or torch arrays, numbers, or anything with `__dlpack__` (NumPy comes back); results are of the
-    kind that went in, on its device, in memory of their own. All ranks call the same collectives in the same order. Each takes
+    Arrays may be NumPy, CuPy or torch arrays, numbers, or anything with `__dlpack__` (the result is then NumPy). Results are of
+    the input's kind, on its device, in new memory. All ranks call the same collectives in the same order. Each takes
 
-        out: where the result goes: an array of the result's dtype and shape, which may be strided and may be the input
-            itself, but not overlap it in part. It is what the call returns. For lists of results, a list of such arrays, or
-            one array that is split along axis 0 (as by np.array_split). Off the root it is left as it is.
-        async_op: return a `Work` at once instead of waiting. Its arrays are not to be changed until it is done.
+        out: an array for the result, with its dtype and shape. It may be strided, and may be the input itself, but must not
+            overlap it in part. The call returns it. For lists of results, a list of such arrays, or one array that is split
+            along axis 0 (as by np.array_split). Off the root it is not written.
+        async_op: return a `Work` at once instead of waiting. Its arrays must not be changed until it is done.
         timeout: seconds this rank waits for the operation, from the call on; None for the group's.
 
-    and raises, besides what is said there,
+    and raises, besides its own errors,
 
         UsageError (InvalidRankError, TensorMismatchError, GroupClosedError, ...): the call is wrong on this rank. Nothing was
             sent and the group stays open.
         PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, ...: the generation has ended, on
-            every rank. Every operation raises the same first cause from then on; what `out` holds is undefined. `reform` goes
-            on from there.
+            every rank. From then on every operation raises the same first cause, and the contents of `out` are undefined.
+            `reform` makes the group of the next generation.
 
     Args:
         backend: performs the operations.
-        timeout: seconds an operation may take where none are given.
+        timeout: default timeout of an operation, in seconds.
     """
 
     def __init__(self, backend: Backend, timeout: float = 60.0) -> None:
@@ -65,9 +64,9 @@ class ProcessGroup(Collectives):
         self._is_world = backend.group_id == 0
         self._subgroups = 0
         self._following: ProcessGroup | None = None
-        """The newest group that `reform` has made of this one."""
+        """The group of the newest generation that followed this one by `reform`."""
         self._block: weakref.ref[ProcessGroup] | None = None
-        """The group whose `with` block this one has taken over; those in between are not kept."""
+        """The group whose `with` block closes this one."""
         session = backend.session
         self._generation = 1 if session is None else session.membership.assignment.generation
 
@@ -88,12 +87,12 @@ class ProcessGroup(Collectives):
 
     @property
     def generation(self) -> int:
-        """The number of the membership this group lives in; 1 where there is no coordinator to count them."""
+        """The number of this group's generation; 1 where there is no coordinator."""
         return self._generation
 
     @property
     def backend(self) -> str:
-        """Who performs operations: "grpc", "simulated", "nccl", "hybrid", or a third party's name."""
+        """The name of the backend: "grpc", "simulated", "nccl", "hybrid", "cuda_ipc" or a third party's."""
         return self._backend.name
 
     @property
@@ -103,7 +102,7 @@ class ProcessGroup(Collectives):
 
     @property
     def session(self) -> Session:
-        """The line to the coordinator: named barriers, and what is known of other ranks."""
+        """The session with the coordinator: named barriers, and what is known of other ranks."""
         if self._backend.session is None:
             raise BackendUnavailableError(f"backend {self.backend!r} has no coordinator", "use init_process_group()")
         return self._backend.session
@@ -115,7 +114,7 @@ class ProcessGroup(Collectives):
 
     @property
     def pending_members(self) -> list[str]:
-        """Names of those who come in at the next `reform`. Spares wait too, but while there is no room they are not named."""
+        """Names of the members that join at the next `reform`, without spares for which there is no room."""
         return self.session.pending_members
 
     # Memory, subgroups, streams.
@@ -130,10 +129,10 @@ class ProcessGroup(Collectives):
     def empty(self, shape: int | Sequence[int], dtype: Any) -> NDArray[Any]: ...
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """A new NumPy array, its contents undefined, in the memory that this group's lanes read best. No message flows.
+        """A new NumPy array, its contents undefined, in the memory that this group's lanes read fastest. Sends no message.
 
-        Ranks on one host share that memory: what is in it, views included, they read where it lies, without copies. It is freed
-        with the last view of it, and outlives the group. Without such ranks it is ordinary memory.
+        Ranks on one host share that memory: they read the array, and views of it, in place and without copies. It is freed with
+        its last view, and outlives the group. Where no other rank is on this host it is ordinary memory.
 
         Args:
             shape: sizes, or one for a vector.
@@ -142,10 +141,10 @@ class ProcessGroup(Collectives):
         Raises:
             LimitExceededError: the shared memory is full.
             TensorMismatchError: there is no such dtype; the message lists them.
-            UsageError: it is no shape, or none that can be sent.
+            UsageError: the shape is invalid, or too large to be sent.
             GroupClosedError: the group was closed.
         """
-        spec = TensorSpec(dtype_given(dtype), shape_of(shape))
+        spec = TensorSpec(as_dtype(dtype), shape_of(shape))
         check_sendable([spec])
         if self._dispatch.closed:
             self._dispatch.check_open()
@@ -168,7 +167,7 @@ class ProcessGroup(Collectives):
         self._subgroups += 1
         identity = f"{self._backend.group_id:x}/{self._subgroups}:{chosen}"
         note = f"subgroup of ranks {chosen}"
-        self._run((Operation.BARRIER, note), lambda: Call(Operation.BARRIER, note=note), [], NOTHING, False, timeout)
+        self._run(Operation.BARRIER, [], NOTHING, False, timeout, note=note)
         group_id = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") or 1
         if self._rank not in chosen:
             self._backend.stay_out(chosen, group_id)
@@ -176,7 +175,7 @@ class ProcessGroup(Collectives):
         return ProcessGroup(self._backend.split(chosen, group_id), self.timeout)
 
     def stream(self, channels: int | None = None) -> Stream:
-        """A stream of operations that their user numbers by meaning. All ranks must open their streams in the same order.
+        """A stream of operations with numbers of the caller's own. All ranks must open their streams in the same order.
 
         Args:
             channels: a promise, the same on every rank, that lets operations go through shared memory: those with equal
@@ -187,16 +186,16 @@ class ProcessGroup(Collectives):
         return Stream(self._dispatch, channels)
 
     def explain(self, operation: str, nbytes: int) -> str:
-        """Which algorithm runs a float32 operation of so many bytes a rank, why, and what else there is. No message flows."""
+        """Which algorithm runs a float32 operation of `nbytes` a rank, why, and the alternatives. Sends no message."""
         return self._backend.explain(example(operation, nbytes, self._size))
 
     # Life.
 
     def synchronize(self) -> None:
-        """Blocks until nothing of this rank is in flight: each ends by its own deadline. Errors stay with their Works.
+        """Blocks until no operation of this rank is in flight. Each ends by its own deadline. Errors stay with their Works.
 
         Raises:
-            FerroError: the generation has ended, so that what a GPU was given may not have been done.
+            FerroError: the generation has ended, so that a GPU may not have done its operations.
         """
         self._dispatch.settle()
 
@@ -208,11 +207,11 @@ class ProcessGroup(Collectives):
     def reform(self, timeout: float | None = None) -> ProcessGroup:
         """The group of the next generation, after a break or to admit `pending_members`. Every survivor must call it.
 
-        A fixed world waits for a replacement of whoever was lost; an elastic one goes on with at least its minimum. This group
-        and its subgroups are over then; the seat in the job, and the store, go on.
+        A fixed world waits for a replacement of each lost rank; an elastic one continues with at least its minimum. This group
+        and its subgroups are closed; the membership in the job, and the store, remain.
 
         Raises:
-            RendezvousTimeoutError: naming who is missing. It may be called again; this group is over all the same.
+            RendezvousTimeoutError: naming who is missing. It may be called again; operations of this group are refused.
         """
         seconds = seconds_of(timeout, self.timeout)
         if not self._is_world:
@@ -228,7 +227,7 @@ class ProcessGroup(Collectives):
                 self._dispatch.give_up()
             raise
         following = ProcessGroup(renewed, self.timeout)
-        over = replaced(self.generation, following.generation)
+        over = generation_replaced(self.generation, following.generation)
         self._dispatch.close(GroupClosedError(over.message, hint=over.hint))
         self._backend.latch.trip(over)
         self._backend.close()
@@ -237,20 +236,20 @@ class ProcessGroup(Collectives):
         return following
 
     def close(self) -> None:
-        """Refuses new operations, finishes what this rank has in flight, says goodbye. Idempotent.
+        """Refuses new operations, finishes those in flight, and leaves the job. Idempotent.
 
-        Under a second once the generation has ended; otherwise as long as peers need to take what they were sent, within
-        bounds of that order. A rank that closes first never fails its peers; only an operation that still needs it does.
-        Closing a subgroup leaves the world as it is.
+        It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, within
+        bounds of that order. A rank that closes first fails only operations that still need it. Closing a subgroup does not
+        affect the world.
         """
         if not self._dispatch.closed:
             self._dispatch.close()
             if self._backend.latch.cause is None:
                 self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
-            self._say_goodbye("")
+            self._leave("")
 
-    def _say_goodbye(self, reason: str) -> None:
-        """With a reason (an exception's) the others are told before the lanes close."""
+    def _leave(self, reason: str) -> None:
+        """Closes the lanes and leaves the job. A reason (an exception's) is sent to the others before the lanes close."""
         self._dispatch.close()
         if not self._is_world:
             self._backend.close()
@@ -263,21 +262,21 @@ class ProcessGroup(Collectives):
             session.leave(reason)
 
     def __enter__(self) -> Self:
-        self._block = None  # it has one of its own
+        self._block = None  # this group has its own block
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._following is not None:  # `group = group.reform()` within the block: what is left is that one
+        if self._following is not None:  # after `group = group.reform()` within the block
             self._following.__exit__(kind, error, traceback)
         elif error is None or self._dispatch.closed or not self._is_world or _is_clean(error):
             self.close()
         elif self._backend.latch.cause is not None:
-            self._say_goodbye("")
+            self._leave("")
         else:
-            self._say_goodbye(reason_of(error))
+            self._leave(reason_of(error))
 
     def __getstate__(self) -> NoReturn:
-        """Refuses: it is this process's place among the ranks."""
+        """Raises UsageError: a group belongs to its process."""
         raise UsageError(
             "a ProcessGroup cannot be copied or pickled",
             hint="another process makes its own with init_process_group(); for another group of these ranks call subgroup()",
@@ -285,18 +284,18 @@ class ProcessGroup(Collectives):
 
     def __repr__(self) -> str:
         cause = self._backend.latch.cause
-        calm = "given up" if self._dispatch.refuses else "open"
-        state = "closed" if self._dispatch.closed else calm if cause is None else f"broken: {cause.message}"
+        unbroken = "given up" if self._dispatch.refuses else "open"
+        state = "closed" if self._dispatch.closed else unbroken if cause is None else f"broken: {cause.message}"
         return f"<ProcessGroup {self.backend} rank {self.rank} of {self.size}, generation {self.generation}: {state}>"
 
 
 def _is_clean(error: BaseException) -> bool:
-    """Whether a program ends by it as it meant to."""
+    """Whether the exception ends a program as intended."""
     return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _backend_given(backend: Any) -> Backend:
-    """Raises UsageError: it is no backend, or lacks what each must set."""
+    """Checks that a caller passed a backend. Raises UsageError if not, or if it lacks what each must set."""
     if not isinstance(backend, Backend):
         hint = "pass a ferrorpc.Backend, or call ferrorpc.init_process_group()"
         raise UsageError(f"backend={backend!r} is no backend", hint=hint)

@@ -1,8 +1,8 @@
-"""Waiting: the clock every wait goes through, deadlines, and the latch that ends all waits of a generation at once.
+"""Waiting: the clock that all waits use, deadlines, and the latch that ends all waits of a generation at once.
 
-Nothing in the data plane sleeps, reads a clock or blocks on its own account. It asks a `Clock` for the time, for threads
-and for `Parker`s to wait on. The real clock gives real ones; the simulated world (`ferrorpc.testing`) gives virtual ones,
-with a baton that only one thread holds, so that a seed replays every interleaving.
+Nothing in the data plane sleeps, reads a clock or blocks directly. It asks a `Clock` for the time, for threads and for
+`Parker`s to wait on. `SystemClock` gives real ones. The simulated world (`ferrorpc.testing`) gives virtual ones, where only the
+thread that holds the baton runs, so that a seed replays an interleaving.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ FOREVER: Final = float("inf")
 
 
 class Parker(Protocol):
-    """A place where one thread waits. A permit given early is kept, several given early count once."""
+    """A binary semaphore on which one thread waits. A permit that is given early is kept; several count as one."""
 
     def park(self, until: float) -> bool:
-        """Waits for a permit or until clock time `until`. True when there was a permit, which is consumed."""
+        """Waits for a permit, at most until clock time `until`. True when there was a permit, which is consumed."""
 
     def unpark(self) -> None:
-        """Gives the permit. May be called from any thread, any number of times; never blocks."""
+        """Gives a permit. May be called from any thread, any number of times; never blocks."""
 
 
 class Clock(Protocol):
-    """Time in seconds from an arbitrary origin, threads, and places to wait."""
+    """Time in seconds from an arbitrary origin, threads, and parkers."""
 
     one_at_a_time: bool
-    """Only one of its threads runs at any time, and gives way only while it parks."""
+    """Whether only one of its threads runs at a time, and yields only while it parks."""
 
     def now(self) -> float:
         """Monotonic seconds."""
 
     def parker(self) -> Parker:
-        """A new place to wait."""
+        """A new parker."""
 
     def start(self, body: Callable[[], None], name: str) -> None:
         """Runs `body` on a daemon thread of its own."""
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
-        """Runs `action`, which must not block, at clock time `when` on a thread of the clock's."""
+        """Runs `action`, which must not block, at clock time `when` on a thread of the clock."""
 
 
 class _SemaphoreParker:
-    """A binary semaphore over a lock: the cheapest wait with a timeout that CPython has."""
+    """A parker made of a lock, which is the cheapest wait with a timeout in CPython."""
 
     __slots__ = ("_guard", "_lock", "_permit")
 
@@ -99,15 +99,15 @@ SYSTEM_CLOCK: Final = SystemClock()
 
 
 class Latch:
-    """The one-way switch of a generation: trips once, keeps the first cause, and wakes everyone who watches it.
+    """The one-way switch of a generation: it trips once, keeps the first cause, and calls its watchers.
 
-    Invariants: 1. `cause` never changes once set. 2. Each watcher is called exactly once, after `cause` is set; one that
-    subscribes later is called at once.
+    Invariants: 1. `cause` never changes once set. 2. Each watcher is called exactly once, after `cause` is set; a watcher that
+    is added later is called at once.
 
     Attributes:
-        cause: the first cause; None while the generation goes on.
-        unwell: by world rank, a sentence about each member of which the coordinator has said that it is stalled or suspect,
-            for those who wait for it.
+        cause: the first cause; None while the generation is open. unhealthy: by world rank, a sentence about each member that
+        the coordinator has reported as stalled or suspect, for the log
+            messages of those who wait for it.
     """
 
     def __init__(self) -> None:
@@ -115,10 +115,10 @@ class Latch:
         self._watchers: dict[int, Callable[[], None]] = {}
         self._next = 0
         self.cause: FerroError | None = None
-        self.unwell: dict[int, str] = {}
+        self.unhealthy: dict[int, str] = {}
 
     def trip(self, cause: FerroError) -> bool:
-        """Sets the first cause and wakes the watchers. False when it had tripped before: then nothing changes."""
+        """Sets the first cause and calls the watchers. False, and without effect, when it has tripped before."""
         with self._lock:
             if self.cause is not None:
                 return False
@@ -130,7 +130,7 @@ class Latch:
         return True
 
     def watch(self, watcher: Callable[[], None]) -> int:
-        """Calls `watcher` (which must not block) when the latch trips. Returns a ticket for `forget`."""
+        """Calls `watcher`, which must not block, when the latch trips. Returns a ticket for `forget`."""
         with self._lock:
             if self.cause is None:
                 self._next += 1
@@ -140,7 +140,7 @@ class Latch:
         return 0
 
     def forget(self, ticket: int) -> None:
-        """Takes a watcher back."""
+        """Removes a watcher."""
         with self._lock:
             self._watchers.pop(ticket, None)
 
@@ -151,7 +151,7 @@ class Latch:
 
 
 def seconds_of(timeout: Any, default: float) -> float:
-    """A timeout as callers give it, in seconds. Raises UsageError."""
+    """A timeout argument of a caller, in seconds. Raises UsageError."""
     if timeout is None:
         return default
     try:
@@ -164,7 +164,7 @@ def seconds_of(timeout: Any, default: float) -> float:
 
 
 class Guard:
-    """What bounds one operation: a deadline in clock seconds and the latch of its generation."""
+    """Limits one operation: by a deadline in clock seconds and by the latch of its generation."""
 
     __slots__ = ("clock", "deadline", "latch", "seconds", "started")
 
@@ -182,5 +182,5 @@ class Guard:
 
     @property
     def waited(self) -> float:
-        """Seconds since the operation was entered."""
+        """Seconds since the operation began."""
         return self.clock.now() - self.started

@@ -1,4 +1,4 @@
-"""How the library's log lines look, as the settings log_level and log_format say, and whose they are: job, rank, generation."""
+"""Sets up the library's logging: level and format from the settings, and the job, rank and generation in every line."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-WHERE: Final = ("job", "rank", "generation")
-"""What a line tells of its origin, as attributes of its record: given with it (`extra`), else this process's own."""
-_here: dict[str, Any] = {}
+ORIGIN_FIELDS: Final = ("job", "rank", "generation")
+"""Attributes of a log record that say where it comes from. A record without them (`extra`) gets those of this process."""
+_origin: dict[str, Any] = {}
 
 
-def say_where(job: str, rank: int, generation: int) -> None:
-    """From now on this process's lines come from there."""
-    _here.update(job=job, rank=rank, generation=generation)
+def set_log_origin(job: str, rank: int, generation: int) -> None:
+    """Sets the origin of this process's log lines from now on."""
+    _origin.update(job=job, rank=rank, generation=generation)
 
 
-def tame(text: str) -> str:
-    """The text with what is not printable written out, line ends included: what others say of themselves may neither pass for
-    a line of ours nor command a terminal."""
+def escape_unprintable(text: str) -> str:
+    """The text with unprintable characters, line ends included, as escapes. So text from other processes can neither pass for a
+    log line of this one nor control the terminal."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
 
 
 def set_up_logging(config: Mapping[str, Any]) -> None:
-    """Gives the loggers `ferrorpc.*` their level, and a handler where the program has not set up logging itself."""
+    """Sets the level of the loggers `ferrorpc.*`, and adds a handler unless the program has set up logging itself."""
     logger = logging.getLogger("ferrorpc")
     logger.setLevel(config["log_level"])
     if logger.handlers or logging.getLogger().handlers:
@@ -36,10 +36,10 @@ def set_up_logging(config: Mapping[str, Any]) -> None:
     logger.addHandler(handler)
 
 
-def _where(record: logging.LogRecord) -> dict[str, Any]:
-    """What of WHERE is known of a record. One that names its job is not of this process's rank."""
-    own = record.__dict__ if "job" in record.__dict__ else _here
-    return {name: own[name] for name in WHERE if own.get(name) is not None}
+def _origin_of(record: logging.LogRecord) -> dict[str, Any]:
+    """The ORIGIN_FIELDS of a record. If a record names its job, those of this process do not apply."""
+    own = record.__dict__ if "job" in record.__dict__ else _origin
+    return {name: own[name] for name in ORIGIN_FIELDS if own.get(name) is not None}
 
 
 class TextFormatter(logging.Formatter):
@@ -49,14 +49,14 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s%(where)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line (an exception adds more)."""
-        where = " ".join(f"{name}={value}" for name, value in _where(record).items())
+        """The record as one line, or more with an exception."""
+        where = " ".join(f"{name}={value}" for name, value in _origin_of(record).items())
         record.where = f" [{where}]" if where else ""
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The first part of `format`, before an exception."""
-        record.message = "\n    ".join(map(tame, record.message.split("\n")))
+        record.message = "\n    ".join(map(escape_unprintable, record.message.split("\n")))
         return super().formatMessage(record)
 
 
@@ -69,7 +69,7 @@ class JsonFormatter(logging.Formatter):
             "time": record.created,
             "level": record.levelname,
             "logger": record.name,
-            **_where(record),
+            **_origin_of(record),
             "message": record.getMessage(),
         }
         if record.exc_info:

@@ -1,4 +1,4 @@
-"""Mesh: the ranks of a group along named dimensions, such as replicas of a model and the stages of each."""
+"""Mesh: a group's ranks as a grid with named dimensions, such as data-parallel replicas and pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Mesh:
         pipe = ferrorpc.Pipeline(stage, mesh["pp"])           # ranks 0, 1 are one pipeline, ranks 2, 3 the other
         sync = ferrorpc.GradientSynchronizer(like, mesh["dp"])     # ranks 0, 2 hold the same stage, and ranks 1, 3
 
-    Ranks are laid out as NumPy lays out elements: the last dimension runs fastest, so put that last whose ranks talk most.
-    The groups live in the group's generation and end with it.
+    Ranks are in row-major order: the last dimension varies fastest. So put the dimension last whose ranks communicate most.
+    The groups of the dimensions belong to the group's generation and end with it.
 
     Args:
-        dimensions: name -> how many ranks along it; their product is the group's size.
-        group: every rank constructs the mesh at the same point of its program, with the same dimensions.
+        dimensions: name -> number of ranks along it. The product must be the group's size.
+        group: the group of all ranks. Every rank must make the mesh at the same point of its program, with the same dimensions.
 
     Raises:
-        UsageError: the dimensions are not those of a grid of this group's ranks. Nothing was sent then.
+        UsageError: the dimensions are invalid or do not fit the group's size. Nothing was sent then.
         CollectiveMismatchError: ranks gave different dimensions.
     """
 
@@ -35,7 +35,7 @@ class Mesh:
         self._sizes = dict(dimensions)
         _check(self._sizes, group.size)
         self.group = group
-        self._places = list(product(*(range(size) for size in self._sizes.values())))
+        self._coordinates = list(product(*(range(size) for size in self._sizes.values())))
         self._groups: dict[str, ProcessGroup] = {}
         for axis, name in enumerate(self._sizes):
             for ranks in self._lines(axis):
@@ -50,14 +50,14 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Where this rank is: its rank in each dimension's group."""
+        """This rank's coordinate in each dimension, which is its rank in that dimension's group."""
         return self.coordinates_of(self.group.rank)
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """Where a rank of the whole group is. Raises UsageError if there is no such rank."""
-        if not 0 <= rank < len(self._places):
-            raise UsageError(f"there is no rank {rank} in a mesh of {len(self._places)}")
-        return dict(zip(self._sizes, self._places[rank], strict=True))
+        """The coordinates of a rank of the whole group. Raises UsageError if there is no such rank."""
+        if not 0 <= rank < len(self._coordinates):
+            raise UsageError(f"there is no rank {rank} in a mesh of {len(self._coordinates)}")
+        return dict(zip(self._sizes, self._coordinates[rank], strict=True))
 
     def __getitem__(self, name: str) -> ProcessGroup:
         """The group of the ranks that differ from this one along this dimension only. Raises UsageError if there is none."""
@@ -68,8 +68,8 @@ class Mesh:
     def _lines(self, axis: int) -> Iterator[list[int]]:
         """The ranks of each group along a dimension, in the same order on every rank."""
         lines: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(self._places):
-            lines.setdefault((*place[:axis], *place[axis + 1 :]), []).append(rank)
+        for rank, at in enumerate(self._coordinates):
+            lines.setdefault((*at[:axis], *at[axis + 1 :]), []).append(rank)
         yield from lines.values()
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class Mesh:
 
 
 def _check(sizes: Mapping[Any, Any], count: int) -> None:
-    """Raises UsageError unless it is a grid of so many ranks."""
+    """Raises UsageError unless the sizes are those of a grid of `count` ranks."""
     for name, size in sizes.items():
         if not isinstance(name, str) or type(size) is not int or size < 1:
             raise UsageError(f"dimension {name!r} of {size!r} ranks: names are text, sizes integers of at least 1")

@@ -1,11 +1,11 @@
-"""Who is told of operations: OpenTelemetry, through its API (FERRORPC_OTEL=1), and a trace file (FERRORPC_TRACE_DIR).
+"""Reports operations and training steps to OpenTelemetry (FERRORPC_OTEL=1) and to a trace file (FERRORPC_TRACE_DIR).
 
-Of OpenTelemetry only the API is used: where they go is what the program, or `opentelemetry-instrument`, set up. Names are few
-and stable: they can be grouped; what is peculiar to one call is in its attributes. Switched off (the default) it costs one
-comparison.
+Of OpenTelemetry only the API is used: the program, or `opentelemetry-instrument`, sets up the exporter. Names of spans are few
+and stable, so that they can be grouped; the details of a call are attributes. If it is off (the default), it costs one
+comparison for each operation.
 
     span       "ferrorpc all_reduce"              rank in group and world, size, generation, the call in full
-    histogram  ferrorpc.operation.duration, s     by operation and whether it went well
+    histogram  ferrorpc.operation.duration, s     by operation and class of error
     histogram  ferrorpc.step.duration, s          of training steps, by part: compute, exposed and hidden communication
 """
 
@@ -21,41 +21,41 @@ SECONDS: Final = "s"
 
 
 class Observer(Protocol):
-    """What is told of operations and training steps."""
+    """Receives operations and training steps."""
 
     def begin(self, label: str, attributes: Mapping[str, Any]) -> Any:
-        """An operation begins; what is returned is its span."""
+        """An operation begins. Returns its span."""
 
     def end(self, span: Any, label: str, seconds: float, failure: str = "") -> None:
-        """It is over; `failure` is the name of its error's class."""
+        """The operation has ended; `failure` is the name of its error's class."""
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
-        """A training step is over."""
+        """A training step has ended."""
 
 
-class Both:
-    """Two who are told the same."""
+class ObserverPair:
+    """Passes everything to two observers."""
 
     def __init__(self, first: Observer, second: Observer) -> None:
         self._observers = first, second
 
     def begin(self, label: str, attributes: Mapping[str, Any]) -> list[Any]:
-        """The span of each."""
+        """Returns the span of each."""
         return [observer.begin(label, attributes) for observer in self._observers]
 
     def end(self, span: list[Any], label: str, seconds: float, failure: str = "") -> None:
-        """As for one."""
+        """As `Observer`."""
         for observer, own in zip(self._observers, span, strict=True):
             observer.end(own, label, seconds, failure)
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
-        """As for one."""
+        """As `Observer`."""
         for observer in self._observers:
             observer.stepped(compute_seconds, exposed_seconds, hidden_seconds)
 
 
-class Telemetry:
-    """What OpenTelemetry is told through. Raises BackendUnavailableError where its API is not installed."""
+class OpenTelemetryObserver:
+    """Reports to OpenTelemetry. Raises BackendUnavailableError if its API is not installed."""
 
     def __init__(self) -> None:
         try:
@@ -71,12 +71,12 @@ class Telemetry:
         self._steps = meter.create_histogram("ferrorpc.step.duration", SECONDS, "parts of training steps")
 
     def begin(self, label: str, attributes: Mapping[str, Any]) -> Any:
-        """The span of an operation that begins now, a child of the caller's."""
+        """Starts the span of an operation, as a child of the caller's span."""
         name = f"ferrorpc {operation_of(label)}"
         return self._tracer.start_span(name, attributes={"ferrorpc.operation": label, **attributes})
 
     def end(self, span: Any, label: str, seconds: float, failure: str = "") -> None:
-        """The operation is over; `failure` is the name of its error's class."""
+        """The operation has ended; `failure` is the name of its error's class."""
         if failure:
             span.set_status(self._error)
             span.set_attribute("error.type", failure)
@@ -84,7 +84,7 @@ class Telemetry:
         self._operations.record(seconds, {"ferrorpc.operation": operation_of(label), "error.type": failure or "none"})
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
-        """A training step is over."""
+        """A training step has ended."""
         for part, seconds in (("compute", compute_seconds), ("exposed", exposed_seconds), ("hidden", hidden_seconds)):
             self._steps.record(seconds, {"ferrorpc.part": part})
 
@@ -99,23 +99,23 @@ _trace: TraceFile | None = None
 
 
 def set_up_telemetry(config: Mapping[str, Any]) -> None:
-    """On or off, as the settings `otel` and `trace_dir` say. Groups ask when they are made.
+    """Switches it on or off, as the settings `otel` and `trace_dir` say. This applies to groups that are made later.
 
     Raises:
         BackendUnavailableError: OpenTelemetry's API is not installed.
-        ConfigError: no trace can be written there.
+        ConfigError: no trace file can be written in `trace_dir`.
     """
     global _telemetry, _trace
-    told = Telemetry() if config["otel"] else None
+    otel = OpenTelemetryObserver() if config["otel"] else None
     directory = config["trace_dir"]
-    if _trace is not None and not _trace.goes_to(directory):
+    if _trace is not None and not _trace.writes_to(directory):
         _trace.close()
         _trace = None
     if directory is not None and _trace is None:
         _trace = TraceFile(directory)
-    _telemetry = Both(told, _trace) if told is not None and _trace is not None else told or _trace
+    _telemetry = ObserverPair(otel, _trace) if otel is not None and _trace is not None else otel or _trace
 
 
 def telemetry() -> Observer | None:
-    """What to tell; None where nobody asked for it."""
+    """The current observer; None if none is switched on."""
     return _telemetry

@@ -1,11 +1,11 @@
 """A trace of a process's operations in a file that chrome://tracing and ui.perfetto.dev show (FERRORPC_TRACE_DIR).
 
-Every operation is a span from its call to its end. Spans may overlap, since asynchronous operations do, so each has a number of
-its own (the format's "async" events). Training steps are counters. Times are the system clock's when the process began, and
-steady from there, so that the traces of a job's ranks can be loaded together.
+Every operation is a span from its call to its end. Spans of asynchronous operations overlap, so each has an id of its own (the
+format's "async" events). Training steps are counters. Times are the system clock's at the start of the process plus a monotonic
+clock since then, so that the traces of a job's ranks can be loaded together.
 
-The file grows as things happen: a process that is killed leaves what it had done about a second before. It is an array from
-whose end a bracket may be missing then, which both viewers accept.
+The file is flushed about once a second, so a process that is killed leaves all but its last second. The closing bracket of the
+array is then missing, which both viewers accept.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _NO_RANK: Final = -1
 
 
 class TraceFile:
-    """What one process writes, into `<host>-<pid>.json`. The numbers of its processes are world ranks.
+    """The trace file of one process, `<host>-<pid>.json`. Process numbers in it are world ranks.
 
     Args:
-        directory: made if it is missing.
+        directory: created if it is missing.
 
     Raises:
-        ConfigError: nothing can be written there.
+        ConfigError: no file can be written there.
     """
 
     def __init__(self, directory: str) -> None:
@@ -57,15 +57,15 @@ class TraceFile:
         self._epoch = time.time() - time.monotonic()
         self._flushed = time.monotonic()
         atexit.register(self.close)
-        empty = weakref.WeakMethod(self._empty)
+        empty = weakref.WeakMethod(self._flush_before_fork)
         os.register_at_fork(before=lambda: (method := empty()) and method())
 
-    def goes_to(self, directory: str | None) -> bool:
-        """Whether this process's trace for that directory is this one."""
+    def writes_to(self, directory: str | None) -> bool:
+        """Whether this is an open trace of this process in that directory."""
         return not self._file.closed and self._owner == os.getpid() and self._directory == directory
 
     def begin(self, label: str, attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """An operation begins now; what is returned goes to `end`."""
+        """An operation begins. Returns its span, for `end`."""
         span = {
             "cat": "operation",
             "id2": {"local": str(next(self._numbers))},
@@ -77,11 +77,11 @@ class TraceFile:
         return span
 
     def end(self, span: Mapping[str, Any], label: str, seconds: float, failure: str = "") -> None:
-        """The operation is over; `failure` is the name of its error's class."""
+        """The operation has ended; `failure` is the name of its error's class."""
         self._write({**span, "ph": "e", "ts": self._now(), "args": {"error": failure} if failure else {}})
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
-        """A training step is over."""
+        """A training step has ended."""
         parts = {"compute": compute_seconds, "exposed": exposed_seconds, "hidden": hidden_seconds}
         self._write({"ph": "C", "name": "step, seconds", "pid": max(self._rank, 0), "tid": 0, "ts": self._now(), "args": parts})
 
@@ -100,8 +100,8 @@ class TraceFile:
                 self._flushed = now
                 self._file.flush()
 
-    def _empty(self) -> None:
-        """Before a fork: what the child inherits in the buffer it would write once more."""
+    def _flush_before_fork(self) -> None:
+        """Empties the buffer before a fork; otherwise the child would write its copy, too."""
         if os.getpid() == self._owner:
             with self._lock:
                 if not self._file.closed:
@@ -112,7 +112,7 @@ class TraceFile:
         self._opening = ","
 
     def close(self) -> None:
-        """Ends the file. Idempotent; a forked child leaves its parent's alone."""
+        """Closes the file. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._owner:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""The words everything else is written in: dtypes, reduction operators and which of them fit together."""
+"""Dtypes, reduction operators, which of them fit together, and the members of a generation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DType(IntEnum):
 
     @property
     def storage(self) -> np.dtype[Any]:
-        """The NumPy dtype its bytes are held in: its own, or uint16 for bfloat16, which NumPy does not know."""
+        """The NumPy dtype that holds its bytes: its own, or uint16 for bfloat16, which NumPy lacks."""
         return _STORAGE[self]
 
     @property
@@ -50,12 +50,12 @@ class DType(IntEnum):
 
     @property
     def is_half(self) -> bool:
-        """Whether sums of this type are kept in float32 and rounded once."""
+        """float16 or bfloat16, whose sums are computed in float32 and rounded once."""
         return self in (DType.FLOAT16, DType.BFLOAT16)
 
     @property
     def is_float(self) -> bool:
-        """Real floating point, halves included."""
+        """Real floating point, half types included."""
         return DType.FLOAT16 <= self <= DType.FLOAT64
 
     @property
@@ -95,8 +95,8 @@ def dtype_named(name: str) -> DType:
     return _BY_NAME[name]
 
 
-def dtype_given(value: Any) -> DType:
-    """The wire dtype that a caller names: a DType, a name, torch's, or what NumPy makes one of ("f4", float, np.float32).
+def as_dtype(value: Any) -> DType:
+    """The wire dtype of whatever names one: a DType, a name, a dtype of torch, or of NumPy ("f4", float, np.float32).
 
     Raises:
         TensorMismatchError: for anything else; the message lists what is supported.
@@ -128,7 +128,7 @@ class ReduceOp(Enum):
 
     @classmethod
     def named(cls, op: ReduceOp | str) -> ReduceOp:
-        """The operator given as itself or by its lower-case name.
+        """The operator, given as a ReduceOp or by its lower-case name.
 
         Raises:
             UsageError: for anything else.
@@ -152,7 +152,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(op: ReduceOp, dtype: DType) -> Refusal | None:
-    """Why this operator cannot be applied to this dtype, or None when it can: the op x dtype table."""
+    """Why this operator cannot be applied to this dtype; None if it can."""
     if op is ReduceOp.MEAN and not (dtype.is_float or dtype.is_complex):
         return Refusal(f"the mean of {dtype.label} values is no {dtype.label}", "convert to a float first, or use op='sum'")
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
@@ -164,7 +164,7 @@ def refusal(op: ReduceOp, dtype: DType) -> Refusal | None:
 
 
 class TensorSpec(NamedTuple):
-    """What a message says of its array: dtype and shape."""
+    """Dtype and shape of an array."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -176,7 +176,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -185,25 +185,25 @@ class TensorSpec(NamedTuple):
 
 @lru_cache(1024)
 def _spelled(dtype: DType, shape: tuple[int, ...]) -> str:
-    """Remembered, because every operation says what it is."""
+    """Cached, because every operation formats its signature."""
     return f"{dtype.label}[{','.join(map(str, shape))}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One member of a generation, as the others know it."""
+    """One member of a generation, as the other members know it."""
 
     rank: int
     name: str
     host: str = ""
     address: str = ""
-    """host:port of its worker server; empty in one process."""
+    """host:port of its worker server; empty in a world in one process."""
     labels: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a rendezvous gave this process. Everything later carries (cluster_id, generation)."""
+    """The result of a rendezvous for this process. All later messages carry (cluster_id, generation)."""
 
     job: str
     cluster_id: str
@@ -212,7 +212,7 @@ class Assignment:
     peers: tuple[Peer, ...]
     reason: str = ""
     cost_table: str = ""
-    """The cost table of this generation as JSON (wire.cost_table); empty for the packaged one."""
+    """The cost table of this generation as JSON (wire.cost_table); empty for the one that comes with the package."""
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""Which version of a package runs here."""
+"""Versions of installed packages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 UNKNOWN: Final = "0+unknown"
-"""Of ferrorpc where it runs from a folder of sources: only an installed distribution has a number."""
+"""The version of ferrorpc if it runs from a source folder: only an installed distribution has a number."""
 
 
 def version_of(package: str) -> str:
-    """The version of an installed distribution; empty for one that is not installed."""
+    """The version of a distribution; empty if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -18,5 +18,5 @@ def version_of(package: str) -> str:
 
 
 def own_version() -> str:
-    """That of ferrorpc itself."""
+    """The version of ferrorpc."""
     return version_of("ferrorpc") or UNKNOWN

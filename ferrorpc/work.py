@@ -1,4 +1,4 @@
-"""Work: an operation in flight, as the caller holds it."""
+"""Work: the handle of an asynchronous operation."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from ferrorpc.guard import FOREVER, Clock, Parker, seconds_of
 Result = TypeVar("Result")
 TURN_MIN_SECONDS: Final = 1e-5
 TURN_MAX_SECONDS: Final = 1e-2
-"""How long, by a clock whose threads take turns, a loop gives way at a time: long enough that minutes are few turns."""
+"""How long an event loop waits at a time, on a clock whose threads take turns: minutes should not take too many turns."""
 
 _log = logging.getLogger("ferrorpc.work")
 _awaiting: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Clock, Parker]] = WeakKeyDictionary()
-"""Where a loop gives way: one place by each clock, so that it goes on as soon as any Work that its coroutines await is done."""
+"""One parker for each loop and clock, so that a loop goes on as soon as any Work that its coroutines await is done."""
 
 
 class Meter(Protocol):
-    """Counts the time that callers spend in operations. Both are called by the thread that waits."""
+    """Counts the time that callers spend in operations. Called on the thread that waits."""
 
     def operating(self, began: float) -> None:
-        """It waits since that clock time."""
+        """The thread began to wait at that clock time."""
 
     def operated(self, seconds: float) -> None:
-        """It has waited so long."""
+        """The thread has waited so long."""
 
 
 class Work(Generic[Result]):
     """The handle of an asynchronous operation. It keeps the operation's arrays alive until it is done.
 
-    `wait` may time out any number of times without consuming anything; under asyncio `await work` waits without blocking the
-    loop. `done` and `exception` never block. An error that nobody looked at is logged when the handle goes: where one cause
-    ended many operations, once, and not at all if another of them has shown it.
+    `wait` may time out any number of times without consuming the result; under asyncio `await work` waits without blocking the
+    loop. `done` and `exception` never block. An error that nobody has looked at is logged when the handle is deleted: once
+    where one cause ended many operations, and not at all if it was seen on another of them.
     """
 
-    locate: Callable[[BaseException], BaseException] | None = None
-    """For the driver, which sets it before it hands this out: what an error goes through before the caller sees it."""
+    translate_error: Callable[[BaseException], BaseException] | None = None
+    """For the driver, which sets it before it hands out the Work: translates an error before the caller sees it."""
     meter: Meter | None = None
-    """For the driver, likewise: told of callers who wait."""
-    bring: Callable[[Any], Result] | None = None
-    """For the driver, likewise: makes the result of what the operation left, on the thread that waits first: arrays on a GPU
-    belong to a stream, and every thread has its own."""
+    """For the driver, likewise: counts the time of callers that wait."""
+    make_result: Callable[[Any], Result] | None = None
+    """For the driver, likewise: converts what the operation has produced to the result, on the thread that waits first.
+    Arrays on a GPU belong to a stream, and every thread has its own current stream."""
     hand_over: Callable[[Any], Callable[[], None]] | None = None
-    """For the driver, likewise: told of that result where it was made. What it returns makes the current stream of whoever
-    waits later go on after it."""
+    """For the driver, likewise: called with the result where it was made. Returns a function that orders the current stream
+    of a later waiter after it."""
     settle: Callable[[Any, float], None] | None = None
-    """For the driver, likewise: waits until a result that a GPU makes is there, or that clock time."""
-    _follow: Callable[[], None] | None = None
+    """For the driver, likewise: waits until the GPU has computed the result, or until that clock time."""
+    _order_stream: Callable[[], None] | None = None
     _done = False
     _observed = False
     _result: Result | None = None
@@ -63,23 +63,23 @@ class Work(Generic[Result]):
         self.label = label
         self._clock = clock
         self._lock = threading.Lock()
-        self._bringing = threading.Lock()
+        self._result_lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
     def done(self) -> bool:
-        """Whether the operation has ended, well or badly."""
+        """Whether the operation has ended, successfully or not."""
         return self._done
 
     def exception(self) -> BaseException | None:
-        """Its error; None when it went well or still runs."""
-        if not self._done:  # whoever ends it sets the error first
+        """Its error; None when it succeeded or still runs."""
+        if not self._done:  # the error is set before `_done`
             return None
-        self._look()
-        return self._located(self._error)
+        self._observe()
+        return self._translated(self._error)
 
     @property
     def failure(self) -> str:
-        """The name of its error's class, for statistics: whoever reads it has not looked at the error. Empty without one."""
+        """The name of its error's class, for statistics; empty without one. Reading it does not count as looking at it."""
         return "" if self._error is None else type(self._error).__name__
 
     def wait(self, timeout: float | None = None, host: bool = False) -> Result:
@@ -87,12 +87,12 @@ class Work(Generic[Result]):
 
         Args:
             timeout: seconds; None waits as long as the operation's own deadline allows.
-            host: also for a result that a GPU makes return only when it is there. Otherwise such a result comes as soon as it
-                is certain what it will be, and the current stream goes on after it.
+            host: wait until the result is complete even where a GPU computes it. Otherwise such a result is returned as soon as
+                its computation is queued, and the current stream is ordered after it.
 
         Raises:
-            CollectiveTimeoutError: it still runs after `timeout`; it goes on, and wait may be called again.
-            FerroError: whatever ended the operation.
+            CollectiveTimeoutError: it still runs after `timeout`. It continues, and wait may be called again.
+            FerroError: the error of the operation.
         """
         until = self._clock.now() + seconds_of(timeout, FOREVER)
         if not self._done:
@@ -104,26 +104,26 @@ class Work(Generic[Result]):
             finally:
                 if self.meter is not None:
                     self.meter.operated(self._clock.now() - began)
-        self._look()
-        error = self._located(self._error)
+        self._observe()
+        error = self._translated(self._error)
         if error is not None:
             raise error
-        if self.bring is not None or self._follow is not None:
+        if self.make_result is not None or self._order_stream is not None:
             self._give(self._result)
         if host and self.settle is not None:
             self.settle(self._result, until)
         return self._result  # type: ignore[return-value]
 
     def _give(self, left: Any) -> None:
-        """Makes the result of what the operation left; where that was done before, the current stream goes on after it."""
-        with self._bringing:
-            if self.bring is not None:
-                self._result = self.bring(left)
+        """Makes the result; where that was done before, orders the current stream after it."""
+        with self._result_lock:
+            if self.make_result is not None:
+                self._result = self.make_result(left)
                 if self.hand_over is not None:
-                    self._follow = self.hand_over(self._result)
-                self.bring = None
-            elif self._follow is not None:
-                self._follow()
+                    self._order_stream = self.hand_over(self._result)
+                self.make_result = None
+            elif self._order_stream is not None:
+                self._order_stream()
 
     def _park(self, until: float, timeout: float | None) -> None:
         parker = self._clock.parker()
@@ -135,26 +135,26 @@ class Work(Generic[Result]):
                     [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
                 )
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         self._observed = True
         if isinstance(self._error, FerroError):
-            self._error.see()
+            self._error.mark_shown()
 
-    def _located(self, error: BaseException | None) -> BaseException | None:
-        return error if error is None or self.locate is None else self.locate(error)
+    def _translated(self, error: BaseException | None) -> BaseException | None:
+        return error if error is None or self.translate_error is None else self.translate_error(error)
 
     def __await__(self) -> Generator[Any, None, Result]:
         loop = asyncio.get_running_loop()
         if self._clock.one_at_a_time:
-            yield from self._by_turns(loop).__await__()
+            yield from self._yield_in_turns(loop).__await__()
         else:
             event = asyncio.Event()
             self.on_done(lambda: _signal(loop, event))
             yield from event.wait().__await__()
         return self.wait()
 
-    async def _by_turns(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Lets the loop's other coroutines and the clock's other threads run in turn: a loop that slept would stop these."""
+    async def _yield_in_turns(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets the loop's other coroutines and the clock's other threads run in turn: a sleeping loop would stop them."""
         parkers = _awaiting.setdefault(loop, WeakKeyDictionary())
         parker = parkers.setdefault(self._clock, self._clock.parker())
         self.on_done(parker.unpark)
@@ -167,7 +167,7 @@ class Work(Generic[Result]):
             seconds = min(2 * seconds, TURN_MAX_SECONDS)
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` (which must not block) once the operation has ended; at once if it has."""
+        """Calls `callback`, which must not block, once the operation has ended; at once if it has ended already."""
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -180,7 +180,7 @@ class Work(Generic[Result]):
                 self._callbacks.remove(callback)
 
     def complete(self, result: Result) -> None:
-        """For the driver: the operation went well."""
+        """For the driver: the operation succeeded."""
         self._result = result
         self._end()
 
@@ -196,17 +196,17 @@ class Work(Generic[Result]):
         for callback in callbacks:
             try:
                 callback()
-            except Exception:  # noqa: BLE001  one who is told must not keep others waiting, nor the driver's other operations
+            except Exception:  # noqa: BLE001  a failing callback must not affect other callbacks or the driver's other operations
                 _log.exception("%s is done, but one who was to be told of it failed", self.label)
 
     def __del__(self) -> None:
         error = self._error
-        if error is None or self._observed or (isinstance(error, FerroError) and not error.see()):
+        if error is None or self._observed or (isinstance(error, FerroError) and not error.mark_shown()):
             return
         _log.error("%s failed and nobody looked at it: %s", self.label, error)
 
     def __getstate__(self) -> NoReturn:
-        """Refuses: the operation runs in this process."""
+        """Refuses to be pickled: the operation runs in this process."""
         raise UsageError("a Work cannot be copied or pickled", hint="pass on what work.wait() returns")
 
     def __repr__(self) -> str:
@@ -215,5 +215,5 @@ class Work(Generic[Result]):
 
 
 def _signal(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits any more
         loop.call_soon_threadsafe(event.set)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import ferrorpc
-from ferrorpc.transports.shared_memory.place import refusal
+from ferrorpc.transports.shared_memory.host_identity import unsupported_reason
 
 assert ferrorpc.__all__
 
@@ -34,7 +34,7 @@ gc.disable()
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where processes cannot share memory, as on other processors than x86-64, what is about that is skipped."""
-    if why_not := refusal():
+    if why_not := unsupported_reason():
         for item in items:
             if item.get_closest_marker("shared_memory") or "sharedmemory" in item.nodeid.lower().replace("_", ""):
                 item.add_marker(pytest.mark.skip(reason=why_not))

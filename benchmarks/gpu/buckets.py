@@ -1,10 +1,9 @@
-"""What a step's buckets cost on one GPU, with one rank: packed there, reduced by NCCL, copied out; beside the way by the host.
+"""Measures gradient buckets on one GPU with one rank: packed on the GPU and reduced by NCCL, compared with buckets on the host.
 
     python -m benchmarks.gpu.buckets [--mib 64] [--turns 20] [--json FILE]
 
-Needs a GPU and ferrorpc[gpu]. Means are checked: one rank gets back what it gave. Everything is measured
-in turns in one run. A step with buckets on the GPU should take less than half of one whose buckets lie on the host;
-exit code 1 where it does not.
+Needs a GPU and ferrorpc[gpu]. Means are checked: a single rank gets back what it gave. All cases take turns in one run. A step
+with buckets on the GPU should take at most half as long as one with buckets on the host; exit code 1 if it does not.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 import ferrorpc
 from benchmarks.gpu.one_rank import backend_of_one
-from benchmarks.gpu.turns import judged, seconds_of
+from benchmarks.gpu.timing import exit_code, seconds_of
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.backends.nccl.choose import open_nccl
@@ -33,7 +32,7 @@ SHARE_MAX = 0.5
 
 
 def cases(cupy: Any, group: ProcessGroup, size_bytes: int) -> dict[str, Callable[[], object]]:
-    """Name -> what is timed. Raises AssertionError where a mean is not what it must be."""
+    """Name -> what is timed. Raises AssertionError if a mean is wrong."""
     parts = np.array_split(np.random.default_rng(0).standard_normal(size_bytes // 4).astype(np.float32), TENSORS)
     grads = {f"p{number}": cupy.asarray(part) for number, part in enumerate(parts)}
     specs = {name: spec_of(grad) for name, grad in grads.items()}
@@ -56,7 +55,7 @@ def cases(cupy: Any, group: ProcessGroup, size_bytes: int) -> dict[str, Callable
 
 
 def measure(cupy: Any, group: ProcessGroup, size_bytes: int, turns: int) -> dict[str, float]:
-    """Seconds of each case: medians of `turns`, taken in turns."""
+    """The median seconds of each case, taken in turns."""
     return seconds_of(cupy, cases(cupy, group, size_bytes), turns)
 
 
@@ -77,7 +76,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(seconds))
     share = seconds["a step, buckets on the GPU"] / seconds["a step, buckets on the host"]
-    sys.exit(judged({f"buckets on the GPU take at most {SHARE_MAX:g} of those on the host": share <= SHARE_MAX}))
+    sys.exit(exit_code({f"buckets on the GPU take at most {SHARE_MAX:g} of those on the host": share <= SHARE_MAX}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What copies cost on one GPU: on the device, to the host and back, and the kernels beside them.
+"""Measures copies on one GPU: on the device, to the host and back; and kernels beside them.
 
     python -m benchmarks.gpu.copies [--mib 64] [--turns 20] [--json FILE]
 
-Needs a GPU and ferrorpc[gpu]. Everything is measured in turns in one run and given in GB/s of what is
-read and written, beside a device-to-device copy of the same size: as called, until the stream is done; and for what stays on
-the device also between two events of the GPU, where the host's part does not count. Packing should reach 0.7 of the copy either
-way; exit code 1 where it does not. At sizes of less than a few MiB events, too, show the host's part.
+Needs a GPU and ferrorpc[gpu]. All cases take turns in one run. Speeds are GB/s read and written, also relative to a copy on the
+device of the same size. Time is measured "as called", from the call until the stream is done; and for cases on the device also
+between two GPU events, which excludes the host's part (except below a few MiB). Packing should reach 0.7 of the copy's speed by
+both measures; exit code 1 if it does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.turns import gpu_seconds_of, judged, seconds_of
+from benchmarks.gpu.timing import exit_code, gpu_seconds_of, seconds_of
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
 from ferrorpc.cli.table import table
 from ferrorpc.types import DType
@@ -33,7 +33,7 @@ BUSY_COPIES = 20
 
 
 def cases(cupy: Any, device: CupyDevice, size_bytes: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """Name -> what is done, and the bytes that it reads and writes on the device (or moves, where the host is one end)."""
+    """Name -> what is done, and the bytes that it reads and writes on the device (or moves, to or from the host)."""
     count = size_bytes // 4
     x, y = cupy.asarray(np.ones(count, np.float32)), cupy.empty(count, np.float32)
     half = cupy.empty(count, np.uint16)
@@ -53,24 +53,24 @@ def cases(cupy: Any, device: CupyDevice, size_bytes: int) -> dict[str, tuple[Cal
         "sum of four": (lambda: kernels.sum_peers([x, x, x, x], y, f32), 5 * size_bytes),
         "down, pinned": (lambda: device.download(pinned, x, stream), size_bytes),
         "up, pinned": (lambda: device.upload(x, pinned, stream), size_bytes),
-        "down, staged": (lambda: staging.down(x), size_bytes),
-        "up, staged": (lambda: staging.up(here), size_bytes),
+        "down, staged": (lambda: staging.to_host(x), size_bytes),
+        "up, staged": (lambda: staging.to_device(here), size_bytes),
         "down, pageable": (lambda: device.download(here, x, stream), size_bytes),
         "up, pageable": (lambda: device.upload(x, here, stream), size_bytes),
     }
 
 
 def measure(cupy: Any, device: CupyDevice, size_bytes: int, turns: int) -> tuple[dict[str, float], dict[str, float]]:
-    """GB/s of each case as it is called, and of those on the device for the GPU: medians of `turns`, taken in turns."""
+    """GB/s of each case as called, and of those on the device by GPU events; medians, taken in turns."""
     found = cases(cupy, device, size_bytes)
-    acts = {name: act for name, (act, _) in found.items()}
+    calls = {name: call for name, (call, _) in found.items()}
 
     def busy() -> None:
         for _ in range(BUSY_COPIES):
-            acts[COPY]()
+            calls[COPY]()
 
-    called = seconds_of(cupy, acts, turns)
-    by_events = gpu_seconds_of(cupy, {name: acts[name] for name in ON_DEVICE}, turns, busy)
+    called = seconds_of(cupy, calls, turns)
+    by_events = gpu_seconds_of(cupy, {name: calls[name] for name in ON_DEVICE}, turns, busy)
     speeds = [{name: found[name][1] / each / 1e9 for name, each in seconds.items()} for seconds in (called, by_events)]
     return speeds[0], speeds[1]
 
@@ -97,7 +97,9 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"as called": called, "of the GPU": by_events}))
     ways = {"as called": called, "on the GPU": by_events}
     shares = {f"{name} {way}": speeds[name] / speeds[COPY] for way, speeds in ways.items() for name in ("pack", "unpack")}
-    sys.exit(judged({f"{name} reaches {PACK_SHARE_MIN:g} of a copy": each >= PACK_SHARE_MIN for name, each in shares.items()}))
+    sys.exit(
+        exit_code({f"{name} reaches {PACK_SHARE_MIN:g} of a copy": each >= PACK_SHARE_MIN for name, each in shares.items()})
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""One of two processes that share a GPU is killed in the middle of an all_reduce: how long until the other one knows.
+"""Kills one of two processes that share a GPU during an all_reduce, and measures how long it takes until the other one knows.
 
     python -m benchmarks.gpu.killed_peer [--backends grpc cuda_ipc] [--mib 16] [--host]
 
-Needs a GPU and CuPy; with --host arrays are NumPy's, and it needs neither (over grpc alone). Nobody reports the death: the two
-are started without `ferrorpc run`, so the coordinator sees a stream end, and waits for its grace. The time is from SIGKILL to
-PeerLostError in the survivor, which then uses its GPU again. Exit code 1 where it took 5 s or more, or ended otherwise.
+Needs a GPU and CuPy; with --host it uses NumPy arrays and needs neither (only over grpc). The processes are started without
+`ferrorpc run`, so no launcher reports the death: the coordinator sees the stream end, and waits for the grace period. The time
+is from SIGKILL to PeerLostError in the survivor, which then uses its GPU again. Exit code 1 if that took 5 s or more, or if the
+survivor ended in another way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,18 +24,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.turns import judged
+from benchmarks.gpu.timing import exit_code
+from ferrorpc.cli.bench.rank_processes import free_ports
 from ferrorpc.cli.table import table
 
 SECONDS_MAX = 5.0
-PATIENCE_SECONDS = 120.0
-"""How long the whole may take, the start of two processes with CUDA included."""
+RUN_SECONDS_MAX = 120.0
+"""How long a run may take, including the start of two processes with CUDA."""
 KILLED_AFTER_SECONDS = 1.0
-"""So that all_reduces are well under way."""
+"""Many all_reduces have run by then."""
 
 
 def survive(backend: str, size_bytes: int, on_host: bool, folder: Path) -> None:
-    """The body of both ranks. Rank 1 is killed; rank 0 writes down what became of it."""
+    """Runs both ranks. Rank 1 is killed; rank 0 writes a file with its error and the time."""
     import ferrorpc
 
     device = None if on_host else 0
@@ -45,7 +46,7 @@ def survive(backend: str, size_bytes: int, on_host: bool, folder: Path) -> None:
         group.all_reduce(x, out=x)
         settle()
         if group.rank == 1:
-            threading.Timer(KILLED_AFTER_SECONDS, kill_oneself, (killed_at,)).start()
+            threading.Timer(KILLED_AFTER_SECONDS, kill_this_process, (killed_at,)).start()
         try:
             while True:
                 group.all_reduce(x, op="mean", out=x)
@@ -60,7 +61,7 @@ def survive(backend: str, size_bytes: int, on_host: bool, folder: Path) -> None:
 
 
 def arrays(size_bytes: int, on_host: bool) -> tuple[Any, Any]:
-    """An array of so many bytes, and what waits for the GPU."""
+    """An array of so many bytes, and a function that waits for the GPU."""
     zeros = np.zeros(size_bytes // 4, np.float32)
     if on_host:
         return zeros, lambda: None
@@ -69,17 +70,17 @@ def arrays(size_bytes: int, on_host: bool) -> tuple[Any, Any]:
     return cupy.asarray(zeros), cupy.cuda.get_current_stream().synchronize
 
 
-def kill_oneself(killed_at: Path) -> None:
-    """Now, and says when."""
+def kill_this_process(killed_at: Path) -> None:
+    """Writes the time into a file, and kills this process."""
     killed_at.write_text(repr(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def measure(backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the survivor wrote down: "error" and "seconds"; without seconds where it wrote nothing."""
+    """What the survivor wrote: "error" and "seconds". Without "seconds" if it wrote nothing."""
     with tempfile.TemporaryDirectory() as folder:
         ports = free_ports(2)
-        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0], "FERRORPC_PORT": ports[1]}
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "FERRORPC_PORT": str(ports[1])}
         command = [sys.executable, "-m", "benchmarks.gpu.killed_peer", "--backends", backend, "--mib", f"{arguments.mib:g}"]
         command += ["--folder", folder, *["--host"] * arguments.host]
         ranks = [
@@ -87,9 +88,9 @@ def measure(backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
             for rank in range(2)
         ]
         try:
-            ranks[0].wait(PATIENCE_SECONDS)
+            ranks[0].wait(RUN_SECONDS_MAX)
         except subprocess.TimeoutExpired:
-            return {"error": f"nothing in {PATIENCE_SECONDS:g} s"}
+            return {"error": f"nothing in {RUN_SECONDS_MAX:g} s"}
         finally:
             for each in ranks:
                 each.kill()
@@ -101,21 +102,11 @@ def measure(backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
         return outcome
 
 
-def free_ports(count: int) -> list[str]:
-    """That nobody listens on now."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [str(each.getsockname()[1]) for each in listeners]
-    finally:
-        for each in listeners:
-            each.close()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How long a killed peer holds up the survivor.")
+    parser = argparse.ArgumentParser(description="Measures how long a survivor takes to notice a killed peer.")
     parser.add_argument("--backends", nargs="+", default=["grpc", "cuda_ipc"])
     parser.add_argument("--mib", type=float, default=16)
-    parser.add_argument("--host", action="store_true", help="arrays of NumPy's, and no GPU")
+    parser.add_argument("--host", action="store_true", help="use NumPy arrays and no GPU")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:
@@ -129,7 +120,7 @@ def main() -> None:
         and each.get("seconds", SECONDS_MAX) < SECONDS_MAX
         for backend, each in found.items()
     }
-    sys.exit(judged(targets))
+    sys.exit(exit_code(targets))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""NCCL with one rank on one GPU: right values, what the wrapper costs, and an initialisation whose peer never comes.
+"""Tests NCCL with one rank on one GPU: correct values, the overhead of a call, and an initialisation whose peer never comes.
 
     python -m benchmarks.gpu.one_rank [--seconds 5] [--json FILE]
 
-Needs a GPU and ferrorpc[gpu]. Every reduction and move of every dtype that NCCL has must give back what went in, bit for bit:
-on an H100 with NCCL 2.28.9 all 237 results did. The host time of a call stands beside that of a bare NCCL call on the same
-memory, and of torch.distributed's where torch is installed; medians of one run. A rank alone has nothing to exchange, so what
-is timed is the host's part, and the GPU is never far behind. Exit code 1 where a target is missed.
+Needs a GPU and ferrorpc[gpu]. With one rank every collective of every dtype that NCCL has must return its input, bit for bit:
+on an H100 with NCCL 2.28.9 all 237 results did. The host time of a call is compared with that of a bare NCCL call on the same
+memory, and with torch.distributed's where torch is installed; medians of one run. A single rank has nothing to exchange, so
+only the host's part is measured, and the GPU is never far behind. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.turns import judged
+from benchmarks.gpu.timing import exit_code
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
 from ferrorpc.backends.device.communicator import DataType, Op, State, reduction
 from ferrorpc.backends.nccl.api import NcclApi
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.choose import open_nccl
-from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.cli.table import table
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.group import ProcessGroup
@@ -43,11 +43,11 @@ CALLS = 300
 def backend_of_one(device: CupyDevice, api: NcclApi) -> NcclBackend:
     """A world of one rank whose operations are NCCL's."""
     session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
-    return NcclBackend(SimulatedBackend(session, Lanes(SYSTEM_CLOCK, None, 0), 60.0), device, api)
+    return NcclBackend(SimulatedBackend(session, Networks(SYSTEM_CLOCK, None, 0), 60.0), device, api)
 
 
 def check_values(cupy: Any, group: ProcessGroup, backend: NcclBackend) -> int:
-    """How many combinations of operation, operator and dtype gave what they must. Raises AssertionError at the first other."""
+    """Checks all combinations of operation, operator and dtype; returns how many. Raises AssertionError at the first error."""
     checked = 0
     for dtype in every_dtype():
         x = values(dtype, (33, 3), 0)
@@ -76,7 +76,7 @@ def check_values(cupy: Any, group: ProcessGroup, backend: NcclBackend) -> int:
 
 
 def host_seconds(call: Callable[[], object], settle: Callable[[], object], calls: int) -> float:
-    """Median host time of a call, while the GPU is never far behind."""
+    """The median host time of a call. Synchronizes now and then, so that the GPU is never far behind."""
     times = []
     for number in range(calls):
         begin = time.perf_counter()
@@ -109,7 +109,7 @@ def overhead(cupy: Any, backend: NcclBackend, calls: int) -> dict[str, float]:
 
 
 def torch_sees_gpus() -> bool:
-    """Whether torch is installed, and not one for processors alone."""
+    """Whether torch is installed with CUDA, and finds a GPU."""
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
@@ -118,7 +118,7 @@ def torch_sees_gpus() -> bool:
 
 
 def of_torch(group: ProcessGroup, calls: int, device: str = "cuda", backend: str = "nccl") -> dict[str, float]:
-    """Host time of the same call with a tensor of torch's, here and by torch.distributed in a world of one."""
+    """Host time of the same call with a torch tensor, by ferrorpc and by torch.distributed, in a world of one."""
     import torch
     import torch.distributed as dist
 
@@ -139,7 +139,7 @@ def of_torch(group: ProcessGroup, calls: int, device: str = "cuda", backend: str
 
 
 def absent_peer(device: CupyDevice, api: NcclApi, seconds: float) -> float:
-    """Seconds that aborting takes once an initialisation whose peer never comes has gone on for `seconds`."""
+    """How many seconds it takes to abort an initialisation whose peer has not come for `seconds`."""
     parker = SYSTEM_CLOCK.parker()
     with device.here():
         communicator = api.init(2, 0, [api.unique_id()])
@@ -155,7 +155,7 @@ def absent_peer(device: CupyDevice, api: NcclApi, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="NCCL with one rank on one GPU.")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long the absent peer is waited for")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long to wait for the absent peer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     device, api = open_device(), open_nccl()
@@ -181,7 +181,7 @@ def main() -> None:
         <= OVERHEAD_SECONDS_MAX,
         f"an abort takes less than {ABORT_SECONDS_MAX:g} s": abort < ABORT_SECONDS_MAX,
     }
-    sys.exit(judged(targets))
+    sys.exit(exit_code(targets))
 
 
 if __name__ == "__main__":

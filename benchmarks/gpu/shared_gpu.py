@@ -1,12 +1,12 @@
-"""Processes that share one GPU: all_reduce of their arrays by reading each other's GPU memory, beside what the bytes must take.
+"""Measures collectives of processes that share one GPU and read each other's GPU memory, and compares them with a lower bound.
 
     ferrorpc run -n 2 -m benchmarks.gpu.shared_gpu [--mib 1 16 64 256] [--turns 20] [--json FILE]
 
-Needs a GPU and CuPy. It has not been run on one yet. Values are checked against float64 on the host. The floor is what the
-copies cost that no way avoids: of n bytes, every rank reads a slice of all arrays, writes its sum, and reads and writes the
-others' slices of it. It is counted at the speed of a copy on the device, which is measured in the same run, while the others
-wait. "In a row" are ten at once, each of which waits for the one before on the GPU alone. Rank 0 prints; exit code 1 where
-all_reduce takes longer than the floor / 0.4 at 64 MiB or more.
+Needs a GPU and CuPy. It has not been run on one yet. Values are checked against float64 on the host. The lower bound ("floor")
+is the time of the copies that no algorithm avoids: every rank reads a slice of all arrays, writes its sum, and reads and writes
+the other slices of the sum. They are counted at the speed of a copy on the device, which is measured in the same run while the
+other ranks wait. "In a row" means ten calls at once, each of which waits for the one before only on the GPU. Rank 0 prints.
+Exit code 1 if all_reduce of 64 MiB or more takes longer than the floor / 0.4.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import ferrorpc
-from benchmarks.gpu.turns import judged
+from benchmarks.gpu.timing import exit_code, group_seconds_of
 from ferrorpc.cli.table import table
 
 MIB = 1 << 20
@@ -31,26 +30,13 @@ JUDGED_MIB = 64
 IN_A_ROW = 10
 
 
-def seconds(group: Any, call: Callable[[], object], settle: Callable[[], object], turns: int) -> float:
-    """Median time of a call that all ranks begin together, until the GPU is done; the first is not counted."""
-    times = []
-    for _ in range(turns + 1):
-        settle()
-        group.barrier()
-        begin = time.perf_counter()
-        call()
-        settle()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])
-
-
 def floor_bytes(size: int, size_bytes: int) -> float:
     """Bytes of GPU memory that all ranks together must read and write."""
     return size * size_bytes * (1 + 1 / size + 2 * (size - 1) / size)
 
 
 def copy_speed(cupy: Any, group: Any, size_bytes: int, turns: int) -> float:
-    """Bytes read and written a second by a copy on the device, of rank 0 while the others wait."""
+    """Bytes per second that a copy on the device reads and writes; by rank 0, while the others wait."""
     source = cupy.asarray(np.ones(size_bytes, np.uint8))
     target, settle = cupy.empty(size_bytes, np.uint8), cupy.cuda.get_current_stream().synchronize
     times = []
@@ -67,7 +53,7 @@ def copy_speed(cupy: Any, group: Any, size_bytes: int, turns: int) -> float:
 
 
 def measure(cupy: Any, group: Any, size_bytes: int, turns: int) -> dict[str, float]:
-    """Seconds by what was done. Raises AssertionError where a value is wrong."""
+    """Operation -> seconds. Raises AssertionError if a value is wrong."""
     everyones = [np.random.default_rng(rank).standard_normal(size_bytes // 4).astype(np.float32) for rank in range(group.size)]
     near = cupy.asarray(everyones[group.rank])
     out, share = cupy.empty(near.shape, near.dtype), near.size // group.size
@@ -81,17 +67,17 @@ def measure(cupy: Any, group: Any, size_bytes: int, turns: int) -> dict[str, flo
             work.wait()
 
     return {
-        "all_reduce": seconds(group, lambda: group.all_reduce(near, out=out), settle, turns),
-        "in a row": seconds(group, in_a_row, settle, max(turns // 4, 3)) / IN_A_ROW,
-        "all_gather": seconds(group, lambda: group.all_gather(near), settle, turns),
-        "reduce_scatter": seconds(group, lambda: group.reduce_scatter(parts), settle, turns),
-        "broadcast": seconds(group, lambda: group.broadcast(near, out=out), settle, turns),
-        "all_to_all": seconds(group, lambda: group.all_to_all(parts), settle, turns),
+        "all_reduce": group_seconds_of(group, lambda: group.all_reduce(near, out=out), settle, turns),
+        "in a row": group_seconds_of(group, in_a_row, settle, max(turns // 4, 3)) / IN_A_ROW,
+        "all_gather": group_seconds_of(group, lambda: group.all_gather(near), settle, turns),
+        "reduce_scatter": group_seconds_of(group, lambda: group.reduce_scatter(parts), settle, turns),
+        "broadcast": group_seconds_of(group, lambda: group.broadcast(near, out=out), settle, turns),
+        "all_to_all": group_seconds_of(group, lambda: group.all_to_all(parts), settle, turns),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Processes that share one GPU's memory.")
+    parser = argparse.ArgumentParser(description="Collectives of processes that share one GPU.")
     parser.add_argument("--mib", type=float, nargs="+", default=[0.004, 1, 16, 64, 256])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -121,7 +107,7 @@ def main() -> None:
         for mib, times in found.items()
         if mib >= JUDGED_MIB
     }
-    raise SystemExit(judged(targets))
+    raise SystemExit(exit_code(targets))
 
 
 if __name__ == "__main__":

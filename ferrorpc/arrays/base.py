@@ -1,4 +1,4 @@
-"""What the rest of the library knows of arrays: a view of what came in, a place for what goes out, a kind to go back to."""
+"""The interface to arrays of any library: views of inputs, outputs to write to, and kinds that convert results back."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec
 
 _OVERLAP_WORK = 10_000
-"""How long the exact overlap test may search; beyond, arrays that might overlap count as overlapping."""
+"""The bound of NumPy's exact overlap test; beyond it, arrays that might overlap count as overlapping."""
 
 
 class View(NamedTuple):
-    """An array that came in.
+    """An input array.
 
     Attributes:
-        kind: what results are converted back to.
+        kind: the kind that results are converted back to.
         spec: its dtype and shape.
-        data: its elements, C-contiguous, in the storage dtype (bfloat16 as uint16). Not to be written.
-        borrowed: `data` is the caller's own memory, not a copy.
-        origin: the caller's memory as it lies, possibly strided; None where the host cannot see it.
-        device_origin: the caller's array as it lies, where `data` is on its device too (`Kind.view_near`); else None.
+        data: its elements, C-contiguous, in the storage dtype (bfloat16 as uint16). Read-only by convention.
+        borrowed: whether `data` is the caller's own memory, not a copy.
+        origin: the caller's array in its own layout, possibly strided; None if it is not in host memory.
+        device_origin: the caller's array in its own layout if `data` is on its device too (`Kind.view_on_device`); else None.
     """
 
     kind: Kind
@@ -37,12 +37,12 @@ class View(NamedTuple):
 
 
 class Out:
-    """An array that results are to be written to.
+    """An array that a result is written to.
 
     Attributes:
-        given: the caller's object; after `commit` it is the result.
+        given: the caller's object, which is the result after `commit`.
         spec: its dtype and shape.
-        data: where to write, C-contiguous, in the storage dtype: the caller's memory, or a scratch.
+        data: where to write, C-contiguous, in the storage dtype: the caller's memory, or scratch.
     """
 
     __slots__ = ("_origin", "_store", "data", "given", "spec")
@@ -64,7 +64,7 @@ class Out:
             self.data = np.empty(spec.shape, spec.dtype.storage)
 
     def commit(self) -> Any:
-        """Brings what was written to `data` into the caller's array, which is returned."""
+        """Copies `data` to the caller's array unless it is that array's memory. Returns the caller's array."""
         if self._store is not None:
             self._store(self.data)
         elif self._origin is not None and self._origin is not self.data:
@@ -72,14 +72,14 @@ class Out:
         return self.given
 
     def touches(self, view: View) -> bool:
-        """Whether it has, or may have, memory in common with `view`."""
+        """Whether it shares, or may share, memory with `view`."""
         return view.device_origin is None and bool(np.may_share_memory(self.data, view.data))
 
     def shares(self, view: View) -> bool:
-        """Whether this is exactly the memory of `view`, so that the operation is in place.
+        """Whether this is exactly the memory of `view`: the operation is in place.
 
         Raises:
-            UsageError: it overlaps that memory in part.
+            UsageError: the two overlap in part.
         """
         mine, theirs = self._origin, view.origin
         if mine is None or theirs is None or not np.may_share_memory(mine, theirs):
@@ -92,24 +92,24 @@ class Out:
 
 
 class Kind(ABC):
-    """One library's arrays."""
+    """The arrays of one library, on the host or on one device."""
 
     name: str
     on_device: ClassVar[bool] = False
-    """Whether they are in a GPU's memory, so that whoever makes or writes one does it in a stream."""
+    """Whether they are in a GPU's memory, where arrays are created and written in a stream."""
 
     @abstractmethod
     def view(self, x: Any) -> View:
-        """Reads an array of this kind.
+        """A view of an array of this kind.
 
         Raises:
             TensorMismatchError: its dtype cannot be sent; the message lists what can.
-            UsageError: it is no plain array (it requires a gradient, is sparse or masked).
+            UsageError: it is not a plain array (requires a gradient, is sparse or masked).
         """
 
     @abstractmethod
     def spec(self, x: Any) -> TensorSpec:
-        """dtype and shape of an array of this kind, without looking at its elements. Raises as `view`."""
+        """The dtype and shape of an array of this kind, without reading its elements. Raises as `view`."""
 
     @abstractmethod
     def out(self, x: Any, spec: TensorSpec) -> Out:
@@ -119,50 +119,50 @@ class Kind(ABC):
             TensorMismatchError: dtype or shape differ, or it cannot be written.
         """
 
-    def view_near(self, x: Any) -> View:
-        """As `view`, but arrays of a GPU stay there: `data` is one of their library's, and nothing waits for it."""
+    def view_on_device(self, x: Any) -> View:
+        """As `view`, but GPU arrays stay on the GPU: `data` is an array of `device_kind`. Nothing is synchronised."""
         return self.view(x)
 
-    def out_near(self, x: Any, spec: TensorSpec) -> Out:
-        """As `out`, but results for a GPU's array are written there: `data` is one of its library's."""
+    def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
+        """As `out`, but for a GPU array `data` is on the GPU: an array of `device_kind`."""
         return self.out(x, spec)
 
     @property
     def staging(self) -> Staging:
-        """The way of a device's arrays to the host and back."""
+        """Copies of the device's arrays to the host and back."""
         raise AssertionError(f"{self.name} arrays are on the host already")
 
     @property
-    def near(self) -> Kind:
-        """The kind as which arrays of this one are seen where they are: `view_near` and `out_near` give its arrays."""
+    def device_kind(self) -> Kind:
+        """The kind of what `view_on_device` and `out_on_device` give: torch tensors on a GPU are seen as CuPy arrays."""
         return self
 
     def home(self, data: Any, spec: TensorSpec) -> np.ndarray[Any, Any]:
-        """A copy on the host of a device array, as `view_near` gives them, in storage dtype."""
+        """A host copy, in storage dtype, of a device array from `view_on_device`."""
         raise AssertionError(f"{self.name} arrays are on the host already, {spec} too")
 
     @abstractmethod
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
-        """An array of this kind holding `data` (C-contiguous, storage dtype): writable, in memory of its own.
+        """A writable array of this kind with the elements of `data` (C-contiguous, storage dtype), which owns its memory.
 
-        `data` itself is used where it owns its memory; it belongs to the result from then on.
+        The memory of `data` is used if `data` owns it; it belongs to the result from then on.
         """
 
     @abstractmethod
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any | None:
-        """An array of this kind that shares the memory of `data` (as for `wrap`); None where this kind's are elsewhere."""
+        """An array of this kind that shares the memory of `data` (as for `wrap`); None if this kind's are in other memory."""
 
     def pointer_of(self, x: Any) -> int:
-        """Tells whether an alias is still where it was made: some libraries let an array be given other memory."""
+        """The address of x, to check that an alias still has its memory: some libraries can give an array other memory."""
         return 0
 
     def address(self, x: Any) -> int:
-        """Where the elements of x lie, one after the other, in the memory of this kind's GPU; 0 where it is not so plain. x is
-        of this kind, but for the GPU, and its dtype can be sent."""
+        """The device address of x, an array of this kind's library with a dtype that can be sent; 0 unless it is contiguous and
+        on this kind's GPU."""
         return 0
 
     def takes_any_order(self, x: Any) -> bool:
-        """Whether x's library works alike on x and on arrays beside it (as its gradient) that lie in another order."""
+        """Whether x's library accepts companions of x, such as its gradient, in another memory order."""
         return True
 
     @abstractmethod
@@ -170,7 +170,7 @@ class Kind(ABC):
         """A new array of this kind, its contents undefined."""
 
     def empty_beside(self, x: Any, spec: TensorSpec) -> Any:
-        """A new array of this spec, its contents undefined, that lies in the order its library wants beside x, of its shape."""
+        """A new array of this spec, its contents undefined, in the memory order that its library wants for a companion of x."""
         return self.empty(spec.shape, spec.dtype)
 
 
@@ -189,12 +189,12 @@ def writable(origin: np.ndarray[Any, Any]) -> None:
 
 
 def contiguous(origin: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array itself where it is C-contiguous, else a copy that is. Keeps zero dimensions, unlike NumPy's own function."""
+    """The array itself if it is C-contiguous, else a C-contiguous copy. Keeps zero dimensions, unlike np.ascontiguousarray."""
     return origin if origin.flags.c_contiguous else origin.copy(order="C")
 
 
 def owned(data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
-    """`data` in the shape of `spec`: itself where it is writable and owns its memory, else a copy."""
+    """`data` in the shape of `spec`: `data` itself if it is writable and owns its memory, else a copy."""
     if data.base is None and data.flags.writeable and data.shape == spec.shape:
         return data
     return data.reshape(spec.shape).copy()

@@ -1,7 +1,7 @@
-"""CuPy arrays. CuPy is never imported here: who passes such an array has done so.
+"""CuPy arrays. CuPy is never imported here: a caller with a CuPy array has imported it.
 
-A backend that takes arrays where they are gets them by `view_near` and `out_near`: nothing is copied, and nothing waits. For
-others `view` and `out` copy them through pinned slots (staging.py), ordered after the caller's current stream.
+A backend for device arrays gets them by `view_on_device` and `out_on_device`: nothing is copied or synchronised. For other
+backends `view` and `out` copy through pinned slots (staging.py), ordered after the caller's current stream.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class CupyKind(Kind):
         return self.device.staging
 
     def view(self, x: Any) -> View:
-        near = self.view_near(x)  # refused before anything is copied
-        return View(self, near.spec, self.staging.down(near.data), False, None)
+        near = self.view_on_device(x)  # refused before anything is copied
+        return View(self, near.spec, self.staging.to_host(near.data), False, None)
 
-    def view_near(self, x: Any) -> View:
+    def view_on_device(self, x: Any) -> View:
         spec = self.spec(x)
         origin = _stored(x, spec.dtype)
         if origin.flags.c_contiguous:
@@ -70,14 +70,14 @@ class CupyKind(Kind):
     def out_through_host(self, given: Any, stored: DeviceArray, spec: TensorSpec) -> Out:
         """As `out`, for an array of the caller's whose memory is `stored`, in storage dtype."""
         _check_separate(stored)
-        return Out(given, spec, None, lambda data: self.assign(stored, self.staging.up(data)))
+        return Out(given, spec, None, lambda data: self.assign(stored, self.staging.to_device(data)))
 
-    def out_near(self, x: Any, spec: TensorSpec) -> Out:
+    def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
-        return NearOut(self, x, _stored(x, spec.dtype), spec)
+        return DeviceOut(self, x, _stored(x, spec.dtype), spec)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
-        near = self.staging.up(data) if isinstance(data, np.ndarray) else data
+        near = self.staging.to_device(data) if isinstance(data, np.ndarray) else data
         return _typed(near.reshape(spec.shape), spec)
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> None:
@@ -92,7 +92,7 @@ class CupyKind(Kind):
 
     def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """A copy on the host of an array of this device, in storage dtype."""
-        return self.staging.down(data).reshape(spec.shape)
+        return self.staging.to_host(data).reshape(spec.shape)
 
     def assign(self, target: DeviceArray, data: DeviceArray) -> None:
         """target[...] = data, as many elements of one storage dtype, in the current stream."""
@@ -106,7 +106,7 @@ def cupy_kind(device: int) -> CupyKind:
     return CupyKind(device)
 
 
-class NearOut(Out):
+class DeviceOut(Out):
     """An array of a GPU that results are written to where it is.
 
     Args:

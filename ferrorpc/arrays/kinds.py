@@ -1,8 +1,8 @@
 """The only place that tells NumPy, CuPy and torch apart.
 
-Everything a user passes goes in through `view` or `view_out` and comes back through the kind it came with. Other libraries'
-arrays that speak DLPack are read, and NumPy comes back. Neither torch nor CuPy is imported unasked: an object of theirs shows
-that the caller has done so. Only where a tensor of torch's is on a GPU is CuPy imported, as which it is seen.
+Users' arrays come in through `view` or `view_out`, and results go back through their `Kind`. Arrays of other libraries are read
+by DLPack, and NumPy arrays are returned. Neither torch nor CuPy is imported on its own account: an object of theirs shows that
+the caller has imported it. The exception: CuPy is imported for torch tensors on a GPU, which are seen as CuPy arrays.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ def kind_of(x: Any) -> Kind:
 
 
 def gpu_of(x: Any) -> CupyKind | None:
-    """The kind of CuPy arrays as which x is seen where it is, if that is a GPU; None where it is on the host."""
-    near = kind_of(x).near
-    return near if isinstance(near, CupyKind) else None
+    """The kind of CuPy arrays that x is seen as if it is on a GPU; None if it is on the host."""
+    kind = kind_of(x).device_kind
+    return kind if isinstance(kind, CupyKind) else None
 
 
-def view(x: Any, near: bool = False) -> View:
+def view(x: Any, on_device: bool = False) -> View:
     """Reads an array or a number; never writes to it. Read-only, strided and empty arrays are fine.
 
     Args:
-        near: leave the elements where they are; without it those of a GPU are copied to the host.
+        on_device: leave the elements of a GPU array on the GPU instead of copying them to the host.
 
     Raises:
         TensorMismatchError: its dtype or byte order cannot be sent; the message lists what can.
         UsageError: it is no plain array.
     """
-    return kind_of(x).view_near(x) if near else kind_of(x).view(x)
+    return kind_of(x).view_on_device(x) if on_device else kind_of(x).view(x)
 
 
-def view_out(out: Any, spec: TensorSpec, near: bool = False) -> Out:
-    """Accepts `out` for a result of `spec`. It may be strided, and on a device; `near` as for `view`.
+def view_out(out: Any, spec: TensorSpec, on_device: bool = False) -> Out:
+    """Accepts `out` for a result of `spec`. It may be strided, and on a device; `on_device` as for `view`.
 
     Raises:
         TensorMismatchError: its dtype or shape differ, or it cannot be written.
@@ -86,20 +86,20 @@ def view_out(out: Any, spec: TensorSpec, near: bool = False) -> Out:
     kind = kind_of(out)
     if kind is NUMPY and not isinstance(out, np.ndarray):
         raise UsageError(f"out is a {type(out).__name__}", hint="pass a NumPy, CuPy or torch array")
-    return kind.out_near(out, spec) if near else kind.out(out, spec)
+    return kind.out_on_device(out, spec) if on_device else kind.out(out, spec)
 
 
 def on_one_device(views: Sequence[View]) -> bool:
-    """Whether these arrays, which were viewed `near`, are all on one GPU."""
+    """Whether these arrays, viewed with `on_device`, are all on one GPU."""
     return len({each.kind for each in views}) == 1 and not any(is_host(each.data) for each in views)
 
 
 def laid_out(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any] = NOTHING) -> Any:
-    """A copy of arrays as one array of bytes, with a tail: on the GPU where all of them are, and nothing waits for it, if they
-    were viewed `near`; else on the host.
+    """A copy of arrays as one array of bytes, with a tail. It is on the GPU if all arrays are on it and were viewed with
+    `on_device`, without synchronisation; else on the host.
 
     Args:
-        parts: places, and what goes there.
+        parts: the arrays and their places.
         end: where the tail begins.
         tail: uint8.
     """
@@ -131,11 +131,11 @@ def split(data: Any, size: int) -> list[Any]:
 
 
 def given_back(kind: Kind, data: Any, spec: TensorSpec) -> Any:
-    """A result as an array of `kind`, whether `data` (storage dtype, its own from then on) is on the host or on a device."""
+    """A result as an array of `kind`, which owns `data` (storage dtype, on the host or on a device) from then on."""
     if isinstance(data, np.ndarray):
         return kind.wrap(data, spec)
     where = kind_of(data)
-    return kind.wrap(data if where is kind.near else where.home(data, spec), spec)
+    return kind.wrap(data if where is kind.device_kind else where.home(data, spec), spec)
 
 
 def copy_into(target: Any, source: Any) -> None:
@@ -150,7 +150,7 @@ def copy_into(target: Any, source: Any) -> None:
 
 
 def copy_of(data: Any) -> Any:
-    """A copy of a storage array where it is, whatever the current device."""
+    """A copy of a storage array on its own device, whatever the current one."""
     if isinstance(data, np.ndarray):
         return data.copy()
     with kind_of(data).staging.device.here():
@@ -158,7 +158,7 @@ def copy_of(data: Any) -> Any:
 
 
 def spec_of(x: Any) -> TensorSpec:
-    """dtype and shape of an array or a number, without looking at its elements. Raises as `view`."""
+    """The dtype and shape of an array or a number, without reading its elements. Raises as `view`."""
     return kind_of(x).spec(x)
 
 

@@ -3,16 +3,16 @@
 Idea. A GPU copies to and from pageable memory through small buffers of the driver, while the host waits; pinned memory it reads
 and writes by DMA. So the host side of an array is pinned memory while some is free (pinned.py): the GPU fills it piece by
 piece, and reads results from it, without a copy on the host. An array in pageable memory goes through a few pinned slots:
-while the host copies one piece between a slot and the array, the GPU transfers the next ones. Nothing here blocks. A `Descent`
-(GPU to host) or an `Ascent` (host to GPU) does what can be done at once on each `advance`, and says how far it is. So the user
-of an array can begin with its first piece, and give back a result whose last piece is not there yet. `Staging.down` and `up`
-advance until all of it is copied.
+while the host copies one piece between a slot and the array, the GPU transfers the next ones. Nothing here blocks. A `Download`
+(GPU to host) or an `Upload` (host to GPU) does what can be done at once on each `advance`, and says how far it is. So the user
+of an array can begin with its first piece, and give back a result whose last piece is not there yet. `Staging.to_host` and
+`to_device` advance until all of it is copied.
 
 Streams. All copies of one direction use one CUDA stream. A copy to the host is queued only once the caller's stream has reached
 the point at which the copy was asked for. So the copy stream never waits for anything but copies, and an abandoned copy ends
 soon. Copies to the device are queued at once; they wait for the caller's stream, which later waits for them.
 
-Lifetimes. A descent keeps its array alive until the GPU has read it. The target of an ascent belongs to the caller's stream,
+Lifetimes. A download keeps its array alive until the GPU has read it. The target of an upload belongs to the caller's stream,
 which waits for the copies before it can give that memory to anyone else. Pinned memory is lent again once the GPU has finished
 with it.
 
@@ -58,7 +58,7 @@ class _Piece(NamedTuple):
     end_event: Event
 
 
-class Descent:
+class Download:
     """A copy of a device array to host memory, from its first byte to its last, in storage dtype.
 
     Args:
@@ -67,12 +67,12 @@ class Descent:
         is_pinned: whether `data` is pinned memory, which the GPU writes directly.
 
     Attributes:
-        data: the array on the host; its first `here` bytes are valid.
+        data: the array on the host; its first `valid_bytes` bytes are valid.
     """
 
     def __init__(self, device: Device, ring: Ring, source: DeviceArray, data: Array, is_pinned: bool = False) -> None:
         self.data = data
-        self.here = 0
+        self.valid_bytes = 0
         self.device = device
         self._ring = ring
         self._source: DeviceArray | None = source
@@ -86,15 +86,15 @@ class Descent:
     @property
     def is_complete(self) -> bool:
         """Whether all of it is on the host."""
-        return self.here == self._place.size
+        return self.valid_bytes == self._place.size
 
     def advance(self) -> bool:
         """Does what can be done at once. Returns whether more of it is on the host."""
-        before = self.here
+        before = self.valid_bytes
         if not self.is_complete:
             self._collect()
             self._queue()
-        return self.here > before
+        return self.valid_bytes > before
 
     def _collect(self) -> None:
         while self._in_transfer and self._in_transfer[0].end_event.done:
@@ -102,7 +102,7 @@ class Descent:
             if slot is not None:
                 self._place[start:stop] = slot[: stop - start]
                 self._ring.give_back(slot)
-            self.here = stop
+            self.valid_bytes = stop
         if self.is_complete:
             self._source = None
 
@@ -139,7 +139,7 @@ class Descent:
         self._source = None
 
 
-class Ascent:
+class Upload:
     """A copy of a host array to a device, whose parts may become ready in any order.
 
     It is made on the caller's thread, and its target belongs to that thread's current stream. Adjacent parts are copied
@@ -252,7 +252,7 @@ class Ascent:
             start += size_bytes
         return start
 
-    def arrive(self) -> None:
+    def make_stream_wait(self) -> None:
         """Makes the calling thread's current stream wait for what is queued."""
         if self._mark is not None:
             self.device.current().wait(self._mark)
@@ -287,26 +287,26 @@ class Staging:
     ) -> None:
         self.device = device
         self.kernels = device.new_stream()
-        """The stream of kernels that compute what is copied down, or use what was copied up."""
-        self.descents = Ring(device, slot_bytes, slots)
-        self.ascents = Ring(device, slot_bytes, slots)
+        """The stream of kernels that compute what is downloaded, or use what was uploaded."""
+        self.downloads = Ring(device, slot_bytes, slots)
+        self.uploads = Ring(device, slot_bytes, slots)
         self.pool = Pool(device, pool_bytes)
 
-    def room(self, shape: Sequence[int], storage: np.dtype[Any]) -> Array:
+    def host_memory(self, shape: Sequence[int], storage: np.dtype[Any]) -> Array:
         """A new array on the host, in pinned memory while some is free. Callers must not keep it long."""
-        self.descents.let_go()
-        self.ascents.let_go()
+        self.downloads.let_go()
+        self.uploads.let_go()
         found = self.pool.lend(shape, storage)
         return np.empty(shape, storage) if found is None else found
 
-    def descent(self, source: DeviceArray) -> Descent:
-        """Begins to copy a C-contiguous device array to the host, into memory that `room` allocates."""
-        data = self.room(source.shape, source.dtype)
-        return Descent(self.device, self.descents, source, data, self.pool.holds(data))
+    def start_download(self, source: DeviceArray) -> Download:
+        """Begins to copy a C-contiguous device array to the host, into memory that `host_memory` allocates."""
+        data = self.host_memory(source.shape, source.dtype)
+        return Download(self.device, self.downloads, source, data, self.pool.holds(data))
 
-    def ascent(self, target: DeviceArray | None = None) -> Ascent:
+    def start_upload(self, target: DeviceArray | None = None) -> Upload:
         """Begins to copy a result to the device; to `target` where its shape and dtype fit."""
-        return Ascent(self.device, self.ascents, self.pool, target)
+        return Upload(self.device, self.uploads, self.pool, target)
 
     def settle(self, clock: Clock, until: float) -> None:
         """Blocks the host until the GPU has finished what the calling thread's current stream holds.
@@ -316,55 +316,57 @@ class Staging:
         """
         wait_for(self.device.current().record(), clock, min(until - clock.now(), COPY_SECONDS))
 
-    def down(self, source: DeviceArray) -> Array:
+    def to_host(self, source: DeviceArray) -> Array:
         """A copy of a C-contiguous device array on the host, in storage dtype. Blocks until it is complete.
 
         Raises:
             CollectiveTimeoutError: it was not complete within COPY_SECONDS.
         """
-        return self._through(Descent(self.device, self.descents, source, np.empty(source.shape, source.dtype)))
+        return self._downloaded(Download(self.device, self.downloads, source, np.empty(source.shape, source.dtype)))
 
-    def lent(self, source: DeviceArray) -> Array:
-        """As `down`, in memory that `room` allocates."""
-        return self._through(self.descent(source))
+    def to_pinned(self, source: DeviceArray) -> Array:
+        """As `to_host`, in memory that `host_memory` allocates."""
+        return self._downloaded(self.start_download(source))
 
-    def _through(self, descent: Descent) -> Array:
-        def through() -> bool:
-            descent.advance()
-            return descent.is_complete
+    def _downloaded(self, download: Download) -> Array:
+        def is_complete() -> bool:
+            download.advance()
+            return download.is_complete
 
         try:
-            until_true(through, SYSTEM_CLOCK, COPY_SECONDS)
+            until_true(is_complete, SYSTEM_CLOCK, COPY_SECONDS)
         finally:
-            descent.finish()
-        return descent.data
+            download.finish()
+        return download.data
 
-    def up(self, source: Array) -> DeviceArray:
+    def to_device(self, source: Array) -> DeviceArray:
         """A copy of a C-contiguous host array on the device, for which the caller's current stream waits.
 
-        `source` may change when it returns. Raises as `down`.
+        `source` may change when it returns. Raises as `to_host`.
         """
-        return self._raised(Ascent(self.device, self.ascents, None), source)
+        return self._uploaded(Upload(self.device, self.uploads, None), source)
 
     def write(self, target: DeviceArray, source: Array) -> None:
-        """target[:] = source, a small host array of equal size. As `up`, but the host does not wait for the GPU while pinned
-        memory is free."""
-        copy = self.room(source.shape, source.dtype)
+        """target[:] = source, for a small host array of equal size.
+
+        As `to_device`, but the host does not wait for the GPU while pinned memory is free.
+        """
+        copy = self.host_memory(source.shape, source.dtype)
         copy[...] = source
-        self._raised(self.ascent(target), copy)
+        self._uploaded(self.start_upload(target), copy)
 
-    def _raised(self, ascent: Ascent, source: Array) -> DeviceArray:
-        ascent.allow(source, 0, source.nbytes)
+    def _uploaded(self, upload: Upload, source: Array) -> DeviceArray:
+        upload.allow(source, 0, source.nbytes)
 
-        def through() -> bool:
-            ascent.advance()
-            return ascent.is_complete
+        def is_complete() -> bool:
+            upload.advance()
+            return upload.is_complete
 
         try:
-            until_true(through, SYSTEM_CLOCK, COPY_SECONDS)
-            return ascent.target
+            until_true(is_complete, SYSTEM_CLOCK, COPY_SECONDS)
+            return upload.target
         finally:
-            ascent.finish()
+            upload.finish()
 
 
 def wait_for(event: Event, clock: Clock, seconds: float) -> None:

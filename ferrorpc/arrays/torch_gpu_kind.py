@@ -15,7 +15,7 @@ import numpy as np
 
 from ferrorpc.arrays.base import Out, View, fit
 from ferrorpc.arrays.cupy_device import open_device
-from ferrorpc.arrays.cupy_kind import CupyKind, NearOut, cupy_kind
+from ferrorpc.arrays.cupy_kind import CupyKind, DeviceOut, cupy_kind
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.arrays.torch_kind import TorchKind, check_writable
@@ -30,53 +30,53 @@ class TorchGpuKind(TorchKind):
     """Tensors on one GPU.
 
     Args:
-        near: the kind of CuPy arrays there.
+        device_kind: the kind of CuPy arrays on that GPU.
     """
 
     on_device = True
 
-    def __init__(self, device: Any, near: CupyKind) -> None:
+    def __init__(self, device: Any, device_kind: CupyKind) -> None:
         super().__init__(device)
-        self._near = near
+        self._device_kind = device_kind
         self._strided = sys.modules["torch"].strided
 
     @property
-    def near(self) -> CupyKind:
-        """As `Kind.near`."""
-        return self._near
+    def device_kind(self) -> CupyKind:
+        """As `Kind.device_kind`."""
+        return self._device_kind
 
     @property
     def staging(self) -> Staging:
         """As `Kind.staging`."""
-        return self._near.staging
+        return self._device_kind.staging
 
     def view(self, x: Any) -> View:
-        near = self.view_near(x)  # refused before anything is copied
-        return View(self, near.spec, self.staging.down(near.data), False, None)
+        near = self.view_on_device(x)  # refused before anything is copied
+        return View(self, near.spec, self.staging.to_host(near.data), False, None)
 
-    def view_near(self, x: Any) -> View:
+    def view_on_device(self, x: Any) -> View:
         spec = self.spec(x)
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
-        seen = self._near.view_near(self._seen(x, spec))
+        seen = self._device_kind.view_on_device(self._seen(x, spec))
         return seen._replace(kind=self, spec=spec)
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
         check_writable(x)
-        return self._near.out_through_host(x, self._seen(x, spec), spec)
+        return self._device_kind.out_through_host(x, self._seen(x, spec), spec)
 
-    def out_near(self, x: Any, spec: TensorSpec) -> Out:
+    def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
         check_writable(x)
-        return NearOut(self._near, x, self._seen(x, spec), spec)
+        return DeviceOut(self._device_kind, x, self._seen(x, spec), spec)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
         if not data.size:
             return self.empty(spec.shape, spec.dtype)
-        near = self.staging.up(data) if isinstance(data, np.ndarray) else data
+        near = self.staging.to_device(data) if isinstance(data, np.ndarray) else data
         torch = sys.modules["torch"]
-        with self._near.device.here():  # or torch has its stream wait for the one that is CuPy's current one
+        with self._device_kind.device.here():  # or torch has its stream wait for the one that is CuPy's current one
             raw = torch.from_dlpack(near.reshape(-1).view(np.uint8))
         return raw.view(getattr(torch, spec.dtype.label)).reshape(spec.shape)
 
@@ -87,12 +87,14 @@ class TorchGpuKind(TorchKind):
 
     def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """As `Kind.home`."""
-        return self._near.home(data, spec)
+        return self._device_kind.home(data, spec)
 
     def _seen(self, x: Any, spec: TensorSpec) -> DeviceArray:
         """The memory of a tensor as it lies, as a CuPy array in storage dtype, which keeps the tensor."""
         itemsize = spec.dtype.itemsize
-        return self._near.device.over(x.data_ptr(), spec.shape, spec.dtype.storage, [itemsize * each for each in x.stride()], x)
+        return self._device_kind.device.over(
+            x.data_ptr(), spec.shape, spec.dtype.storage, [itemsize * each for each in x.stride()], x
+        )
 
 
 def gpu_kind_of(device: Any) -> TorchGpuKind | None:

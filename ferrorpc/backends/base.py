@@ -1,7 +1,7 @@
 """A backend performs operations for one group of ranks. This is the extension point of ferrorpc.
 
-A backend that has only `send`, `recv` and `barrier` gets every collective: `prepare` runs the plans over them. One that
-knows better overrides `prepare`. All backends pass one contract suite (`ferrorpc.testing.contract`).
+A backend that has only `send`, `recv` and `barrier` gets every collective: `prepare` runs the plans over them. A backend with
+something faster overrides `prepare`. All backends pass one contract suite (`ferrorpc.testing.contract`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from ferrorpc.collectives.announced import prepare
+from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.basis import Basis
+from ferrorpc.collectives.blocking import BlockingPrepared, BlockingRecv, BlockingSend
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.progress import Progress, drive
-from ferrorpc.collectives.relay import RelayPrepared, RelayRecv, RelaySend
 from ferrorpc.collectives.select import explain
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, FerroError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
@@ -31,12 +31,12 @@ from ferrorpc.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do beyond the contract, asked instead of its class."""
+    """What a backend can do beyond the contract."""
 
     device_arrays: bool = False
     """Takes GPU arrays where they are."""
     device_moves: bool = False
-    """Its collectives bring them from GPU to GPU, without the host."""
+    """Its collectives move them from GPU to GPU, not through the host."""
 
 
 class Backend(ABC):
@@ -49,9 +49,9 @@ class Backend(ABC):
         rank, size: of this group.
         world_ranks: world rank of each group rank; errors speak of these.
         group_id: 0 for the world.
-        session: the line to the coordinator; None for a backend without one (no store, no reform).
+        session: the session with the coordinator; None for a backend without one (no store, no reform).
         latch: trips when the generation ends.
-        clock: what every wait goes through.
+        clock: used by every wait.
     """
 
     name: ClassVar[str] = "custom"
@@ -78,7 +78,7 @@ class Backend(ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this backend can do. By default what `send`, `recv` and `barrier` are enough for."""
+        """What this backend can do. By default nothing beyond the contract."""
         return Capabilities()
 
     @abstractmethod
@@ -112,36 +112,36 @@ class Backend(ABC):
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
 
     def prepare(self, call: Call) -> Prepared:
-        """Validates, selects an algorithm and lays it out, once per signature; the result is run for every such call."""
-        return prepare(call, self.rank, self.size, lambda known, plan: RelayPrepared(self, known, plan), self.basis)
+        """Validates a call, selects an algorithm and plans it, once per signature. The result runs every such call."""
+        return prepare(call, self.rank, self.size, lambda known, plan: BlockingPrepared(self, known, plan), self.basis)
 
     @cached_property
-    def basis(self) -> Basis:
-        """What its choice of algorithms rests on; a backend that sets none knows the packaged cost table only."""
-        return Basis()
+    def basis(self) -> Tuning:
+        """What the selection of algorithms depends on. A backend that sets none has the packaged cost table only."""
+        return Tuning()
 
     def explain(self, call: Call) -> str:
-        """Which algorithm runs a call, why, and what else there is, a line each. No message flows."""
+        """The algorithm that runs a call, the reason, and the alternatives, a line each. Sends no message."""
         return explain(call, self.size, self.basis)
 
     @property
     def arena(self) -> Arena | None:
-        """Where this group's ranks share memory, what runs there; None elsewhere."""
+        """The shared-memory operations of this group; None where its ranks do not share memory."""
         return None
 
     def empty(self, spec: TensorSpec) -> np.ndarray[Any, Any]:
-        """A new array in storage dtype, in the memory that this backend's lanes read best."""
+        """A new array in storage dtype, in the memory that this backend's lanes read fastest."""
         return np.empty(spec.shape, spec.dtype.storage)
 
     def start_send(self, data: np.ndarray[Any, Any], spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         """A send as an execution, for `send(async_op=True)`. `data` is C-contiguous in storage dtype."""
-        return RelaySend(self, data, spec, dst, tag, guard)
+        return BlockingSend(self, data, spec, dst, tag, guard)
 
     def start_recv(
         self, src: int, tag: int, out: np.ndarray[Any, Any] | None, spec: TensorSpec | None, guard: Guard
     ) -> Execution:
         """A recv as an execution; `spec` is what `out` holds. The result's own spec is in `execution.specs`."""
-        return RelayRecv(self, src, tag, out, spec, guard)
+        return BlockingRecv(self, src, tag, out, spec, guard)
 
     def run(self, execution: Execution) -> list[np.ndarray[Any, Any]]:
         """Drives an execution on the caller's thread until it is complete, its deadline passes or the generation ends.
@@ -163,29 +163,29 @@ class Backend(ABC):
         return Progress(self.clock)
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
-        """The backend of a subgroup (group ranks of this one, this rank included). Local: no message flows."""
+        """The backend of a subgroup (group ranks of this one, this rank included). Local: sends no message."""
         raise BackendUnavailableError(f"backend {self.name!r} has no subgroups")
 
     def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
-        """`split` happens among these ranks, and this rank is not one of them. For backends in which all must take part."""
+        """Called on the ranks outside when these ranks `split`. For backends in which all ranks must take part."""
         return
 
     def open_stream(self, stream: int) -> None:
-        """A stream of operations that ranks start in different orders is opened, on every rank at the same point."""
+        """Opens a stream of operations that ranks may start in different orders. All ranks call it at the same point."""
         return
 
     def synchronize(self, until: float) -> None:
-        """Blocks the host until what this group gave a device is done, or clock time `until`.
+        """Blocks the host until devices have finished this group's operations.
 
         Raises:
-            CollectiveTimeoutError: it was not.
+            CollectiveTimeoutError: they had not at clock time `until`.
         """
         return
 
     def abort(self, cause: FerroError) -> None:
         """Ends the generation, on every rank, with this cause; without a session on this rank only.
 
-        Where the session is in the next one already, that goes on.
+        A next generation, which the session may have joined already, is not affected.
         """
         if self.session is not None:
             self.session.report(cause, self.latch)

@@ -1,7 +1,7 @@
-"""Which GPU a rank uses, what it tells the others about it, and which backend follows from that.
+"""Chooses a rank's GPU, and the GPU backend that "auto" stands for.
 
-A rank that may use NCCL joins with its GPU's UUID and its version of NCCL as labels, which reach every member with the
-assignment. So all ranks come to the same choice, before NCCL is called and without further messages.
+A rank that may use NCCL joins with its GPU's UUID and its NCCL version as labels, which reach every member with the assignment.
+So all ranks make the same choice, before NCCL is called and without further messages.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _log = logging.getLogger("ferrorpc.backends")
 
 
 def device_for(asked: int | None, local_rank: int | None) -> CupyDevice:
-    """This rank's GPU: the one asked for, else the one that torch was told to use, else its number among the processes of its
-    node, else CuPy's current one.
+    """This rank's GPU: the requested one, else the one set in torch, else the one with this rank's number on its node, else
+    CuPy's current device.
 
     Raises:
         BackendUnavailableError: there is no CuPy or no such GPU.
@@ -43,11 +43,11 @@ def device_for(asked: int | None, local_rank: int | None) -> CupyDevice:
     return device
 
 
-def take(asked: int | None, local_rank: int | None) -> None:
-    """Makes this rank's GPU CuPy's current one, in programs that have imported CuPy, whatever carries its arrays.
+def select_device(asked: int | None, local_rank: int | None) -> None:
+    """Makes this rank's GPU CuPy's current device, in programs that have imported CuPy, whatever the backend.
 
     Raises:
-        BackendUnavailableError: there is no such GPU, and it was asked for.
+        BackendUnavailableError: there is no such GPU, and it was requested.
     """
     if "cupy" not in sys.modules:
         return
@@ -58,10 +58,10 @@ def take(asked: int | None, local_rank: int | None) -> None:
             raise
 
 
-def said_at_join(backend: str, asked: int | None, local_rank: int | None) -> dict[str, str]:
+def join_labels(backend: str, asked: int | None, local_rank: int | None) -> dict[str, str]:
     """The labels with which a member joins; none where it will not use a GPU.
 
-    "auto" looks for a GPU only in programs that work on GPUs: others have no arrays for it.
+    "auto" looks for a GPU only in programs that use GPUs.
 
     Raises:
         BackendUnavailableError: the backend needs a GPU, and what is missing is named with the command that installs it.
@@ -84,8 +84,8 @@ def _works_on_gpus() -> bool:
     return "cupy" in sys.modules or uses_gpus()
 
 
-def why_not(peers: Sequence[Peer]) -> str:
-    """Why these members cannot use NCCL together, in words; empty where they can."""
+def nccl_obstacle(peers: Sequence[Peer]) -> str:
+    """Why these members cannot use NCCL together, as text; empty where they can."""
     labels = [dict(peer.labels) for peer in peers]
     without = [str(rank) for rank, label in enumerate(labels) if _GPU not in label]
     if without:
@@ -102,16 +102,16 @@ def why_not(peers: Sequence[Peer]) -> str:
     return ""
 
 
-def suits_all(peers: Sequence[Peer]) -> bool:
-    """Whether "auto" is NCCL for GPU arrays; where some members have GPUs and it is not, the log says why."""
-    reason = why_not(peers)
+def nccl_usable(peers: Sequence[Peer]) -> bool:
+    """Whether "auto" uses NCCL for GPU arrays. Logs the reason where some members have GPUs and it does not."""
+    reason = nccl_obstacle(peers)
     if reason and any(label == _GPU for peer in peers for label, _ in peer.labels):
         _log.warning("backend 'auto' does without NCCL: %s", reason)
     return not reason
 
 
-def share_one(peers: Sequence[Peer]) -> bool:
-    """Whether "auto" shares GPU memory: where members of one host, each with a GPU, have one for several of them."""
+def shares_gpu(peers: Sequence[Peer]) -> bool:
+    """Whether "auto" shares GPU memory: all members are on one host, each has a GPU, and some have the same one."""
     gpus = [dict(peer.labels).get(_GPU) for peer in peers]
     return None not in gpus and len(set(gpus)) < len(gpus) and len({peer.host for peer in peers}) == 1
 
@@ -135,7 +135,7 @@ def make(
 
     Raises:
         BackendUnavailableError: what is missing, or which ranks cannot be together.
-        NcclError: NCCL's communicator did not come about.
+        NcclError: NCCL's communicator could not be made.
     """
     device = device_for(asked, local_rank)
     api = open_nccl()

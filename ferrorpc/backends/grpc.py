@@ -1,4 +1,4 @@
-"""The backend between processes: through memory where ranks share a host, as messages over gRPC everywhere."""
+"""The backend between processes: shared memory where ranks share a host, messages over gRPC elsewhere."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from functools import partial
 from typing import Final
 
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.collectives.arena.board import Board, Calls
-from ferrorpc.collectives.basis import Basis, published
+from ferrorpc.collectives.arena.control_blocks import Calls, ControlBlocks
 from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.tuning import Tuning, published
 from ferrorpc.coordination.base import Session
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.transports.routed import RoutedTransport
+from ferrorpc.transports.shared_memory.discovery import discover_host_peers
 from ferrorpc.transports.shared_memory.hosts import Hosts
-from ferrorpc.transports.shared_memory.meeting import meet
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 
-LAST_WORDS_SECONDS: Final = 0.5
-"""How long an ended generation may take to say goodbye before the next one is joined."""
+CLOSE_SECONDS: Final = 0.5
+"""How long the lanes of an ended generation may take to close before the next one is joined."""
 
 
 class GrpcBackend(MessageBackend):
     """One rank's backend in one generation. Made by every rank of it at the same time: ranks that share a host find each other.
 
     Args:
-        session: the line to the coordinator; its current membership is the generation.
+        session: with the coordinator; its current membership is the generation.
         server: this process's server for its peers, whose address the session announced when it joined. It outlives the
-            backend: whoever made it closes it.
+            backend: its creator closes it.
         path: how tensors travel: "auto" (through memory between ranks of one host, else over gRPC), "grpc", or
             "shared_memory" where all ranks must be on one host.
-        timeout: seconds an operation may take where none are given.
-        asked: algorithms for calls that name none.
+        timeout: default timeout of an operation, in seconds.
+        asked: algorithms for calls that name none (`Tuning.algorithms`).
 
     Raises:
         BackendUnavailableError: "shared_memory" was asked for on any rank, and not all ranks share it.
@@ -52,34 +52,34 @@ class GrpcBackend(MessageBackend):
     ) -> None:
         membership = session.membership
         assignment, latch = membership.assignment, membership.latch
-        neighbours = meet(assignment, path, session.barrier, latch, session.clock)
+        host_peers = discover_host_peers(assignment, path, session.barrier, latch, session.clock)
         mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
         told = partial(session.report_link_lost, latch=latch)
         transport: Transport = GrpcTransport(server, assignment, mailbox, latch, session.clock, told)
-        board = None
-        if len(neighbours.ranks) > 1:
-            near = SharedMemoryTransport(neighbours, assignment, mailbox, latch, told)
+        control = None
+        if len(host_peers.ranks) > 1:
+            near = SharedMemoryTransport(host_peers, assignment, mailbox, latch, told)
             transport = RoutedTransport(near, near.peers, transport, session.clock)
-            board = Board(neighbours, assignment.rank)
-        basis = Basis(published(assignment.cost_table), asked, _host_of_each(neighbours.hosts))
-        super().__init__(transport, session, timeout=timeout, board=board, basis=basis)
+            control = ControlBlocks(host_peers, assignment.rank)
+        tuning = Tuning(published(assignment.cost_table), asked, _host_of_each(host_peers.hosts))
+        super().__init__(transport, session, timeout=timeout, control=control, basis=tuning)
         self._asked = asked
-        session.activity.carry(partial(_traffic, transport, None if board is None else board.calls))
-        self._line = session
+        session.activity.set_traffic_source(partial(_traffic, transport, None if control is None else control.calls))
+        self._own_session = session
         self._server = server
         self._path = path
 
     def renew(self, timeout: float) -> GrpcBackend:
         """Closes this generation's streams, takes part in the next one and opens its, on the same server."""
-        self.transport.close(LAST_WORDS_SECONDS)
-        self._line.rejoin(timeout)
-        return GrpcBackend(self._line, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
+        self.transport.close(CLOSE_SECONDS)
+        self._own_session.rejoin(timeout)
+        return GrpcBackend(self._own_session, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
 
 
 def _traffic(transport: Transport, calls: Calls | None) -> dict[int, tuple[str, int]]:
-    """World rank of a peer -> (kind of the lane to it, payload bytes that it has had from this rank).
+    """World rank of a peer -> (kind of the lane to it, payload bytes that it has received from this rank).
 
-    The session asks beyond the end of the generation, whose memory must be free by then: nothing here refers to it.
+    The session calls it beyond the end of the generation, so nothing here may keep the generation's memory alive.
     """
     told = transport.traffic()
     taken = {} if calls is None else calls.taken_bytes()
@@ -87,6 +87,6 @@ def _traffic(transport: Transport, calls: Calls | None) -> dict[int, tuple[str, 
 
 
 def _host_of_each(hosts: Hosts) -> tuple[int, ...]:
-    """For each rank the number of its host."""
+    """The number of each rank's host."""
     number = {rank: place for place, ranks in enumerate(hosts) for rank in ranks}
     return tuple(number[rank] for rank in range(len(number)))

@@ -1,4 +1,4 @@
-"""The backend for jobs that have arrays on GPUs and on hosts: the first go by NCCL, the others by the host lanes."""
+"""The backend for jobs with arrays on GPUs and on hosts: NCCL moves the first, the host lanes the others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from ferrorpc.backends.nccl.backend import OverNccl
 
 
 class HybridBackend(OverNccl):
-    """One rank's backend. What goes where is `DeviceBackend`'s own choice."""
+    """One rank's backend. `DeviceBackend` chooses between NCCL and the host lanes."""
 
     name = "hybrid"

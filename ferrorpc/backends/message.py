@@ -1,5 +1,4 @@
-"""The backend over transports: select an algorithm, plan it, run the plan. `GrpcBackend` and `SimulatedBackend` only choose
-which transport that is."""
+"""The backend over transports: select an algorithm, build its plan, run the plan. Subclasses only choose the transport."""
 
 from __future__ import annotations
 
@@ -13,18 +12,18 @@ import numpy as np
 from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.algorithms.plan import Plan
-from ferrorpc.collectives.announced import prepare
+from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.arena import select as arena_select
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import Board
-from ferrorpc.collectives.basis import Basis
+from ferrorpc.collectives.arena.control_blocks import ControlBlocks
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.endpoints import BACKEND_TAG_MAX, peer_of, tag_of
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.pairwise import Lines, RecvExecution, SendExecution
+from ferrorpc.collectives.point_to_point import RecvExecution, SendExecution, SendQueues
 from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.progress import progress_of
-from ferrorpc.collectives.select import ANYWHERE, explain
+from ferrorpc.collectives.ranks_and_tags import BACKEND_TAG_MAX, peer_of, tag_of
+from ferrorpc.collectives.select import DEFAULT_TUNING, explain
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
@@ -36,10 +35,10 @@ BARRIER_STREAM = 0xFFFFFFFE
 """The stream of `Backend.barrier`, apart from the operations that a ProcessGroup numbers."""
 
 DESCRIBE_SECONDS = 0.5
-"""How long a failing operation waits for what the coordinator knows of the ranks it lacked."""
+"""How long a failing operation waits for what the coordinator knows of the ranks it waited for."""
 
-GOODBYE_SECONDS: Final = 0.8
-"""How long a rank that closes goes on to bring what it has sent to its peers."""
+CLOSE_SECONDS: Final = 0.8
+"""How long a closing rank may take to deliver what it has sent."""
 
 Array = np.ndarray[Any, Any]
 
@@ -49,12 +48,12 @@ class MessageBackend(Backend):
 
     Args:
         transport: the lanes of this generation.
-        session: the line to the coordinator.
-        timeout: seconds an operation may take where none are given.
+        session: with the coordinator.
+        timeout: default timeout of an operation, in seconds.
         ranks: world ranks of the group, in group order; None for the world.
         group_id: 0 for the world.
-        board: where this rank's host shares memory, its board; a group whose ranks are all there needs no messages.
-        basis: what the choice of algorithms rests on, in this group.
+        control: this rank's control blocks, where its host shares memory. A group whose ranks are all there needs no messages.
+        basis: what the selection of algorithms depends on, in this group.
     """
 
     def __init__(
@@ -65,8 +64,8 @@ class MessageBackend(Backend):
         timeout: float = 60.0,
         ranks: Sequence[int] | None = None,
         group_id: int = 0,
-        board: Board | None = None,
-        basis: Basis = ANYWHERE,
+        control: ControlBlocks | None = None,
+        basis: Tuning = DEFAULT_TUNING,
     ) -> None:
         self.transport = transport
         self.session: Session | None = session
@@ -77,13 +76,13 @@ class MessageBackend(Backend):
         self.world_ranks = tuple(range(transport.size)) if ranks is None else tuple(ranks)
         self.size = len(self.world_ranks)
         self.rank = self.world_ranks.index(transport.rank)
-        self.board = board
+        self.control = control
         self.basis = basis
         self._arena: Arena | None = None
-        if board is not None and self.size > 1 and set(self.world_ranks) <= set(board.memory.ranks):
-            self._arena = Arena(board, transport, group_id, self.world_ranks, self.describe)
-            transport.mailbox.look_elsewhere(group_id, self._arena.entered)
-        self._lines = Lines()
+        if control is not None and self.size > 1 and set(self.world_ranks) <= set(control.memory.ranks):
+            self._arena = Arena(control, transport, group_id, self.world_ranks, self.describe)
+            transport.mailbox.register_lookup(group_id, self._arena.entered)
+        self._send_queues = SendQueues()
         self._barriers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -96,20 +95,20 @@ class MessageBackend(Backend):
         return self._arena
 
     def empty(self, spec: TensorSpec) -> Array:
-        if self.board is None:
+        if self.control is None:
             return super().empty(spec)
-        return self.board.memory.own.empty(spec.shape, spec.dtype.storage)
+        return self.control.memory.own.empty(spec.shape, spec.dtype.storage)
 
     def guard(self, timeout: float | None) -> Guard:
         """Deadline and latch of an operation that begins now."""
         return Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
 
     def prepare(self, call: Call) -> Prepared:
-        laid_out = None if self._arena is None else arena_select.prepare(self._arena, self.basis.applied(call))
-        return laid_out or self.prepare_as_messages(call)
+        in_memory = None if self._arena is None else arena_select.prepare(self._arena, self.basis.applied(call))
+        return in_memory or self.prepare_as_messages(call)
 
     def prepare_as_messages(self, call: Call) -> Prepared:
-        """As `prepare`, for calls that may begin later than others that come after them: in shared memory they must not."""
+        """As `prepare`, but not in shared memory: for calls that may begin later than calls that follow them."""
         call = self.basis.applied(call)
         return prepare(call, self.rank, self.size, self._run_plan, self.basis)
 
@@ -127,13 +126,13 @@ class MessageBackend(Backend):
         return "; ".join(str(report) for report in reports)
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
-        return SendExecution(self.transport, self.group_id, self._lines, data, spec, self.world_ranks[dst], tag, guard)
+        return SendExecution(self.transport, self.group_id, self._send_queues, data, spec, self.world_ranks[dst], tag, guard)
 
     def start_recv(self, src: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard) -> Execution:
         return RecvExecution(self.transport, self.group_id, self.world_ranks[src], tag, out, spec, guard)
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
-        """Its executions never block, so one thread interleaves those of all groups of the process."""
+        """As `Backend.submit`. Its executions never block, so one thread interleaves those of all groups of the process."""
         return progress_of(self.clock).submit(execution, self.abort, convert)
 
     def send(self, data: Any, dst: int, tag: int = 0) -> None:
@@ -145,7 +144,7 @@ class MessageBackend(Backend):
         place = None if out is None else view_out(out, spec_of(out))
         target, spec = (None, None) if place is None else (place.data, place.spec)
         execution = self.start_recv(peer, tag, target, spec, self.guard(timeout))
-        found = self.run(execution)[0]  # where there is a place, that is it
+        found = self.run(execution)[0]  # this is `target` where there is one
         if place is None:
             return NUMPY.wrap(found, execution.specs[0])
         received: Array = place.commit()
@@ -163,7 +162,7 @@ class MessageBackend(Backend):
         return _Subgroup(self, world, group_id)
 
     def close(self) -> None:
-        self.transport.close(GOODBYE_SECONDS)
+        self.transport.close(CLOSE_SECONDS)
 
 
 class _Subgroup(MessageBackend):
@@ -178,7 +177,7 @@ class _Subgroup(MessageBackend):
             timeout=parent.timeout,
             ranks=world,
             group_id=group_id,
-            board=parent.board,
+            control=parent.control,
             basis=parent.basis.among([parent.world_ranks.index(rank) for rank in world]),
         )
         self._parent = parent
@@ -189,6 +188,6 @@ class _Subgroup(MessageBackend):
         return self._parent.name
 
     def close(self) -> None:
-        """The lanes belong to the world; what only this group's operations used is given back."""
+        """Frees what only this group's operations used. The lanes belong to the world."""
         if self._arena is not None:
             self._arena.close()

@@ -13,7 +13,7 @@ from ferrorpc.backends.grpc import GrpcBackend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, ConfigError, NcclError
@@ -25,14 +25,14 @@ TRANSPORTS: Final = ("auto", "grpc", "shared_memory")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The rank for which a backend is made, in a job that it has joined."""
+    """What a factory needs to make a rank's backend, in a job that the rank has joined."""
 
     session: Session
     server: WorkerServer | None = None
     """This process's server for its peers; None in a world of one, which opens no socket."""
     transport: str = "auto"
     timeout: float = 60.0
-    """Seconds an operation may take where none are given."""
+    """Default timeout of an operation, in seconds."""
     asked: tuple[tuple[Operation, str], ...] = ()
     """Algorithms for calls that name none."""
     device: int | None = None
@@ -45,10 +45,10 @@ Factory: TypeAlias = Callable[[Place], Backend]
 
 
 def check(name: str, source: str) -> None:
-    """Whether there is a backend with this name, before a job is joined for it.
+    """Checks that a backend with this name exists, before a job is joined.
 
     Args:
-        source: where the name came from.
+        source: where the name came from, for the error.
 
     Raises:
         ConfigError: there is none.
@@ -61,7 +61,7 @@ def check(name: str, source: str) -> None:
 
 
 def create(name: str, place: Place) -> Backend:
-    """The backend with this name; "auto" chooses.
+    """Makes the backend with this name; "auto" chooses.
 
     Raises:
         BackendUnavailableError: there is none, or it cannot work here; the hint says what can.
@@ -69,12 +69,12 @@ def create(name: str, place: Place) -> Backend:
     factory = _auto if name == "auto" else _factories.get(name)
     if factory is None:
         raise BackendUnavailableError(f"no backend is called {name!r}", f"use one of: {', '.join(names())}")
-    gpu.take(place.device, place.local_rank)
+    gpu.select_device(place.device, place.local_rank)
     return factory(place)
 
 
 def register(name: str, factory: Factory) -> None:
-    """Makes a backend of one's own available as `init_process_group(backend=name)`.
+    """Makes a third party's backend available as `init_process_group(backend=name)`.
 
     Raises:
         ConfigError: the name is taken.
@@ -90,17 +90,18 @@ def names() -> list[str]:
 
 
 def _best(place: Place) -> str:
-    """The backend that "auto" stands for: the same on all ranks, because all know the same labels."""
+    """The name that "auto" resolves to: the same on all ranks, because all know the same labels."""
     if place.server is None:
         return "simulated"
     peers = place.session.membership.assignment.peers
-    if gpu.suits_all(peers):
+    if gpu.nccl_usable(peers):
         return "hybrid"
-    return "cuda_ipc" if gpu.share_one(peers) else "grpc"
+    return "cuda_ipc" if gpu.shares_gpu(peers) else "grpc"
 
 
 def _auto(place: Place) -> Backend:
-    """The chosen backend. Whether a GPU can be shared shows only when it is tried, alike on all ranks; if not, gRPC is used."""
+    """Makes the chosen backend. Whether a GPU can be shared is known only after trying, with the same answer on all ranks. If
+    not, gRPC is used."""
     best = _best(place)
     if best != "cuda_ipc":
         return _factories[best](place)
@@ -141,12 +142,12 @@ def _alone(kind: type[SimulatedBackend], place: Place) -> SimulatedBackend:
             f"a simulated world lives in one process, and this job has {size}",
             "make one with SimulatedBackend.create_group(n) or ferrorpc.testing.run_world(n, fn)",
         )
-    return kind(place.session, Lanes(place.session.clock, None, 0), place.timeout)
+    return kind(place.session, Networks(place.session.clock, None, 0), place.timeout)
 
 
 def _on_gpus(over: Callable[[MessageBackend, int | None, int | None], Backend]) -> Factory:
     def make(place: Place) -> Backend:
-        gpu.device_for(place.device, place.local_rank)  # what is missing is said before lanes are made
+        gpu.device_for(place.device, place.local_rank)  # raises what is missing before lanes are made
         lanes = _grpc(place)
         try:
             return over(lanes, place.device, place.local_rank)
@@ -160,7 +161,7 @@ def _on_gpus(over: Callable[[MessageBackend, int | None, int | None], Backend]) 
 _factories: Final[dict[str, Factory]] = {
     "grpc": _grpc,
     "simulated": _simulated,
-    "nccl": _on_gpus(lambda *seat: gpu.make(NcclBackend, *seat)),
-    "hybrid": _on_gpus(lambda *seat: gpu.make(HybridBackend, *seat)),
-    "cuda_ipc": _on_gpus(lambda *seat: gpu.make_sharing(*seat)),
+    "nccl": _on_gpus(lambda *args: gpu.make(NcclBackend, *args)),
+    "hybrid": _on_gpus(lambda *args: gpu.make(HybridBackend, *args)),
+    "cuda_ipc": _on_gpus(gpu.make_sharing),
 }

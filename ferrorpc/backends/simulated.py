@@ -1,4 +1,4 @@
-"""A whole world in one process: for tests, for trying things out, and for replaying schedules from a seed."""
+"""A whole world in one process: for tests, for experiments, and for replaying schedules from a seed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ferrorpc.transports.inproc import Faults, InprocTransport, Network
 from ferrorpc.transports.mailbox import Mailbox
 
 
-class Lanes:
-    """The networks of a simulated world: a new one for each generation, so that nothing of the last can arrive."""
+class Networks:
+    """The networks of a simulated world: one for each generation, so that no message of an earlier one can arrive."""
 
     def __init__(self, clock: Clock, faults: Faults | None, seed: int) -> None:
         self._clock = clock
@@ -36,20 +36,20 @@ class SimulatedBackend(MessageBackend):
 
     name = "simulated"
 
-    def __init__(self, session: Session, lanes: Lanes, timeout: float) -> None:
+    def __init__(self, session: Session, networks: Networks, timeout: float) -> None:
         assignment, latch = session.membership.assignment, session.membership.latch
         mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
         transport = InprocTransport(
             assignment.rank,
             assignment.size,
-            lanes.of(assignment.generation),
+            networks.of(assignment.generation),
             mailbox,
             latch,
             partial(session.report_link_lost, latch=latch),
         )
         super().__init__(transport, session, timeout=timeout)
-        self._lanes = lanes
-        self._line = session
+        self._networks = networks
+        self._own_session = session
 
     @staticmethod
     def create_group(
@@ -59,19 +59,19 @@ class SimulatedBackend(MessageBackend):
 
         Args:
             size: world size, at least 1.
-            clock: what all waits go through; the real clock by default.
+            clock: used by all waits; the real clock by default.
             faults: delays of messages, drawn from `seed`.
-            timeout: seconds an operation may take where none are given.
+            timeout: default timeout of an operation, in seconds.
 
         Raises:
             InvalidWorldSizeError: the size is no integer, or less than 1.
         """
         chosen = SYSTEM_CLOCK if clock is None else clock
         world = LocalWorld(size, clock=chosen)
-        lanes = Lanes(chosen, faults, seed)
-        return [SimulatedBackend(world.session(rank), lanes, timeout) for rank in range(size)]
+        networks = Networks(chosen, faults, seed)
+        return [SimulatedBackend(world.session(rank), networks, timeout) for rank in range(size)]
 
     def renew(self, timeout: float) -> SimulatedBackend:
         self.transport.close(0.0)
-        self._line.rejoin(timeout)
-        return type(self)(self._line, self._lanes, self.timeout)
+        self._own_session.rejoin(timeout)
+        return type(self)(self._own_session, self._networks, self.timeout)

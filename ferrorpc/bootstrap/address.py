@@ -1,4 +1,4 @@
-"""The address a worker tells the others: where it listens, seen from where they are."""
+"""The address that a worker advertises to its peers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ferrorpc.wire.address import is_loopback, is_wildcard, split_address
 from ferrorpc.wire.tls import TlsFiles
 
 _RETRY_SECONDS: Final = 0.25
-_TELL_SECONDS: Final = 5.0
-_TELL_FACTOR: Final = 3.0
+_WARN_SECONDS: Final = 5.0
+_WARN_FACTOR: Final = 3.0
 _log = logging.getLogger("ferrorpc.bootstrap")
 
 
 def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:
-    """The host that peers dial: the setting `advertise`, else a specific `bind`, else this machine's address on the way to
-    the coordinator, which every peer has in common.
+    """The host that peers connect to: the setting `advertise`, else a specific `bind`, else this machine's address on the route
+    to the coordinator, which every peer can reach.
 
     Raises:
-        ConfigError: it listens on loopback, but the coordinator is elsewhere, and so may peers be.
+        ConfigError: this worker listens on loopback only, but the coordinator, and so perhaps peers, are on another machine.
         CoordinatorUnavailableError: the coordinator's name could not be resolved within `timeout` seconds.
     """
     if config["advertise"]:
@@ -38,11 +38,11 @@ def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:
     return route if is_wildcard(bind) else bind
 
 
-def require_private(config: Mapping[str, Any], tls: TlsFiles | None) -> None:
-    """Refuses to listen where others reach this worker unless they have to prove who they are.
+def require_authentication(config: Mapping[str, Any], tls: TlsFiles | None) -> None:
+    """Refuses to listen beyond loopback without authentication.
 
     Raises:
-        ConfigError: the setting `bind` is beyond loopback, without certificates and without `insecure`.
+        ConfigError: `bind` is not a loopback address, and there are neither certificates nor `insecure`.
     """
     if config["insecure"] or is_loopback(config["bind"]) or (tls is not None and tls.mutual):
         return
@@ -53,21 +53,21 @@ def require_private(config: Mapping[str, Any], tls: TlsFiles | None) -> None:
 
 
 def local_address_towards(address: str, timeout: float) -> str:
-    """This machine's own address on the route to `address`. Nothing is sent, except to resolve its name.
+    """This machine's own address on the route to `address`. Nothing is sent, except to resolve the name.
 
-    A name may not be known yet when a pod or container starts, so resolving it is repeated for `timeout` seconds.
+    When a pod or container starts, the name may not be known yet, so resolving is retried for `timeout` seconds.
     """
     host, port = split_address(address)
     began = time.monotonic()
-    tell_after = _TELL_SECONDS
+    warn_after = _WARN_SECONDS
     while True:
         try:
             return _route(host, port)
         except OSError as error:
             waited = time.monotonic() - began
-            if waited >= tell_after:
+            if waited >= warn_after:
                 _log.warning("the coordinator's address %s has led nowhere for %.0f s: %s", address, waited, error)
-                tell_after *= _TELL_FACTOR
+                warn_after *= _WARN_FACTOR
             if waited >= timeout:
                 raise CoordinatorUnavailableError(
                     f"the coordinator's address {address} led nowhere for {timeout:g} s: {error}"

@@ -1,4 +1,4 @@
-"""The coordinator that rank 0 starts where a launcher gives ranks but nobody runs one."""
+"""Starts the coordinator in rank 0, if a launcher sets ranks but no coordinator is named."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ferrorpc.bootstrap.coordinator_watchdog import LINGER_SECONDS
 from ferrorpc.config import Config
-from ferrorpc.coordination.keeper import LINGER_SECONDS
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import is_loopback, join_address, split_address
 
 START_SECONDS: Final = 30.0
 PORT_SECONDS: Final = LINGER_SECONDS + 3.0
-"""How long the port may be taken: the coordinator of a run that has just ended is given up by its keeper within that time."""
-_LOOK_SECONDS: Final = 0.1
+"""How long the port may be taken: the watchdog of a run that has just ended stops its coordinator within that time."""
+_POLL_SECONDS: Final = 0.1
 _FLAGS: Final = (
     "lease",
     "grace",
@@ -36,23 +36,23 @@ _FLAGS: Final = (
     "log_format",
 )
 _log = logging.getLogger("ferrorpc.bootstrap")
-_running: dict[str, int] = {}
-"""Address -> the pipe whose end tells the keeper that this process has ended; a byte in it, that it ended in good order."""
+_watchdog_pipes: dict[str, int] = {}
+"""Address -> the pipe to the watchdog. Its end means that this process has ended; a byte in it, that it exited normally."""
 
 
 def start_coordinator(address: str, config: Config, environment: Mapping[str, str]) -> None:
-    """Starts a coordinator on `address` and waits until it listens. One that this process started before is kept, if it lives.
+    """Starts a coordinator on `address` and waits until it listens. One that this process started before is used again.
 
-    It listens on loopback when `address` is there, and else on the setting `bind`. It ends soon after this process, however
-    that ends.
+    It listens on loopback if `address` is a loopback address, and otherwise on the setting `bind`. It ends soon after this
+    process, however that ends.
 
     Raises:
-        ConfigError: it could not start; its own words are on standard error.
+        ConfigError: it could not start; its own message is on standard error.
     """
-    if address in _running:
-        if _is_watched(_running[address]):
+    if address in _watchdog_pipes:
+        if _is_running(_watchdog_pipes[address]):
             return
-        os.close(_running.pop(address))
+        os.close(_watchdog_pipes.pop(address))
     if sys.platform != "linux":
         hint = "run `ferrorpc coordinator` and name it in FERRORPC_COORDINATOR"
         raise ConfigError(f"rank 0 starts a coordinator on Linux only, and this is {sys.platform}", hint=hint)
@@ -64,15 +64,15 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
             hint="set FERRORPC_BIND=0.0.0.0 on every node, with FERRORPC_TLS_* or FERRORPC_INSECURE=1",
         )
     _await_port(listen)
-    announced, lifeline, process = _spawn(["--listen", listen, *_flags(config)], environment)
+    announced, watchdog_pipe, process = _spawn(["--listen", listen, *_flags(config)], environment)
     try:
         ready = _first_line(announced)
     finally:
         os.close(announced)
     if ready.startswith(b"listening"):
-        _running[address] = lifeline
+        _watchdog_pipes[address] = watchdog_pipe
         return
-    os.close(lifeline)
+    os.close(watchdog_pipe)
     _, status = os.waitpid(process, 0)
     raise ConfigError(
         f"rank 0 could not start a coordinator on {listen} (exit code {os.waitstatus_to_exitcode(status)})",
@@ -81,27 +81,27 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     )
 
 
-def _is_watched(lifeline: int) -> bool:
-    """Whether the keeper at the other end is there, as it is while the coordinator lives."""
+def _is_running(watchdog_pipe: int) -> bool:
+    """Whether the watchdog, and with it the coordinator, still runs."""
     end = select.poll()
-    end.register(lifeline, 0)
+    end.register(watchdog_pipe, 0)
     return not end.poll(0)
 
 
 def _await_port(listen: str) -> None:
-    """Returns once nobody listens there, or after PORT_SECONDS: launchers start ranks again sooner than a coordinator ends."""
+    """Waits up to PORT_SECONDS until the port is free: a launcher may restart ranks before the old coordinator has ended."""
     host, port = split_address(listen)
     until = time.monotonic() + PORT_SECONDS
-    told = False
+    logged = False
     while _is_taken(host, port) and time.monotonic() < until:
-        if not told:
-            told = True
+        if not logged:
+            logged = True
             _log.warning("%s is taken: if by the coordinator of a run before, it ends within %g s", listen, PORT_SECONDS)
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _is_taken(host: str, port: int) -> bool:
-    """Whether somebody listens there. What else is wrong with the address, the coordinator will say."""
+    """Whether a socket is bound there. Other problems of the address are left for the coordinator to report."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -112,7 +112,7 @@ def _is_taken(host: str, port: int) -> bool:
 def _is_bound(family: socket.AddressFamily, address: Any) -> bool:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
             probe.bind(address)
     except OSError as error:
         return error.errno == errno.EADDRINUSE
@@ -120,27 +120,27 @@ def _is_bound(family: socket.AddressFamily, address: Any) -> bool:
 
 
 def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Starts the keeper in a session of its own, so that Ctrl-C does not reach it.
+    """Starts the watchdog in a session of its own, so that Ctrl-C does not reach it.
 
     Returns:
-        The descriptor its ready line comes from, the one it watches for this process's end, and its process id.
+        The descriptor to read the ready line from, the pipe that tells the watchdog when this process ends, and its process id.
     """
     announced, announcing = os.pipe()
-    watched, lifeline = os.pipe()
+    watched, watchdog_pipe = os.pipe()
     process = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-P", "-m", "ferrorpc.coordination.keeper", *arguments],
+        [sys.executable, "-P", "-m", "ferrorpc.bootstrap.coordinator_watchdog", *arguments],
         dict(environment),
         file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
         setsid=True,
     )
     os.close(announcing)
     os.close(watched)
-    return announced, lifeline, process
+    return announced, watchdog_pipe, process
 
 
 def _first_line(descriptor: int) -> bytes:
-    """The first line that is written there; what there is of it at its end, or after START_SECONDS."""
+    """The first line from a descriptor; a part of it if the descriptor ends or START_SECONDS pass."""
     deadline = time.monotonic() + START_SECONDS
     line = b""
     while not line.endswith(b"\n"):
@@ -153,7 +153,7 @@ def _first_line(descriptor: int) -> bytes:
 
 
 def _flags(config: Config) -> list[str]:
-    """Settings that came as arguments; those of the environment are inherited."""
+    """Flags for settings that were given as arguments; those in the environment are inherited."""
     flags: list[str] = []
     for name in _FLAGS:
         if config.source(name) == "argument":
@@ -162,19 +162,19 @@ def _flags(config: Config) -> list[str]:
 
 
 def _forget_in_child() -> None:
-    """A forked child must not keep the coordinator of a parent that ended."""
-    for lifeline in _running.values():
-        os.close(lifeline)
-    _running.clear()
+    """Closes the pipes in a forked child, which must not keep its parent's coordinator running."""
+    for watchdog_pipe in _watchdog_pipes.values():
+        os.close(watchdog_pipe)
+    _watchdog_pipes.clear()
 
 
-def _end_in_good_order() -> None:
-    for lifeline in _running.values():
+def _announce_exit() -> None:
+    for watchdog_pipe in _watchdog_pipes.values():
         with contextlib.suppress(BrokenPipeError):
-            os.write(lifeline, b".")
-        os.close(lifeline)
-    _running.clear()
+            os.write(watchdog_pipe, b".")
+        os.close(watchdog_pipe)
+    _watchdog_pipes.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-atexit.register(_end_in_good_order)
+atexit.register(_announce_exit)

@@ -1,11 +1,11 @@
-"""Where this process stands in its job, as its environment says. Pure: variables in, a `Place` out.
+"""Reads from environment variables how this process was launched: its world, rank and node. Pure.
 
-Launchers tell their processes in different words. They are asked in this order, and the first that speaks wins: ferrorpc's
-own variables (which a launcher's rank may complete), torchrun's, those of Kubeflow's trainer (PET_*), SLURM's, MPI
-launchers', and the index of a Kubernetes Job. When nobody speaks this is a world of one.
+Every launcher sets variables of its own. They are looked for in this order, and the first that are set win: ferrorpc's own
+(with which a launcher's rank may be combined), torchrun's, those of Kubeflow's trainer (PET_*), SLURM's, those of MPI
+launchers, and the index of a Kubernetes Job. Without any of them this is a world of one.
 
-A rank from a launcher with a fixed world is *pinned*: given as it is, or refused. FERRORPC_RANK_HINT and the index of a
-Job are *hints*: given where they are free.
+A rank from a launcher with a fixed world is *pinned*: the process gets it or is refused. FERRORPC_RANK_HINT and the index of a
+Job are *hints*: the process gets that rank if it is free.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One process's place.
+class LaunchInfo:
+    """How one process was launched.
 
     Attributes:
-        source: whose word this is, for the log.
+        source: names of the variables that were read, for the log.
         world: fewest and most members.
         pinned_rank: the rank it must have.
         hinted_rank: the rank it would like.
-        local_rank: its number among the processes of its node; None when nobody said.
-        node: number of its node; None when nobody said.
-        local_size: how many processes its node has; None when nobody said.
-        master: host of rank 0; empty when nobody said.
-        run: what tells this run of the launcher from others; empty when nobody said.
-        launched_with: where nobody can say that: a variable that all processes of the launcher have, and it has not.
+        local_rank: its number among the processes of its node; None if unknown.
+        node: number of its node; None if unknown.
+        local_size: how many processes its node has; None if unknown.
+        master: host of rank 0; empty if unknown.
+        run_id: distinguishes this run of the launcher from others; empty if unknown.
+        launcher_variable: for a launcher without run ids, a variable that its ranks have and it itself has not.
     """
 
     source: str
@@ -46,32 +46,32 @@ class Place:
     node: int | None = None
     local_size: int | None = None
     master: str = ""
-    run: str = ""
-    launched_with: str = ""
+    run_id: str = ""
+    launcher_variable: str = ""
 
     @property
     def one_node(self) -> bool:
-        """Whether all processes are known to be on one node."""
+        """Whether all processes are known to run on one node."""
         return self.local_size is not None and self.local_size == self.world[1]
 
 
-def detect(environment: Environment, config: Mapping[str, Any]) -> Place:
-    """The place of this process.
+def detect_launch(environment: Environment, config: Mapping[str, Any]) -> LaunchInfo:
+    """How this process was launched.
 
     Args:
-        environment: `os.environ`, or what is to be read in its stead. A variable that is empty is not set.
+        environment: `os.environ`, or a stand-in. An empty variable counts as not set.
         config: the settings coordinator, world_size and rank_hint.
 
     Raises:
-        ConfigError: what is said contradicts itself or is incomplete; the variables are named.
+        ConfigError: variables contradict each other or are incomplete; the message names them.
     """
     environment = {name: value for name, value in environment.items() if value}
-    launched = next((place for place in (ask(environment) for ask in _LAUNCHERS) if place is not None), None)
+    launched = next((launch for launch in (read(environment) for read in _LAUNCHERS) if launch is not None), None)
     hint = config["rank_hint"]
     if config["world_size"] is not None:
         index = _number(environment, _INDEX)
         local = _number(environment, "LOCAL_RANK")
-        return _own(config["world_size"], launched, index if hint is None else hint, local)
+        return _with_world_size(config["world_size"], launched, index if hint is None else hint, local)
     if launched is not None:
         return replace(launched, hinted_rank=hint)
     if _INDEX in environment:
@@ -79,48 +79,50 @@ def detect(environment: Environment, config: Mapping[str, Any]) -> Place:
         raise ConfigError(f"{_INDEX} is set, but nothing says how many processes there are", hint=hint)
     if config["coordinator"] is not None:
         raise ConfigError("a coordinator is named, but not how many members its job has", hint="set FERRORPC_WORLD_SIZE")
-    return Place("nothing", (1, 1))
+    return LaunchInfo("nothing", (1, 1))
 
 
-def member_name(environment: Environment, config: Mapping[str, Any], place: Place, host: str, process: int) -> str:
-    """The member's name: its setting, else node and local rank, else the pod's, else host and process.
+def member_name(environment: Environment, config: Mapping[str, Any], launch: LaunchInfo, host: str, process: int) -> str:
+    """The member's name: the setting, else node and local rank, else the pod's name, else host and process id.
 
-    A name that stays the same over restarts lets the replacement take over from the process it replaces.
+    If the name stays the same over restarts, a restarted process can take over from the one that it replaces.
     """
     if config["name"]:
         return str(config["name"])
-    if place.local_rank is not None:
-        return f"{host}-{place.local_rank}" if not place.node else f"{host}.{place.node}-{place.local_rank}"
+    if launch.local_rank is not None:
+        return f"{host}-{launch.local_rank}" if not launch.node else f"{host}.{launch.node}-{launch.local_rank}"
     return environment.get("POD_NAME") or _pods_host_name(environment, config["job"]) or f"{host}-{process}"
 
 
 def _pods_host_name(environment: Environment, job: str) -> str | None:
-    """The host name of a pod: in an Indexed Job <job>-<index>, unless the pod has its node's network and with it its name."""
+    """The host name of a pod. In an Indexed Job that is <job>-<index>, unless the pod uses its node's network and host name."""
     if "KUBERNETES_SERVICE_HOST" not in environment:
         return None
     name, index = environment.get("HOSTNAME"), environment.get(_INDEX)
     return f"{job}-{index}" if name and index and not name.endswith(f"-{index}") else name
 
 
-def own_coordinator(place: Place, port: int) -> str:
-    """host:port of the coordinator that rank 0 starts when none is named.
+def own_coordinator_address(launch: LaunchInfo, port: int) -> str:
+    """host:port of the coordinator that rank 0 starts if none is named.
 
     Raises:
-        ConfigError: nobody said which process is rank 0, or where it is.
+        ConfigError: the rank of this process or the host of rank 0 is unknown.
     """
-    if place.pinned_rank is None:
-        hint = f"start the script with `ferrorpc run -n {place.world[1]}`, or set FERRORPC_COORDINATOR=HOST:PORT"
-        raise ConfigError(f"a world of {place.world[1]} members needs a coordinator, and none is named", hint=hint)
-    host = "127.0.0.1" if place.one_node else place.master
+    if launch.pinned_rank is None:
+        hint = f"start the script with `ferrorpc run -n {launch.world[1]}`, or set FERRORPC_COORDINATOR=HOST:PORT"
+        raise ConfigError(f"a world of {launch.world[1]} members needs a coordinator, and none is named", hint=hint)
+    host = "127.0.0.1" if launch.one_node else launch.master
     if not host:
-        raise ConfigError(f"nothing in {place.source} says where rank 0 is", hint="set FERRORPC_COORDINATOR, or MASTER_ADDR")
+        raise ConfigError(f"nothing in {launch.source} says where rank 0 is", hint="set FERRORPC_COORDINATOR, or MASTER_ADDR")
     return join_address(host, port)
 
 
-def _own(world: tuple[int, int], launched: Place | None, hint: int | None, local_rank: int | None) -> Place:
-    """FERRORPC_WORLD_SIZE speaks. A launcher's rank is pinned where it means the same fixed world, and else a hint."""
+def _with_world_size(
+    world: tuple[int, int], launched: LaunchInfo | None, hint: int | None, local_rank: int | None
+) -> LaunchInfo:
+    """With FERRORPC_WORLD_SIZE set: a launcher's rank is pinned if its world is the same fixed one, and otherwise a hint."""
     if launched is None:
-        return Place("FERRORPC_WORLD_SIZE", world, hinted_rank=hint, local_rank=local_rank)
+        return LaunchInfo("FERRORPC_WORLD_SIZE", world, hinted_rank=hint, local_rank=local_rank)
     same = launched.world == world
     return replace(
         launched,
@@ -134,17 +136,17 @@ def _own(world: tuple[int, int], launched: Place | None, hint: int | None, local
 # -- launchers -------------------------------------------------------------------------------------------------------------
 
 
-def _torchrun(environment: Environment) -> Place | None:
+def _torchrun(environment: Environment) -> LaunchInfo | None:
     return _ranked(environment, "")
 
 
-def _ranked(environment: Environment, prefix: str) -> Place | None:
-    """A rank of its own for each process, in variables that begin like this."""
+def _ranked(environment: Environment, prefix: str) -> LaunchInfo | None:
+    """Reads RANK, WORLD_SIZE and the rest of torchrun's variables, with this prefix."""
     rank_name, size_name, master_name = f"{prefix}RANK", f"{prefix}WORLD_SIZE", f"{prefix}MASTER_ADDR"
     if rank_name not in environment and size_name not in environment:
         return None
     rank, size = _rank_and_size(environment, rank_name, size_name)
-    return Place(
+    return LaunchInfo(
         f"{rank_name} and {size_name}",
         (size, size),
         rank,
@@ -152,18 +154,18 @@ def _ranked(environment: Environment, prefix: str) -> Place | None:
         node=_number(environment, f"{prefix}GROUP_RANK"),
         local_size=_number(environment, f"{prefix}LOCAL_WORLD_SIZE"),
         master=environment.get(master_name, ""),
-        run=_torchrun_id(environment) or _joined(environment, master_name, f"{prefix}MASTER_PORT"),
+        run_id=_torchrun_id(environment) or _join_values(environment, master_name, f"{prefix}MASTER_PORT"),
     )
 
 
 def _torchrun_id(environment: Environment) -> str:
-    """The name of torchrun's run; "none" is what it says where it was given none."""
+    """The name of torchrun's run; torchrun sets "none" if it was given none."""
     name = environment.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name
 
 
-def _kubeflow(environment: Environment) -> Place | None:
-    """What a pod is given to start torchrun with, read by a process that was started without it; or a rank under such names."""
+def _kubeflow(environment: Environment) -> LaunchInfo | None:
+    """The variables with which a pod would start torchrun, in a process started without torchrun; or PET_RANK and the like."""
     if "PET_NNODES" not in environment:
         return _ranked(environment, "PET_")
     nodes, each = _number(environment, "PET_NNODES") or 1, _number(environment, "PET_NPROC_PER_NODE") or 1
@@ -172,7 +174,7 @@ def _kubeflow(environment: Environment) -> Place | None:
     rank = None if node is None or local is None else node * each + local
     if rank is not None and rank >= nodes * each:
         raise ConfigError(f"PET_NODE_RANK={node} is not below PET_NNODES={nodes}")
-    return Place(
+    return LaunchInfo(
         "PET_NNODES and PET_NPROC_PER_NODE",
         (nodes * each, nodes * each),
         rank,
@@ -180,19 +182,19 @@ def _kubeflow(environment: Environment) -> Place | None:
         node=node,
         local_size=each,
         master=environment.get("PET_MASTER_ADDR", ""),
-        run=environment.get("PET_RDZV_ID") or _joined(environment, "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+        run_id=environment.get("PET_RDZV_ID") or _join_values(environment, "PET_MASTER_ADDR", "PET_MASTER_PORT"),
     )
 
 
-def _slurm(environment: Environment) -> Place | None:
-    """The batch script of a job has some of these variables too, and is alone; a step says its own number of tasks."""
+def _slurm(environment: Environment) -> LaunchInfo | None:
+    """The batch script of a job has some of these variables too, but runs alone. A step has its own number of tasks."""
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     batch_script = tasks == "SLURM_NTASKS" and environment.get("ENVIRONMENT") == "BATCH"
     if "SLURM_PROCID" not in environment or tasks not in environment or batch_script:
         return None
     rank, size = _rank_and_size(environment, "SLURM_PROCID", tasks)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    return Place(
+    return LaunchInfo(
         f"SLURM_PROCID and {tasks}",
         (size, size),
         rank,
@@ -200,42 +202,42 @@ def _slurm(environment: Environment) -> Place | None:
         node=_number(environment, "SLURM_NODEID"),
         local_size=size if environment.get("SLURM_STEP_NUM_NODES") == "1" else None,
         master=environment.get("MASTER_ADDR") or first_host(nodes),
-        run=_joined(environment, "SLURM_JOB_ID", "SLURM_STEP_ID"),
+        run_id=_join_values(environment, "SLURM_JOB_ID", "SLURM_STEP_ID"),
     )
 
 
-def _open_mpi(environment: Environment) -> Place | None:
+def _open_mpi(environment: Environment) -> LaunchInfo | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, size = _rank_and_size(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    return Place(
+    return LaunchInfo(
         "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
         (size, size),
         rank,
         local_rank=_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
         local_size=_number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         master=environment.get("MASTER_ADDR", ""),
-        run=environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", ""),
+        run_id=environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", ""),
     )
 
 
-def _pmi(environment: Environment) -> Place | None:
+def _pmi(environment: Environment) -> LaunchInfo | None:
     if "PMI_RANK" not in environment:
         return None
     rank, size = _rank_and_size(environment, "PMI_RANK", "PMI_SIZE")
-    return Place(
+    return LaunchInfo(
         "PMI_RANK and PMI_SIZE",
         (size, size),
         rank,
         local_rank=_number(environment, "MPI_LOCALRANKID"),
         local_size=_number(environment, "MPI_LOCALNRANKS"),
         master=environment.get("MASTER_ADDR", ""),
-        launched_with="PMI_RANK",
+        launcher_variable="PMI_RANK",
     )
 
 
 _INDEX: Final = "JOB_COMPLETION_INDEX"
-_LAUNCHERS: Final[tuple[Callable[[Environment], Place | None], ...]] = (_torchrun, _kubeflow, _slurm, _open_mpi, _pmi)
+_LAUNCHERS: Final[tuple[Callable[[Environment], LaunchInfo | None], ...]] = (_torchrun, _kubeflow, _slurm, _open_mpi, _pmi)
 
 
 def first_host(nodes: str) -> str:
@@ -265,5 +267,5 @@ def _rank_and_size(environment: Environment, rank_name: str, size_name: str) -> 
     return rank, size
 
 
-def _joined(environment: Environment, *names: str) -> str:
+def _join_values(environment: Environment, *names: str) -> str:
     return ".".join(environment[name] for name in names if environment.get(name))

@@ -1,4 +1,4 @@
-"""init_process_group: from the environment to an open group."""
+"""init_process_group: joins the job that the environment describes and returns its group."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 from typing import Any, Final
 
 from ferrorpc.backends import registry
-from ferrorpc.backends.gpu import said_at_join
-from ferrorpc.bootstrap.address import advertised_host, require_private
-from ferrorpc.bootstrap.ancestry import launcher_of
+from ferrorpc.backends.gpu import join_labels
+from ferrorpc.bootstrap.address import advertised_host, require_authentication
 from ferrorpc.bootstrap.coordinator import start_coordinator
-from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
-from ferrorpc.collectives.basis import asked_for
-from ferrorpc.config import LAUNCH, Config, strangers
-from ferrorpc.coordination import farewell
+from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, member_name, own_coordinator_address
+from ferrorpc.bootstrap.launcher_process import launcher_process_id
+from ferrorpc.collectives.tuning import parse_algorithms
+from ferrorpc.config import LAUNCH_VARIABLE, Config, unknown_settings
+from ferrorpc.coordination import process_exit
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError, GroupAbortedError, PeerLostError, UsageError
@@ -34,9 +34,9 @@ _OWN: Final = (
 )
 _NO_GROUP: Final = "no group was made: call ferrorpc.init_process_group() again, or let the launcher start the ranks again"
 _TORCHS_BACKENDS: Final = ("gloo", "mpi", "ucc")
-"""Those of torch.distributed for arrays on the host."""
+"""Backends of torch.distributed for arrays on the host."""
 _open: list[LocalSession | RemoteSession] = []
-"""The seat of this process's group; the next `init_process_group` looks whether it was left."""
+"""The session of this process's group. The next `init_process_group` checks whether it was left."""
 
 
 def init_process_group(
@@ -44,29 +44,29 @@ def init_process_group(
 ) -> ProcessGroup:
     """Joins this process's job and returns the group of all its ranks; a context manager.
 
-    Who and where this process is comes from its environment: FERRORPC_* variables, else those of torchrun, Kubeflow, SLURM or
-    MPI; without any it is a world of one. Where no coordinator is named, rank 0 starts one.
+    Its world and rank come from the environment: FERRORPC_* variables, else those of torchrun, Kubeflow, SLURM or MPI; without
+    any it is a world of one. If no coordinator is named, rank 0 starts one.
 
     Args:
-        backend: who performs operations: "auto", "grpc", "nccl" (arrays on GPUs, by NCCL), "hybrid" (those by NCCL, the
-            others as with "grpc"), "cuda_ipc" (likewise, by reading each other's GPU memory, for ranks that share a GPU), or a
-            name that `ferrorpc.backends.registry.register` was given. In programs that have imported CuPy, or begun to use a
-            GPU through torch, "auto" is "hybrid" where every rank has a GPU of its own, and "cuda_ipc" where ranks of one host
-            share one; else it is "grpc".
-        transport: how tensors travel: "auto" (through memory between ranks of one host, else over gRPC), "grpc", or
-            "shared_memory" where all ranks must be on one host.
+        backend: what performs operations: "auto", "grpc", "nccl" (arrays on GPUs, by NCCL), "hybrid" (arrays on GPUs by NCCL,
+            others as with "grpc"), "cuda_ipc" (likewise, but GPUs read each other's memory, for ranks that share a GPU), or a
+            name that was passed to `ferrorpc.backends.registry.register`. In programs that have imported CuPy, or begun to use
+            a GPU through torch, "auto" is "hybrid" if every rank has a GPU of its own, and "cuda_ipc" if ranks of one host
+            share one; otherwise it is "grpc".
+        transport: how tensors travel: "auto" (shared memory between ranks of one host, else gRPC), "grpc", or
+            "shared_memory", for which all ranks must be on one host.
         timeout: seconds for the rendezvous and for each operation; None for FERRORPC_TIMEOUT, else 60.
-        settings: any other setting by its name (`ferrorpc config` lists them), before its variable: `job="trial"`.
+        settings: any other setting by its name (`ferrorpc config` lists them), over its variable: `job="trial"`.
 
     Raises:
-        ConfigError: a setting or a variable is wrong, and named.
+        ConfigError: a setting or a variable is wrong; the message names it.
         UsageError: this process has an open group already, or was forked from one that had been a member.
-        CoordinatorUnavailableError: nobody answered at the coordinator's address in time.
-        RendezvousTimeoutError: naming who did not come.
+        CoordinatorUnavailableError: no coordinator answered at its address in time.
+        RendezvousTimeoutError: naming the missing members.
         BackendUnavailableError: the backend cannot work here.
-        PeerLostError, GroupAbortedError: a rank was lost, or gave up, before the group was made.
+        PeerLostError, GroupAbortedError: a rank was lost, or failed, before the group was made.
     """
-    farewell.install()
+    process_exit.install_hooks()
     if _open and not _open[-1].left:
         raise UsageError(
             "this process has an open group already",
@@ -78,22 +78,22 @@ def init_process_group(
     config = Config(arguments)
     set_up_logging(config)
     set_up_telemetry(config)
-    for name, meant in strangers(os.environ):
+    for name, meant in unknown_settings(os.environ):
         if meant:
             _log.warning("%s is set, but no setting is called so: %s is", name, meant)
     _check_backend(config)
-    asked = asked_for(config["algorithm"] or ())
-    place = detect(os.environ, config)
-    _log.info("place in the job taken from %s: %s", place.source, place)
-    session, server = _local_seat(config) if _alone(config, place) else _remote_seat(config, place)
+    asked = parse_algorithms(config["algorithm"] or ())
+    launch = detect_launch(os.environ, config)
+    _log.info("rank and world taken from %s: %s", launch.source, launch)
+    session, server = _local_session(config) if _is_world_of_one(config, launch) else _remote_session(config, launch)
     _open[:] = [session]
     try:
-        made_for = registry.Place(
-            session, server, config["transport"], config["timeout"], asked, config["device"], place.local_rank
+        place = registry.Place(
+            session, server, config["transport"], config["timeout"], asked, config["device"], launch.local_rank
         )
-        return ProcessGroup(registry.create(config["backend"], made_for), config["timeout"])
+        return ProcessGroup(registry.create(config["backend"], place), config["timeout"])
     except BaseException as error:
-        session.leave(farewell.reason_of(error))
+        session.leave(process_exit.reason_of(error))
         if isinstance(error, PeerLostError | GroupAbortedError):
             raise error.again(_NO_GROUP) from None
         raise
@@ -108,28 +108,28 @@ def _check_backend(config: Config) -> None:
         raise
 
 
-def _alone(config: Config, place: Place) -> bool:
-    return place.world == (1, 1) and config["coordinator"] is None
+def _is_world_of_one(config: Config, launch: LaunchInfo) -> bool:
+    return launch.world == (1, 1) and config["coordinator"] is None
 
 
-def _local_seat(config: Config) -> tuple[LocalSession, None]:
-    """The only seat of a world of one: no socket, no thread."""
+def _local_session(config: Config) -> tuple[LocalSession, None]:
+    """The session of a world of one, without socket or thread."""
     return LocalWorld(1, job=config["job"], timeout=config["timeout"]).session(0), None
 
 
-def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerServer]:
-    """A seat at the coordinator, and the server whose address the others get with it."""
-    farewell.refuse_in_child()
+def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, WorkerServer]:
+    """Joins the job at the coordinator. Also returns the worker server, whose address the other members get."""
+    process_exit.refuse_in_child()
     address, job = config["coordinator"], config["job"]
     if address is None:
-        address = own_coordinator(place, config["port"])
-        job = _job_of_run(config, place)
-        if place.pinned_rank == 0:
+        address = own_coordinator_address(launch, config["port"])
+        job = _job_of_run(config, launch)
+        if launch.pinned_rank == 0:
             start_coordinator(address, config, os.environ)
     host = socket.gethostname()
     advertised = advertised_host(address, config)
     tls = TlsFiles.of(config)
-    require_private(config, tls)
+    require_authentication(config, tls)
     token = Token(config["token_file"])
     mutual = tls if tls is not None and tls.mutual else None
     server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, token, tls=mutual, lanes=config["lanes"])
@@ -137,14 +137,14 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
         session = RemoteSession(
             address,
             job=job,
-            name=member_name(os.environ, config, place, host, os.getpid()),
-            policy=place.world,
-            pinned_rank=place.pinned_rank,
-            hinted_rank=place.hinted_rank,
+            name=member_name(os.environ, config, launch, host, os.getpid()),
+            policy=launch.world,
+            pinned_rank=launch.pinned_rank,
+            hinted_rank=launch.hinted_rank,
             worker_address=server.address,
             host=host,
-            launch=os.environ.get(LAUNCH, ""),
-            labels=said_at_join(config["backend"], config["device"], place.local_rank),
+            launch=os.environ.get(LAUNCH_VARIABLE, ""),
+            labels=join_labels(config["backend"], config["device"], launch.local_rank),
             config=config,
         ).join()
     except BaseException as error:
@@ -152,14 +152,14 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
         if isinstance(error, CoordinatorUnavailableError) and config["coordinator"] is None:
             raise error.again(_OWN) from None
         raise
-    session.at_leave(server.close)
+    session.on_leave(server.close)
     return session, server
 
 
-def _job_of_run(config: Config, place: Place) -> str:
-    """The job of a coordinator that nobody named: two runs that meet at one port by mistake must not mix."""
+def _job_of_run(config: Config, launch: LaunchInfo) -> str:
+    """The job's name if rank 0 starts the coordinator: two runs that use one port by mistake must not mix."""
     given = str(config["job"])
     if config.source("job") != "default":
         return given
-    run = launcher_of(place.launched_with) if place.launched_with and place.one_node else place.run
-    return f"run-{run}" if run else given
+    run_id = launcher_process_id(launch.launcher_variable) if launch.launcher_variable and launch.one_node else launch.run_id
+    return f"run-{run_id}" if run_id else given

@@ -1,8 +1,8 @@
-"""`ferrorpc certs`: an authority of one's own, and certificates that say what their holder is in which job.
+"""`ferrorpc certs`: a certificate authority, and certificates that name their holder's job and role.
 
-ECDSA keys on P-256. The authority signs; what it signs lives for hours, so nothing has to be revoked: files are replaced one
-by one, whole, and running processes read them anew (a reader who meets a new certificate beside the old key keeps what it has
-until both are there). Nothing here talks to a network.
+Keys are ECDSA on P-256. Certificates are valid for hours, so nothing is revoked. Renewal replaces each file atomically, and
+running processes reload them; a process that finds a new certificate beside the old key keeps its present pair until both have
+been replaced. Nothing here uses the network.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ AUTHORITY_DAYS: Final = 365
 AUTHORITY_DAYS_MAX: Final = 36_500
 LEAF_HOURS: Final = 24.0
 BACKDATED: Final = datetime.timedelta(minutes=5)
-"""Clocks differ: a certificate is good from a little before it was made."""
+"""Certificates become valid this long before they are made, because clocks differ."""
 _LISTENERS: Final = (Role.WORKER, Role.COORDINATOR)
 
 
 def _in_ascii(_: click.Context, __: click.Parameter, hosts: tuple[str, ...]) -> tuple[str, ...]:
     for host in hosts:
         if not host or not host.isascii():
-            raise click.BadParameter(f"{host!r}: write the name as DNS has it, such as xn--bcher-kva.example")
+            raise click.BadParameter(f"{host!r}: write the name in its ASCII form, such as xn--bcher-kva.example")
     return hosts
 
 
 _jobs = click.option("--job", "jobs", multiple=True, help="A job's name, or '*' for every job; default FERRORPC_JOB.")
 _hosts = click.option(
-    "--host", "hosts", multiple=True, callback=_in_ascii, help="A name or address by which browsers reach the coordinator."
+    "--host", "hosts", multiple=True, callback=_in_ascii, help="A name or address at which browsers reach the coordinator."
 )
-_lifetime = click.option("--lifetime", default=f"{LEAF_HOURS:g}h", show_default=True, help="Of certificates, such as 12h.")
+_lifetime = click.option(
+    "--lifetime", default=f"{LEAF_HOURS:g}h", show_default=True, help="How long certificates are valid, such as 12h."
+)
 
 
 @click.group("certs")
@@ -57,12 +59,16 @@ def command() -> None:
 @_hosts
 @_lifetime
 @click.option(
-    "--days", type=click.IntRange(1, AUTHORITY_DAYS_MAX), default=AUTHORITY_DAYS, show_default=True, help="Of the authority."
+    "--days",
+    type=click.IntRange(1, AUTHORITY_DAYS_MAX),
+    default=AUTHORITY_DAYS,
+    show_default=True,
+    help="How long the authority is valid.",
 )
 def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: str, days: int) -> None:
     """Make an authority in DIRECTORY, and a certificate of each role for a job.
 
-    ca.key signs: keep it where no worker is. Each process gets ca.pem and the .pem and .key of its role.
+    ca.key is the signing key: keep it away from the workers. Each process gets ca.pem and the .pem and .key of its role.
     """
     duration = _duration(lifetime)
     if duration > datetime.timedelta(days=days):
@@ -70,7 +76,7 @@ def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: s
     authority = Authority.make(directory, days)
     for role in Role:
         authority.issue(role, _chosen(jobs), hosts, duration, directory)
-    click.echo(f"{directory}: ca.pem, ca.key, and .pem and .key of {', '.join(Role)}, good for {lifetime}")
+    click.echo(f"{directory}: ca.pem, ca.key, and .pem and .key of {', '.join(Role)}, valid for {lifetime}")
 
 
 @command.command("issue", short_help="Issue or renew certificates.")
@@ -79,17 +85,17 @@ def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: s
 @_jobs
 @_hosts
 @_lifetime
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where to write; default DIRECTORY.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where to write them; default DIRECTORY.")
 def issue(
     directory: Path, roles: Sequence[str], jobs: Sequence[str], hosts: Sequence[str], lifetime: str, out: Path | None
 ) -> None:
-    """Issue certificates of ROLES, new or in place of those that are there, from the authority in DIRECTORY."""
+    """Issue certificates of ROLES from the authority in DIRECTORY, replacing existing ones."""
     if hosts and Role.COORDINATOR not in roles:
         raise ConfigError("--host is for a coordinator's certificate", hint="leave --host away, or name that role too")
     authority, duration = Authority.read(directory), _duration(lifetime)
     for role in map(Role, roles):
         authority.issue(role, _chosen(jobs), hosts, duration, out or directory)
-    click.echo(f"{out or directory}: .pem and .key of {', '.join(roles)}, good for {lifetime}")
+    click.echo(f"{out or directory}: .pem and .key of {', '.join(roles)}, valid for {lifetime}")
 
 
 class Authority:
@@ -105,7 +111,7 @@ class Authority:
 
     @classmethod
     def make(cls, directory: Path, days: int) -> Authority:
-        """A new one, written to ca.pem and ca.key. Raises ConfigError where there is one already."""
+        """A new authority, written to ca.pem and ca.key. Raises ConfigError if one exists already."""
         _require_cryptography()
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
@@ -130,7 +136,7 @@ class Authority:
 
     @classmethod
     def read(cls, directory: Path) -> Authority:
-        """The one in ca.pem and ca.key. Raises ConfigError where there is none."""
+        """The authority in ca.pem and ca.key. Raises ConfigError without one."""
         _require_cryptography()
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -142,7 +148,7 @@ class Authority:
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{directory} has no authority: {error}", hint="make one with `ferrorpc certs init`") from None
         if not isinstance(key, EllipticCurvePrivateKey):
-            raise ConfigError(f"{directory / 'ca.key'} is no ECDSA key", hint="make one with `ferrorpc certs init`")
+            raise ConfigError(f"{directory / 'ca.key'} is not an ECDSA key", hint="make one with `ferrorpc certs init`")
         return cls(certificate, key)
 
     def issue(
@@ -151,10 +157,10 @@ class Authority:
         """Writes ROLE.pem and ROLE.key for a holder that is `role` in these jobs.
 
         Args:
-            hosts: names and addresses that browsers reach a coordinator by; they are no other role's.
+            hosts: names and addresses at which browsers reach a coordinator; ignored for other roles.
 
         Raises:
-            ConfigError: it would outlive the authority, which nobody believes beyond its end.
+            ConfigError: the certificate would outlive the authority.
         """
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
@@ -164,8 +170,7 @@ class Authority:
         ends = self._certificate.not_valid_after_utc
         if datetime.datetime.now(datetime.UTC) + lifetime > ends + BACKDATED:
             raise ConfigError(
-                f"a certificate that is good for {lifetime} would outlive its authority, which ends at {ends:%Y-%m-%d %H:%M} "
-                "UTC",
+                f"a certificate that is valid for {lifetime} would outlive its authority, which ends {ends:%Y-%m-%d %H:%M} UTC",
                 hint="give a shorter --lifetime, or make a new authority (`ferrorpc certs init DIRECTORY --days N`)",
             )
         key = ec.generate_private_key(ec.SECP256R1())
@@ -174,7 +179,7 @@ class Authority:
             names += [x509.DNSName(server_name(job, role)) for job in jobs]
         if role is Role.COORDINATOR:
             names += [_host(host) for host in hosts]
-        # A coordinator dials too: its probe asks the process beside it. It is told no more than its health.
+        # The coordinator is also a client: its health probe uses this certificate.
         purposes = [*([ExtendedKeyUsageOID.SERVER_AUTH] if role in _LISTENERS else []), ExtendedKeyUsageOID.CLIENT_AUTH]
         issuer = self._certificate.subject
         certificate = (
@@ -237,7 +242,7 @@ def _host(text: str) -> x509.GeneralName:
 
 
 def _write(directory: Path, stem: str, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
-    """Both files, each replaced in one step. The key is for its owner's eyes from its first byte on."""
+    """Writes both files, each replaced atomically. Only the owner can ever read the key file."""
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -263,7 +268,7 @@ def _duration(text: str) -> datetime.timedelta:
     except ValueError as error:
         raise ConfigError(f"--lifetime {text!r}: {error}", hint="give a time such as 12h") from None
     if not lifetime:
-        raise ConfigError("--lifetime 0: a certificate that is over when it is made", hint="give a time such as 12h")
+        raise ConfigError("--lifetime 0: the certificate would expire at once", hint="give a time such as 12h")
     return lifetime
 
 

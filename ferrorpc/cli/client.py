@@ -1,4 +1,4 @@
-"""How the commands reach a coordinator: one channel, made from the settings, closed at the end, its errors translated."""
+"""The commands' connection to a coordinator: a channel made from the settings, and calls with translated errors."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ if TYPE_CHECKING:
 CALL_SECONDS: Final = 5.0
 Response = TypeVar("Response")
 
-
-_WHERE: Final = "pass --coordinator HOST:PORT; on a terminal, `ferrorpc run` says after two seconds which is its own"
-
-
-def _nearby() -> str:
-    return f"127.0.0.1:{DEFAULT_PORT}"
+_LOCAL_ADDRESS: Final = f"127.0.0.1:{DEFAULT_PORT}"
+_ADDRESS_HINT: Final = (
+    "pass --coordinator HOST:PORT; on a terminal, `ferrorpc run` prints that of its own coordinator after two seconds"
+)
 
 
 def address_of(given: str | None, config: Config) -> str:
     """The coordinator's host:port: the flag, else FERRORPC_COORDINATOR, else this machine's default port.
 
     Raises:
-        ConfigError: the flag is no address.
+        ConfigError: the flag is not an address.
     """
     if given is None:
-        return config["coordinator"] or _nearby()
+        return config["coordinator"] or _LOCAL_ADDRESS
     try:
         return host_port(given)
     except ValueError as error:
@@ -40,7 +38,7 @@ def address_of(given: str | None, config: Config) -> str:
 
 
 def token(config: Config) -> str:
-    """The job's secret; empty without FERRORPC_TOKEN_FILE. Raises ConfigError when the file cannot be read."""
+    """The bearer token; empty without FERRORPC_TOKEN_FILE. Raises ConfigError when the file cannot be read."""
     from ferrorpc.wire.token import read_token
 
     return read_token(config["token_file"])
@@ -51,28 +49,28 @@ def channel(address: str, config: Config) -> Iterator[grpc.Channel]:
     """A channel to the coordinator at `address`, with TLS where the settings ask for it.
 
     Raises:
-        AuthenticationError: nobody could be reached, and TLS is why.
+        AuthenticationError: the connection failed because of TLS.
     """
-    from ferrorpc.coordination.channel import Connector
+    from ferrorpc.coordination.channel import ChannelFactory
 
-    connector = Connector(address, config["job"], config)
+    connector = ChannelFactory(address, config["job"], config)
     opened = connector()
     try:
         yield opened
     except CoordinatorUnavailableError as error:
-        better = connector.diagnose()
-        if better is None and address == _nearby():
-            better = CoordinatorUnavailableError(error.message, hint=_WHERE)
-        if better is None:
+        explained = connector.diagnose()
+        if explained is None and address == _LOCAL_ADDRESS:
+            explained = CoordinatorUnavailableError(error.message, hint=_ADDRESS_HINT)
+        if explained is None:
             raise
-        raise better from None
+        raise explained from None
     finally:
         opened.close()
 
 
 @contextmanager
 def connect(address: str, config: Config) -> Iterator[CoordinatorServiceStub]:
-    """The coordinator's unary methods."""
+    """A stub for the coordinator's unary methods."""
     from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 
     with channel(address, config) as opened:

@@ -1,4 +1,4 @@
-"""`ferrorpc config`: every setting, its value here and where that came from."""
+"""`ferrorpc config`: every setting, its value and where the value came from."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 
 import click
 
-from ferrorpc.cli.codes import EXIT_CONFIG
-from ferrorpc.cli.settings import sound
+from ferrorpc.cli.invalid_settings import split_invalid
 from ferrorpc.cli.table import table
 from ferrorpc.config import SETTINGS, Config, Setting
 from ferrorpc.errors import ConfigError
+from ferrorpc.exit_codes import EXIT_CONFIG
 
 
 @click.command("config")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def command(as_json: bool) -> int:
-    """Show each setting's value and where it came from: a variable, or the default. Exit code 64 where one is wrong."""
-    environment, wrong = sound(os.environ)
+    """Show each setting's value and where it came from: a variable or the default. Exit code 64 if one is wrong."""
+    environment, wrong = split_invalid(os.environ)
     config = Config(environment=environment)
     if as_json:
         click.echo(json.dumps({setting.name: _figures(setting, config, wrong) for setting in SETTINGS}, indent=2))

@@ -1,4 +1,4 @@
-"""`ferrorpc demo`: examples/digits_ddp.py on several processes, from an installed package as well as from a clone."""
+"""`ferrorpc demo`: runs examples/digits_ddp.py on several processes, from an installed package or from a clone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ferrorpc.errors import ConfigError
 _SCRIPT: Final = "digits_ddp.py"
 _HERE: Final = Path(__file__).resolve().parent
 _PLACES: Final = (_HERE / "_examples", _HERE.parents[1] / "examples")
-"""Where the wheel puts the examples, and where a clone has them."""
+"""Where the examples are in a wheel, and in a clone."""
 _NEEDED: Final = {"sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matplotlib"}
 
 
@@ -35,15 +35,15 @@ _NEEDED: Final = {"sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matp
 def command(processes: int, epochs: int, seed: int, out: Path) -> int:
     """Train a small network on handwritten digits, data-parallel, and draw its loss.
 
-    Shows a real job from end to end: a coordinator, a launcher, four processes that average their gradients. The data comes
-    with scikit-learn; nothing is downloaded.
+    Runs a complete job: a coordinator, a launcher, and four processes that average their gradients. The data comes with
+    scikit-learn; nothing is downloaded.
     """
     script = find_script()
     check_packages()
     click.echo(f"{own_command()} run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
     flags = ("--epochs", str(epochs), "--seed", str(seed), "--out", str(out))
     plan = make_plan(target=(str(script), *flags), processes=str(processes), standalone=True)
-    # Where a script of one's own was interrupted is worth a traceback from each rank; where the demo was is not.
+    # SIGTERM instead of SIGINT: on Ctrl-C the demo should not print a traceback for each rank.
     code = launch(replace(plan, policy=replace(plan.policy, interrupt_number=signal.SIGTERM)))
     if code == 0:
         click.echo(f"next: {own_command()} run -n 4 train.py, with a script of your own; README.md has one of ten lines")
@@ -63,7 +63,7 @@ def find_script() -> Path:
 
 
 def check_packages() -> None:
-    """Raises ConfigError naming what the demo needs and does not find."""
+    """Raises ConfigError naming the packages that the demo needs and that are not installed."""
     missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(f"the demo needs {', '.join(missing)}", hint='pip install "ferrorpc[examples]"')

@@ -1,7 +1,7 @@
-"""`ferrorpc doctor`: looks for what would keep a job from working on this machine, one line a finding, with the fix.
+"""`ferrorpc doctor`: looks for what would keep a job from working on this machine; prints a line and a fix for each finding.
 
-Nothing is changed, and nothing is sent but what a member would send: names are resolved, a port is opened and dialled, the
-coordinator is asked for its health.
+It changes nothing, and sends only what a member would send: it resolves names, opens and dials a port, and asks the
+coordinator for its health.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ferrorpc.cli.client import address_of
-from ferrorpc.cli.settings import sound
-from ferrorpc.config import SETTINGS, Config, strangers
+from ferrorpc.cli.invalid_settings import split_invalid
+from ferrorpc.config import SETTINGS, Config, unknown_settings
 from ferrorpc.errors import FerroError
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire import options as wire_options
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 DIAL_SECONDS: Final = 2.0
 SLOW_LOOKUP_SECONDS: Final = 1.0
 _TIME_ERROR: Final = 5
-"""What adjtimex returns while nothing keeps the clock right."""
+"""What adjtimex returns while the clock is not synchronised."""
 _TIMEX_BYTES: Final = 1024
-"""More than struct timex has anywhere."""
+"""More than the size of struct timex on any platform."""
 _PROXIES: Final = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
@@ -54,34 +54,34 @@ class Finding:
 
 
 Findings = Iterator[Finding]
-Look = Callable[[Config, Mapping[str, str]], Findings]
+Check = Callable[[Config, Mapping[str, str]], Findings]
 
 
 @click.command("doctor")
 @click.option("--coordinator", "--addr", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR.")
 @click.option("--job", help="The job's name; default FERRORPC_JOB.")
 def command(address: str | None, job: str | None) -> int:
-    """Look for what would keep a job from working here. Exit code 1 where something would."""
-    config = Config({"coordinator": address, "job": job}, sound(os.environ)[0])
-    findings = examine(config, os.environ)
+    """Check for what would keep a job from working here. Exit code 1 where something would."""
+    config = Config({"coordinator": address, "job": job}, split_invalid(os.environ)[0])
+    findings = run_checks(config, os.environ)
     for finding in findings:
         click.echo(str(finding))
     return int(any(finding.state == "bad" for finding in findings))
 
 
-def examine(config: Config, environment: Mapping[str, str]) -> list[Finding]:
-    """Everything that is found; an examination that fails is a finding itself."""
+def run_checks(config: Config, environment: Mapping[str, str]) -> list[Finding]:
+    """All findings; a check that raises an error is a finding itself."""
     found: list[Finding] = []
-    for topic, look in LOOKS.items():
+    for topic, check in CHECKS.items():
         try:
-            found += look(config, environment)
+            found += check(config, environment)
         except FerroError as error:
             found.append(Finding("bad", topic, error.message, error.hint))
     return found
 
 
 def versions(config: Config, environment: Mapping[str, str]) -> Findings:
-    """What ferrorpc stands on."""
+    """Versions of ferrorpc and of what it depends on."""
     found = {"python": platform.python_version(), "ferrorpc": own_version()}
     for package in ("grpcio", "protobuf", "numpy"):
         if number := version_of(package):
@@ -91,26 +91,26 @@ def versions(config: Config, environment: Mapping[str, str]) -> Findings:
     yield Finding("ok", "versions", ", ".join(f"{name} {number}" for name, number in found.items()))
     if "grpcio" in found and not wire_options.bounds_floods(found["grpcio"]):
         since = ".".join(map(str, wire_options.FLOODS_BOUNDED_SINCE))
-        what = "this grpcio's servers let strangers who reach their ports fill the memory with pings"
+        what = "servers of this grpcio can be made to fill the memory with pings by anyone who reaches their ports"
         yield Finding("note", "versions", what, f"pip install 'grpcio>={since}'")
 
 
 def settings(config: Config, environment: Mapping[str, str]) -> Findings:
-    """Variables whose values are wrong, and such as look like settings and are none."""
-    _, wrong = sound(environment)
+    """Variables with invalid values, and variables that look like settings but are not."""
+    _, wrong = split_invalid(environment)
     for variable, error in wrong.items():
-        yield Finding("bad", "settings", error.message, f"correct or unset {variable}; below its default counts")
-    unknown = strangers(environment)
+        yield Finding("bad", "settings", error.message, f"correct or unset {variable}; the checks below use its default")
+    unknown = unknown_settings(environment)
     for name, meant in unknown:
-        fix = meant or "`ferrorpc config`, which shows all there are"
-        yield Finding("note", "settings", f"{name} is set, but no setting is called so", fix)
+        fix = meant or "`ferrorpc config`, which lists all settings"
+        yield Finding("note", "settings", f"{name} is set, but there is no such setting", fix)
     if not unknown and not wrong:
         changed = sum(config.source(setting.name) != "default" for setting in SETTINGS)
-        yield Finding("ok", "settings", f"{changed} of {len(SETTINGS)} are given, and no variable is misspelt")
+        yield Finding("ok", "settings", f"{changed} of {len(SETTINGS)} are set, and no variable is misspelt")
 
 
 def names(config: Config, environment: Mapping[str, str]) -> Findings:
-    """Whether the names that a member needs lead somewhere."""
+    """Whether the host names that a member needs can be resolved."""
     wanted = {socket.gethostname(): "this host's own name"}
     if config["coordinator"]:
         wanted[split_address(config["coordinator"])[0]] = "the coordinator's host"
@@ -121,7 +121,7 @@ def names(config: Config, environment: Mapping[str, str]) -> Findings:
         except OSError as error:
             own = what.startswith("this")
             fix = "an entry in /etc/hosts, or FERRORPC_ADVERTISE" if own else "check FERRORPC_COORDINATOR and the name server"
-            yield Finding("note" if own else "bad", "names", f"{what}, {host}, leads nowhere: {error.strerror}", fix)
+            yield Finding("note" if own else "bad", "names", f"{what}, {host}, cannot be resolved: {error.strerror}", fix)
             continue
         seconds = time.monotonic() - began
         slow = seconds > SLOW_LOOKUP_SECONDS
@@ -131,20 +131,20 @@ def names(config: Config, environment: Mapping[str, str]) -> Findings:
 
 
 def proxies(config: Config, environment: Mapping[str, str]) -> Findings:
-    """Proxies, which ferrorpc never uses."""
+    """Proxy variables, which ferrorpc ignores."""
     named = [name for name in environment if name.lower() in _PROXIES and environment[name]]
     if named:
-        yield Finding("note", "proxies", f"{', '.join(sorted(named))} set; ferrorpc dials directly all the same")
+        yield Finding("note", "proxies", f"{', '.join(sorted(named))} set; ferrorpc ignores proxies and dials directly")
     else:
         yield Finding("ok", "proxies", "none set")
 
 
 def ports(config: Config, environment: Mapping[str, str]) -> Findings:
-    """Whether peers could reach a worker here: a port is opened where workers listen and dialled as it would be advertised."""
-    from ferrorpc.bootstrap.address import advertised_host, require_private
+    """Whether peers could reach a worker here: opens a port where workers listen and dials it at its advertised address."""
+    from ferrorpc.bootstrap.address import advertised_host, require_authentication
     from ferrorpc.wire.tls import TlsFiles
 
-    require_private(config, TlsFiles.of(config))
+    require_authentication(config, TlsFiles.of(config))
     bind = str(config["bind"])
     host = advertised_host(config["coordinator"] or "127.0.0.1:1", {**config, "timeout": DIAL_SECONDS})
     try:
@@ -155,22 +155,20 @@ def ports(config: Config, environment: Mapping[str, str]) -> Findings:
         yield Finding(
             "bad",
             "ports in",
-            f"a worker on {bind} is not reached as {host}: {error}",
+            f"a worker on {bind} cannot be reached as {host}: {error}",
             "set FERRORPC_BIND or FERRORPC_ADVERTISE",
         )
     else:
-        yield Finding("ok", "ports in", f"a worker on {bind} is reached as {host} from here; any free port is used")
+        yield Finding("ok", "ports in", f"a worker on {bind} can be reached as {host} from here; workers use any free port")
     if not config["coordinator"]:
-        yield Finding(
-            "note", "ports out", "no coordinator is named", "give --coordinator or FERRORPC_COORDINATOR to look at one"
-        )
+        yield Finding("note", "ports out", "no coordinator is named", "give --coordinator or FERRORPC_COORDINATOR to check one")
         return
     target, number = split_address(config["coordinator"])
     try:
         socket.create_connection((target, number), DIAL_SECONDS).close()
     except OSError as error:
         yield Finding(
-            "bad", "ports out", f"{target} port {number} cannot be dialled: {error}", "start the coordinator; look at firewalls"
+            "bad", "ports out", f"{target} port {number} cannot be dialled: {error}", "start the coordinator; check firewalls"
         )
     else:
         yield Finding("ok", "ports out", f"{target} port {number} can be dialled")
@@ -178,7 +176,7 @@ def ports(config: Config, environment: Mapping[str, str]) -> Findings:
 
 
 def _coordinator(config: Config) -> Findings:
-    """Whether who listens there is a healthy coordinator that knows this process."""
+    """Whether a healthy coordinator listens there and accepts this process."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -194,7 +192,7 @@ def _coordinator(config: Config) -> Findings:
 
             raise error_of(error, f"the coordinator at {where}") from None
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-    fix = "" if serving else "wait until it has started, or look at its log"
+    fix = "" if serving else "wait until it has started, or read its log"
     yield Finding("ok" if serving else "bad", "coordinator", f"{where} {'serves' if serving else 'is stopping'}", fix)
     yield from _same_version(where, config)
 
@@ -216,34 +214,34 @@ def _same_version(where: str, config: Config) -> Findings:
 
 
 def clock(config: Config, environment: Mapping[str, str]) -> Findings:
-    """Whether something keeps the clock right: certificates are judged by it. ferrorpc itself never compares clocks."""
+    """Whether the clock is synchronised, which certificates depend on. ferrorpc itself never compares clocks."""
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     except (OSError, AttributeError):
         state = -1
     if state == _TIME_ERROR:
         yield Finding(
-            "note", "clock", "nothing keeps the clock right (it matters to TLS alone)", "run chrony or ntpd on the host"
+            "note", "clock", "the clock is not synchronised (this matters only for TLS)", "run chrony or ntpd on the host"
         )
     elif state < 0:
-        yield Finding("note", "clock", "whether the clock is kept right cannot be seen here")
+        yield Finding("note", "clock", "cannot tell whether the clock is synchronised")
     else:
-        yield Finding("ok", "clock", "kept right by the host")
+        yield Finding("ok", "clock", "synchronised by the host")
 
 
 def shared_memory(config: Config, environment: Mapping[str, str]) -> Findings:
-    """Whether ranks of this host can share memory."""
-    from ferrorpc.transports.shared_memory.place import refusal
+    """Whether ranks on this host can share memory."""
+    from ferrorpc.transports.shared_memory.host_identity import unsupported_reason
 
-    reason = refusal()
+    reason = unsupported_reason()
     if reason:
-        yield Finding("note", "shared memory", f"{reason}; ranks of this host use gRPC")
+        yield Finding("note", "shared memory", f"{reason}; ranks on this host use gRPC")
     else:
-        yield Finding("ok", "shared memory", "ranks of this host and user share memory")
+        yield Finding("ok", "shared memory", "ranks of this user on this host share memory")
 
 
 def backend(config: Config, environment: Mapping[str, str]) -> Findings:
-    """Whether the backend that is asked for is one of ferrorpc's own."""
+    """Whether the chosen backend is one of ferrorpc's own."""
     from ferrorpc.backends import registry
 
     chosen, known = config["backend"], registry.names()
@@ -251,14 +249,14 @@ def backend(config: Config, environment: Mapping[str, str]) -> Findings:
         yield Finding("ok", "backend", chosen)
     else:
         fix = "correct FERRORPC_BACKEND, unless the script registers it"
-        yield Finding("note", "backend", f"{chosen!r} is none of {', '.join(known)}", fix)
+        yield Finding("note", "backend", f"{chosen!r} is not one of {', '.join(known)}", fix)
 
 
 _GPU_PACKAGES: Final = "pip install 'ferrorpc[gpu]'"
 
 
 def gpu(config: Config, environment: Mapping[str, str]) -> Findings:
-    """GPUs, and what would use them."""
+    """GPUs, and the packages that use them."""
     backend = config["backend"]
     needed, by_nccl = backend in ("nccl", "hybrid", "cuda_ipc"), backend in ("nccl", "hybrid")
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -269,7 +267,7 @@ def gpu(config: Config, environment: Mapping[str, str]) -> Findings:
     if importlib.util.find_spec("cupy") is not None:
         yield Finding("ok", "GPU", ", ".join(devices))
     else:
-        what = f"{', '.join(devices)}, but not CuPy, through which arrays and torch's tensors there are seen"
+        what = f"{', '.join(devices)}, but CuPy is missing, which arrays and torch's tensors on GPUs need"
         yield Finding("bad" if needed else "note", "GPU", what, _GPU_PACKAGES)
     if any((Path(place) / "nvidia" / "nccl").is_dir() for place in sys.path):
         yield Finding("ok", "NCCL", "installed as a package")
@@ -278,20 +276,20 @@ def gpu(config: Config, environment: Mapping[str, str]) -> Findings:
 
 
 def tls(config: Config, environment: Mapping[str, str]) -> Findings:
-    """Certificates, held to what the other end will hold them to; and the token."""
+    """The token, and the certificates, checked as the other end will check them."""
     from ferrorpc.wire.identity import described
     from ferrorpc.wire.tls import TlsFiles
     from ferrorpc.wire.token import read_token
 
     if read_token(config["token_file"]):
-        yield Finding("ok", "token", "one is brought")
+        yield Finding("ok", "token", "this process has one")
     files: TlsFiles | None = TlsFiles.of(config)
     if files is None:
-        yield Finding("note", "TLS", "off: fine on loopback", "`ferrorpc certs init` for anything else")
+        yield Finding("note", "TLS", "off, which is fine on loopback", "`ferrorpc certs init` for other networks")
         return
     found = files.check(listening=False)
     if not files.mutual:
-        yield Finding("ok", "TLS", "the coordinator is checked by its host's name; this process brings no certificate")
+        yield Finding("ok", "TLS", "the coordinator is checked by its host name; this process has no certificate")
         return
     mine = [one for one in found if one.covers(config["job"])]
     fix = "" if mine else f"`ferrorpc certs issue` with --job {config['job']}, or set FERRORPC_JOB"
@@ -300,7 +298,7 @@ def tls(config: Config, environment: Mapping[str, str]) -> Findings:
 
 
 def _private(files: TlsFiles) -> None:
-    """Raises ConfigError where others may read the key."""
+    """Raises ConfigError if other users may read the key."""
     from ferrorpc.errors import ConfigError
 
     assert files.key is not None
@@ -308,7 +306,7 @@ def _private(files: TlsFiles) -> None:
         raise ConfigError(f"everybody on this host may read the key {files.key}", hint=f"chmod o= {files.key}")
 
 
-LOOKS: Final[dict[str, Look]] = {
+CHECKS: Final[dict[str, Check]] = {
     "versions": versions,
     "settings": settings,
     "names": names,
@@ -320,4 +318,4 @@ LOOKS: Final[dict[str, Look]] = {
     "backend": backend,
     "GPU": gpu,
 }
-"""Topic -> its examination, in the order they are shown."""
+"""Topic -> its check, in the order in which they are shown."""

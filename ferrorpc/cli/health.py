@@ -1,4 +1,4 @@
-"""`ferrorpc health`: asks any gRPC server that speaks grpc.health.v1; what a probe of a container runs."""
+"""`ferrorpc health`: asks any gRPC server with grpc.health.v1 for its status; container probes run it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ _HINT: Final = "check that it runs there (`ferrorpc coordinator`), its address, 
     "--timeout", "timeout_seconds", type=click.FloatRange(min=0.01), default=CALL_SECONDS, show_default=True, help="Seconds."
 )
 def command(address: str | None, service: str, timeout_seconds: float) -> int:
-    """Ask a server whether it is healthy. Prints its answer; exit code 0 when it serves, else 1."""
+    """Ask a server whether it is healthy. Prints its answer; exit code 0 if it serves, else 1."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from ferrorpc.coordination.channel import Connector
+    from ferrorpc.coordination.channel import ChannelFactory
 
     config = Config()
     where = address_of(address, config)
-    connector = Connector(where, config["job"], config)
+    connector = ChannelFactory(where, config["job"], config)
     with connector() as opened:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             response = health_pb2_grpc.HealthStub(opened).Check(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
-            better = connector.diagnose() if error.code() is grpc.StatusCode.UNAVAILABLE else None
-            click.echo(f"{where}: {error.code().name}: {error.details()}\ntry: {_HINT}" if better is None else better, err=True)
+            explained = connector.diagnose() if error.code() is grpc.StatusCode.UNAVAILABLE else None
+            click.echo(
+                f"{where}: {error.code().name}: {error.details()}\ntry: {_HINT}" if explained is None else explained, err=True
+            )
             return 1
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     click.echo(f"{where}: {status}")

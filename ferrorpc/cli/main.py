@@ -1,4 +1,4 @@
-"""`ferrorpc`: the group of all commands. Each is imported when it is called, so that `ferrorpc --help` is immediate."""
+"""`ferrorpc`: the group of all commands. Each is imported only when called, so that `ferrorpc --help` is fast."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, Final
 
 import click
 
-from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RETRY
-from ferrorpc.cli.lazy import Entry, LazyGroup
-from ferrorpc.errors import BackendUnavailableError, ConfigError, FerroError
+from ferrorpc.cli.lazy_group import Entry, LazyGroup
+from ferrorpc.errors import FerroError
+from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_PIPE, exit_code_of
 
 COMMANDS: Final = {
-    "run": Entry("ferrorpc.cli.run", "Run a script in several processes on this machine, or on this node of several."),
+    "run": Entry("ferrorpc.cli.run", "Run a script in several processes, on one machine or on each of several."),
     "coordinator": Entry("ferrorpc.cli.coordinator", "Run the coordinator service."),
     "status": Entry("ferrorpc.cli.status", "Show a job: members, barriers, generations."),
     "remove": Entry("ferrorpc.cli.remove", "Take a member out of a job; needs the role admin."),
     "health": Entry("ferrorpc.cli.health", "Ask a server whether it is healthy; exit code 0 or 1."),
     "demo": Entry("ferrorpc.cli.demo", "Train a small network on handwritten digits, on four processes."),
     "bench": Entry("ferrorpc.cli.bench.command", "Measure rendezvous, barriers and collectives."),
-    "plan": Entry("ferrorpc.cli.plan", "Show what a collective or a pipeline schedule would do and cost before it runs."),
+    "plan": Entry("ferrorpc.cli.plan", "Show what a collective or a pipeline schedule would do and cost, before it runs."),
     "config": Entry("ferrorpc.cli.config", "Show each setting's value and where it came from."),
     "certs": Entry("ferrorpc.cli.certs", "Make an authority and certificates for a job."),
-    "doctor": Entry("ferrorpc.cli.doctor", "Look for what would keep a job from working here, and say how to mend it."),
-    "version": Entry("ferrorpc.cli.version", "Show the versions of ferrorpc and of what it stands on."),
+    "doctor": Entry("ferrorpc.cli.doctor", "Check for what would keep a job from working here, and say how to mend it."),
+    "version": Entry("ferrorpc.cli.version", "Show the versions of ferrorpc and of what it depends on."),
 }
 """Command -> its module, which has a click command called `command`, and its line in `--help`."""
 
 _NO_ARGUMENTS: Final[Any] = getattr(click.exceptions, "NoArgsIsHelpError", ())
-"""A group called without a command. click 8.1 does not know it: there the help is shown without an exception."""
+"""Raised for a group without a command. click 8.1 lacks it and shows the help without an exception."""
 
 cli = click.version_option(package_name="ferrorpc", message="%(version)s")(
     LazyGroup(
@@ -43,7 +43,7 @@ cli = click.version_option(package_name="ferrorpc", message="%(version)s")(
 
 
 def main() -> None:
-    """The `ferrorpc` program. Ends with 0, the command's own code, 64 for bad configuration or 75 for "try again"."""
+    """The `ferrorpc` program. Exits with 0, the command's own code, 64 for bad configuration or 75 for "try again"."""
     sys.exit(run(sys.argv[1:]))
 
 
@@ -64,8 +64,8 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except FerroError as error:
         click.echo(f"ferrorpc: {error}", err=True)
-        return EXIT_RETRY if error.retryable else EXIT_CONFIG if isinstance(error, ConfigError | BackendUnavailableError) else 1
-    except SystemExit as end:  # click's word: 0 after a shell's completion, 1 where nobody reads any more (`| head`)
+        return exit_code_of(error) or 1
+    except SystemExit as end:  # from click: 0 after shell completion, 1 for a closed pipe (`| head`)
         return EXIT_PIPE if end.code else 0
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:

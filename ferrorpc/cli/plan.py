@@ -19,7 +19,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
 TIME = click.FloatRange(min=0)
 LARGE: Final = 1_000
-"""Forwards of all ranks together from which on a comparison takes seconds, and tells how far it is."""
+"""From this number of forward passes in total, a comparison takes seconds and reports its progress."""
 
 
 @click.group("plan")
@@ -36,12 +36,12 @@ for _collective in COMMANDS:
 @click.option("--from-csv", "source", type=FILE, help="Read the schedule from a CSV file instead.")
 @click.option("--stages", type=COUNT, default=4, show_default=True, help="Ranks of the pipeline.")
 @click.option("--microbatches", type=COUNT, default=8, show_default=True, help="Parts of a batch.")
-@click.option("--chunks", type=COUNT, help="Pieces of the model on each rank, where the schedule leaves it open.")
+@click.option("--chunks", type=COUNT, help="Pieces of the model on each rank, where the schedule allows a choice.")
 @click.option("--forward", type=TIME, default=1.0, show_default=True, help="Time units of a whole rank's forward.")
 @click.option("--backward-input", type=TIME, default=1.0, show_default=True, help="Of its backward for the input.")
 @click.option("--backward-weight", type=TIME, default=1.0, show_default=True, help="Of its backward for the weights.")
 @click.option("--latency", type=TIME, default=0.0, show_default=True, help="Of a message between two ranks.")
-@click.option("--transfer", type=TIME, default=0.0, show_default=True, help="How long a message occupies its way.")
+@click.option("--transfer", type=TIME, default=0.0, show_default=True, help="How long a message occupies its link.")
 @click.option("--svg", type=FILE, help="Draw the timeline into this file.")
 @click.option("--png", type=FILE, help="The same as PNG (needs matplotlib).")
 @click.option("--trace", type=FILE, help="Write a trace for chrome://tracing and Perfetto.")
@@ -64,11 +64,11 @@ def pipeline(
     target: Path | None,
     as_json: bool,
 ) -> None:
-    """Show a pipeline schedule: who does what when, how long everybody waits, how many activations each rank holds."""
+    """Show a pipeline schedule: what each rank does when, how long it idles, how many activations it holds."""
     costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     if name is None and source is None:
         if any((svg, png, trace, target)):
-            raise click.UsageError("files are of one schedule: name it with --schedule")
+            raise click.UsageError("files show one schedule: name it with --schedule")
         _compare(stages, microbatches, chunks, {**costs, "latency": latency, "transfer": transfer}, as_json)
         return
     schedule = Schedule.from_csv(source, source.stem) if source else schedules.named(name or "", stages, microbatches, chunks)
@@ -85,7 +85,7 @@ def pipeline(
 
 
 def _shown(schedule: Schedule, timeline: PipelineTimeline) -> str:
-    """The order as a grid whose columns are moments, and the figures below it."""
+    """The schedule as a grid with a column per time slot, and its figures below."""
     cells = columns(schedule)
     width = max(len(cell) for row in cells for cell in row)
     grid = [f"rank {rank}  " + " ".join((cell or ".").ljust(width) for cell in row).rstrip() for rank, row in enumerate(cells)]
@@ -118,7 +118,7 @@ def _figures(schedule: Schedule, timeline: PipelineTimeline) -> dict[str, Any]:
 
 
 def _compare(stages: int, microbatches: int, chunks: int | None, costs: dict[str, float], as_json: bool) -> None:
-    """All named schedules at these costs, the fastest first; those that do not admit the counts with the reason."""
+    """Compares all named schedules at these costs, fastest first, and says why others do not support the counts."""
     found, refused = [], []
     for name in schedules.NAMED:
         if stages * microbatches >= LARGE:

@@ -1,7 +1,7 @@
-"""`ferrorpc plan all_reduce` and the other collectives: what each rank does, how long that takes, what else there is.
+"""`ferrorpc plan all_reduce` and the other collectives: what each rank does, how long it takes, and the alternatives.
 
-It begins with the lines that `group.explain` gives for such a group. Figures come from a simulation of every chunk, where
-`explain` adds up a closed form.
+The output begins with the lines that `group.explain` returns for such a group. Its figures come from simulating every chunk,
+while `explain` uses a closed form.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final
 import click
 
 from ferrorpc.cli.table import table
-from ferrorpc.collectives.algorithms.entry import Entry
+from ferrorpc.collectives.algorithms.algorithm import Algorithm
 from ferrorpc.collectives.algorithms.plan import Action, Fold, FoldUnder, Quantise, Receive, Send
 from ferrorpc.collectives.arena.select import explain as explain_in_memory
-from ferrorpc.collectives.basis import Basis, asked_for, names_of
-from ferrorpc.collectives.call import Call, Operation, example
+from ferrorpc.collectives.call import Call, Operation, example, in_ranks
 from ferrorpc.collectives.predict import Prediction, predict
 from ferrorpc.collectives.select import explain, select
+from ferrorpc.collectives.tuning import Tuning, algorithm_names, parse_algorithms
 from ferrorpc.config import Config, size_bytes
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.cost_table import CostTable, parse
@@ -37,18 +37,18 @@ _WORDS: Final = {
 
 def command_of(operation: Operation) -> click.Command:
     """The command that plans one operation."""
-    names = ", ".join(names_of(operation))
+    names = ", ".join(algorithm_names(operation))
 
     told = f"Show what {operation.value} does on every rank, and what it would cost."
 
     @click.command(operation.value, help=told, short_help=f"What {operation.value} does, and its cost.")
     @click.option("--algorithm", help=f"One of {names}. Without it, what would be chosen.")
     @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="Ranks of the group.")
-    @click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="The ranks are spread over so many.")
-    @click.option("--size", default="16MiB", show_default=True, help="Bytes of float32 that a rank brings.")
-    @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose steps are listed.")
+    @click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="Hosts that the ranks are spread over.")
+    @click.option("--size", default="16MiB", show_default=True, help="Bytes of float32 that each rank contributes.")
+    @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank whose steps are listed.")
     @click.option("--cost-table", help="A file that `ferrorpc bench --fit` wrote; default the setting's, or the packaged one.")
-    @click.option("--svg", type=FILE, help="Draw who does what when into this file.")
+    @click.option("--svg", type=FILE, help="Draw what each rank does when into this file.")
     @click.option("--png", type=FILE, help="The same as PNG (needs matplotlib).")
     @click.option("--trace", type=FILE, help="Write a trace for chrome://tracing and Perfetto.")
     @click.option("--json", "as_json", is_flag=True, help="Figures as one JSON object.")
@@ -69,8 +69,8 @@ def command_of(operation: Operation) -> click.Command:
         if hosts > ranks:
             raise click.BadParameter(f"{ranks} ranks cannot be spread over {hosts} hosts", param_hint="--hosts")
         layout = tuple(each * hosts // ranks for each in range(ranks))
-        basis = Basis(_table(cost_table), asked_for(Config()["algorithm"] or ()), layout)
-        planned = _Planned(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, basis)
+        tuning = Tuning(_table(cost_table), parse_algorithms(Config()["algorithm"] or ()), layout)
+        planned = _PlannedCall(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, tuning)
         if svg or png or trace:
             timeline = planned.prediction.timeline(planned.title)
             for path, write in ((svg, timeline.to_svg), (png, timeline.to_png), (trace, timeline.to_chrome_trace)):
@@ -98,27 +98,27 @@ def _table(given: str | None) -> CostTable | None:
         raise ConfigError(f"the cost table {path} cannot be used: {error}") from None
 
 
-class _Planned:
-    """One call, its algorithm and the others."""
+class _PlannedCall:
+    """One call, its chosen algorithm, and the alternatives."""
 
-    def __init__(self, call: Call, ranks: int, size: str, basis: Basis) -> None:
-        self.given, self.call, self.ranks, self.basis = call, basis.applied(call), ranks, basis
-        self.chosen = select(self.call, ranks, basis)
-        self.title = f"{call.operation.value} by {self.chosen.name}, {size} on {ranks} ranks"
-        hosts = len(set(basis.hosts))
-        self.heading = f"{call.operation.value}, {size} on {ranks} rank{'s' * (ranks > 1)} of {hosts} host{'s' * (hosts > 1)}"
+    def __init__(self, call: Call, ranks: int, size: str, tuning: Tuning) -> None:
+        self.given, self.call, self.ranks, self.tuning = call, tuning.applied(call), ranks, tuning
+        self.chosen = select(self.call, ranks, tuning)
+        self.title = f"{call.operation.value} by {self.chosen.name}, {size} on {in_ranks(ranks)}"
+        hosts = len(set(tuning.hosts))
+        self.heading = f"{call.operation.value}, {size} on {in_ranks(ranks)} of {hosts} host{'s' * (hosts > 1)}"
         shares = hosts == 1 < ranks and Config()["transport"] != "grpc"
         self.in_memory = explain_in_memory(self.call, ranks) if shares else None
-        """How it runs where those of one host share memory, as they do unless told otherwise; None where it is messages."""
-        costs = basis.costs(ranks)
-        self.predictions: list[tuple[Entry, Prediction]] = [
-            (entry, predict(entry, call, ranks, costs)) for entry in basis.entries(call.operation)
+        """How it runs in shared memory, which ranks of one host use by default; None if it runs as messages."""
+        costs = tuning.costs(ranks)
+        self.predictions: list[tuple[Algorithm, Prediction]] = [
+            (entry, predict(entry, call, ranks, costs)) for entry in tuning.algorithms_of(call.operation)
         ]
         self.predictions.sort(key=lambda each: each[1].seconds)
         self.prediction = next(found for entry, found in self.predictions if entry.name == self.chosen.name)
 
     def shown(self, rank: int) -> str:
-        """As people read it."""
+        """As text."""
         actions = self._actions(rank)
         rows = [(str(place), _in_words(action)) for place, action in enumerate(actions[:STEPS_SHOWN])]
         more = [f"... and {len(actions) - STEPS_SHOWN} more"] if len(actions) > STEPS_SHOWN else []
@@ -127,8 +127,8 @@ class _Planned:
         return "\n".join([self.heading, *shared, *self._choice(), "", steps, *more, "", self._alternatives()])
 
     def _choice(self) -> list[str]:
-        """As `group.explain` tells it."""
-        return explain(self.given, self.ranks, self.basis).splitlines()[:2]
+        """The choice, as `group.explain` describes it."""
+        return explain(self.given, self.ranks, self.tuning).splitlines()[:2]
 
     def _actions(self, rank: int) -> tuple[Action, ...]:
         call = self.call
@@ -150,16 +150,16 @@ class _Planned:
             for entry, found in self.predictions
         ]
         text = table(header, rows, right=frozenset({"predicted", "messages", "MB sent"}))
-        return f"{text}\n*  the one that is chosen, whose steps are above; messages and MB are those of the busiest rank"
+        return f"{text}\n*  the chosen one, whose steps are above; messages and MB are those of the busiest rank"
 
     def figures(self) -> dict[str, Any]:
-        """For programs."""
+        """As JSON values."""
         return {
             "operation": self.call.operation.value,
             "ranks": self.ranks,
             "algorithm": self.chosen.name,
             "in_memory": self.in_memory,
-            "cost_table": self.basis.table.name,
+            "cost_table": self.tuning.table.name,
             "algorithms": [
                 {
                     "algorithm": entry.name,
@@ -188,4 +188,4 @@ def _in_words(action: Action) -> str:
 
 
 COMMANDS: Final = tuple(command_of(operation) for operation in Operation)
-"""One for every collective."""
+"""One for each collective."""

@@ -1,4 +1,4 @@
-"""`ferrorpc remove`: an operator takes a member out of a job, as if its process had ended."""
+"""`ferrorpc remove`: removes a member from a job, as if its process had ended."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ferrorpc.config import Config
 @click.option("--coordinator", "--addr", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700.")
 @click.option("--job", help="The job's name; default FERRORPC_JOB.")
 def command(name: str, reason: str, address: str | None, job: str | None) -> None:
-    """Take the member NAME out of its job: it is dead for the others from now on, whatever its process does.
+    """Take the member NAME out of its job: the others treat it as dead from now on, whatever its process does.
 
-    `ferrorpc status` shows the names. Where the coordinator asks for tokens or certificates, those of an admin are needed.
+    `ferrorpc status` shows the names. Where the coordinator requires tokens or certificates, those of an admin are needed.
     """
     from ferrorpc.v1.session_pb2 import Removal, ReportRequest, UnaryReportRequest
 

@@ -1,4 +1,4 @@
-"""`ferrorpc run`: the flags of the launcher. Those that torchrun has bear its names as well."""
+"""`ferrorpc run`: the flags of the launcher. Flags that torchrun also has are accepted under its names as well."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import click
 
 from ferrorpc.cli.launcher import launch as launcher
 from ferrorpc.cli.launcher.environment import worker_environment
-from ferrorpc.cli.launcher.gang import Policy
 from ferrorpc.cli.launcher.output import Console
 from ferrorpc.cli.launcher.plan import (
     DEFAULT_MASTER_PORT,
@@ -20,11 +19,12 @@ from ferrorpc.cli.launcher.plan import (
     Plan,
     command_of,
     free_port,
+    node_placement,
     node_range,
-    place,
     process_count,
     world_range,
 )
+from ferrorpc.cli.launcher.worker_group import FailurePolicy
 from ferrorpc.cli.system import require_linux
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
@@ -32,13 +32,13 @@ from ferrorpc.wire.address import split_address
 
 
 def _spellings(name: str, *more: str) -> tuple[str, ...]:
-    """An option's declarations: its name with dashes and, as torchrun allows, with underscores."""
+    """The spellings of an option: with dashes and, as torchrun allows, with underscores."""
     both = [spelling for option in (name, *more) for spelling in (option, "--" + option.removeprefix("--").replace("-", "_"))]
     return tuple(dict.fromkeys(both))
 
 
 class _Seconds(click.FloatRange):
-    """A duration: what is not a number at all is none."""
+    """A duration in seconds; NaN is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         seconds = super().convert(value, param, ctx)
@@ -48,15 +48,17 @@ class _Seconds(click.FloatRange):
 
 
 def _of_torchrun(command: Any) -> Any:
-    """Flags that command lines of torchrun have and that change nothing here, so that these work as they are."""
+    """Adds flags of torchrun that have no effect here, so that its command lines work unchanged."""
     flags: tuple[tuple[str, click.ParamType[Any], str], ...] = (
-        ("--rdzv-backend", click.Choice(["c10d", "static"]), "the coordinator stands for these"),
+        ("--rdzv-backend", click.Choice(["c10d", "static"]), "the coordinator replaces these"),
         ("--monitor-interval", click.FLOAT, "an exit is seen at once"),
-        ("--start-method", click.Choice(["spawn", "fork", "forkserver"]), "a worker is a program of its own"),
-        ("--tee", click.Choice(["0", "1", "2", "3"]), "output is shown always, and kept with --log-dir"),
+        ("--start-method", click.Choice(["spawn", "fork", "forkserver"]), "each worker is a new program"),
+        ("--tee", click.Choice(["0", "1", "2", "3"]), "output is always shown, and also kept with --log-dir"),
     )
     for name, kind, why in reversed(flags):
-        command = click.option(*_spellings(name), type=kind, expose_value=False, help=f"Torchrun's; {why}.")(command)
+        command = click.option(*_spellings(name), type=kind, expose_value=False, help=f"Of torchrun, no effect: {why}.")(
+            command
+        )
     return command
 
 
@@ -72,7 +74,7 @@ def _of_torchrun(command: Any) -> Any:
 @click.option(
     *_spellings("--nnodes"), "nodes", default="1", show_default=True, help="Nodes: N, or MIN:MAX for an elastic world."
 )
-@click.option(*_spellings("--world-size"), "world", help="MIN:MAX members, for a world that may go on after losing some.")
+@click.option(*_spellings("--world-size"), "world", help="MIN:MAX members, for a world that may lose some and go on.")
 @click.option(*_spellings("--node-rank"), "node_rank", type=int, help="This node's number, from 0; torch.distributed needs it.")
 @click.option(
     *_spellings("--coordinator", "--rdzv-endpoint"),
@@ -96,7 +98,7 @@ def _of_torchrun(command: Any) -> Any:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="How often workers that failed are started again.",
+    help="How often failed workers are started again.",
 )
 @click.option(
     "--restart",
@@ -104,7 +106,7 @@ def _of_torchrun(command: Any) -> Any:
     type=click.Choice(["gang", "worker"]),
     default="gang",
     show_default=True,
-    help="What a restart restarts: all workers of this node, or (for scripts that reform) the failed one.",
+    help="What a restart restarts: all workers of this node, or (for scripts that call reform()) the failed one.",
 )
 @click.option(
     "--grace",
@@ -112,7 +114,7 @@ def _of_torchrun(command: Any) -> Any:
     type=_Seconds(min=0),
     default=5.0,
     show_default=True,
-    help="Seconds the others have to end by themselves after a failure, before SIGTERM.",
+    help="Seconds that the others have to end by themselves after a failure, before SIGTERM.",
 )
 @click.option(
     *_spellings("--shutdown-timeout"),
@@ -126,14 +128,16 @@ def _of_torchrun(command: Any) -> Any:
 @click.option(*_spellings("--no-python"), "no_python", is_flag=True, help="SCRIPT is a program.")
 @click.option(*_spellings("--log-dir"), "log_dir", type=click.Path(path_type=Path), help="Keep each worker's output there too.")
 @click.option(*_spellings("--ranks", "--local-ranks-filter"), "shown", help="Show only these local ranks, such as 0,3.")
-@click.option(*_spellings("--role"), "role", default="default", show_default=True, help="What ROLE_NAME says to the workers.")
+@click.option(*_spellings("--role"), "role", default="default", show_default=True, help="Value of ROLE_NAME for the workers.")
 @_of_torchrun
-@click.option(*_spellings("--dry-run"), "dry_run", is_flag=True, help="Show each worker's command and variables, run nothing.")
+@click.option(
+    *_spellings("--dry-run"), "dry_run", is_flag=True, help="Show each worker's command and variables without running it."
+)
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(dry_run: bool, **flags: Any) -> int:
     """Run SCRIPT in several processes that find each other.
 
-    Everything after SCRIPT belongs to it. Ends with the exit code of the first rank that failed; 128 + n for signal n; 64 for
+    Everything after SCRIPT is passed to it. The exit code is that of the first rank that failed; 128 + n for signal n; 64 for
     bad configuration; 75 when the membership was lost and a retry can help.
     """
     plan = make_plan(**flags)
@@ -145,7 +149,7 @@ def command(dry_run: bool, **flags: Any) -> int:
 
 def launch(plan: Plan) -> int:
     """Runs a plan on this process's standard streams. Returns the exit code."""
-    with open(os.devnull, "w") as nowhere:  # for a stream that this process was started without
+    with open(os.devnull, "w") as nowhere:  # in place of a stream that this process was started without
         out, err = sys.stdout or nowhere, sys.stderr or nowhere
         out.flush()
         err.flush()
@@ -178,13 +182,14 @@ def make_plan(
     """The plan that these flags ask for.
 
     Raises:
-        ConfigError: they contradict each other, or something they name does not exist.
+        ConfigError: flags contradict each other, or name something that does not exist.
     """
     require_linux("the launcher", "`ferrorpc coordinator`, and each process with FERRORPC_COORDINATOR and FERRORPC_WORLD_SIZE")
     config = Config({"job": job})
     count, node_span = process_count(processes, target), node_range(nodes)
     command_line = command_of(target, module=module, no_python=no_python)
-    rank, node, address, owns = place(node_span, node_rank, coordinator or config["coordinator"], standalone=standalone)
+    coordinator = coordinator or config["coordinator"]
+    rank, node, address, owns = node_placement(node_span, node_rank, coordinator, standalone=standalone)
     if http_port is not None and not owns:
         raise ConfigError(f"--http-port with a coordinator at {address}", hint="give --http-port to `ferrorpc coordinator`")
     single = node_span == (1, 1)
@@ -203,7 +208,7 @@ def make_plan(
         http_port=http_port,
         job=config["job"],
         master=(master, port),
-        policy=Policy(max_restarts, scope, grace_seconds, shutdown_seconds, elastic=world_span[0] != world_span[1]),
+        policy=FailurePolicy(max_restarts, scope, grace_seconds, shutdown_seconds, elastic=world_span[0] != world_span[1]),
         log_dir=log_dir,
         shown=None if shown is None else _local_ranks(shown, count),
         role=role,

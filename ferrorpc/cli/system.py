@@ -1,4 +1,4 @@
-"""What commands need of the operating system, and what it gives them."""
+"""What commands ask of the operating system: its kind, the available CPUs, their own path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_linux(what: str, hint: str) -> None:
 
 
 def own_command() -> str:
-    """What the shell that called ferrorpc calls it: its name where that is on the PATH, else what lies beside this Python."""
+    """How to call ferrorpc from the user's shell: by name if it is on the PATH, else by the path beside this Python."""
     beside = Path(sys.executable).with_name("ferrorpc")
     found = shutil.which("ferrorpc")
     if found is not None and (not beside.exists() or Path(found).samefile(beside)):
@@ -35,15 +35,15 @@ def own_command() -> str:
     return shlex.quote(str(near))
 
 
-def processors() -> int:
-    """How many may be kept busy from here: those this process may run on, but no more than a container's limit pays for."""
+def available_cpus() -> int:
+    """CPUs that this process may use: its affinity, limited by its container's CPU quota (rounded up)."""
     return math.ceil(min(len(os.sched_getaffinity(0)), *_limits()))
 
 
 def _limits() -> Iterator[float]:
-    """Seconds of processor time a second that each control group around this process allows, in either version's files.
+    """The CPU quota, in CPUs, of each control group (version 1 or 2) that contains this process.
 
-    Within a container the path may be the host's, and then it leads nowhere; the container's own group is the root there.
+    In a container the path may be the host's and then does not exist; the container's own group is the root there.
     """
     yield math.inf
     lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []
@@ -57,7 +57,7 @@ def _limits() -> Iterator[float]:
 
 
 def _limit(*files: Path) -> float:
-    """From "QUOTA PERIOD" in one file, or in two; a quota of "max" or -1 is none."""
+    """A quota from "QUOTA PERIOD" in one file or two; "max" or -1 means unlimited."""
     try:
         quota, period = " ".join(file.read_text() for file in files).split()
         return int(quota) / int(period) if int(quota) > 0 else math.inf

@@ -1,15 +1,15 @@
-"""Plain text tables: columns as wide as they need to be, two spaces apart."""
+"""Plain text tables: columns as wide as their content, two spaces apart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.logs import tame
+from ferrorpc.logs import escape_unprintable
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: frozenset[str] = frozenset()) -> str:
-    """The rows under their header. Columns named in `right` are aligned to the right, as numbers are."""
-    rows = [[tame(cell) for cell in row] for row in rows]
+    """The header and the rows as text. Columns named in `right` are right-aligned, for numbers."""
+    rows = [[escape_unprintable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return "\n".join(
         "  ".join(

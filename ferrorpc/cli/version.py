@@ -1,4 +1,4 @@
-"""`ferrorpc version`: what a bug report should begin with."""
+"""`ferrorpc version`: the versions that belong into a bug report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "cupy-cuda12x", "nvidia-ncc
 @click.command("version")
 @click.option("-v", "--verbose", is_flag=True, help="Also the interpreter, the system and the packages it works with.")
 def command(verbose: bool) -> None:
-    """Show the versions of ferrorpc and of what it stands on."""
+    """Show the versions of ferrorpc and of what it depends on."""
     if not verbose:
         click.echo(own_version())
         return

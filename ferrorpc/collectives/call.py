@@ -1,4 +1,4 @@
-"""One collective call as a value: what must agree between ranks, and what is only this rank's affair."""
+"""One collective call as a value: what must agree between ranks, and what concerns only this rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 
 BUNDLING: Final = ("bruck",)
-"""Algorithms whose messages bundle the arrays of several ranks, which then must be of one shape."""
+"""Algorithms whose messages bundle the arrays of several ranks, which must have one shape."""
 
 
 @unique
 class Operation(Enum):
-    """The collectives of the face."""
+    """The collectives."""
 
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
@@ -32,17 +32,17 @@ class Operation(Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as one rank called it; hashable, the key of the cache of prepared calls.
+    """A collective as one rank called it.
 
     Attributes:
-        inputs: specs of the arrays this rank brings (none for a receiver; one per rank for scatter's root, reduce_scatter
+        inputs: specs of this rank's arrays (none for a receiver; one per rank for scatter's root, reduce_scatter
             and all_to_all).
         op: the reduction, for all_reduce, reduce and reduce_scatter.
         root: group rank, for broadcast, reduce, gather and scatter.
         wire: "bf16", "f16" or "int8": how messages of a reduction are compressed; sums stay float32.
         algorithm: a name of `algorithms.catalogue`, or None for the default.
-        unordered: ranks may start such operations in any order. It does not show in the signature: streams agree on it.
-        note: further text that must agree, such as the ranks of a new subgroup.
+        unordered: ranks may start such operations in any order. Not part of the signature: streams agree on it.
+        note: other text that must agree, such as the ranks of a new subgroup.
     """
 
     operation: Operation
@@ -56,9 +56,9 @@ class Call:
 
     @cached_property
     def signature(self) -> str:
-        """What every rank must agree on, in words; two different texts are a CollectiveMismatchError.
+        """What every rank must agree on, as text; two different texts are a CollectiveMismatchError.
 
-        Reductions fix dtype and shape. Moves describe themselves message by message: gather, all_gather and all_to_all fix
+        Reductions fix dtype and shape. The messages of moves describe themselves: gather, all_gather and all_to_all fix
         the dtype only (and the shape, where the algorithm bundles arrays), broadcast and scatter only the root.
         """
         facts = [self.note] if self.note else []
@@ -78,10 +78,15 @@ class Call:
         return f"{self.operation.value}({', '.join(facts)})"
 
 
-def example(operation: str, nbytes: int, size: int) -> Call:
-    """A float32 call of so many bytes a rank, to explain or to predict.
+def in_ranks(size: int) -> str:
+    """A number of ranks in words, such as "1 rank"."""
+    return f"{size} rank{'s' * (size != 1)}"
 
-    Where a call takes a part for every rank, those are its bytes together. The root is rank 0.
+
+def example(operation: str, nbytes: int, size: int) -> Call:
+    """A float32 call of `nbytes` a rank, to explain or to predict.
+
+    Where a call takes a part for every rank, `nbytes` is their sum. The root is rank 0.
 
     Raises:
         UsageError: there is no such operation, or nbytes is no number of bytes.

@@ -1,9 +1,9 @@
-"""A running operation, and what a backend prepares to start one.
+"""A running operation (`Execution`), and what a backend prepares to start one (`Prepared`).
 
-An execution never blocks: `advance` does everything that can be done now and says what it waits for. Whoever drives it
-(the caller's thread for a blocking call, the progress thread for an asynchronous one) parks until the execution calls its
-`wake`, and advances it again; one that lives in shared memory has nobody to wake it, and is polled. So one thread interleaves
-any number of operations, in whatever order their messages come.
+An execution never blocks: `advance` does everything that can be done now. Its driver (the caller's thread for a blocking call,
+the progress thread for an asynchronous one) parks until the execution calls `wake`, and advances it again. An execution in
+shared memory has nobody to wake it and is polled. So one thread interleaves any number of operations, in whatever order their
+messages arrive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.collectives.polling import NAP_SECONDS_MIN, Polling, Watching
+from ferrorpc.collectives.polling import NAP_SECONDS_MIN, DevicePolling, Polling
 from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
@@ -26,10 +26,10 @@ class Execution(ABC):
     """One operation on one rank, from entry to result.
 
     Attributes:
-        guard: its deadline and latch. The driver, not the execution, watches them.
-        wake: set by the driver before the first `advance`; called from any thread when `advance` may get further.
-        results: the arrays in storage dtypes, once `advance` returned True; empty where this rank gets nothing.
-        specs: what each result holds.
+        guard: its deadline and latch, which the driver watches.
+        wake: set by the driver before the first `advance`; called from any thread when `advance` may make progress.
+        results: the arrays in storage dtypes, once `advance` returned True; empty where this rank has no result.
+        specs: dtype and shape of each result.
     """
 
     guard: Guard
@@ -37,21 +37,21 @@ class Execution(ABC):
     results: list[np.ndarray[Any, Any]]
     specs: list[TensorSpec]
 
-    polling: Polling | Watching | None = None
-    """How to wait for it where nobody calls `wake`: by calling `advance` again and again."""
+    polling: Polling | DevicePolling | None = None
+    """How its driver polls `advance`, where nobody calls `wake`."""
 
     device: Device | None = None
-    """Where arrays are that it holds. CuPy frees those of the null stream in that of the device which is current then."""
+    """The device of the arrays that it holds. CuPy frees arrays of the null stream on the device that is current then."""
 
     position = 0
-    """How far it is, for whoever polls it; any change is progress."""
+    """For the driver that polls it: any change is progress."""
 
     timeout_breaks = True
     """Whether its deadline ends the generation; a recv's does not."""
 
     @property
     def nap_seconds(self) -> float:
-        """How long the progress thread sleeps at least between two looks, where it polls."""
+        """The shortest sleep of the progress thread between two polls."""
         return NAP_SECONDS_MIN
 
     @abstractmethod
@@ -63,8 +63,8 @@ class Execution(ABC):
                 UsageError, which concerns this rank alone.
         """
 
-    def attend(self) -> None:
-        """It waits, and its driver is about to sleep: what can be read of its messages on this thread at once is read first."""
+    def busy_poll(self) -> None:
+        """Called when the driver is about to sleep: reads what can be read of its messages on this thread at once."""
         return
 
     @property
@@ -77,22 +77,22 @@ class Execution(ABC):
 
     @abstractmethod
     def waiting_on(self) -> list[int]:
-        """World ranks whose part has not come, as far as is known; [] when complete."""
+        """World ranks whose part has not arrived, as far as is known; [] when complete."""
 
     @abstractmethod
     def probe(self) -> None:
-        """Asks those waited on where they stand. The driver calls it after a while without progress."""
+        """Asks the ranks it waits for where they are. The driver calls it after a while without progress."""
 
     @abstractmethod
     def explain(self) -> str:
-        """One sentence: what is waited for, on whom, and what they answered to the last probe."""
+        """One sentence: what it waits for, from which ranks, and what they answered to the last probe."""
 
     @abstractmethod
     def timeout_error(self) -> FerroError:
         """The error of this operation's deadline: CollectiveTimeoutError, or BarrierTimeoutError for a barrier."""
 
-    def arrive(self) -> None:
-        """Once complete: the calling thread's current stream goes on after those of its results that are on a device."""
+    def make_stream_wait(self) -> None:
+        """Once complete: makes the calling thread's current stream wait for the results that are on a device."""
         return
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Execution(ABC):
         """Frees what the operation held, after success or failure. Idempotent."""
 
 
-class Bare(Protocol):
+class PointerAllReduce(Protocol):
     """A prepared all_reduce that takes addresses of a GPU's memory in place of arrays."""
 
     def start_at(self, key: Key, source: int, target: int, keeps: object, guard: Guard) -> Execution:
@@ -108,22 +108,22 @@ class Bare(Protocol):
 
         Args:
             key: as for `Prepared.start`.
-            source: where the elements to reduce lie, one after the other.
-            target: where results go: there, or where nothing of them is.
-            keeps: what has to live until the GPU is through.
+            source: address of the elements to reduce, which are contiguous.
+            target: address for the result: `source` itself, or memory that does not overlap it.
+            keeps: objects to keep alive until the GPU has finished.
             guard: deadline and latch.
         """
 
     def ran(self, execution: Execution) -> bool:
-        """Whether such an execution was complete at once, so that the caller's stream goes on after it. Else a driver takes it
-        further, and raises what it has met."""
+        """Whether such an execution is launched already, so that the caller's stream is ordered after it. If not, a driver
+        has to advance it, which also raises its error."""
 
 
 class Prepared(ABC):
-    """A call validated, its algorithm selected and laid out; started once per operation number."""
+    """A validated call with its algorithm and plan; started once per operation number."""
 
-    def bare(self, device: Device) -> Bare | None:
-        """The same for addresses on that GPU; None where this is not for such."""
+    def for_pointers(self, device: Device) -> PointerAllReduce | None:
+        """This call for addresses on a GPU; None where it does not support them."""
         return None
 
     @abstractmethod
@@ -139,24 +139,24 @@ class Prepared(ABC):
         Args:
             key: its identity; all ranks of the group start it under the same key.
             inputs: C-contiguous arrays matching `call.inputs`, in storage dtypes (bfloat16 as uint16). Read only, and
-                unchanged until the execution is complete, unless they are also outputs. Some may be on a device, if the
-                backend says that it takes such (`Capabilities.device_arrays`).
+                unchanged until the execution is complete, unless they are also outputs. They may be on a device if the
+                backend supports it (`Capabilities.device_arrays`).
             outputs: C-contiguous arrays for the results, possibly the inputs themselves; None to allocate them.
             guard: deadline and latch.
         """
 
 
-def absent(rank: int, signature: str, number: int) -> str:
-    """That a rank is not in an operation, and what it entered last; "" where that is nothing."""
+def describe_absent(rank: int, signature: str, number: int) -> str:
+    """Text saying that a rank is not in an operation, and what it entered last (`signature` "": nothing)."""
     last = f"last entered {signature} #{number}" if signature else "has entered nothing of this group"
     return f"rank {rank} (not there yet: {last})"
 
 
-def overdue(execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False) -> FerroError:
-    """The error of an operation whose deadline has passed: who is waited for, and what is known of them.
+def deadline_error(execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False) -> FerroError:
+    """The error of an operation whose deadline has passed: which ranks it waits for, and what is known of them.
 
     Args:
-        describe: what the coordinator knows of world ranks, in words; "" for nothing.
+        describe: what the coordinator knows of world ranks, as text; "" for nothing.
     """
     waiting = execution.waiting_on()
     sentences = f"after {execution.guard.seconds:g} s, {execution.explain()}", describe(waiting)
@@ -164,6 +164,6 @@ def overdue(execution: Execution, describe: Callable[[list[int]], str], *, barri
     return kind(waiting, "; ".join(filter(None, sentences)))
 
 
-def as_it_is(execution: Execution) -> Execution:
-    """What a Work holds where its result is made by who waits for it, from the complete execution."""
+def return_execution(execution: Execution) -> Execution:
+    """The conversion for a Work whose result is made by the waiting thread, from the complete execution."""
     return execution

@@ -1,11 +1,11 @@
-"""Runs plans over a transport: one execution is one plan on one rank, advanced as far as its messages have come.
+"""Runs plans over a transport: one execution runs one plan on one rank, as far as its messages have arrived.
 
-Every action goes through its region chunk by chunk, and as far as those it depends on have come (flow.py): while the first
-chunks of a slice are folded in and sent on, later ones still arrive. A receive or a fold takes chunks straight from the
-received bytes, in order of their offset; a send goes while it has credit and its lane has room. Nothing here blocks, and
-whoever brings news does the work: see advancing.py.
+Every action processes its region chunk by chunk, as far as the actions it depends on have come (dependencies.py). So the first
+chunks of a slice are folded and sent on while later ones still arrive. A receive or a fold takes chunks straight from the
+received bytes, in order of their offset. A send proceeds while it has credit and its lane has room. Nothing here blocks; the
+thread that brings an event does the work (event_driven.py).
 
-Cost: what an action does with a chunk, and looking at the few actions that a finished chunk may have set free.
+Cost: the work of an action on a chunk, and a look at the few actions that a finished chunk may have unblocked.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import absent, overdue
-from ferrorpc.collectives.ferry import Ferry
-from ferrorpc.collectives.flow import FAR, bound, steps_of
-from ferrorpc.collectives.fusion import Land, Lift, Reduce, Task
-from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded, Outgoing
+from ferrorpc.collectives.dependencies import UNBOUNDED, bound, dependencies_of
+from ferrorpc.collectives.device_transfers import DeviceTransfers
+from ferrorpc.collectives.event_driven import EventDrivenExecution
+from ferrorpc.collectives.execution import deadline_error, describe_absent
+from ferrorpc.collectives.fusion import DownloadInput, Reduce, Task, UploadResult
+from ferrorpc.collectives.outgoing_message import CODED_VALUES, EncodedMessage, OutgoingMessage
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CodecError, FerroError
 from ferrorpc.guard import Guard
@@ -38,11 +38,11 @@ Array = np.ndarray[Any, Any]
 Take = Receive | Fold | FoldUnder
 
 _LOCAL_ELEMENTS: Final = CODED_VALUES
-"""Elements that an action without a message does at a time; a multiple of a codec's blocks."""
+"""Elements that an action without a message processes at a time; a multiple of a codec's blocks."""
 
 
 class Layout:
-    """A call's plan as one rank of a group runs it: its actions, and what hangs together with what.
+    """A call's plan as one rank of a group runs it: its tasks, and how they depend on each other and on messages.
 
     Args:
         ranks: world rank of each group rank.
@@ -54,12 +54,12 @@ class Layout:
         self.ranks = ranks
         self.tasks = tasks
         self.rules = Rules(call, plan, tasks, rank, len(ranks))
-        self.steps = steps_of(tasks, call.operation, rank)
+        self.steps = dependencies_of(tasks, call.operation, rank)
         self.sources = [_sources(task, ranks) for task in tasks]
-        """For each task the messages it awaits, as (world rank, slot)."""
+        """For each task, the messages it awaits, as (world rank, slot)."""
         self.takers = {place: index for index, places in enumerate(self.sources) for place in places}
-        """Which task awaits a message."""
-        self.landing = [index for index, task in enumerate(tasks) if isinstance(task, Land)]
+        """For each message, the index of the task that awaits it."""
+        self.downloading = [index for index, task in enumerate(tasks) if isinstance(task, DownloadInput)]
 
 
 def _sources(task: Task, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -68,11 +68,11 @@ def _sources(task: Task, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return ((ranks[task.peer], task.slot),) if isinstance(task, Take) else ()
 
 
-class PlanExecution(Advancing):
+class PlanExecution(EventDrivenExecution):
     """One run of a prepared plan.
 
     Args:
-        describe: what is known of world ranks, in words; asked only when a deadline has passed.
+        describe: what is known of world ranks, as text; called only when a deadline has passed.
         workspace: the arrays.
     """
 
@@ -84,9 +84,9 @@ class PlanExecution(Advancing):
         key: Key,
         workspace: Workspace,
         guard: Guard,
-        ferry: Ferry | None = None,
+        transfers: DeviceTransfers | None = None,
     ) -> None:
-        super().__init__(guard, ferry)
+        super().__init__(guard, transfers)
         self._transport = transport
         self._describe = describe
         self._layout = layout
@@ -97,15 +97,15 @@ class PlanExecution(Advancing):
         self._workspace = workspace
         self._box: Box | None = None
         self._done = [0] * count
-        """How many elements of its region each action has done; FAR once it is complete."""
+        """How many elements of its region each task has done; UNBOUNDED once it is complete."""
         self._left = count
         self._ready = deque(range(count))
-        """Actions to look at."""
+        """Indices of tasks that may make progress."""
         self._room = False
-        """A lane that was full has room again."""
+        """Whether a lane that was full has room again."""
         self._credit = 0
-        """Grants that were there when sends were last looked at for that."""
-        self._outgoing: dict[int, Outgoing] = {}
+        """How many grants there were when sends were last tried after a grant."""
+        self._outgoing: dict[int, OutgoingMessage] = {}
 
     @property
     def label(self) -> str:
@@ -116,10 +116,10 @@ class PlanExecution(Advancing):
         ready, done, steps = self._ready, self._done, self._steps
         while self._left and (ready or self._collect(box)):
             index = ready.popleft()
-            if done[index] == FAR or not self._do(index, box):
+            if done[index] == UNBOUNDED or not self._do(index, box):
                 continue
             ready.extend(steps[index].wakes)
-            if done[index] == FAR:
+            if done[index] == UNBOUNDED:
                 self._left -= 1
             else:
                 ready.append(index)
@@ -129,36 +129,36 @@ class PlanExecution(Advancing):
         return True
 
     def _entered(self) -> Box:
-        """What has come for it. Raises CollectiveMismatchError where that was of a different call."""
+        """Its box in the mailbox. Raises CollectiveMismatchError where a message of a different call has arrived."""
         if self._box is None:
             layout = self._layout
-            self._box = self._transport.mailbox.enter(self._key, layout.signature, self.poke, layout.takers)
+            self._box = self._transport.mailbox.enter(self._key, layout.signature, self.notify, layout.takers)
         if self._box.refused is not None:
             raise self._box.refused.again()
         return self._box
 
     def _collect(self, box: Box) -> bool:
-        """Gives what grants are asked for, and finds the actions for which there is news. False when there is none."""
+        """Grants credit, and finds the tasks that events concern. Returns whether there are any."""
         while box.ungranted:
             source, slot = box.ungranted.popleft()
             self._transport.grant(source, self._key, slot)
         takers, ready = self._layout.takers, self._ready
-        while box.news:
-            index = takers.get(box.news.popleft())
+        while box.arrivals:
+            index = takers.get(box.arrivals.popleft())
             if index is not None:
                 ready.append(index)
         if self._room or len(box.granted) != self._credit:
             self._room, self._credit = False, len(box.granted)
             ready.extend(self._outgoing)
-        if self.ferry is not None and self.ferry.news:
-            self.ferry.news = False
-            ready.extend(self._layout.landing)
+        if self.transfers is not None and self.transfers.has_new_input:
+            self.transfers.has_new_input = False
+            ready.extend(self._layout.downloading)
         return bool(ready)
 
     def _do(self, index: int, box: Box) -> bool:
-        """Does one chunk of an action; False when it has to wait."""
+        """Does one chunk of a task. Returns False when it has to wait."""
         waits = self._steps[index].waits
-        limit = bound(waits, self._done) if waits else FAR
+        limit = bound(waits, self._done) if waits else UNBOUNDED
         if limit <= 0:
             return False
         task = self._tasks[index]
@@ -168,24 +168,24 @@ class PlanExecution(Advancing):
             return self._take(index, task, box, limit)
         if isinstance(task, Reduce):
             return self._reduce(index, task, box, limit)
-        if isinstance(task, Land | Lift):
-            return self._carry(index, task, limit)
+        if isinstance(task, DownloadInput | UploadResult):
+            return self._transfer(index, task, limit)
         return self._compute(index, limit)
 
-    def _carry(self, index: int, task: Land | Lift, limit: int) -> bool:
-        """Takes note of what has come down, or says what may go up."""
-        ferry, first = self.ferry, self._done[index]
-        if ferry is None:
-            raise AssertionError(f"{self.label} has arrays on a device and nothing that carries them")
-        if isinstance(task, Land):
-            self._done[index] = ferry.landed(task.region.item)
+    def _transfer(self, index: int, task: DownloadInput | UploadResult, limit: int) -> bool:
+        """Records what has been copied from a device, or allows copies to a device."""
+        transfers, first = self.transfers, self._done[index]
+        if transfers is None:
+            raise AssertionError(f"{self.label} has a transfer task but no DeviceTransfers")
+        if isinstance(task, DownloadInput):
+            self._done[index] = transfers.downloaded(task.region.item)
             return self._done[index] > first
         count = self._workspace.elements(task)
         last = min(limit, count)
         if first < last:
             start, data = task.region.start, self._workspace.array(task.region)
-            ferry.lift(task.region.item, data, start + first, start + last)
-        self._done[index] = FAR if last == count else last
+            transfers.allow_upload(task.region.item, data, start + first, start + last)
+        self._done[index] = UNBOUNDED if last == count else last
         return self._done[index] > first
 
     def _send(self, index: int, action: Send, box: Box, limit: int) -> bool:
@@ -196,28 +196,28 @@ class PlanExecution(Advancing):
             return False
         if outgoing.done == outgoing.count:
             del self._outgoing[index]
-            self._done[index] = FAR
+            self._done[index] = UNBOUNDED
         else:
             self._done[index] = outgoing.done
         return True
 
-    def _message(self, index: int, action: Send) -> Outgoing:
+    def _message(self, index: int, action: Send) -> OutgoingMessage:
         layout = self._layout
         spec, values = self._workspace.outgoing(action.region)
         peer, codec = layout.ranks[action.peer], layout.rules.codec
         if codec is None or not values.size:
             header = Header(action.slot, layout.signature, spec.dtype, spec.shape, values.nbytes)
-            return Outgoing(peer, header, values)
+            return OutgoingMessage(peer, header, values)
         total = codec.encoded_bytes(values.size)
         header = Header(action.slot, layout.signature, DType.UINT8, (total,), total)
         return self._encoded(index, peer, header, values, codec)
 
-    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> Encoded:
+    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> EncodedMessage:
         """A message in the codec's bytes."""
-        return Encoded(peer, header, values, codec, partial(self._workspace.encoded, index))
+        return EncodedMessage(peer, header, values, codec, partial(self._workspace.encoded, index))
 
     def _has_room(self) -> None:
-        # For the driver, which has nothing else to do: the lane's writer, who tells this, is to write what is there.
+        # Left to the driver, which has nothing else to do: the lane's writer, which calls this, should write.
         self._room = True
         self.wake()
 
@@ -231,16 +231,16 @@ class PlanExecution(Advancing):
         if first == 0:
             self._workspace.expect(task.region, _spec(frame))
         start, last = self._extent(task, frame)
-        if last > limit or (first < last and not self._risen(index, frame)):
+        if last > limit or (first < last and not self._is_usable(index, frame)):
             return False
         queue.popleft()
         if first < last:
             self._workspace.accept(task, self._dtype(frame), first, self._part(frame, start, last, first, last))
-        self._done[index] = FAR if frame.offset + len(frame.payload) == frame.header.total else last
+        self._done[index] = UNBOUNDED if frame.offset + len(frame.payload) == frame.header.total else last
         return True
 
     def _reduce(self, index: int, task: Reduce, box: Box, limit: int) -> bool:
-        """The next elements of a reduction: those of which every message has brought a chunk."""
+        """The next elements of a reduction: those for which a chunk of every message is here."""
         queues = [box.frames.get(place) for place in self._layout.sources[index]]
         frames = [queue[0] for queue in queues if queue]
         if len(frames) < len(queues):
@@ -251,7 +251,7 @@ class PlanExecution(Advancing):
                 self._workspace.expect(task.region, _spec(frame))
         extents = [self._extent(task, frame) for frame in frames]
         last = min(extent[1] for extent in extents)
-        if last > limit or not all(self._risen(index, frame) for frame in frames):
+        if last > limit or not all(self._is_usable(index, frame) for frame in frames):
             return False
         parts = []
         for frame, queue, (start, end) in zip(frames, queues, extents, strict=True):
@@ -259,11 +259,11 @@ class PlanExecution(Advancing):
             if end == last and queue:
                 queue.popleft()
         self._workspace.reduce(task, parts, first, last)
-        self._done[index] = FAR if last == self._workspace.elements(task) else last
+        self._done[index] = UNBOUNDED if last == self._workspace.elements(task) else last
         return True
 
     def _extent(self, task: Take | Reduce, frame: Frame) -> tuple[int, int]:
-        """The elements of its message that a chunk holds."""
+        """The elements of its message that a chunk holds, as [first, last)."""
         size_bytes, codec = len(frame.payload), self._layout.rules.codec
         if codec is None or not size_bytes:
             itemsize = frame.header.dtype.itemsize
@@ -279,15 +279,15 @@ class PlanExecution(Advancing):
         return start, start + count
 
     def _dtype(self, frame: Frame) -> DType:
-        """Of its values, once decoded."""
+        """The dtype of its values, once decoded."""
         return frame.header.dtype if self._layout.rules.codec is None else DType.FLOAT32
 
-    def _risen(self, index: int, frame: Frame) -> bool:
-        """Whether a chunk is where action `index` can take it."""
+    def _is_usable(self, index: int, frame: Frame) -> bool:
+        """Whether a chunk is where task `index` can use it."""
         return True
 
     def _part(self, frame: Frame, start: int, end: int, first: int, last: int) -> Array:
-        """Elements [first, last) of a chunk that holds [start, end): a view of what was received, or decoded from it."""
+        """Elements [first, last) of a chunk that holds [start, end): a view of the received bytes, or decoded from them."""
         codec = self._layout.rules.codec
         if codec is None:
             values = np.frombuffer(frame.payload, frame.header.dtype.storage)
@@ -296,24 +296,24 @@ class PlanExecution(Advancing):
         return values[first - start : last - start]
 
     def _compute(self, index: int, limit: int) -> bool:
-        """The next elements of an action that needs no message: as many as a chunk holds, or all that are left."""
+        """The next elements of a task that needs no message: as many as a chunk holds, or all that are left."""
         count, first = self._workspace.elements(self._tasks[index]), self._done[index]
         last = min(first + _LOCAL_ELEMENTS, count)
         if last > limit:
             return False
         self._workspace.apply(index, first, last)
-        self._done[index] = FAR if last == count else last
+        self._done[index] = UNBOUNDED if last == count else last
         return True
 
     def _due(self) -> list[int]:
-        """World ranks of the messages still to come, and of the grants and lanes that are waited for."""
+        """World ranks of the messages, grants and lanes that it waits for."""
         box = self._box
         if box is None:
             return []
         layout = self._layout
         due = set()
         for index, task in enumerate(self._tasks):
-            if self._done[index] == FAR:
+            if self._done[index] == UNBOUNDED:
                 continue
             if index in self._outgoing and isinstance(task, Send):
                 due.add(layout.ranks[task.peer])
@@ -340,23 +340,23 @@ class PlanExecution(Advancing):
             if answer is None:
                 parts.append(f"rank {rank} (no answer yet)")
             elif answer.standing == ABSENT:
-                parts.append(absent(rank, answer.last_signature, answer.last_number))
+                parts.append(describe_absent(rank, answer.last_signature, answer.last_number))
             else:
                 parts.append(f"rank {rank} (is in it too)")
-        if self.ferry is not None and not self.ferry.has_landed:
+        if self.transfers is not None and not self.transfers.has_all_inputs:
             parts.append("this rank's own GPU")
         return f"{self.label} waits for {', '.join(parts) or 'its own lane'}"
 
     def timeout_error(self) -> FerroError:
-        return overdue(self, self._describe, barrier=self._layout.rules.call.operation is Operation.BARRIER)
+        return deadline_error(self, self._describe, barrier=self._layout.rules.call.operation is Operation.BARRIER)
 
     def leave(self) -> None:
         if self._box is not None:
             self._transport.mailbox.leave(self._key)
-            # Nothing refers in a circle, so that its arrays are free at once.
+            # Without this reference cycle its arrays are freed at once.
             self._box = None
 
 
 def _spec(frame: Frame) -> TensorSpec:
-    """What a chunk's message is."""
+    """The dtype and shape of a chunk's message."""
     return TensorSpec(frame.header.dtype, frame.header.shape)

@@ -1,9 +1,9 @@
-"""The actions that bring a sum together become one, so that its parts are read once and no accumulator is needed.
+"""Fuses the actions that compute one reduced region into a single task, so that its operands are read once.
 
-Idea. What the direct algorithms do at an owner, load or receive the first part, fold the others in, finish, goes through the
-accumulator once for every rank. Once a chunk of every part is here, a kernel does all of it in one pass, in the same order and
-with the same bits. The price is that chunks of fast ranks wait for that of the slowest, which they do anyway unless that is the
-last to be folded in.
+Idea. The direct algorithms load or receive the first operand, fold in the others and finish, so the accumulator is read and
+written once for every rank. Once a chunk of every operand is here, one kernel does all of that in one pass, in the same order
+and with the same bits. The price is that chunks of fast ranks wait for that of the slowest; they would anyway, unless the
+slowest rank is the last to be folded.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ class Reduce:
 
     @property
     def messages(self) -> list[Incoming]:
-        """Its operands that come from others."""
+        """Its operands that are messages."""
         return [operand for operand in self.operands if isinstance(operand, Incoming)]
 
 
 @dataclass(frozen=True, slots=True)
-class Land:
-    """IN region = what comes down from a GPU."""
+class DownloadInput:
+    """IN region = an array that is copied from a GPU."""
 
     region: Region
 
 
 @dataclass(frozen=True, slots=True)
-class Lift:
-    """What is in an OUT region goes up to a GPU."""
+class UploadResult:
+    """An OUT region is copied to a GPU."""
 
     region: Region
 
 
-Task: TypeAlias = Action | Reduce | Land | Lift
-"""What an executor does: an action of the plan, several of them as one, or what brings arrays from a GPU and there."""
+Task: TypeAlias = Action | Reduce | DownloadInput | UploadResult
+"""What an executor does: an action of the plan, several of them fused, or a copy from or to a GPU."""
 
 
 def fused(plan: Plan) -> tuple[Task, ...]:
-    """The plan's actions in their order, with each run of them that brings a sum together as one.
+    """The plan's actions in their order, with each run of them that computes one reduced region fused.
 
-    Such a run fills one region of WORK from its first operand to its finish, and nothing else touches that array.
+    Such a run uses one region of WORK as accumulator, and nothing else touches that array.
     """
     tasks: list[Task] = []
     index = 0
     while index < len(plan.actions):
         length = _run(plan.actions, index)
         if length:
-            tasks.append(_as_one(plan.actions[index : index + length]))
+            tasks.append(_fuse(plan.actions[index : index + length]))
         else:
             tasks.append(plan.actions[index])
         index += max(length, 1)
@@ -71,13 +71,13 @@ def fused(plan: Plan) -> tuple[Task, ...]:
 
 
 def used_work(tasks: tuple[Task, ...], plan: Plan) -> tuple[int, ...]:
-    """Element counts of the WORK arrays, 0 where fusing has made one superfluous."""
+    """Element counts of the WORK arrays, 0 for those that fusing has made unnecessary."""
     used = {region.item for task in tasks for region in _regions(task) if region.buffer is Buffer.WORK}
     return tuple(count if item in used else 0 for item, count in enumerate(plan.work_items))
 
 
 def _run(actions: tuple[Action, ...], first: int) -> int:
-    """How many actions from `first` on become one; 0 where they do not."""
+    """How many actions from `first` on can be fused; 0 for none."""
     opening = actions[first]
     work = opening.region
     if work.buffer is not Buffer.WORK or not (isinstance(opening, Receive) or _loads(opening)):
@@ -103,7 +103,7 @@ def _folds(action: Action, work: Region) -> bool:
     return isinstance(action, Fold) or (isinstance(action, FoldOwn) and action.source.buffer is Buffer.IN)
 
 
-def _as_one(actions: tuple[Action, ...]) -> Reduce:
+def _fuse(actions: tuple[Action, ...]) -> Reduce:
     operands: list[Region | Incoming] = []
     for action in actions:
         if isinstance(action, Receive | Fold):

@@ -24,12 +24,12 @@ import numpy as np
 
 from ferrorpc.arrays.device import Device, DeviceArray, Event, is_host
 from ferrorpc.arrays.kinds import kind_of
-from ferrorpc.arrays.staging import Ascent, Descent, Staging
+from ferrorpc.arrays.staging import Download, Staging, Upload
 from ferrorpc.collectives.algorithms.plan import Copy, Finish, Fold, FoldOwn, FoldUnder, Load, Quantise, Receive, Region, Send
 from ferrorpc.collectives.executor import Layout, PlanExecution
 from ferrorpc.collectives.fusion import Reduce
-from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded
-from ferrorpc.collectives.polling import Watching
+from ferrorpc.collectives.outgoing_message import CODED_VALUES, EncodedMessage
+from ferrorpc.collectives.polling import DevicePolling
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CodecError
 from ferrorpc.guard import Guard
@@ -78,11 +78,11 @@ def start(
 class Encoding:
     """A chunk in the codec's bytes: on the device, and on its way from there."""
 
-    __slots__ = ("descent", "encoded", "users")
+    __slots__ = ("download", "encoded", "users")
 
-    def __init__(self, encoded: DeviceArray, descent: Descent, users: int) -> None:
+    def __init__(self, encoded: DeviceArray, download: Download, users: int) -> None:
         self.encoded = encoded
-        self.descent = descent
+        self.download = download
         self.users = users
         """Actions that still have to take it."""
 
@@ -105,7 +105,7 @@ class DeviceWorkspace(Workspace):
         self._kernels = self.device.kernels
         self._near_codec = codecs.DeviceCodec(self._kernels, self._codec.name)
         self._chunks: dict[tuple[int, int], Encoding] = {}
-        self._rising: dict[tuple[int, int, int], Ascent] = {}
+        self._uploads: dict[tuple[int, int, int], Upload] = {}
         self._begins: Event = self.caller.record()
         self._begun = False
         self.mark: Event | None = None
@@ -118,16 +118,16 @@ class DeviceWorkspace(Workspace):
 
     def is_pending(self) -> bool:
         """Whether anything is waited for that the GPU does."""
-        return not self.has_begun() or not all(each.descent.is_complete for each in self._chunks.values())
+        return not self.has_begun() or not all(each.download.is_complete for each in self._chunks.values())
 
     def has_begun(self) -> bool:
         """Whether the caller's stream has come to where it was at the call."""
         self._begun = self._begun or self._begins.done
         return self._begun
 
-    def look(self) -> int:
+    def advance_downloads(self) -> int:
         """Brings on what comes down; how many chunks moved."""
-        return sum(each.descent.advance() for each in self._chunks.values())
+        return sum(each.download.advance() for each in self._chunks.values())
 
     def encoding(self, index: int, first: int, last: int) -> Encoding:
         """Elements [first, last) of the region of action `index`, encoded for the first of those that take the same."""
@@ -138,8 +138,8 @@ class DeviceWorkspace(Workspace):
             encoded = self.device.empty((self._codec.encoded_bytes(last - first),), np.dtype(np.uint8), self._stream)
             with self.device.on(self._stream):
                 self._near_codec.encode(values, encoded)
-                descent = self._staging.descent(encoded)
-            found = self._chunks[group, first] = Encoding(encoded, descent, users)
+                download = self._staging.start_download(encoded)
+            found = self._chunks[group, first] = Encoding(encoded, download, users)
         return found
 
     def _taken(self, index: int, first: int, found: Encoding) -> None:
@@ -147,33 +147,33 @@ class DeviceWorkspace(Workspace):
         found.users -= 1
         if not found.users:
             del self._chunks[self._rules.sharing[index][0], first]
-            found.descent.finish()
+            found.download.finish()
 
     def encoded(self, index: int, first: int, last: int) -> Array:
         found = self.encoding(index, first, last)
-        if not found.descent.is_complete:
+        if not found.download.is_complete:
             raise AssertionError(f"a chunk of {self._rules.call.signature} was taken before it was here")
         self._taken(index, first, found)
-        return found.descent.data
+        return found.download.data
 
-    def rise(self, frame: Frame) -> bool:
+    def upload(self, frame: Frame) -> bool:
         """Takes a chunk that has come to the device; whether it is queued."""
         place = _place(frame)
-        ascent = self._rising.get(place)
-        if ascent is None:
+        upload = self._uploads.get(place)
+        if upload is None:
             payload = np.frombuffer(frame.payload, np.uint8)
             with self.device.on(self._stream):
-                ascent = self._rising[place] = self._staging.ascent()
-            ascent.allow(payload, 0, payload.size)
-        ascent.advance()
-        return ascent.is_complete
+                upload = self._uploads[place] = self._staging.start_upload()
+            upload.allow(payload, 0, payload.size)
+        upload.advance()
+        return upload.is_complete
 
-    def risen(self, frame: Frame) -> DeviceArray:
+    def uploaded(self, frame: Frame) -> DeviceArray:
         """A chunk that has been taken there, for kernels that are launched from now on."""
-        ascent = self._rising.pop(_place(frame))
+        upload = self._uploads.pop(_place(frame))
         with self.device.on(self._stream):
-            ascent.arrive()
-        return ascent.target
+            upload.make_stream_wait()
+        return upload.target
 
     def accept(self, action: Receive | Fold | FoldUnder, dtype: DType, first: int, data: Any) -> None:
         count = self._decoded_count(action, first)
@@ -210,19 +210,19 @@ class DeviceWorkspace(Workspace):
     def close(self) -> None:
         """No more kernels: the caller's stream goes on after them, and after what was abandoned."""
         for encoding in self._chunks.values():
-            encoding.descent.finish()
-        for ascent in self._rising.values():
-            ascent.finish()
+            encoding.download.finish()
+        for upload in self._uploads.values():
+            upload.finish()
         self._chunks.clear()
-        self._rising.clear()
+        self._uploads.clear()
         if self.mark is None:
             self.mark = self._stream.record()
             self.caller.wait(self.mark)
             # Where its stream is gone memory goes back in no order, so the caller's is there for as long as the kernels.
-            self._staging.ascents.keep(self.caller, self.mark)
+            self._staging.uploads.keep(self.caller, self.mark)
 
 
-class DeviceOutgoing(Encoded):
+class DeviceOutgoing(EncodedMessage):
     """A message whose chunks are encoded on a device, some of them ahead."""
 
     __slots__ = ("_index", "_workspace")
@@ -242,7 +242,7 @@ class DeviceOutgoing(Encoded):
                 continue
             encoding = self._workspace.encoding(self._index, first, last)
             if first == self.done:
-                ready = encoding.descent.is_complete
+                ready = encoding.download.is_complete
         return ready and super().send(transport, key, box, bound, room)
 
 
@@ -261,7 +261,7 @@ class DeviceExecution(PlanExecution):
         guard: Guard,
     ) -> None:
         super().__init__(transport, describe, layout, key, workspace, guard)
-        self.polling = Watching(workspace.is_pending)
+        self.polling = DevicePolling(workspace.is_pending)
         self.device = workspace.device
         self._driver = 0
         self._moves = 0
@@ -276,7 +276,7 @@ class DeviceExecution(PlanExecution):
     def advance(self) -> bool:
         self._driver = threading.get_ident()
         try:
-            self._moves += self._workspace.look()
+            self._moves += self._workspace.advance_downloads()
             over = super().advance()
         finally:
             self._driver = 0
@@ -284,9 +284,9 @@ class DeviceExecution(PlanExecution):
             self._workspace.close()
         return over
 
-    def poke(self) -> None:
+    def notify(self) -> None:
         if self._driver == threading.get_ident():
-            super().poke()
+            super().notify()
         else:
             self.wake()
 
@@ -299,11 +299,11 @@ class DeviceExecution(PlanExecution):
         self._deferred.clear()
         return super().step()
 
-    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> Encoded:
+    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> EncodedMessage:
         return DeviceOutgoing(self._workspace, index, peer, header, values, codec)
 
-    def _risen(self, index: int, frame: Frame) -> bool:
-        if self._workspace.rise(frame):
+    def _is_usable(self, index: int, frame: Frame) -> bool:
+        if self._workspace.upload(frame):
             return True
         self._deferred.add(index)
         return False
@@ -312,9 +312,9 @@ class DeviceExecution(PlanExecution):
         if (start, end) != (first, last):
             raise CodecError(f"{self.label}: chunk at byte {frame.offset} came where element {first} was due")
         self._moves += 1
-        return self._workspace.risen(frame)
+        return self._workspace.uploaded(frame)
 
-    def arrive(self) -> None:
+    def make_stream_wait(self) -> None:
         if self._workspace.mark is not None:
             self._workspace.device.current().wait(self._workspace.mark)
 

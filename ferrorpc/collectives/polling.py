@@ -1,12 +1,12 @@
-"""How a thread waits for words in shared memory, which change without waking anybody.
+"""How a thread waits for something that wakes nobody: words in shared memory, or a GPU.
 
-Idea. Look again at once a few hundred times, because a peer that is in the same operation answers within microseconds; then
-give the processor away between looks, because the peer may need this very one; then sleep, longer the longer it lasts,
-because by then it is the peer that is late. The first budget follows what happens: it halves when it was spent in vain and
-grows when it was enough, and there is none where more ranks than processors share the host.
+Idea. Poll a few hundred times at once, because a peer in the same operation answers within microseconds. Then yield the
+processor between polls, because the peer may need this very one. Then sleep, longer the longer the wait lasts, because by then
+the peer is late. The first budget adapts: it halves when it was spent in vain and grows when it was enough. It is 0 where more
+ranks than processors share the host.
 
-Cost: about 0.1 us a look, 0.5 us a look with yielding. Asleep, a sixteenth of the time waited so far as latency; over the
-first 4 s of a barrier 2 % of a processor was seen.
+Cost: about 0.1 us a poll, 0.5 us with yielding. Asleep, the added latency is a sixteenth of the time waited so far; over the
+first 4 s of a barrier 2 % of a processor was measured.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LOOKS: Final = 100
 NAP_SECONDS_MIN: Final = 50e-6
 NAP_SECONDS_MAX: Final = 4e-3
 NAP_SHARE: Final = 16
-"""A nap is this part of what has been waited so far."""
+"""A sleep lasts the time waited so far, divided by this."""
 
 
 class Polling:
-    """One rank's patience, which adapts to what it meets.
+    """Adaptive polling of shared memory for one rank.
 
     Args:
         ranks: how many ranks share this host.
@@ -36,8 +36,8 @@ class Polling:
         self._spins_max = SPINS_MAX if ranks <= _processors() else 0
         self._spins = self._spins_max
 
-    def briefly(self, steps: Iterable[object]) -> bool:
-        """Takes steps, one a look, until they end or patience does. Whether they ended."""
+    def spin(self, steps: Iterable[object]) -> bool:
+        """Takes a step with each poll until they end or the budget is spent. Returns whether they ended."""
         left = self._spins
         for _ in steps:
             left -= 1
@@ -58,19 +58,19 @@ class Polling:
         return True
 
 
-class Watching:
-    """Patience with a GPU, which wakes nobody. It is looked at again at once only while something is waited for that it does:
-    threads that bring what else is waited for need the interpreter meanwhile, and wake the driver.
+class DevicePolling:
+    """Polling of a GPU, at once only while the operation waits for the GPU. While it waits for messages, the threads that
+    receive them need the interpreter, and wake the driver.
 
     Args:
-        pending: whether the GPU is waited for.
+        pending: whether the operation waits for the GPU.
     """
 
     def __init__(self, pending: Callable[[], bool]) -> None:
         self._pending = pending
 
-    def briefly(self, steps: Iterable[object]) -> bool:
-        """As `Polling.briefly`."""
+    def spin(self, steps: Iterable[object]) -> bool:
+        """As `Polling.spin`."""
         left = LOOKS
         for _ in steps:
             left -= 1
@@ -81,10 +81,10 @@ class Watching:
 
 
 def nap_seconds(waited_seconds: float, least_seconds: float = NAP_SECONDS_MIN) -> float:
-    """How long to sleep before the next look, after so long without progress."""
+    """How long to sleep before the next poll, after `waited_seconds` without progress."""
     return min(max(waited_seconds / NAP_SHARE, least_seconds), NAP_SECONDS_MAX)
 
 
 def _processors() -> int:
-    """How many this process may use; only Linux knows of a process's own."""
+    """How many processors this process may use; only Linux says that of a process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,19 +1,19 @@
-"""How long a collective takes by its plans: every message of every rank followed chunk by chunk, under a cost table's figures.
+"""Predicts how long a collective takes, by following every message of every rank chunk by chunk under a cost table.
 
-A message keeps its sender's link for `message_seconds`, then each of its chunks for beta times its bytes; a chunk begins to
-arrive alpha after it began to leave, as soon as the receiver's link is free, and keeps that as long as the sender's. Folding
-takes gamma times the bytes. Where the table says how many processors all ranks share, whatever keeps a link or a kernel keeps
-one of them too: on few processors it is the work of all ranks together that takes its time, and not the longest way.
+A message occupies its sender's link for `message_seconds`, then for beta times the bytes of each of its chunks. A chunk begins
+to arrive alpha after it began to leave, as soon as the receiver's link is free, and occupies that for as long as the sender's.
+Folding takes gamma times the bytes. Where the table says how many processors all ranks share, whatever occupies a link or a
+kernel occupies one of them too: on few processors the work of all ranks together takes its time, not the critical path.
 
-What depends on what is followed element by element, as the executor does it: a chunk is sent on as soon as its elements are
-final, so a chain streams, and a ring folds one chunk while it receives the next. Actions on no elements stand for an order in
-time. How steps wait for each other and for what they keep is in `steps`.
+Dependencies are followed element by element, as in the executor: a chunk is sent on as soon as its elements are final, so a
+chain streams, and a ring folds one chunk while it receives the next. Actions on no elements only order others in time. How
+steps wait for each other is in step_simulation.py.
 
-Exact under that model: dependencies, bytes, and what is shared. The model leaves out copies inside a rank, credit, caches, and
-whatever else runs on the processors.
+Under that model the prediction is exact: dependencies, bytes and shared resources. The model leaves out copies inside a rank,
+credit, caches, and whatever else runs on the processors.
 
-Beyond CHUNKS_MAX the closed form of the catalogue takes over (`select.seconds`). It knows the busiest rank only and waits
-for whole rounds, so it says more where rounds overlap and less where ranks wait for others that are as busy.
+Beyond CHUNKS_MAX the closed form is used (`select.seconds`). It knows only the busiest rank and waits for whole rounds, so it
+gives more where rounds overlap and less where ranks wait for others that are as busy.
 
 Cost: about 80 us for each chunk of each message.
 """
@@ -25,42 +25,42 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ferrorpc.collectives.algorithms.algorithm import Algorithm
 from ferrorpc.collectives.algorithms.catalogue import CHUNK_BYTES
-from ferrorpc.collectives.algorithms.entry import Entry
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Fold, FoldOwn, FoldUnder, Plan, Quantise, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.contention import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, Steps
 from ferrorpc.collectives.select import bytes_of, seconds
+from ferrorpc.collectives.step_simulation import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, StepSimulation
 from ferrorpc.errors import UsageError
 from ferrorpc.wire.cost_table import Costs
 
 CHUNKS_MAX: Final = 60_000
-"""Chunks of all messages together up to which a collective is followed: some seconds."""
+"""Chunks of all messages together up to which a collective is simulated: some seconds."""
 _WORK_BYTES: Final = 4
-"""Of an element of WORK where halves are folded."""
+"""Bytes of an element of WORK where halves are folded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one algorithm takes for one call, all ranks starting at once.
+    """The predicted cost of one call by one algorithm, all ranks starting at once.
 
     Attributes:
         seconds: until the last rank ends.
         messages, sent_bytes: the most that one rank sends.
-        steps: where it was followed, every step of every rank; None where this is the closed form.
+        steps: the simulation; None where the closed form was used.
     """
 
     algorithm: str
     seconds: float
     messages: float
     sent_bytes: float
-    steps: Steps | None
+    steps: StepSimulation | None
 
     def timeline(self, title: str) -> CollectiveTimeline:
-        """What each lane does when. Chunks of one message that follow one another are one span.
+        """The timeline of every lane. Consecutive chunks of one message are one span.
 
         Raises:
-            UsageError: it was not followed.
+            UsageError: the closed form was used.
         """
         if self.steps is None:
             raise UsageError(
@@ -69,19 +69,19 @@ class Prediction:
         return self.steps.timeline(title)
 
 
-def predict(entry: Entry, call: Call, size: int, costs: Costs) -> Prediction:
-    """The time of one algorithm.
+def predict(entry: Algorithm, call: Call, size: int, costs: Costs) -> Prediction:
+    """Predicts one algorithm.
 
     Args:
         call: as the root makes it, or any rank where there is none.
-        costs: of the lane, for so many ranks.
+        costs: of the lane, in a group of `size` ranks.
     """
     cost = entry.cost(size, bytes_of(call) // (size if call.operation is Operation.SCATTER else 1))
     messages = max(cost.rounds, cost.messages)
     if size * (messages + cost.sent_bytes / CHUNK_BYTES) > CHUNKS_MAX:
         return Prediction(entry.name, seconds(cost, size, costs), messages, cost.sent_bytes, None)
     ranks = [_Rank(rank, entry.build(_call_on(call, rank), rank, size), _call_on(call, rank)) for rank in range(size)]
-    steps = Steps(costs, size)
+    steps = StepSimulation(costs, size)
     _lower(entry.name, ranks, steps)
     return Prediction(
         entry.name, steps.run(), max(rank.messages for rank in ranks), max(rank.sent_bytes for rank in ranks), steps
@@ -89,18 +89,18 @@ def predict(entry: Entry, call: Call, size: int, costs: Costs) -> Prediction:
 
 
 def _call_on(call: Call, rank: int) -> Call:
-    """The call as a rank makes it: only the root of a scatter brings arrays; that of a broadcast has been announced."""
+    """The call of one rank: only the root of a scatter has arrays; the array of a broadcast has been announced."""
     if call.operation is Operation.SCATTER and rank != call.root:
         return Call(call.operation, (), root=call.root)
     return call
 
 
-def _lower(name: str, ranks: list[_Rank], steps: Steps) -> None:
+def _lower(name: str, ranks: list[_Rank], steps: StepSimulation) -> None:
     """Turns all plans into steps, each listed after those it needs."""
-    flying: Flying = {}
+    in_transit: InTransit = {}
     waiting = ranks
     while waiting:
-        moved = [rank.advance(steps, flying) for rank in waiting]
+        moved = [rank.advance(steps, in_transit) for rank in waiting]
         waiting = [rank for rank in waiting if rank.at < len(rank.plan.actions)]
         if waiting and not any(moved):
             raise UsageError(f"{name} never ends: {len(waiting)} ranks wait for messages that nobody sends")
@@ -115,12 +115,12 @@ class _Chunk(NamedTuple):
     step: int
 
 
-Flying = dict[tuple[int, int, int], list[_Chunk]]
-"""Messages on their way, by source, destination and slot."""
+InTransit = dict[tuple[int, int, int], list[_Chunk]]
+"""Messages in transit, by source, destination and slot."""
 
 
 class _Piece(NamedTuple):
-    """Elements [start, stop) of an array: the steps that made them, and those that have read them since."""
+    """Elements [start, stop) of an array: the steps that wrote them, and those that have read them since."""
 
     start: int
     stop: int
@@ -129,7 +129,7 @@ class _Piece(NamedTuple):
 
 
 class _Rank:
-    """One rank's plan, as far as it has become steps."""
+    """One rank's plan, as far as it has been turned into steps."""
 
     def __init__(self, rank: int, plan: Plan, call: Call) -> None:
         self.rank = rank
@@ -145,19 +145,19 @@ class _Rank:
         self._counts |= {(Buffer.WORK, item): count for item, count in enumerate(plan.work_items)}
         self._fence: tuple[int, ...] = ()
         self._since: list[int] = []
-        """Steps since the last action that moved nothing, that one's included."""
+        """StepSimulation since the last action that moved nothing, that one's included."""
 
-    def advance(self, steps: Steps, flying: Flying) -> bool:
-        """Turns into steps what it can; False when that was nothing."""
+    def advance(self, steps: StepSimulation, in_transit: InTransit) -> bool:
+        """Turns actions into steps as far as possible. Returns whether there were any."""
         began = self.at
         for action in self.plan.actions[began:]:
             if isinstance(action, Receive | Fold | FoldUnder):
-                chunks = flying.pop((action.peer, self.rank, action.slot), None)
+                chunks = in_transit.pop((action.peer, self.rank, action.slot), None)
                 if chunks is None:
                     break
                 self._take(steps, action, chunks)
             elif isinstance(action, Send):
-                flying[self.rank, action.peer, action.slot] = self._send(steps, action)
+                in_transit[self.rank, action.peer, action.slot] = self._send(steps, action)
             else:
                 self._compute(steps, action)
             if action.region.start == action.region.stop and self._since:
@@ -168,7 +168,7 @@ class _Rank:
 
     def _add(
         self,
-        steps: Steps,
+        steps: StepSimulation,
         lane: int | None,
         took: float,
         needs: Iterable[int],
@@ -181,10 +181,10 @@ class _Rank:
         return index
 
     def _order(self, region: Region) -> tuple[int, ...]:
-        """What an action needs only for its place in time: all before it where it moves nothing, else the last of those."""
+        """The steps an action needs because of fences: all before it if it is one, else the last fence."""
         return self._fence if region.start != region.stop else tuple(self._since)
 
-    def _send(self, steps: Steps, action: Send) -> list[_Chunk]:
+    def _send(self, steps: StepSimulation, action: Send) -> list[_Chunk]:
         start, stop = self._bounds(action.region)
         itemsize = self._work_itemsize if action.region.buffer is Buffer.WORK else self._itemsize
         costs = steps.costs
@@ -201,7 +201,7 @@ class _Rank:
         self.messages += 1
         return chunks
 
-    def _take(self, steps: Steps, action: Receive | Fold | FoldUnder, chunks: list[_Chunk]) -> None:
+    def _take(self, steps: StepSimulation, action: Receive | Fold | FoldUnder, chunks: list[_Chunk]) -> None:
         region, costs = action.region, steps.costs
         if region.stop is None:
             self._counts[region.buffer, region.item] = chunks[-1].stop
@@ -211,7 +211,7 @@ class _Rank:
             first, last = region.start + chunk.start, region.start + chunk.stop
             before = self._before(region, first, last)
             busy = chunk.nbytes * costs.beta_seconds_per_byte + (0.0 if chunk.start else costs.message_seconds)
-            # What holds nothing arrives whenever it does; only that it is waited for has its place in time.
+            # An empty message may arrive at any time; only the wait for it is ordered.
             made = self._add(steps, INWARDS, busy, () if nothing else after, action.peer, chunk.step, costs.alpha_seconds)
             if not isinstance(action, Receive):
                 folding = chunk.nbytes * costs.gamma_seconds_per_byte
@@ -220,8 +220,8 @@ class _Rank:
                 made = self._add(steps, None, 0.0, (made, *before, *after), action.peer)
             self._write(region, first, last, (made,))
 
-    def _compute(self, steps: Steps, action: Action) -> None:
-        """What a rank does alone: only folding its own array takes time."""
+    def _compute(self, steps: StepSimulation, action: Action) -> None:
+        """An action without a message: only folding its own array takes time."""
         if isinstance(action, Quantise | Send):
             return
         source = action.source if not isinstance(action, Receive | Fold | FoldUnder) else action.region
@@ -257,7 +257,7 @@ class _Rank:
         return {writer for piece in self._over(region, first, last) for writer in piece.writers}
 
     def _before(self, region: Region, first: int, last: int) -> set[int]:
-        """Who has to be done with these elements before they are written again."""
+        """The steps that must end before these elements are written again."""
         return {step for piece in self._over(region, first, last) for step in (*piece.writers, *piece.readers)}
 
     def _read(self, region: Region, first: int, last: int, step: int) -> None:
@@ -281,7 +281,7 @@ class _Rank:
 
 
 def _outside(piece: _Piece, first: int, last: int) -> list[_Piece]:
-    """What of a piece lies before and after [first, last)."""
+    """The parts of a piece before and after [first, last)."""
     if piece.stop <= first or last <= piece.start:
         return [piece]
     parts = (piece._replace(stop=first), piece._replace(start=last))

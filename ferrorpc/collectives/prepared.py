@@ -1,4 +1,4 @@
-"""A call with its plan, ready to be run again and again: what runs it is chosen by where the arrays of each run are."""
+"""A call prepared with its plan. Where the arrays of a run are (host or GPU) decides what runs the plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from ferrorpc.collectives import on_device
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.dependencies import in_place
+from ferrorpc.collectives.device_transfers import TransferWorkspace, transfers_for, with_transfers
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import Layout, PlanExecution
-from ferrorpc.collectives.ferry import FerriedWorkspace, ferried, ferry_for
-from ferrorpc.collectives.flow import in_place
 from ferrorpc.collectives.fusion import fused
 from ferrorpc.collectives.workspace import Workspace
 from ferrorpc.guard import Guard
@@ -26,7 +26,7 @@ class PlanPrepared(Prepared):
     Args:
         ranks: world rank of each group rank.
         rank: own group rank.
-        describe: what is known of world ranks, in words; asked only when a deadline has passed.
+        describe: what is known of world ranks, as text; called only when a deadline has passed.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class PlanPrepared(Prepared):
         self.layout = Layout(call, plan, fused(plan), rank, tuple(ranks))
 
     @cached_property
-    def ferried(self) -> Layout:
-        """For arrays of which some are on a device."""
-        tasks = ferried(self.layout.tasks, len(self.call.inputs))
+    def transfer_layout(self) -> Layout:
+        """The layout for runs with some arrays on a device."""
+        tasks = with_transfers(self.layout.tasks, len(self.call.inputs))
         return Layout(self.call, self.plan, tasks, self.rank, self.layout.ranks)
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
@@ -56,9 +56,9 @@ class PlanPrepared(Prepared):
         if layout.rules.codec is not None and on_device.suits(layout, inputs, outputs):
             return on_device.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
         own = in_place(self.call.operation, self.rank)
-        ferry = ferry_for(inputs, outputs, self.plan.out_items, None if own is None else own[1])
-        if ferry is None:
+        transfers = transfers_for(inputs, outputs, self.plan.out_items, None if own is None else own[1])
+        if transfers is None:
             workspace = Workspace(layout.rules, inputs, outputs)
             return PlanExecution(self.transport, self.describe, layout, key, workspace, guard)
-        workspace = FerriedWorkspace(self.ferried.rules, ferry)
-        return PlanExecution(self.transport, self.describe, self.ferried, key, workspace, guard, ferry)
+        workspace = TransferWorkspace(self.transfer_layout.rules, transfers)
+        return PlanExecution(self.transport, self.describe, self.transfer_layout, key, workspace, guard, transfers)

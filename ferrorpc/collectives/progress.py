@@ -1,9 +1,9 @@
-"""Who advances executions: the caller's thread for a blocking call, one progress thread for all asynchronous ones.
+"""Drives executions: the caller's thread for a blocking call, one progress thread for all asynchronous ones.
 
-Both do the same. They advance, and park until the execution is woken, its generation ends, or a timer is due: after
-PROBE_SECONDS without progress the peers waited on are asked where they stand, after EXPLAIN_SECONDS the wait is explained in
-the log, and at the deadline the operation fails. A failure is reported first, and what is raised is the first cause that
-the coordinator kept, so that every rank raises the same.
+Both do the same. They advance an execution, and park until it is woken, its generation ends, or a timer is due. After
+PROBE_SECONDS without progress the peers waited for are asked where they are, after EXPLAIN_SECONDS the wait is explained in the
+log, and at the deadline the operation fails. A failure is reported first. What is raised is the first cause that the
+coordinator kept, so every rank raises the same.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ferrorpc.work import Work
 PROBE_SECONDS: Final = 0.25
 EXPLAIN_SECONDS: Final = 5.0
 VERDICT_SECONDS: Final = 1.5
-"""How long a failure waits for the coordinator's first cause before the rank's own error is raised."""
+"""How long a failed operation waits for the coordinator's first cause before it raises the rank's own error."""
 
 _log = logging.getLogger("ferrorpc.collectives")
 
 
-class Patience:
-    """When the next timer of a waiting execution is due, and what it does."""
+class WaitTimers:
+    """The timers of a waiting execution: probe, explanation, deadline."""
 
     __slots__ = ("_execution", "_explain_at", "_probe_at", "_step")
 
@@ -50,16 +50,16 @@ class Patience:
         return min(self._execution.guard.deadline, self._probe_at, self._explain_at)
 
     def progressed(self) -> None:
-        """Something arrived: the next probe can wait. Where that was all of one operation, it is another's guard now."""
+        """There was progress: postpones the next probe. The guard may be a new one since then (`Expected.take`)."""
         guard = self._execution.guard
         self._probe_at = guard.clock.now() + self._step
         self._explain_at = max(self._explain_at, guard.started + EXPLAIN_SECONDS)
 
     def act(self) -> None:
-        """A timer is due.
+        """Acts on the timers that are due.
 
         Raises:
-            FerroError: it was the deadline.
+            FerroError: the deadline has passed.
         """
         execution, now = self._execution, self._execution.guard.clock.now()
         if now >= execution.guard.deadline:
@@ -73,8 +73,8 @@ class Patience:
 
 
 def _unwell(execution: Execution) -> list[str]:
-    """What the coordinator has told of those who are waited for and are not well."""
-    told = execution.guard.latch.unwell
+    """What the coordinator reported of ranks that the execution waits for and that are not well."""
+    told = execution.guard.latch.unhealthy
     found = [told.get(rank) for rank in execution.waiting_on()] if told else []
     return [each for each in found if each is not None]
 
@@ -86,8 +86,8 @@ def breaks(execution: Execution, error: FerroError) -> bool:
     return execution.timeout_breaks or not isinstance(error, TimeoutError)
 
 
-def no_room(execution: Execution, error: MemoryError) -> LimitExceededError:
-    """The failure of an operation for whose arrays this process has no memory: others may say how large they are."""
+def out_of_memory(execution: Execution, error: MemoryError) -> LimitExceededError:
+    """The failure of an operation whose arrays do not fit this process's memory. Peers decide how large they are."""
     return LimitExceededError(
         f"{execution.label}: this process has no memory for what the operation brings: {error}",
         hint="send smaller arrays, give ranks more memory, or fewer of them a host",
@@ -106,17 +106,17 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     try:
         guard.latch.check()
         if execution.polling is not None:
-            if not execution.polling.briefly(iter(execution.advance, True)):
+            if not execution.polling.spin(iter(execution.advance, True)):
                 _poll(execution, parker)
         elif not execution.advance():
-            execution.attend()
+            execution.busy_poll()
             _wait(execution, parker)
     except FerroError as error:
         if not breaks(execution, error):
             raise
         raise _first_cause(guard, error, abort, parker) from None
     except MemoryError as error:
-        raise _first_cause(guard, no_room(execution, error), abort, parker) from None
+        raise _first_cause(guard, out_of_memory(execution, error), abort, parker) from None
     except Exception as bug:
         abort(FerroError(f"{execution.label}: {bug!r}"))
         raise
@@ -126,14 +126,15 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
 
 
 def _first_cause(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
-    """What a failed operation raises. Found here, since a frame that refers to what it raises keeps the arrays in a circle."""
+    """The error that a failed operation raises. A function of its own: a frame that refers to the error it raises is a
+    reference cycle that keeps the arrays alive."""
     cause = guard.latch.cause
     return verdict(guard, error, abort, parker) if cause is None else cause.again()
 
 
 def _wait(execution: Execution, parker: Parker) -> None:
     latch = execution.guard.latch
-    patience = Patience(execution)
+    patience = WaitTimers(execution)
     ticket = latch.watch(parker.unpark)
     try:
         while True:
@@ -151,7 +152,7 @@ def _wait(execution: Execution, parker: Parker) -> None:
 
 def _poll(execution: Execution, parker: Parker) -> None:
     clock, latch = execution.guard.clock, execution.guard.latch
-    patience = Patience(execution)
+    patience = WaitTimers(execution)
     ticket = latch.watch(parker.unpark)
     position, moved_at = execution.position, clock.now()
     try:
@@ -205,7 +206,7 @@ class _Entry:
         self.abort = abort
         self.convert = convert
         self.work = work
-        self.patience = Patience(execution)
+        self.patience = WaitTimers(execution)
         self.over = False
         self.queued = False
         self.scheduled = False
@@ -214,7 +215,7 @@ class _Entry:
         self.verdict_by = FOREVER
 
     def release(self) -> None:
-        """It is over. Timers may refer to the entry for a while: what it held must not stay for so long."""
+        """Drops what it held when it is over. Timers may refer to the entry for a while longer."""
         self.over = True
         del self.execution, self.abort, self.convert, self.patience, self.work
 
@@ -237,7 +238,7 @@ class Progress:
         self._lock = threading.Lock()
         self._started = False
         self._device: Device | None = None
-        """The thread's current one, as far as it was chosen."""
+        """The device that was made current on the thread; None before the first."""
 
     def submit(
         self,
@@ -246,7 +247,7 @@ class Progress:
         convert: Callable[[Execution], Any],
         work: Work[Any] | None = None,
     ) -> Work[Any]:
-        """Takes an execution over. The result of the Work is `convert(execution)`, called on the progress thread.
+        """Takes over an execution. The result of the Work is `convert(execution)`, called on the progress thread.
 
         Args:
             work: the Work; a new one where none is given.
@@ -259,7 +260,7 @@ class Progress:
             start, self._started = not self._started, True
         if start:
             self._clock.start(self._run, "ferrorpc-progress")
-        # Before others can wake it: once they have, it may be over at any time, and must know its ticket by then.
+        # The ticket is set before others can wake the entry: from then on it may end at any time, and needs its ticket.
         entry.ticket = execution.guard.latch.watch(wake)
         execution.wake = wake
         self._wake(entry)
@@ -282,17 +283,17 @@ class Progress:
                 self._guarded(heapq.heappop(self._timers)[2], self._fire)
             if not self._ready:
                 until = self._timers[0][0] if self._timers else FOREVER
-                self._parker.park(min(until, self._next_look(now)))
+                self._parker.park(min(until, self._next_poll(now)))
             if self._polled:
-                self._look()
+                self._poll()
 
-    def _next_look(self, now: float) -> float:
-        """Clock time at which what nobody wakes is due."""
+    def _next_poll(self, now: float) -> float:
+        """Clock time of the next poll."""
         least_seconds = [entry.execution.nap_seconds for entry in self._polled if not entry.over]
         return now + nap_seconds(now - self._moved_at, min(least_seconds, default=0.0)) if self._polled else FOREVER
 
-    def _look(self) -> None:
-        """Advances what nobody wakes."""
+    def _poll(self) -> None:
+        """Advances the executions that are polled."""
         for entry in self._polled:
             self._guarded(entry, self._step)
         self._polled = [entry for entry in self._polled if not entry.over]
@@ -306,18 +307,18 @@ class Progress:
         except FerroError as error:
             self._fail(entry, error)
         except MemoryError as error:
-            self._fail(entry, no_room(entry.execution, error))
+            self._fail(entry, out_of_memory(entry.execution, error))
         except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
             self._fail(entry, FerroError(f"{entry.execution.label}: {bug!r}"))
 
     def _move_to(self, device: Device | None) -> None:
-        """This thread is on the GPU of what it advances, so that what goes with it goes back there."""
+        """Makes the GPU of an execution current on this thread, so that its arrays are freed there."""
         if device is not None and device is not self._device:
             device.make_current()
             self._device = device
 
     def _step(self, entry: _Entry) -> None:
-        """It was woken: advance it, or end it if it failed and the verdict is here."""
+        """The entry was woken: advances it, or ends it if it has failed and the first cause is known."""
         latch = entry.execution.guard.latch
         if entry.failure is not None:
             if latch.cause is not None:
@@ -339,7 +340,7 @@ class Progress:
             entry.patience.progressed()
 
     def _fire(self, entry: _Entry) -> None:
-        """A timer of it is due, or was before it progressed."""
+        """A timer of the entry is due, or was due before it made progress."""
         if entry.failure is not None:
             if self._clock.now() >= entry.verdict_by:
                 self._end(entry, entry.failure)
@@ -386,7 +387,7 @@ _create = threading.Lock()
 
 
 def progress_of(clock: Clock) -> Progress:
-    """The progress thread of this clock: one a process, one a virtual world. Kept on the clock, so that it goes with it."""
+    """The progress thread of a clock: one per process, or per virtual world. It is kept on the clock and freed with it."""
     found: Progress | None = getattr(clock, "progress", None)
     if found is None:
         with _create:

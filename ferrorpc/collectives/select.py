@@ -1,17 +1,17 @@
 """Which algorithm runs a call: a pure function of what every rank knows, the same on every rank.
 
-First the order of summation, which is a function of (operation, group size, bytes) alone: up to RANK_ORDER_RANKS ranks the
-left fold in rank order; above, that of the cheapest algorithm under REFERENCE, which never changes. So neither the lane nor
-a measurement changes a bit of any result. Then, among the algorithms of that order, the cheapest under the cost table in
-force (wire/cost_table.py), which is the same on every rank because the coordinator publishes it.
+The order of summation is chosen first. It depends on (operation, group size, bytes) alone: up to RANK_ORDER_RANKS ranks it is
+the left fold in rank order; above, that of the cheapest algorithm under REFERENCE, which never changes. So neither the lane nor
+a measurement changes a bit of any result. Then the cheapest algorithm of that order is chosen under the current cost table
+(wire/cost_table.py), which is the same on every rank because the coordinator publishes it.
 
-What REFERENCE gives for all_reduce beyond 16 ranks, in bytes a rank: where folding in pairs gives way to folding round the
-ring (never where the number of ranks is a power of two):
+For all_reduce beyond 16 ranks, REFERENCE changes from folding in pairs to folding round the ring at these bytes a rank (never
+where the number of ranks is a power of two):
 
     17 ranks: 2.5 MB    48 ranks: 9.4 MB
 
-And under the packaged table: where two rounds of slices become cheaper than one message to everyone, and beyond 16 ranks
-where Rabenseifner's algorithm becomes cheaper than recursive doubling:
+Under the packaged table, two_shot becomes cheaper than one_shot, and beyond 16 ranks Rabenseifner's algorithm cheaper than
+recursive doubling, at:
 
     2 ranks: 13 MB     4 ranks: 670 kB    8 ranks: 430 kB    16 ranks: 360 kB
     17 ranks: 740 kB   32 ranks: 650 kB   64 ranks: 600 kB
@@ -22,74 +22,74 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ferrorpc.collectives.algorithms.entry import Cost, Entry, Order
+from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost, Order
 from ferrorpc.collectives.algorithms.plan import Plan
-from ferrorpc.collectives.basis import Basis, names_of
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, in_ranks
+from ferrorpc.collectives.tuning import Tuning, algorithm_names
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, refusal
+from ferrorpc.wire.announcement import INLINE_BYTES
 from ferrorpc.wire.codecs import codec
 from ferrorpc.wire.cost_table import Costs
-from ferrorpc.wire.notice import INLINE_BYTES
 
 RANK_ORDER_RANKS: Final = 16
-"""Largest group whose default keeps rank order; direct exchange opens p-1 streams a rank, which stops paying about here."""
+"""Largest group whose default keeps rank order. Direct exchange opens p-1 streams a rank, too many beyond about this."""
 
 REFERENCE: Final = Costs(
     alpha_seconds=90e-6, message_seconds=0.0, beta_seconds_per_byte=0.65e-9, gamma_seconds_per_byte=0.15e-9
 )
-"""What this library's gRPC lane once did between processes of one host. It decides on the order of summation, so changing it
-changes results of groups beyond RANK_ORDER_RANKS: that is a break, not a measurement."""
+"""Costs of the gRPC lane between processes of one host, as once measured. They decide the order of summation, so another value
+changes results of groups beyond RANK_ORDER_RANKS: an incompatible change."""
 
-ANYWHERE: Final = Basis()
-"""The packaged table, nothing asked for, no host known."""
+DEFAULT_TUNING: Final = Tuning()
+"""The packaged cost table, no algorithm requested, hosts unknown."""
 
 _REDUCTIONS: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 _DIRECT_NAMES: Final = ("direct", "one_shot", "two_shot")
-"""Algorithms in which a rank talks to all others."""
+"""Algorithms in which a rank exchanges messages with all others."""
 
 
-def plan_for(call: Call, rank: int, size: int, basis: Basis = ANYWHERE) -> Plan:
+def plan_for(call: Call, rank: int, size: int, tuning: Tuning = DEFAULT_TUNING) -> Plan:
     """This rank's plan for a call of a group of `size` ranks. Where `is_announced`, the call must have the root's array.
 
     Raises:
         UsageError: no such algorithm for this operation, or none that works with the call's wire codec.
-        TensorMismatchError: the operator means nothing for the dtype, the codec needs another dtype, or the algorithm wants
+        TensorMismatchError: the operator is not defined for the dtype, the codec needs another dtype, or the algorithm needs
             arrays of one shape.
     """
-    return select(call, size, basis).build(call, rank, size)
+    return select(call, size, tuning).build(call, rank, size)
 
 
-def is_announced(call: Call, size: int, basis: Basis = ANYWHERE) -> bool:
-    """Whether the root's array has to be announced first, because what is done depends on its size."""
+def is_announced(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> bool:
+    """Whether the root's array has to be announced first, because the algorithm depends on its size."""
     if call.operation is not Operation.BROADCAST or size == 1:
         return False
     if call.algorithm is None:
         return size > 2  # between two ranks there is one way, whatever the size
-    return any(entry.needs_size for entry in _candidates(call, size, basis))
+    return any(entry.needs_size for entry in _candidates(call, size, tuning))
 
 
-def select(call: Call, size: int, basis: Basis = ANYWHERE) -> Entry:
+def select(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> Algorithm:
     """The catalogue's entry for a call. Raises as `plan_for`.
 
-    All ranks of a reduction bring as many bytes, and those of a broadcast have been told, so the cheapest is taken. Other
-    moves may be uneven, so their choice must not depend on bytes: the first in the catalogue is taken.
+    All ranks of a reduction have equally many bytes, and those of a broadcast know the size, so the cheapest is taken.
+    Other moves may be uneven, so their choice must not depend on bytes: the first in the catalogue is taken.
     """
     check(call)
-    candidates = _candidates(call, size, basis)
-    if call.operation not in _REDUCTIONS and not is_announced(call, size, basis):
+    candidates = _candidates(call, size, tuning)
+    if call.operation not in _REDUCTIONS and not is_announced(call, size, tuning):
         return candidates[0]
     nbytes = bytes_of(call)
     order = min(candidates, key=lambda entry: seconds(entry.cost(size, nbytes), size, REFERENCE)).order
-    costs = basis.costs(size)
+    costs = tuning.costs(size)
     equal = [entry for entry in candidates if entry.order is order]
     return min(equal, key=lambda entry: seconds(entry.cost(size, nbytes), size, costs))
 
 
 def seconds(cost: Cost, size: int, costs: Costs) -> float:
-    """Time the model gives to a collective of `size` ranks: the closed form of what `predict` follows chunk by chunk.
+    """The predicted time of a collective of `size` ranks, in closed form. (`predict` simulates it chunk by chunk.)
 
-    That of the busiest rank, or, where ranks share processors, that in which these can do the work of all, if it is longer.
+    It is the time of the busiest rank or, if longer, the time in which shared processors can do the work of all ranks.
     """
     messages = max(cost.rounds, cost.messages)
     folding = cost.folded_bytes * costs.gamma_seconds_per_byte
@@ -104,7 +104,7 @@ def seconds(cost: Cost, size: int, costs: Costs) -> float:
 
 
 def bytes_of(call: Call) -> int:
-    """Bytes of all arrays this rank brings."""
+    """Bytes of all input arrays of this rank."""
     return sum(spec.nbytes for spec in call.inputs)
 
 
@@ -117,24 +117,25 @@ def sent_bytes(call: Call, size: int) -> int:
     return int(plain * codec(call.wire).encoded_bytes(count) / bytes_of(call))
 
 
-def explain(call: Call, size: int, basis: Basis = ANYWHERE) -> str:
-    """The choice for a call as messages, why, and what else there is: one line each."""
-    applied = basis.applied(call)
-    chosen = select(applied, size, basis)
+def explain(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> str:
+    """The algorithm chosen for a call as messages, the reason, and the alternatives: one line each."""
+    applied = tuning.applied(call)
+    chosen = select(applied, size, tuning)
     nbytes = bytes_of(call)
-    costs = basis.costs(size)
+    costs = tuning.costs(size)
     lines = [
-        f"{call.signature} on {size} ranks: {chosen.name}, {chosen.order.value}{_why(call, applied)}",
-        f"  by the cost table {basis.table.name!r}: {costs}",
+        f"{call.signature} on {in_ranks(size)}: {chosen.name}, {chosen.order.value}{_why(call, applied)}",
+        f"  by the cost table {tuning.table.name!r}: {costs}",
     ]
-    for entry in sorted(basis.entries(call.operation), key=lambda entry: seconds(entry.cost(size, nbytes), size, costs)):
+    for entry in sorted(tuning.algorithms_of(call.operation), key=lambda entry: seconds(entry.cost(size, nbytes), size, costs)):
         cost = entry.cost(size, nbytes)
-        mark = "*" if entry is chosen or entry.name == chosen.name else " "
+        mark = "*" if entry.name == chosen.name else " "
+        rounds = f"{cost.rounds:3g} round" + (", " if cost.rounds == 1 else "s,")
         lines.append(
-            f"  {mark} {entry.name:<18} {cost.rounds:3g} rounds, {cost.sent_bytes:12,.0f} bytes sent, "
+            f"  {mark} {entry.name:<18} {rounds} {cost.sent_bytes:12,.0f} bytes sent, "
             f"{cost.folded_bytes:12,.0f} folded: about {seconds(cost, size, costs) * 1e6:,.0f} us, {entry.order.value}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "  * the algorithm that is chosen"])
 
 
 def _why(call: Call, applied: Call) -> str:
@@ -147,18 +148,18 @@ def _why(call: Call, applied: Call) -> str:
     return ""
 
 
-def _candidates(call: Call, size: int, basis: Basis) -> list[Entry]:
-    entries = basis.entries(call.operation)
+def _candidates(call: Call, size: int, tuning: Tuning) -> list[Algorithm]:
+    entries = tuning.algorithms_of(call.operation)
     if call.algorithm is not None:
         return _asked_for(call, entries)
     if call.wire is not None:
         return [entry for entry in entries if entry.compresses]
     if call.operation is Operation.BROADCAST and call.inputs and bytes_of(call) <= INLINE_BYTES:
-        return [entry for entry in entries if entry.name == "tree"]  # as notices travel, and it with its own
+        return [entry for entry in entries if entry.name == "tree"]  # it travels in its announcement, down this tree
     if size <= RANK_ORDER_RANKS:
         return [entry for entry in entries if entry.order.is_canonical and not entry.needs_alike]
-    # Beyond, direct exchange opens too many streams; whatever else there is has fewer partners. Where hosts are must not
-    # decide on the order of summation.
+    # Beyond that, direct exchange opens too many streams, and all other algorithms have fewer partners. Which ranks share
+    # a host must not decide the order of summation.
     fewer = [
         entry
         for entry in entries
@@ -167,12 +168,12 @@ def _candidates(call: Call, size: int, basis: Basis) -> list[Entry]:
     return fewer or list(entries)
 
 
-def _asked_for(call: Call, entries: tuple[Entry, ...]) -> list[Entry]:
+def _asked_for(call: Call, entries: tuple[Algorithm, ...]) -> list[Algorithm]:
     both = call.operation is Operation.ALL_REDUCE and call.algorithm == "direct"
     names = _DIRECT_NAMES if both else (call.algorithm,)
     found = [entry for entry in entries if entry.name in names]
     if not found:
-        if call.algorithm in names_of(call.operation):
+        if call.algorithm in algorithm_names(call.operation):
             raise UsageError(
                 f"{call.operation.value} by algorithm={call.algorithm!r} needs ranks that share memory on several hosts",
                 hint="leave algorithm= away; transport='auto' finds out which ranks share a host",
@@ -200,7 +201,7 @@ def _asked_for(call: Call, entries: tuple[Entry, ...]) -> list[Entry]:
 
 
 def check(call: Call) -> None:
-    """Refuses calls that mean nothing, whatever runs them. Raises as `plan_for`."""
+    """Refuses calls that are invalid whatever runs them. Raises as `plan_for`."""
     if call.op is not None and call.inputs:
         why_not = refusal(call.op, call.inputs[0].dtype)
         if why_not is not None:

@@ -1,4 +1,4 @@
-"""The arrays of one running plan, and what its actions do to them. Knows nothing of messages."""
+"""The arrays of one running plan, and the arithmetic of its actions. Messages are the executor's part."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ NOTHING = TensorSpec(DType.UINT8, (0,))
 
 
 class Rules:
-    """What is the same for every run of a prepared call: its kernel, its codec, the specs of what comes out.
+    """What all runs of a prepared call share: kernel, codec, specs of the results.
 
     Args:
-        tasks: the plan's actions as they are to be run.
+        tasks: the plan's actions, fused as the executor runs them.
     """
 
     def __init__(self, call: Call, plan: Plan, tasks: tuple[Task, ...], rank: int, size: int) -> None:
@@ -57,9 +57,9 @@ class Rules:
 
 
 def _sharing(tasks: tuple[Task, ...]) -> dict[int, tuple[int, int]]:
-    """Actions that take the same elements in a codec's bytes: index -> (the first such action, how many there are).
+    """Actions that encode the same elements: index -> (the first such action, how many there are).
 
-    Nothing may write to these elements in between, whichever arrays share memory.
+    Nothing writes to these elements in between, whichever arrays share memory.
     """
     alike: dict[Region, list[int]] = {}
     closed: list[list[int]] = []
@@ -81,7 +81,7 @@ class Workspace:
 
     Args:
         inputs: C-contiguous storage arrays.
-        outputs: arrays to write results into where they fit, None in place of one or of all to allocate.
+        outputs: arrays for results, used where they fit; None in place of one or of all to allocate.
     """
 
     def __init__(self, rules: Rules, inputs: Sequence[Array], outputs: Sequence[Array | None] | None) -> None:
@@ -110,7 +110,7 @@ class Workspace:
         return arrays, [spec for spec in self.specs if spec is not None]
 
     def outgoing(self, region: Region) -> tuple[TensorSpec, Array]:
-        """What a Send of this region carries: its spec, and its elements as they are stored, not yet encoded."""
+        """The contents of a Send of this region: spec and elements as stored, not yet encoded."""
         if region.start == region.stop:
             return NOTHING, np.empty(0, np.uint8)
         array, spec = self._item(region)
@@ -119,9 +119,9 @@ class Workspace:
         return (spec if whole else TensorSpec(spec.dtype, (flat.size,))), flat
 
     def encoded(self, index: int, first: int, last: int) -> Array:
-        """Elements [first, last) of the region of action `index` as the call's codec puts them on the wire.
+        """Elements [first, last) of the region of action `index`, encoded by the call's codec.
 
-        Where several actions take the same, they are encoded for the first of them and kept until the last has taken them.
+        Where several actions need the same, the encoding is kept until the last of them has taken it.
         """
         group, users = self._rules.sharing[index]
         found, left = self._encodings.pop((group, first), (None, users))
@@ -147,10 +147,10 @@ class Workspace:
         return self._item(region)[0].reshape(-1)[region.start : region.stop]
 
     def expect(self, region: Region, spec: TensorSpec) -> None:
-        """A message begins to arrive for a region. Allocates whole results from the message's own description.
+        """Checks the spec of a message for a region, when its first chunk arrives. Allocates whole results from the spec.
 
         Raises:
-            CodecError: its size is not that of the region, although the signatures agree.
+            CodecError: the message and the region differ in size, although the signatures agree.
         """
         if region.buffer is Buffer.OUT and region.stop is None and region.start == 0:
             if self.specs[region.item] is None:
@@ -165,7 +165,7 @@ class Workspace:
             raise CodecError(f"a message of {spec} came for {region}, which holds {expected} elements")
 
     def accept(self, action: Receive | Fold | FoldUnder, dtype: DType, first: int, data: Array) -> None:
-        """Elements of a message of `dtype`, beginning at element `first`, are folded in or stored."""
+        """Folds or stores elements of a message of `dtype`, beginning at element `first`."""
         region = action.region
         if not data.size:
             return
@@ -183,7 +183,7 @@ class Workspace:
             (self._kernel.fold_under_work if in_work else self._kernel.fold_under)(target, data)
 
     def reduce(self, task: Reduce, messages: Sequence[tuple[DType, Array]], first: int, last: int) -> None:
-        """Elements [first, last) of a reduction; `messages`: those of its messages, each with its dtype, in their order."""
+        """Computes elements [first, last) of a reduction. `messages`: those of its messages in order, with their dtypes."""
         come = iter(messages)
         parts = [
             (self._rules.dtype, self._flat(operand)[first:last]) if isinstance(operand, Region) else next(come)
@@ -214,18 +214,18 @@ class Workspace:
         return self._rules.kernel
 
     def array(self, region: Region) -> Array:
-        """The whole array that a region is part of."""
+        """The array that a region is part of."""
         return self._item(region)[0]
 
     def elements(self, action: Task) -> int:
-        """How many elements an action goes through whose arrays are known."""
+        """How many elements an action processes. Its array must exist."""
         return self._flat(action.source if isinstance(action, Copy) else action.region).size
 
     def apply(self, index: int, first: int, last: int) -> None:
-        """Elements [first, last) of action `index`, which needs no message."""
+        """Does elements [first, last) of action `index`, which needs no message."""
         action = self._rules.tasks[index]
         if isinstance(action, Copy) and action.region.stop is None and self.specs[action.region.item] is None:
-            self._describe(action)
+            self._allocate(action)
         if first == last:
             return
         target = self._flat(action.region)[first:last]
@@ -248,8 +248,8 @@ class Workspace:
         else:
             self._kernel.finish(target, source)
 
-    def _describe(self, copy: Copy) -> None:
-        """A whole result is what it is a copy of."""
+    def _allocate(self, copy: Copy) -> None:
+        """Allocates a result that is a copy of a whole array."""
         _, spec = self._item(copy.source)
         self.specs[copy.region.item] = spec
         self._out[copy.region.item] = self._room(copy.region.item, spec)

@@ -1,5 +1,5 @@
-"""What a member tells of itself with each beat: its last operation, the time it spent in operations and training steps,
-what it sent to whom."""
+"""What a member reports with each heartbeat: its last operation, the time it spent in operations and training steps, and the
+bytes it sent to each peer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Final, TypeAlias
 from ferrorpc.v1 import identity_pb2, session_pb2
 
 Traffic: TypeAlias = Mapping[int, tuple[str, int]]
-"""World rank of a peer -> kind of the link, and bytes sent on it."""
+"""World rank of a peer -> kind of the link, and bytes sent over it so far."""
 
 ACTIVITY_CHARACTERS_MAX: Final = 200
 LINKS_EVERY_BEATS: Final = 2
 LINKS_MAX: Final = 32
-"""Links that one beat tells of; the others come with a later one."""
+"""Links in one heartbeat; the others follow in later ones."""
 
 
 class Activity:
-    """Written by the threads that run operations, read by the one that beats. A lost addition would do no harm. Its methods are
-    cheap: some are called for every operation.
+    """Counters that operations update and heartbeats report.
+
+    Any thread may update them, without a lock: a lost addition does no harm. The methods are cheap, because some are called for
+    every operation.
 
     Attributes:
-        operations: how many have begun.
-        last: the last of them, in words.
+        operations: how many operations have begun.
+        last: the last of them, as text.
     """
 
     def __init__(self) -> None:
@@ -32,50 +34,50 @@ class Activity:
         self.last = ""
         self._operation_seconds = 0.0
         self._since: dict[int, float] = {}
-        """Thread -> when it came into the operation that it is in."""
-        self._told_ms = 0
+        """Thread -> when it entered the operation that it is in."""
+        self._reported_ms = 0
         self._steps = 0
         self._step_seconds = (0.0, 0.0, 0.0)
         self._traffic: Callable[[], Traffic] = dict
-        self._told: dict[int, int] = {}
+        self._reported_bytes: dict[int, int] = {}
         self._beats = 0
 
     def note(self, operation: str) -> None:
-        """An operation begins."""
+        """Counts an operation that begins."""
         self.last = operation
         self.operations += 1
 
     def operating(self, began: float) -> None:
-        """The calling thread is in an operation since that clock time, or waits for one, until it has `operated`."""
+        """The calling thread entered an operation, or began to wait for one, at clock time `began`. `operated` ends this."""
         self._since[get_ident()] = began
 
     def operated(self, seconds: float) -> None:
-        """It is in none any more. So much time went into operations, or into waiting for them."""
+        """The calling thread left the operation. Adds the seconds that it spent in operations or waiting for them."""
         self._since.pop(get_ident(), None)
         self._operation_seconds += seconds
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
-        """A training step is over; what it waited went into operations."""
+        """Counts a training step. Its exposed seconds count as time in operations."""
         compute, exposed, hidden = self._step_seconds
         self._step_seconds = compute + compute_seconds, exposed + exposed_seconds, hidden + hidden_seconds
         self._steps += 1
         self._operation_seconds += exposed_seconds
 
-    def carry(self, traffic: Callable[[], Traffic]) -> None:
-        """From now on links are those of another generation."""
-        self._told = {}
+    def set_traffic_source(self, traffic: Callable[[], Traffic]) -> None:
+        """Reports the links of another generation from now on."""
+        self._reported_bytes = {}
         self._traffic = traffic
 
     def beat(self, generation: int, now: float) -> session_pb2.Beat:
-        """What to tell now. Time in operations includes those that are not over: a rank that hangs in one is seen to wait."""
+        """The next heartbeat. Time in operations includes those in progress, so a rank that hangs in one is seen to wait."""
         self._beats += 1
         seconds = self._operation_seconds + sum(now - began for began in list(self._since.values()))
-        self._told_ms = max(self._told_ms, int(seconds * 1000))
+        self._reported_ms = max(self._reported_ms, int(seconds * 1000))
         return session_pb2.Beat(
             step=self.operations,
             activity=self.last[:ACTIVITY_CHARACTERS_MAX],
             generation=generation,
-            operation_ms=self._told_ms,
+            operation_ms=self._reported_ms,
             links=self._links() if self._beats % LINKS_EVERY_BEATS == 0 else (),
             training=self._training() if self._steps else None,
         )
@@ -85,12 +87,12 @@ class Activity:
         return identity_pb2.Training(steps=self._steps, compute_ms=compute, exposed_ms=exposed, hidden_ms=hidden)
 
     def _links(self) -> list[identity_pb2.Link]:
-        """Links with news, those that were told of least recently first."""
-        told = self._told
-        news = [(peer, kind, sent) for peer, (kind, sent) in self._traffic().items() if sent > told.get(peer, 0)]
-        order = {peer: place for place, peer in enumerate(told)}
-        news.sort(key=lambda link: order.get(link[0], -1))
-        for peer, _, sent in news[:LINKS_MAX]:
-            told.pop(peer, None)
-            told[peer] = sent
-        return [identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent) for peer, kind, sent in news[:LINKS_MAX]]
+        """Links with bytes that were not reported yet, those that were reported least recently first."""
+        reported = self._reported_bytes
+        changed = [(peer, kind, sent) for peer, (kind, sent) in self._traffic().items() if sent > reported.get(peer, 0)]
+        order = {peer: index for index, peer in enumerate(reported)}
+        changed.sort(key=lambda link: order.get(link[0], -1))
+        for peer, _, sent in changed[:LINKS_MAX]:
+            reported.pop(peer, None)
+            reported[peer] = sent
+        return [identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent) for peer, kind, sent in changed[:LINKS_MAX]]

@@ -1,4 +1,4 @@
-"""What a rank needs of its coordinator, whether that is a remote service (session.py) or shared state (local.py)."""
+"""A rank's interface to its coordinator, which is a remote service (session.py) or shared state in one process (local.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ferrorpc.types import Assignment
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One generation as this rank lives it: what it was assigned, and the latch that trips when it is over."""
+    """One generation on this rank: its assignment, and the latch that trips when the generation is over."""
 
     assignment: Assignment
     latch: Latch = field(default_factory=Latch)
@@ -23,7 +23,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class MemberReport:
-    """What is known of one rank, for the sentence in an error."""
+    """What is known of one rank, for error messages."""
 
     rank: int
     name: str
@@ -36,7 +36,7 @@ class MemberReport:
 
     @property
     def standing(self) -> str:
-        """Who it is and how it is; nothing that grows old, such as when it was last heard of."""
+        """Its identity and state, without what changes all the time, such as the age of its last beat."""
         where = f"{self.name} on {self.host}" if self.host else self.name
         why = f" ({self.reason})" if self.reason else ""
         who = f"rank {self.rank} ({where})" if self.rank >= 0 else where
@@ -48,14 +48,14 @@ class MemberReport:
 
 
 class Store(ABC):
-    """Small values shared by the job; they outlive generations. Keys are text of at most 512 bytes, values bytes up to 1 MiB.
+    """Small values that the job shares. They outlive generations. Keys are text of at most 512 bytes, values bytes up to 1 MiB.
 
-    Every method raises LimitExceededError past a limit, CoordinatorUnavailableError when the coordinator stays away, and
-    leaves the store unchanged when it raises.
+    Every method raises LimitExceededError past a limit, and CoordinatorUnavailableError if the coordinator stays unreachable. A
+    method that raises leaves the store unchanged.
     """
 
     def __getstate__(self) -> NoReturn:
-        """Refuses: it speaks through this process's session."""
+        """Refuses: a store works through this process's session only."""
         raise UsageError("a store cannot be copied or pickled", hint="pass its keys and values on; each rank has group.store")
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class Store(ABC):
 
     @abstractmethod
     def set(self, key: str, value: bytes, *, bind: str = "job") -> None:
-        """Sets a key. `bind`: "job", or "session" / "generation" for a key that vanishes with it."""
+        """Sets a key. `bind`: "job", or "session" / "generation" for a key that is deleted when that ends."""
 
     @abstractmethod
     def get(self, key: str, timeout: float | None = None) -> bytes:
@@ -91,43 +91,43 @@ class Store(ABC):
 
 
 class Session(ABC):
-    """This process's seat in a job. It outlives generations; groups come and go on it."""
+    """This process's membership in a job. It outlives generations and their groups."""
 
     def __getstate__(self) -> NoReturn:
-        """Refuses: it is this process's."""
+        """Refuses: a session belongs to its process."""
         raise UsageError(
             "a session cannot be copied or pickled", hint="another process makes its own with init_process_group()"
         )
 
     def __repr__(self) -> str:
-        seat = self.membership.assignment
-        return f"<{type(self).__name__} rank {seat.rank} of {seat.size}, generation {seat.generation}>"
+        own = self.membership.assignment
+        return f"<{type(self).__name__} rank {own.rank} of {own.size}, generation {own.generation}>"
 
     clock: Clock
     store: Store
     membership: Membership
     """The current generation."""
     activity: Activity
-    """What this rank does, for those who ask: told of every operation."""
+    """What this rank does, for status and error messages. It counts every operation."""
 
     @abstractmethod
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         """Ends the generation with this failure, unless it has ended already. Returns at once.
 
         Args:
-            latch: of the generation that is meant; None for the current one. Where another has followed it, it is over on every
-                rank, and only the latch trips.
+            latch: of the generation that failed; None for the current one. If a later generation has begun, this one is over on
+                every rank, and only the latch trips.
 
-        The first cause that the coordinator keeps comes back through `membership.latch`, on this rank as on every other. If
-        the coordinator does not answer within a second, the latch trips with `failure` itself.
+        The coordinator keeps the first cause, which trips `membership.latch` on this rank and on all others. If the coordinator
+        does not answer within a second, the latch trips with `failure` itself.
         """
 
     @abstractmethod
     def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:
-        """The data stream to or from world rank `peer` broke without a goodbye. The verdict comes through the latch.
+        """Reports that the data stream to or from world rank `peer` broke. The coordinator decides what trips the latch.
 
         Args:
-            latch: as for `report`; a generation that is over needs no stream.
+            latch: as for `report`; for a generation that is over nothing is reported.
         """
 
     @abstractmethod
@@ -137,13 +137,13 @@ class Session(ABC):
         """A named barrier of this generation; returns every participant's payload (at most 4 KiB each) in rank order.
 
         Raises:
-            BarrierTimeoutError: with every missing rank and what is known of it. Breaks nothing.
+            BarrierTimeoutError: with every missing rank and what is known of it. The generation goes on.
             PeerLostError: a participant died.
         """
 
     @abstractmethod
     def describe(self, ranks: Iterable[int], timeout: float) -> list[MemberReport]:
-        """What is known of these ranks; [] when nobody answers in time. Never raises: it serves error messages."""
+        """What is known of these ranks; [] if the coordinator does not answer in time. Never raises: error messages use it."""
 
     @abstractmethod
     def exchange_nccl_id(
@@ -154,17 +154,17 @@ class Session(ABC):
         unique_ids: Sequence[bytes] | FerroError | None,
         timeout: float,
     ) -> list[bytes]:
-        """Relays NCCL ids within this generation: leaders pass the ids they minted (or the error that stopped them), the
-        others None; all get the ids."""
+        """Relays NCCL ids within this generation. Leaders pass the ids they created, or the error that kept them from it; the
+        other ranks pass None. Every rank gets all ids."""
 
     @property
     @abstractmethod
     def pending_members(self) -> list[str]:
-        """Names of those whom the next generation would admit; spares, for whom it has no room, are not among them."""
+        """Names of the members that the next generation would admit. Spares, for whom it has no room, are not among them."""
 
     @abstractmethod
     def rejoin(self, timeout: float) -> Membership:
-        """Takes part in the next generation (`reform`); it becomes `membership`.
+        """Joins the next generation (`reform`), which becomes `membership`.
 
         Raises:
             RendezvousTimeoutError: naming who is missing.
@@ -172,4 +172,4 @@ class Session(ABC):
 
     @abstractmethod
     def leave(self, reason: str = "") -> None:
-        """Says goodbye: a clean end, or (with a reason such as "ValueError: ...") the others' cause. Idempotent, < 1 s."""
+        """Leaves the job. A reason, such as "ValueError: ...", ends the generation for the others. Idempotent; under 1 s."""

@@ -1,4 +1,4 @@
-"""Channels to a coordinator, as the settings ask for them."""
+"""Channels to a coordinator, with TLS as the settings say."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import grpc
 
 from ferrorpc.errors import FerroError
-from ferrorpc.wire.handshake import diagnose
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.options import session_channel
 from ferrorpc.wire.tls import Dialer, TlsFiles
+from ferrorpc.wire.tls_diagnosis import diagnose
 
 
-class Connector:
-    """Makes channels to the coordinator of a job, with TLS where the tls_* settings ask for it.
+class ChannelFactory:
+    """Makes channels to the coordinator of a job, with TLS if the tls_* settings ask for it.
 
-    Files that are renewed are used from the next channel on.
+    Renewed certificate files are used from the next channel on.
 
     Raises:
         ConfigError: the tls_* settings contradict each other.
@@ -30,16 +30,16 @@ class Connector:
         self._dialer = None if self.tls is None else Dialer(self.tls)
 
     def __call__(self) -> grpc.Channel:
-        """One channel.
+        """A new channel.
 
         Raises:
             ConfigError: a file of the tls_* settings cannot be read.
-            AuthenticationError: this process's certificate has expired, or is not of the authority.
+            AuthenticationError: this process's certificate has expired, or another authority signed it.
         """
         if self._dialer is None:
             return grpc.insecure_channel(self.address, options=session_channel())
         return self._dialer.channel(self.address, self.job, Role.COORDINATOR, session_channel())
 
     def diagnose(self) -> FerroError | None:
-        """Why TLS does not let a channel come about; None where it is not to blame. Takes up to 2 s."""
+        """The TLS error that keeps channels from connecting; None if it is not TLS. Takes up to 2 s."""
         return diagnose(self.address, self.tls, self.job, Role.COORDINATOR)

@@ -1,4 +1,4 @@
-"""What may be sent to a coordinator. Checked before sending, so that a request that is too large never ends a session."""
+"""Limits of what a coordinator takes. They are checked before sending, so that no oversized request ends a session."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ VALUE_BYTES_MAX: Final = 1 << 20
 PAYLOAD_BYTES_MAX: Final = 4 << 10
 FRAME_BYTES_MAX: Final = 256 << 10
 WRITES_MAX: Final = 128
-"""Unanswered writes of a session: a coordinator knows the results of so many again when they are repeated."""
+"""Unanswered writes of a session. A coordinator remembers the results of this many, in case they are sent again."""
 RANKS_PER_ID: Final = 128
-"""One NCCL id, minted by one leader, serves so many ranks."""
+"""How many ranks share one NCCL id, which their leader creates."""
 BINDINGS: Final = ("job", "session", "generation")
 _KEY: Final = re.compile(r"[!-~]+")
 
 
 def check_key(key: str) -> None:
-    """Refuses a key that no store takes.
+    """Refuses an invalid key.
 
     Raises:
         LimitExceededError: longer than 512 bytes.
-        UsageError: no text, empty, or with characters other than printable ASCII without the blank.
+        UsageError: not text, empty, or not made of printable ASCII without blanks.
     """
     if not isinstance(key, str):
         raise UsageError(
@@ -48,27 +48,27 @@ def check_keys(keys: str | Iterable[str]) -> list[str]:
 
 
 def check_prefix(prefix: str) -> None:
-    """Refuses what no key can begin with. Raises as `check_key`."""
+    """Refuses a prefix that no key can have. Raises as `check_key`."""
     if prefix != "":
         check_key(prefix)
 
 
 def check_value(value: bytes) -> bytes:
-    """The bytes of a value. Refuses more than 1 MiB, and what is no bytes."""
+    """The bytes of a value. Refuses more than 1 MiB, and anything but bytes."""
     found = _bytes_of(value, "a store holds")
     require("the bytes of a value", len(found), "value_bytes", VALUE_BYTES_MAX, MessageTooLargeError)
     return found
 
 
 def check_payload(payload: bytes) -> bytes:
-    """The bytes of a barrier's payload. Refuses more than 4 KiB, and what is no bytes."""
+    """The bytes of a barrier's payload. Refuses more than 4 KiB, and anything but bytes."""
     found = _bytes_of(payload, "a barrier's payload is")
     require("the bytes of a barrier's payload", len(found), "payload_bytes", PAYLOAD_BYTES_MAX, MessageTooLargeError)
     return found
 
 
 def check_amount(amount: int) -> int:
-    """What is added to a counter. Refuses what is no integer of 64 bits."""
+    """The amount to add to a counter. Refuses anything but a signed 64-bit integer."""
     try:
         found = index(amount)
     except TypeError:
@@ -79,11 +79,11 @@ def check_amount(amount: int) -> int:
 
 
 def check_participants(ranks: Iterable[int] | None, own: int, size: int) -> tuple[int, ...]:
-    """Who meets in a barrier, in ascending order: these world ranks of a world of `size`, or all.
+    """The participants of a barrier, in ascending order: the given world ranks of a world of `size`, or all for None.
 
     Raises:
-        UsageError: no ranks.
-        InvalidRankError: there is no such rank, or the caller is not among them.
+        UsageError: `ranks` are not integers.
+        InvalidRankError: a rank does not exist, or the caller is not among them.
     """
     try:
         chosen = tuple(range(size)) if ranks is None else tuple(sorted({index(rank) for rank in ranks}))
@@ -97,13 +97,13 @@ def check_participants(ranks: Iterable[int] | None, own: int, size: int) -> tupl
 
 
 def check_binding(bind: str) -> None:
-    """Refuses what a key cannot be bound to."""
+    """Refuses an unknown binding."""
     if bind not in BINDINGS:
         raise UsageError(f"bind={bind!r} is not one of {', '.join(BINDINGS)}")
 
 
-def _bytes_of(value: bytes, whose: str) -> bytes:
+def _bytes_of(value: bytes, what: str) -> bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
         hint = "encode it: str.encode(), json.dumps(...).encode()"
-        raise UsageError(f"{whose} bytes, not {type(value).__name__}", hint=hint)
+        raise UsageError(f"{what} bytes, not {type(value).__name__}", hint=hint)
     return bytes(value)

@@ -1,6 +1,6 @@
-"""A job whose members are threads of one process: the coordinator as shared state, for tests and simulations.
+"""A job whose members are threads of one process. Shared state takes the place of the coordinator.
 
-Everything waits through the world's Clock, so a world of the simulated clock replays from its seed.
+All waits use the world's Clock. So a world on virtual time replays from its seed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from numbers import Integral
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
-from ferrorpc.coordination.causes import cause_on, link_lost, needed_one_who_left, reforms_already, replaced
+from ferrorpc.coordination.condition import Condition
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
-from ferrorpc.coordination.monitor import Monitor
 from ferrorpc.errors import (
     BarrierTimeoutError,
     CollectiveTimeoutError,
@@ -29,6 +28,7 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
 )
+from ferrorpc.generation_errors import already_reforming, error_on_rank, generation_replaced, link_lost, member_left
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch, seconds_of
 from ferrorpc.types import Assignment, Peer
 
@@ -36,13 +36,13 @@ _world_numbers = itertools.count(1)
 
 
 @dataclass(slots=True)
-class _Gathering:
-    """A barrier, or an exchange of ids: who takes part, who has come with what, and how it ended for everybody."""
+class _Exchange:
+    """A barrier or an exchange of NCCL ids: its participants, what each has brought, and its outcome for all."""
 
     label: str
     ranks: tuple[int, ...]
     ids_needed: int = 0
-    """Of an exchange: it is complete with so many ids. A barrier (0) is complete when all have come."""
+    """An exchange of ids is complete with so many ids; a barrier (0) when all participants have arrived."""
     arrived: dict[int, list[bytes]] = field(default_factory=dict)
     outcome: list[bytes] | FerroError | None = None
 
@@ -60,24 +60,24 @@ class _Gathering:
 
 @dataclass(slots=True)
 class _Generation:
-    """One membership: its members in rank order, the cause of its end, and what happens in it."""
+    """One generation: its members in rank order, the cause of its end, and its barriers and exchanges of ids."""
 
     number: int
     members: list[LocalSession]
     cause: FerroError | None = None
     origin: int = -1
-    gatherings: dict[tuple[str, str, int], _Gathering] = field(default_factory=dict)
+    exchanges: dict[tuple[str, str, int], _Exchange] = field(default_factory=dict)
 
 
 class LocalWorld:
-    """All members of one job, in one process.
+    """One job with all its members, in one process.
 
     Args:
-        size: members of the first generation, and the most that any has.
-        clock: what every wait goes through.
+        size: members of the first generation, and the most that any generation has.
+        clock: the clock of all waits.
         job: name of the job.
-        min_size: an elastic world goes on with this many; None for a fixed world, which waits for replacements.
-        timeout: seconds for waits on the store and for barriers that are not told.
+        min_size: fewest members that an elastic world goes on with; None for a fixed world, which waits for replacements.
+        timeout: default of waits on the store and of barriers, in seconds.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class LocalWorld:
         self.job = job
         self.cluster_id = f"local-{next(_world_numbers)}"
         self.timeout = timeout
-        self.monitor = Monitor(clock)
+        self.condition = Condition(clock)
         self.keyspace = Keyspace()
-        self.on_note: Callable[[int], None] | None = None
-        """Told the rank of every `note`: where a test may end it."""
+        self.on_operation: Callable[[int], None] | None = None
+        """Called with a rank whenever that begins an operation. Tests use it to end the rank there."""
         self._max_size = size
         self._min_size = size if min_size is None else min_size
         whole = isinstance(size, Integral) and isinstance(self._min_size, Integral)
@@ -105,10 +105,10 @@ class LocalWorld:
         self._endings: list[tuple[Membership, FerroError]] = []
         self.sessions: list[LocalSession] = []
         self.generation = _Generation(0, [])
-        with self.monitor.lock:
+        with self.condition.lock:
             for _ in range(size):
                 self._add_session()
-            self._open(self.sessions, f"{size} of {size} joined")
+            self._begin_generation(self.sessions, f"{size} of {size} joined")
 
     def session(self, rank: int) -> LocalSession:
         """The member that holds this rank in the current generation."""
@@ -117,12 +117,12 @@ class LocalWorld:
         return self.generation.members[rank]
 
     def join(self, timeout: float) -> LocalSession:
-        """A new member, as soon as a generation has room for it: at the others' next `rejoin`.
+        """Adds a member, once a generation has room for it: at the others' next `rejoin`.
 
         Raises:
-            RendezvousTimeoutError: there was none within `timeout` seconds.
+            RendezvousTimeoutError: no generation took it in within `timeout` seconds.
         """
-        with self.monitor.lock:
+        with self.condition.lock:
             session = self._add_session()
         try:
             session.rejoin(timeout)
@@ -132,14 +132,14 @@ class LocalWorld:
         return session
 
     def kill(self, rank: int, reason: str) -> None:
-        """Declares the member with this rank dead: the others raise PeerLostError, it is fenced."""
+        """Declares the member with this rank dead: it is fenced, and the others raise PeerLostError."""
         session = self.session(rank)
         fenced = StaleGenerationError(f"rank {rank} was declared dead ({reason}) and is no longer part of job {self.job!r}")
         self.end_session(session, "dead", reason, fenced)
 
     def end_session(self, session: LocalSession, state: str, reason: str, own_cause: FerroError) -> None:
-        """A member is gone, for good. With a reason, that is the end of its generation."""
-        with self.monitor.lock:
+        """A member has left or died. A reason ends its generation."""
+        with self.condition.lock:
             if not session.alive:
                 return
             session.state, session.reason = state, reason
@@ -148,51 +148,52 @@ class LocalWorld:
             if session in generation.members:
                 self._endings.append((session.membership, own_cause))
                 if reason:
-                    self._break(generation, rank, PeerLostError(rank, reason))
-            self._close_round()
-            self.monitor.changed()
+                    self._record_end(generation, rank, PeerLostError(rank, reason))
+            self._try_next_generation()
+            self.condition.notify_all()
         self.trip_latches()
 
     def end_generation(self, number: int, origin: int, cause: FerroError) -> None:
-        """Ends this generation, unless it has ended: the first cause stays."""
-        with self.monitor.lock:
+        """Ends this generation, unless it has ended already: the first cause stays."""
+        with self.condition.lock:
             if self.generation.number == number:
-                self._break(self.generation, origin, cause)
-                self.monitor.changed()
+                self._record_end(self.generation, origin, cause)
+                self.condition.notify_all()
         self.trip_latches()
 
     def trip_latches(self) -> None:
-        """Tells the members of generations that ended. The caller does not hold the lock: a latch wakes others."""
-        with self.monitor.lock:
+        """Trips the latches of ended generations. The caller does not hold the lock, because a latch wakes other threads."""
+        with self.condition.lock:
             endings, self._endings = self._endings, []
         for membership, cause in endings:
             membership.latch.trip(cause)
 
-    def ask_for_place(self, session: LocalSession) -> None:
-        """The member takes part in the next round. The lock is held."""
-        session.asking = True
-        self._close_round()
+    def request_rank(self, session: LocalSession) -> None:
+        """The member asks for a rank in the next generation. The caller holds the lock."""
+        session.rejoining = True
+        self._try_next_generation()
 
     def missing(self) -> list[LocalSession]:
-        """Members of the current generation for whom an open round waits. The lock is held."""
-        return [member for member in self.generation.members if member.alive and not member.asking]
+        """Living members of this generation that have not asked for the next one. The caller holds the lock."""
+        return [member for member in self.generation.members if member.alive and not member.rejoining]
 
-    def lacking(self, since: float) -> list[LocalSession]:
-        """Members of the current generation for whom a round that is open since then waits in vain: they did not ask, or are
-        gone without a replacement. Nobody is blamed for having given up meanwhile. The lock is held."""
+    def absent_members(self, since: float) -> list[LocalSession]:
+        """Members of this generation that a rendezvous, open since clock time `since`, lacks: those that did not ask, and those
+        that are gone without a replacement. Members that asked and gave up since then are not among them. The caller
+        holds the lock."""
         members = self.generation.members
-        tired = [member for member in members if not member.asking and member.gave_up_at >= since]
-        silent = [member for member in self.missing() if member not in tired]
-        asking = [session for session in self.sessions if session.alive and session.asking]
-        enough = len(silent) + len(asking) + len(tired) >= self._min_size
-        gone = [] if enough else [member for member in members if not member.alive and member not in tired]
+        gave_up = [member for member in members if not member.rejoining and member.gave_up_at >= since]
+        silent = [member for member in self.missing() if member not in gave_up]
+        rejoining = [session for session in self.sessions if session.alive and session.rejoining]
+        enough = len(silent) + len(rejoining) + len(gave_up) >= self._min_size
+        gone = [] if enough else [member for member in members if not member.alive and member not in gave_up]
         return sorted(silent + gone, key=lambda member: member.rank)
 
     def to_admit(self) -> list[LocalSession]:
-        """Members that ask for a place and would get one in the next generation. The lock is held."""
+        """New members that the next generation would admit. The caller holds the lock."""
         members = self.generation.members
         room = self._max_size - sum(member.alive for member in members)
-        return [session for session in self.sessions if session.asking and session.alive and session not in members][:room]
+        return [session for session in self.sessions if session.rejoining and session.alive and session not in members][:room]
 
     def _add_session(self) -> LocalSession:
         number = next(self._names)
@@ -200,79 +201,82 @@ class LocalWorld:
         self.sessions.append(session)
         return session
 
-    def _break(self, generation: _Generation, origin: int, cause: FerroError) -> None:
+    def _record_end(self, generation: _Generation, origin: int, cause: FerroError) -> None:
         if generation.cause is not None:
             return
         generation.cause, generation.origin = cause, origin
         self.keyspace.release(("generation", generation.number))
         for rank, member in enumerate(generation.members):
             if member.alive:
-                self._endings.append((member.membership, cause_on(rank, origin, cause)))
+                self._endings.append((member.membership, error_on_rank(rank, origin, cause)))
 
-    def _close_round(self) -> None:
-        """Opens the next generation once enough ask for it and every living member of the last does. The lock is held."""
-        asking = [session for session in self.sessions if session.asking and session.alive]
-        if len(asking) < self._min_size or self.missing():
+    def _try_next_generation(self) -> None:
+        """Begins the next generation if enough members ask for it, among them all living ones of the last. The caller holds the
+        lock."""
+        rejoining = [session for session in self.sessions if session.rejoining and session.alive]
+        if len(rejoining) < self._min_size or self.missing():
             return
         old = self.generation
-        returning = [member for member in old.members if member in asking]
-        chosen = (returning + [session for session in asking if session not in returning])[: self._max_size]
-        self._break(old, -1, replaced(old.number, old.number + 1))
-        self._open(chosen, f"replaces generation {old.number}: {old.cause.message if old.cause else 'it was asked for'}")
-        self.monitor.changed()
+        returning = [member for member in old.members if member in rejoining]
+        chosen = (returning + [session for session in rejoining if session not in returning])[: self._max_size]
+        self._record_end(old, -1, generation_replaced(old.number, old.number + 1))
+        self._begin_generation(
+            chosen, f"replaces generation {old.number}: {old.cause.message if old.cause else 'it was asked for'}"
+        )
+        self.condition.notify_all()
 
-    def _open(self, members: Sequence[LocalSession], reason: str) -> None:
-        ranked = _in_rank_order(members)
+    def _begin_generation(self, members: Sequence[LocalSession], reason: str) -> None:
+        ranked = _by_rank(members)
         peers = tuple(Peer(rank, member.name) for rank, member in enumerate(ranked))
         self.generation = _Generation(self.generation.number + 1, ranked)
         for rank, member in enumerate(ranked):
             assignment = Assignment(self.job, self.cluster_id, self.generation.number, rank, peers, reason)
-            member.enter(Membership(assignment))
+            member.assign(Membership(assignment))
 
 
-def _in_rank_order(members: Sequence[LocalSession]) -> list[LocalSession]:
-    """Everyone keeps the rank it had where the new world has it; the others fill the gaps in order of age."""
-    places: list[LocalSession | None] = [None] * len(members)
+def _by_rank(members: Sequence[LocalSession]) -> list[LocalSession]:
+    """Members keep their rank if the new generation has it. The others fill the gaps, oldest first."""
+    ranked: list[LocalSession | None] = [None] * len(members)
     others = []
     for member in members:
-        if 0 <= member.rank < len(places):
-            places[member.rank] = member
+        if 0 <= member.rank < len(ranked):
+            ranked[member.rank] = member
         else:
             others.append(member)
-    return [place if place is not None else others.pop(0) for place in places]
+    return [member if member is not None else others.pop(0) for member in ranked]
 
 
-class _Noted(Activity):
-    """Tells the world of each operation that begins."""
+class _ReportingActivity(Activity):
+    """An Activity that calls `on_operation` for every operation."""
 
-    def __init__(self, told: Callable[[], None]) -> None:
+    def __init__(self, on_operation: Callable[[], None]) -> None:
         super().__init__()
-        self._tell = told
+        self._on_operation = on_operation
 
     def note(self, operation: str) -> None:
         super().note(operation)
-        self._tell()
+        self._on_operation()
 
 
 class LocalSession(Session):
-    """One member of a LocalWorld. Made by the world."""
+    """One member of a LocalWorld, which makes it."""
 
     membership: Membership
 
     def __init__(self, world: LocalWorld, number: int, name: str) -> None:
         self._world = world
-        self._monitor = world.monitor
-        self.clock = world.monitor.clock
+        self._condition = world.condition
+        self.clock = world.condition.clock
         self.number = number
         self.name = name
         self.state = "joining"
         self.reason = ""
-        self.asking = False
+        self.rejoining = False
         self.gave_up_at = -math.inf
-        """When its last `rejoin` ended in vain."""
-        self.store = LocalStore(world.keyspace, world.monitor, world.timeout, self._check_alive, self._owner_of)
-        self.activity = _Noted(self._noted)
-        self._noted_at = self.clock.now()
+        """Clock time when its last `rejoin` timed out."""
+        self.store = LocalStore(world.keyspace, world.condition, world.timeout, self._check_alive, self._owner_of)
+        self.activity = _ReportingActivity(self._note_operation)
+        self._last_operation_at = self.clock.now()
         self._ordinals: dict[str, int] = {}
 
     @property
@@ -282,18 +286,18 @@ class LocalSession(Session):
 
     @property
     def left(self) -> bool:
-        """Whether it said goodbye."""
+        """Whether it left the job."""
         return self.state == "left"
 
     @property
     def rank(self) -> int:
-        """Its rank in the generation it was last in; -1 before the first."""
+        """Its rank in its last generation; -1 before the first."""
         return self.membership.assignment.rank if hasattr(self, "membership") else -1
 
-    def enter(self, membership: Membership) -> None:
-        """The world gives it a place. The lock is held."""
+    def assign(self, membership: Membership) -> None:
+        """Gives it a rank in a new generation. The caller holds the lock."""
         self.membership = membership
-        self.state, self.asking = "active", False
+        self.state, self.rejoining = "active", False
         self._ordinals.clear()
 
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
@@ -304,12 +308,12 @@ class LocalSession(Session):
             latch.trip(failure)
 
     def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:
-        with self._monitor.lock:
+        with self._condition.lock:
             if latch is not None and latch is not self.membership.latch:
                 return
             members = self._world.generation.members
             current = self._world.generation.number == self.membership.assignment.generation
-            cause = _of_lost_link(self.rank, peer, members[peer], reason) if current else link_lost(self.rank, peer, reason)
+            cause = _lost_link_error(self.rank, peer, members[peer], reason) if current else link_lost(self.rank, peer, reason)
         self.report(cause, latch)
 
     def barrier(
@@ -317,12 +321,12 @@ class LocalSession(Session):
     ) -> list[bytes]:
         limits.check_key(name)
         payload, seconds = limits.check_payload(payload), seconds_of(timeout, self._world.timeout)
-        gathering = _Gathering(f"barrier {name!r}", self._participants(ranks))
-        with self._monitor.lock:
+        exchange = _Exchange(f"barrier {name!r}", self._participants(ranks))
+        with self._condition.lock:
             ordinal = self._ordinals.get(name, 0) + 1
-            generation, gathering = self._arrive(("barrier", name, ordinal), gathering, [payload])
+            generation, exchange = self._arrive(("barrier", name, ordinal), exchange, [payload])
             self._ordinals[name] = ordinal
-        return self._await(generation, gathering, seconds)
+        return self._wait_for(generation, exchange, seconds)
 
     def exchange_nccl_id(
         self,
@@ -334,62 +338,62 @@ class LocalSession(Session):
     ) -> list[bytes]:
         participants = self._participants(ranks)
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
-        gathering = _Gathering(label, participants, -(-len(participants) // limits.RANKS_PER_ID))
+        exchange = _Exchange(label, participants, -(-len(participants) // limits.RANKS_PER_ID))
         failure = unique_ids if isinstance(unique_ids, FerroError) else None
         brought = [] if isinstance(unique_ids, FerroError) else list(unique_ids or ())
-        with self._monitor.lock:
-            generation, gathering = self._arrive(("nccl", communicator, attempt), gathering, brought)
-            gathering.outcome = gathering.outcome or failure
-        return self._await(generation, gathering, timeout)
+        with self._condition.lock:
+            generation, exchange = self._arrive(("nccl", communicator, attempt), exchange, brought)
+            exchange.outcome = exchange.outcome or failure
+        return self._wait_for(generation, exchange, timeout)
 
     def describe(self, ranks: Iterable[int], timeout: float) -> list[MemberReport]:
-        with self._monitor.lock:
+        with self._condition.lock:
             members = self._world.generation.members
-            return [members[rank].report_of(rank) for rank in ranks if 0 <= rank < len(members)]
+            return [members[rank].member_report(rank) for rank in ranks if 0 <= rank < len(members)]
 
-    def report_of(self, rank: int) -> MemberReport:
-        """What is known of this member. The lock is held."""
-        age = self.clock.now() - self._noted_at
+    def member_report(self, rank: int) -> MemberReport:
+        """What is known of this member. The caller holds the lock."""
+        age = self.clock.now() - self._last_operation_at
         return MemberReport(rank, self.name, "", self.state, self.activity.operations, age, self.activity.last, self.reason)
 
     @property
-    def farewell(self) -> str:
-        """Why it is gone."""
+    def departure_reason(self) -> str:
+        """Why it died or left."""
         return self.reason or "it left the job"
 
     @property
     def pending_members(self) -> list[str]:
-        with self._monitor.lock:
+        with self._condition.lock:
             return [session.name for session in self._world.to_admit()]
 
     def rejoin(self, timeout: float) -> Membership:
         before, since = self._world.generation.number, self.clock.now()
-        with self._monitor.lock:
+        with self._condition.lock:
             self._check_alive()
-            self._world.ask_for_place(self)
+            self._world.request_rank(self)
         self._world.trip_latches()
 
-        def placed() -> Membership | None:
+        def assigned() -> Membership | None:
             self._check_alive()
-            return None if self.asking else self.membership
+            return None if self.rejoining else self.membership
 
-        found = self._monitor.wait(placed, self.clock.now() + timeout)
+        found = self._condition.wait_for(assigned, self.clock.now() + timeout)
         if found is not None:
             return found
-        with self._monitor.lock:
-            if not self.asking:
+        with self._condition.lock:
+            if not self.rejoining:
                 return self.membership
-            absent = {member.rank: str(member.report_of(member.rank)) for member in self._world.lacking(since)}
-            self.asking, self.gave_up_at = False, self.clock.now()
+            absent = {member.rank: str(member.member_report(member.rank)) for member in self._world.absent_members(since)}
+            self.rejoining, self.gave_up_at = False, self.clock.now()
         lacks = "; ".join(absent.values()) or "new members"
         raise RendezvousTimeoutError(
             list(absent), f"no generation followed generation {before} within {timeout:g} s: it lacks {lacks}"
         )
 
-    def _noted(self) -> None:
-        self._noted_at = self.clock.now()
-        if self._world.on_note is not None:
-            self._world.on_note(self.rank)
+    def _note_operation(self) -> None:
+        self._last_operation_at = self.clock.now()
+        if self._world.on_operation is not None:
+            self._world.on_operation(self.rank)
 
     def leave(self, reason: str = "") -> None:
         own: FerroError = GroupClosedError(f"{self.name} has left job {self._world.job!r}")
@@ -400,44 +404,44 @@ class LocalSession(Session):
     def _participants(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
         return limits.check_participants(ranks, self.rank, self.membership.assignment.size)
 
-    def _arrive(self, key: tuple[str, str, int], gathering: _Gathering, brought: list[bytes]) -> tuple[_Generation, _Gathering]:
-        """Joins the gathering of this name, or opens it. The lock is held."""
+    def _arrive(self, key: tuple[str, str, int], exchange: _Exchange, brought: list[bytes]) -> tuple[_Generation, _Exchange]:
+        """Arrives at the exchange of this key, opening it if need be. The caller holds the lock."""
         self._check_alive()
         generation = self._world.generation
         if generation.number != self.membership.assignment.generation:
             raise StaleGenerationError(f"{self.name} has no rank in generation {generation.number}")
-        found = generation.gatherings.setdefault(key, gathering)
-        if found.ranks != gathering.ranks:
-            mine, theirs = list(gathering.ranks), list(found.ranks)
+        found = generation.exchanges.setdefault(key, exchange)
+        if found.ranks != exchange.ranks:
+            mine, theirs = list(exchange.ranks), list(found.ranks)
             conflict = UsageError(f"{found.label}: rank {self.rank} names the participants {mine}, others {theirs}")
             found.outcome = found.outcome or conflict
-            self._monitor.changed()
+            self._condition.notify_all()
             raise conflict
         found.arrive(self.rank, brought)
-        self._monitor.changed()
+        self._condition.notify_all()
         return generation, found
 
-    def _await(self, generation: _Generation, gathering: _Gathering, seconds: float) -> list[bytes]:
+    def _wait_for(self, generation: _Generation, exchange: _Exchange, seconds: float) -> list[bytes]:
         rank = self.rank
 
         def ended() -> bool | None:
-            if gathering.outcome is None:
+            if exchange.outcome is None:
                 self._check_alive()
                 if generation.cause is not None:
-                    raise cause_on(rank, generation.origin, generation.cause).again()
-                gone = [missing for missing in gathering.missing if not generation.members[missing].alive]
+                    raise error_on_rank(rank, generation.origin, generation.cause).again()
+                gone = [missing for missing in exchange.missing if not generation.members[missing].alive]
                 if gone:
-                    gathering.outcome = PeerLostError(gone[0], generation.members[gone[0]].farewell)
-            return gathering.outcome is not None or None
+                    exchange.outcome = PeerLostError(gone[0], generation.members[gone[0]].departure_reason)
+            return exchange.outcome is not None or None
 
-        self._monitor.wait(ended, self.clock.now() + seconds)
-        with self._monitor.lock:
-            if gathering.outcome is None:
-                gathering.outcome = _too_late(generation, gathering, seconds)
-                self._monitor.changed()
-        if isinstance(gathering.outcome, FerroError):
-            raise gathering.outcome.again()
-        return list(gathering.outcome)
+        self._condition.wait_for(ended, self.clock.now() + seconds)
+        with self._condition.lock:
+            if exchange.outcome is None:
+                exchange.outcome = _timeout_error(generation, exchange, seconds)
+                self._condition.notify_all()
+        if isinstance(exchange.outcome, FerroError):
+            raise exchange.outcome.again()
+        return list(exchange.outcome)
 
     def _check_alive(self) -> None:
         if self.state == "left":
@@ -446,25 +450,25 @@ class LocalSession(Session):
             raise StaleGenerationError(f"{self.name} was declared dead ({self.reason}) and is no longer part of the job")
 
     def _owner_of(self, bind: str) -> Owner:
-        """What a key is bound to. The lock is held."""
+        """The owner that a binding means now. The caller holds the lock."""
         generation = self._world.generation
         if bind == "generation" and generation.cause is not None:
-            raise cause_on(self.rank, generation.origin, generation.cause).again()
+            raise error_on_rank(self.rank, generation.origin, generation.cause).again()
         numbers = {"job": 0, "session": self.number, "generation": generation.number}
         return bind, numbers[bind]
 
 
-def _of_lost_link(reporter: int, peer: int, member: LocalSession, reason: str) -> FerroError:
-    """Why a rank cannot be reached."""
+def _lost_link_error(reporter: int, peer: int, member: LocalSession, reason: str) -> FerroError:
+    """The error for a peer that cannot be reached."""
     if member.state == "dead":
-        return PeerLostError(peer, member.farewell)
+        return PeerLostError(peer, member.departure_reason)
     if member.state == "left":
-        return needed_one_who_left(peer)
-    return reforms_already(reporter, peer) if member.asking else link_lost(reporter, peer, reason)
+        return member_left(peer)
+    return already_reforming(reporter, peer) if member.rejoining else link_lost(reporter, peer, reason)
 
 
-def _too_late(generation: _Generation, gathering: _Gathering, seconds: float) -> FerroError:
-    missing = "; ".join(str(generation.members[rank].report_of(rank)) for rank in gathering.missing)
-    message = f"{gathering.label} was not complete within {seconds:g} s; missing: {missing}"
-    late = CollectiveTimeoutError if gathering.ids_needed else BarrierTimeoutError
-    return late(gathering.missing, message)
+def _timeout_error(generation: _Generation, exchange: _Exchange, seconds: float) -> FerroError:
+    missing = "; ".join(str(generation.members[rank].member_report(rank)) for rank in exchange.missing)
+    message = f"{exchange.label} was not complete within {seconds:g} s; missing: {missing}"
+    error = CollectiveTimeoutError if exchange.ids_needed else BarrierTimeoutError
+    return error(exchange.missing, message)

@@ -8,24 +8,24 @@ from typing import Final
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import Store
-from ferrorpc.coordination.monitor import Monitor
+from ferrorpc.coordination.condition import Condition
 from ferrorpc.errors import StoreTimeoutError, UsageError
 from ferrorpc.guard import seconds_of
 
 _NUMBER: Final = re.compile(rb"-?[0-9]{1,20}")
 Owner = tuple[str, int]
-"""What a key is bound to: ("job", 0), ("session", its number) or ("generation", its number)."""
+"""What a key is bound to: ("job", 0), ("session", number) or ("generation", number)."""
 
 
 class Keyspace:
-    """Keys, their values and what they are bound to. The monitor's lock is held around every use."""
+    """Keys, their values and owners. The caller holds the condition's lock around every use."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self._owners: dict[str, Owner] = {}
 
     def put(self, key: str, value: bytes, owner: Owner) -> None:
-        """Sets a key and what it is bound to."""
+        """Sets a key's value and owner."""
         self.values[key] = value
         self._owners[key] = owner
 
@@ -35,7 +35,7 @@ class Keyspace:
         return self.values.pop(key, None) is not None
 
     def release(self, owner: Owner) -> None:
-        """Removes all keys bound to an owner that is no more."""
+        """Removes all keys of an owner that has ended."""
         for key in [key for key, bound_to in self._owners.items() if bound_to == owner]:
             self.remove(key)
 
@@ -44,17 +44,22 @@ class LocalStore(Store):
     """One member's view of the keyspace.
 
     Args:
-        monitor: guards the keyspace and wakes those who wait for keys.
-        timeout: seconds that `get` and `wait` take when they are not told.
-        check: raises when the member is no longer part of the job.
-        owner_of: what a binding means for this member now.
+        condition: protects the keyspace and wakes waits for keys.
+        timeout: default of `get` and `wait`, in seconds.
+        check: raises if the member is no longer part of the job.
+        owner_of: the owner that a binding means for this member now.
     """
 
     def __init__(
-        self, keyspace: Keyspace, monitor: Monitor, timeout: float, check: Callable[[], None], owner_of: Callable[[str], Owner]
+        self,
+        keyspace: Keyspace,
+        condition: Condition,
+        timeout: float,
+        check: Callable[[], None],
+        owner_of: Callable[[str], Owner],
     ) -> None:
         self._keyspace = keyspace
-        self._monitor = monitor
+        self._condition = condition
         self._timeout = timeout
         self._check = check
         self._owner_of = owner_of
@@ -63,7 +68,7 @@ class LocalStore(Store):
         limits.check_key(key)
         value = limits.check_value(value)
         limits.check_binding(bind)
-        with self._monitor.lock:
+        with self._condition.lock:
             self._check()
             self._put(key, value, self._owner_of(bind))
 
@@ -75,7 +80,7 @@ class LocalStore(Store):
             self._check()
             return self._keyspace.values.get(key)
 
-        found = self._monitor.wait(value, self._monitor.clock.now() + seconds)
+        found = self._condition.wait_for(value, self._condition.clock.now() + seconds)
         if found is None:
             raise timed_out([key], seconds)
         return found
@@ -83,7 +88,7 @@ class LocalStore(Store):
     def add(self, key: str, amount: int = 1) -> int:
         limits.check_key(key)
         amount = limits.check_amount(amount)
-        with self._monitor.lock:
+        with self._condition.lock:
             self._check()
             text = self._keyspace.values.get(key, b"0")
             if not _NUMBER.fullmatch(text):
@@ -98,7 +103,7 @@ class LocalStore(Store):
         limits.check_key(key)
         value = limits.check_value(value)
         wanted = None if expected is None else limits.check_value(expected)
-        with self._monitor.lock:
+        with self._condition.lock:
             self._check()
             swapped = self._keyspace.values.get(key) == wanted
             if swapped:
@@ -113,29 +118,29 @@ class LocalStore(Store):
             self._check()
             return all(key in self._keyspace.values for key in keys) or None
 
-        if self._monitor.wait(all_exist, self._monitor.clock.now() + seconds) is None:
-            with self._monitor.lock:
+        if self._condition.wait_for(all_exist, self._condition.clock.now() + seconds) is None:
+            with self._condition.lock:
                 absent = [key for key in keys if key not in self._keyspace.values]
             raise timed_out(absent, seconds)
 
     def delete(self, key: str) -> bool:
         limits.check_key(key)
-        with self._monitor.lock:
+        with self._condition.lock:
             self._check()
             return self._keyspace.remove(key)
 
     def keys(self, prefix: str = "") -> list[str]:
         limits.check_prefix(prefix)
-        with self._monitor.lock:
+        with self._condition.lock:
             self._check()
             return sorted(key for key in self._keyspace.values if key.startswith(prefix))
 
     def _put(self, key: str, value: bytes, owner: Owner) -> None:
         self._keyspace.put(key, value, owner)
-        self._monitor.changed()
+        self._condition.notify_all()
 
 
 def timed_out(absent: Sequence[str], seconds: float) -> StoreTimeoutError:
-    """The error of a wait for keys that nobody set in time."""
+    """The error for keys that nobody set in time."""
     names = ", ".join(repr(key) for key in absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
     return StoreTimeoutError(f"nobody set {names} within {seconds:g} s", missing=list(absent)[:64])

@@ -1,4 +1,4 @@
-"""The store of a job, in its coordinator."""
+"""The store of a job, kept by its coordinator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import Store
-from ferrorpc.coordination.link import Link
+from ferrorpc.coordination.condition import Condition
+from ferrorpc.coordination.connection import Connection
 from ferrorpc.coordination.local_store import timed_out
-from ferrorpc.coordination.monitor import Monitor
 from ferrorpc.errors import StoreTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.v1 import store_pb2 as wire
@@ -24,26 +24,26 @@ _BINDING: Final = {
 
 
 def milliseconds(seconds: float) -> int:
-    """Seconds as the wire has them: at least 0, at most what 32 bits hold."""
+    """Seconds in milliseconds, clamped to unsigned 32 bits."""
     return max(0, round(min(seconds * 1000, (1 << 32) - 1)))
 
 
 class RemoteStore(Store):
-    """The store over a member's line. Every write carries a request id, so that it is applied once however often it is sent.
+    """The store, over a member's connection. Every write has a request id, so that it is applied once however often it is sent.
 
-    The coordinator remembers the results of the last WRITES_MAX of them; so many threads may write at a time, and others wait.
+    The coordinator remembers the results of the last WRITES_MAX writes. So many threads may write at a time, and others wait.
 
     Args:
-        link: the line.
-        timeout: seconds that every request may take, a `get` or `wait` only when they are not told otherwise.
-        clock: what those who wait for their turn wait by.
+        connection: the connection to the coordinator.
+        timeout: seconds that a request may take; for `get` and `wait` the default.
+        clock: for waits for a turn to write.
     """
 
-    def __init__(self, link: Link, timeout: float, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._link = link
+    def __init__(self, connection: Connection, timeout: float, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._connection = connection
         self._timeout = timeout
         self._clock = clock
-        self._turns = Monitor(clock)
+        self._turns = Condition(clock)
         self._writing = 0
         self._request_ids = itertools.count(secrets.randbits(31) << 32 | 1)
 
@@ -101,10 +101,10 @@ class RemoteStore(Store):
                 return found
 
     def _write(self, label: str, **operation: Any) -> wire.StoreResponse:
-        if self._link.over is not None:  # also in a forked child, where a lock may be held by a thread that is not there
-            raise self._link.over.again()
-        while not self._turns.wait(self._take_turn, self._clock.now() + self._timeout):
-            if not self._link.standing():
+        if self._connection.ended_by is not None:  # as in a forked child, where nobody may ever release the lock
+            raise self._connection.ended_by.again()
+        while not self._turns.wait_for(self._take_turn, self._clock.now() + self._timeout):
+            if not self._connection.outage():
                 others = f"{limits.WRITES_MAX} others have no answer"
                 raise StoreTimeoutError(f"{label} had no turn for {self._timeout:g} s: {others}")
         try:
@@ -112,7 +112,7 @@ class RemoteStore(Store):
         finally:
             with self._turns.lock:
                 self._writing -= 1
-                self._turns.changed()
+                self._turns.notify_all()
 
     def _take_turn(self) -> bool | None:
         if self._writing >= limits.WRITES_MAX:
@@ -123,5 +123,5 @@ class RemoteStore(Store):
     def _ask(self, label: str, seconds: float | None = None, **operation: object) -> wire.StoreResponse:
         request = wire.StoreRequest(request_id=next(self._request_ids), **operation)  # type: ignore[arg-type]
         seconds = seconds_of(seconds, self._timeout)
-        response: wire.StoreResponse = self._link.ask(label, seconds, StoreTimeoutError, store=request)
+        response: wire.StoreResponse = self._connection.ask(label, seconds, StoreTimeoutError, store=request)
         return response

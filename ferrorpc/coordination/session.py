@@ -1,4 +1,4 @@
-"""A member's seat in a job whose coordinator is a service somewhere else."""
+"""A member's session with a coordinator service."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Self
 
 from ferrorpc.config import Config
-from ferrorpc.coordination import farewell, limits
+from ferrorpc.coordination import limits, process_exit
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
-from ferrorpc.coordination.causes import cause_on, needed_one_who_left
-from ferrorpc.coordination.channel import Connector
-from ferrorpc.coordination.explain import explanation, report_of
-from ferrorpc.coordination.link import Link
+from ferrorpc.coordination.channel import ChannelFactory
+from ferrorpc.coordination.connection import Connection
+from ferrorpc.coordination.explain import explain_wait, member_report
+from ferrorpc.coordination.pending_requests import Request
 from ferrorpc.coordination.remote_store import RemoteStore, milliseconds
-from ferrorpc.coordination.requests import Request
-from ferrorpc.coordination.stream import Stream
+from ferrorpc.coordination.session_stream import SessionStream
 from ferrorpc.errors import (
     BarrierTimeoutError,
     CollectiveTimeoutError,
@@ -29,39 +28,41 @@ from ferrorpc.errors import (
     PeerLostError,
     RendezvousTimeoutError,
 )
+from ferrorpc.generation_errors import error_on_rank, member_left
 from ferrorpc.guard import SYSTEM_CLOCK, Latch, seconds_of
-from ferrorpc.logs import say_where
+from ferrorpc.logs import set_log_origin
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
-from ferrorpc.wire.status import detail_of, error_of
+from ferrorpc.wire.error_detail import detail_of
+from ferrorpc.wire.status import error_of
 from ferrorpc.wire.token import Token
 
 PROTOCOL_VERSION: Final = 1
 LAST_CALL_SECONDS: Final = 1.0
-"""How long an elastic round stays open for more members once it has enough."""
+"""How long an elastic rendezvous stays open for more members once it has enough."""
 ROUND_SECONDS: Final = 1.0
-"""How long a member waits for the others at least, where nearly all its time went by before the coordinator was there."""
+"""How long a member waits for the others at least, even if the wait for the coordinator took nearly all its time."""
 REPORT_SECONDS: Final = 1.0
 LEAVE_SECONDS: Final = 0.7
 DETAIL_BYTES_MAX: Final = 64 << 10
-UNWELL: Final = ("stalled", "suspect")
-"""States of members that may still take part, of which waits for them tell."""
+UNHEALTHY: Final = ("stalled", "suspect")
+"""States of living members that explanations of waits mention."""
 _log = logging.getLogger("ferrorpc.coordination")
 
 
 class RemoteSession(Session):
-    """A seat, from `join` to `leave`. It keeps beating while the training code computes.
+    """A membership in a job, from `join` to `leave`. It sends heartbeats while the training code computes.
 
     Args:
         address: host:port of the coordinator.
-        name: unique in the job among the living.
+        name: unique among the living members of the job.
         policy: fewest and most members of a generation.
-        pinned_rank: the rank a launcher gave; it is given, or joining fails.
-        hinted_rank: the rank to give where it is free.
-        worker_address: host:port that the other ranks reach this one's worker server by.
-        launch: what a launcher that reports exits calls this start of the process; without dots.
-        labels: what else this member says of itself.
+        pinned_rank: the rank that a launcher gave; joining fails if it cannot be had.
+        hinted_rank: the rank to get if it is free.
+        worker_address: host:port where the other ranks reach this one's worker server.
+        launch: the id that a launcher which reports exits gave this start of the process; without dots.
+        labels: other facts to publish about this member.
         config: the settings timeout, heartbeat_interval, lease, max_outage, token_file and tls_*.
     """
 
@@ -90,7 +91,7 @@ class RemoteSession(Session):
         self._policy = policy
         self._pinned_rank = -1 if pinned_rank is None else pinned_rank
         self._hinted_rank = -1 if hinted_rank is None else hinted_rank
-        said = dict(labels or {}) | {"pid": str(os.getpid())}
+        all_labels = dict(labels or {}) | {"pid": str(os.getpid())}
         self._hello = wire.Hello(
             protocol_version=PROTOCOL_VERSION,
             version=own_version(),
@@ -100,46 +101,46 @@ class RemoteSession(Session):
             lease_ms=0 if config.source("lease") == "default" else milliseconds(config["lease"]),
             host=host or socket.gethostname(),
             address=worker_address,
-            labels=[identity_pb2.Label(name=label, value=value) for label, value in said.items()],
+            labels=[identity_pb2.Label(name=label, value=value) for label, value in all_labels.items()],
         )
         self._token = Token(config["token_file"])
-        self._latch_before = Latch()
+        self._latch_before_join = Latch()
         self.activity = Activity()
         self._returned: Membership | None = None
-        """The last that `rejoin` has returned. A later one, whose answer nobody waited for any more, is for its next caller."""
+        """The last one that `rejoin` returned. A later one, which came after `rejoin` had given up, is for its next caller."""
         self._ordinals: dict[tuple[int, str], int] = {}
         self._pending: tuple[str, ...] = ()
         self._links_lost: set[tuple[Latch, int]] = set()
-        self._told: dict[str, dict[str, Any]] = {}
-        """What the coordinator keeps of this member in memory alone, so that it is told again after a restart."""
+        self._volatile_requests: dict[str, dict[str, Any]] = {}
+        """Requests that the coordinator keeps in memory only, to send again after it restarts."""
         self._reported: Latch | None = None
-        self._at_leave: list[Callable[[], None]] = []
+        self._leave_callbacks: list[Callable[[], None]] = []
         self.left = False
-        self._link = Link(
+        self._connection = Connection(
             address,
-            Connector(address, job, config),
+            ChannelFactory(address, job, config),
             self,
             self.clock,
-            patience=min(self._timeout, config["max_outage"]),
+            initial_outage=min(self._timeout, config["max_outage"]),
             max_outage=config["max_outage"],
             heartbeat_interval=config["heartbeat_interval"],
         )
-        self.store = RemoteStore(self._link, self._timeout, self.clock)
+        self.store = RemoteStore(self._connection, self._timeout, self.clock)
 
     def join(self) -> Self:
-        """Takes the seat, and returns when the round it came to has closed: `membership` is set. The timeout bounds both: until
-        the coordinator has let it in, and until the others have come.
+        """Joins the job. Returns when the rendezvous is complete and `membership` is set. The timeout bounds all of it:
+        connecting to the coordinator, and waiting for the other members.
 
         Raises:
-            CoordinatorUnavailableError: nobody answered there within the timeout.
-            RendezvousTimeoutError: naming who did not come.
-            ConfigError: the rank, the name or the policy contradicts what the others said.
+            CoordinatorUnavailableError: the coordinator did not answer within the timeout.
+            RendezvousTimeoutError: naming the missing members.
+            ConfigError: the rank, the name or the policy contradicts that of another member.
         """
-        farewell.watch_over(self)
+        process_exit.register(self)
         until = self.clock.now() + self._timeout
-        self._link.start()
+        self._connection.start()
         try:
-            self._link.come_up(self._rendezvous, until)
+            self._connection.wait_until_up(self._rendezvous, until)
             self.rejoin(max(until - self.clock.now(), min(self._timeout, ROUND_SECONDS)))
         except BaseException:
             self.leave()
@@ -160,13 +161,13 @@ class RemoteSession(Session):
             hinted_rank=rank,
             timeout_ms=milliseconds(timeout),
         )
-        self._link.ask(self._rendezvous, timeout, lambda message: RendezvousTimeoutError([], message), join=request)
+        self._connection.ask(self._rendezvous, timeout, lambda message: RendezvousTimeoutError([], message), join=request)
         self._returned = self.membership
         return self._returned
 
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership
-        failure = failure.again()  # without its traceback, which holds whatever the step has in memory
+        failure = failure.again()  # without its traceback, which would keep the arrays of the step alive
         if latch is not None and latch is not membership.latch:
             self._trip(latch, failure)
             return
@@ -175,7 +176,7 @@ class RemoteSession(Session):
         self._reported = membership.latch
         request = wire.ReportRequest(generation=membership.assignment.generation, failure=_bounded(failure))
         try:
-            self._link.post("the report of a failure", membership.latch, report=request)
+            self._connection.post("the report of a failure", membership.latch, report=request)
         except FerroError:
             self._trip(membership.latch, failure)
             return
@@ -190,9 +191,9 @@ class RemoteSession(Session):
         lost = wire.LinkLost(peer_rank=peer, reason=reason[:1024])
         request = wire.ReportRequest(generation=membership.assignment.generation, link_lost=lost)
         label = f"the report of the lost link to rank {peer}"
-        self._told[label] = {"report": request}
+        self._volatile_requests[label] = {"report": request}
         try:
-            self._link.post(label, membership.latch, report=request)
+            self._connection.post(label, membership.latch, report=request)
         except FerroError as error:
             self._trip(membership.latch, error)
 
@@ -204,27 +205,28 @@ class RemoteSession(Session):
         if self.left:
             return
         self.left = True
-        farewell.forget(self)
+        process_exit.unregister(self)
         if not reason:
-            self._close_what_it_carries()
+            self._run_leave_callbacks()
         generation = self._generation
         request = rendezvous_pb2.LeaveRequest(generation=generation, reason=reason[:1024])
         closed = GroupClosedError(f"{self.name} has left job {self.job!r}")
-        self._link.leaving = closed
-        self._link.try_ask("leave", LEAVE_SECONDS, leave=request)
-        self._link.close(closed)
+        self._connection.leave_error = closed
+        self._connection.try_ask("leave", LEAVE_SECONDS, leave=request)
+        self._connection.close(closed)
         own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed
         self._trip(self._latch, own)
-        self._close_what_it_carries()
+        self._run_leave_callbacks()
 
-    def at_leave(self, close: Callable[[], None]) -> None:
-        """Calls `close` as part of leaving, for what lives as long as this seat.
+    def on_leave(self, close: Callable[[], None]) -> None:
+        """Calls `close` when this session leaves, for what lives as long as the session.
 
-        In good order that comes first, so that what was sent still arrives; with a reason the others are told of it first.
+        It is called before a clean Leave, so that data in flight still arrives, but after a Leave with a reason, so that the
+        others hear of the failure first.
         """
-        self._at_leave.append(close)
+        self._leave_callbacks.append(close)
 
-    # -- what members do together --------------------------------------------------------------------------------------
+    # -- operations of several members ----------------------------------------------------------------------------------
 
     def barrier(
         self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None
@@ -278,7 +280,7 @@ class RemoteSession(Session):
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
         leaders = participants[:: limits.RANKS_PER_ID]
         if unique_ids is not None:
-            self._told[label] = {"comm_bootstrap": request}
+            self._volatile_requests[label] = {"comm_bootstrap": request}
         response = self._ask_generation(
             label, timeout, lambda message: CollectiveTimeoutError(leaders, message), comm_bootstrap=request
         )
@@ -286,10 +288,10 @@ class RemoteSession(Session):
 
     def describe(self, ranks: Iterable[int], timeout: float) -> list[MemberReport]:
         wanted = sorted(set(ranks))
-        response = self._link.try_ask("describe", timeout, describe=wire.DescribeRequest(ranks=wanted))
-        return [] if response is None else [report_of(member) for member in response.members]
+        response = self._connection.try_ask("describe", timeout, describe=wire.DescribeRequest(ranks=wanted))
+        return [] if response is None else [member_report(member) for member in response.members]
 
-    # -- what the line asks and tells ----------------------------------------------------------------------------------
+    # -- the connection's Listener -------------------------------------------------------------------------------------
 
     def hello(self, resume_token: str) -> wire.Hello:
         """The first frame of a stream."""
@@ -298,20 +300,20 @@ class RemoteSession(Session):
         return self._hello
 
     def beat(self) -> wire.Beat:
-        """What this member does now."""
+        """The next heartbeat."""
         return self.activity.beat(self._generation, self.clock.now())
 
     def welcomed(self) -> None:
-        """Whoever still waits for a place is told of on the new stream; a coordinator that restarted is told what it forgot."""
+        """Drops what the previous stream reported, which the coordinator repeats, and sends the volatile requests again."""
         self._pending = ()
-        self._latch.unwell.clear()
+        self._latch.unhealthy.clear()
         if self._latch.cause is None:
-            with contextlib.suppress(FerroError):  # the line is over
-                for label, request in list(self._told.items()):
-                    self._link.post(label, self._latch, **request)
+            with contextlib.suppress(FerroError):  # the connection has ended
+                for label, request in list(self._volatile_requests.items()):
+                    self._connection.post(label, self._latch, **request)
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
-        """Enters the next generation before anything that happens in it can be pushed."""
+        """Enters the next generation, before events of that generation come."""
         if result.WhichOneof("outcome") != "join":
             return
         response = result.join
@@ -321,11 +323,11 @@ class RemoteSession(Session):
             Peer(rank, peer.name, peer.host, peer.address, tuple((label.name, label.value) for label in peer.labels))
             for rank, peer in enumerate(response.peers)
         )
-        say_where(self.job, response.rank, response.generation)
-        self._link.seated()
+        set_log_origin(self.job, response.rank, response.generation)
+        self._connection.joined()
         self._pending = ()
         self._ordinals.clear()
-        self._told.clear()
+        self._volatile_requests.clear()
         self._links_lost.clear()
         self.membership = Membership(
             Assignment(
@@ -338,60 +340,60 @@ class RemoteSession(Session):
                 response.cost_table,
             )
         )
-        seat = f"rank {response.rank} of {len(peers)} in generation {response.generation}"
-        _log.info("%s has %s: %s", self.name, seat, response.reason)
+        place = f"rank {response.rank} of {len(peers)} in generation {response.generation}"
+        _log.info("%s has %s: %s", self.name, place, response.reason)
 
     def event(self, event: wire.Event) -> None:
-        """What the coordinator pushes."""
+        """Handles an event that the coordinator pushed."""
         kind = event.WhichOneof("kind")
         if kind == "broken" and event.broken.generation == self._generation:
             rank = self.membership.assignment.rank
-            self._trip(self.membership.latch, cause_on(rank, event.broken.origin_rank, error_of(event.broken.cause)))
+            self._trip(self.membership.latch, error_on_rank(rank, event.broken.origin_rank, error_of(event.broken.cause)))
         elif kind == "standings":
             for member in event.standings.members:
-                self._standing_changed(member)
+                self._member_changed(member)
         elif kind == "pending":
             self._pending = tuple(event.pending.names)
         elif kind == "draining":
             _log.info("the coordinator stops within %d ms", event.draining.within_ms)
 
     def session_ended(self, cause: FerroError) -> None:
-        """The coordinator does not know this session any more."""
+        """Ends the generation: the coordinator does not know this session any more."""
         self._trip(self._latch, cause)
 
-    def explain(self, request: Request, stream: Stream | None) -> str:
-        """What a request waits for, and on whom."""
-        return explanation(request, stream, wire.StatusRequest(job=self.job, token=self._token.current()))
+    def explain(self, request: Request, stream: SessionStream | None) -> str:
+        """What a request waits for, and for whom."""
+        return explain_wait(request, stream, wire.StatusRequest(job=self.job, token=self._token.current()))
 
     def abandon_in_child(self) -> None:
-        """In a forked child: every use raises, nothing of the parent's is touched."""
+        """In a forked child: makes every use an error, and leaves the parent's connection alone."""
         self.left = True
-        self._link.abandon_in_child()
-        self._latch.cause = self._link.over
+        self._connection.abandon_in_child()
+        self._latch.cause = self._connection.ended_by
 
-    # -- within --------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     @property
     def _generation(self) -> int:
-        """The last generation it had a rank in, of the coordinator's present cluster; 0 for none."""
+        """Number of the last generation in which it had a rank, in the coordinator's current cluster; 0 for none."""
         return self._number_of(self.membership if hasattr(self, "membership") else None)
 
     def _number_of(self, membership: Membership | None) -> int:
-        """As `_generation`, of the one given."""
-        if membership is None or membership.assignment.cluster_id != self._link.cluster_id:
+        """As `_generation`, for a given membership."""
+        if membership is None or membership.assignment.cluster_id != self._connection.cluster_id:
             return 0
         return membership.assignment.generation
 
     @property
     def _latch(self) -> Latch:
-        return self.membership.latch if hasattr(self, "membership") else self._latch_before
+        return self.membership.latch if hasattr(self, "membership") else self._latch_before_join
 
-    def _ask_generation(self, label: str, seconds: float, late: Any, **body: Any) -> Any:
-        """Asks for something of the current generation; its end is this request's end, with the same cause."""
+    def _ask_generation(self, label: str, seconds: float, timeout_error: Callable[[str], FerroError], **body: Any) -> Any:
+        """Sends a request of the current generation. If the generation ends, the request fails with its cause."""
         latch = self.membership.latch
         latch.check()
         try:
-            return self._link.ask(label, seconds, late, latch, **body)
+            return self._connection.ask(label, seconds, timeout_error, latch, **body)
         except FerroError:
             latch.check()
             raise
@@ -400,27 +402,27 @@ class RemoteSession(Session):
         assignment = self.membership.assignment
         return limits.check_participants(ranks, assignment.rank, assignment.size)
 
-    def _standing_changed(self, member: identity_pb2.Member) -> None:
-        report, unwell = report_of(member), self._latch.unwell
+    def _member_changed(self, member: identity_pb2.Member) -> None:
+        report, unhealthy = member_report(member), self._latch.unhealthy
         _log.info("%s", report)
-        if report.state in UNWELL:
-            unwell[report.rank] = report.standing
+        if report.state in UNHEALTHY:
+            unhealthy[report.rank] = report.standing
         else:
-            unwell.pop(report.rank, None)
+            unhealthy.pop(report.rank, None)
         if report.state == "left" and (self._latch, report.rank) in self._links_lost:
-            self.report(needed_one_who_left(report.rank))
+            self.report(member_left(report.rank))
 
-    def _close_what_it_carries(self) -> None:
-        while self._at_leave:
-            self._at_leave.pop()()
+    def _run_leave_callbacks(self) -> None:
+        while self._leave_callbacks:
+            self._leave_callbacks.pop()()
 
     def _trip(self, latch: Latch, cause: FerroError) -> None:
         if latch.trip(cause):
-            self._link.wake()
+            self._connection.wake()
 
 
 def _bounded(failure: FerroError) -> Any:
-    """The failure as it is sent: what makes it too large for a frame is its facts, and its message says them too."""
+    """The failure as it is sent. If it is too large for a frame, its fields are left out: its message has the same facts."""
     detail = detail_of(failure)
     if detail.ByteSize() > DETAIL_BYTES_MAX:
         del detail.fields[:]

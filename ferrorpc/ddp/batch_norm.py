@@ -1,11 +1,11 @@
-"""Batch normalisation over the batches of all ranks, as functions of arrays. Batches may differ in size, and be empty.
+"""Batch normalisation over the batches of all ranks, as functions of arrays. Batches may differ in size, and may be empty.
 
-Idea. Each rank brings, for every channel, how many values it has, their mean, and the sum of their squared distances from it.
-Every rank gathers all of them and combines them in rank order, so statistics are the same bits everywhere, and nothing is
-lost to cancellation as it is with a sum of squares.
+Idea. Each rank contributes, for every channel, its number of values, their mean, and the sum of squared deviations from it.
+Every rank gathers these and combines them in rank order, so the statistics have the same bits on all ranks, without the
+cancellation of a plain sum of squares.
 
-Source. Ioffe and Szegedy, "Batch Normalization", 2015; how statistics are combined: Chan, Golub and LeVeque, "Updating Formulae
-and a Pairwise Algorithm for Computing Sample Variances", 1979.
+Source. Ioffe and Szegedy, "Batch Normalization", 2015; the combination of statistics: Chan, Golub and LeVeque, "Updating
+Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
 
 Cost, for c channels on p ranks: one all_gather of 1 + 2 c float64 forward, one all_reduce of 2 c float64 backward.
 """
@@ -20,19 +20,19 @@ import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, view
-from ferrorpc.ddp.memory import Array
+from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.types import TensorSpec
 
 
 class Moments(NamedTuple):
-    """Statistics of each channel over all ranks: the same on every one.
+    """Statistics of each channel over all ranks, the same on every rank.
 
     Attributes:
         mean: float64 of shape (channels,).
-        variance: the biased one, as normalisation uses it; float64 of shape (channels,).
-        values: how many a channel has on all ranks together.
+        variance: the biased one, which normalisation uses; float64 of shape (channels,).
+        values: how many values a channel has on all ranks together.
     """
 
     mean: Array
@@ -41,7 +41,7 @@ class Moments(NamedTuple):
 
 
 class Normalised(NamedTuple):
-    """What `batch_norm` gives, and what its gradient needs.
+    """The result of `batch_norm`, and what its gradient needs.
 
     Attributes:
         y: (x - mean) / sqrt(variance + epsilon); of x's kind, dtype and shape.
@@ -51,7 +51,7 @@ class Normalised(NamedTuple):
     y: Any
     moments: Moments
     scaled: Array
-    """For the gradient: y in float64, channels first."""
+    """y in float64, channels first. For the gradient."""
     deviation: Array
     axis: int
 
@@ -63,7 +63,7 @@ def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1
         x: this rank's batch: an array of real floats whose shape may differ from other ranks' except along `axis`.
         group: every rank calls it at the same point of its program.
         axis: where the channels are.
-        epsilon: what is added to the variance, so that a channel of equal values can be divided by it.
+        epsilon: added to the variance, so that a channel of equal values does not cause a division by zero.
 
     Raises:
         UsageError: no rank has a value, or epsilon is no number of 0 or more.
@@ -71,7 +71,7 @@ def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1
     """
     group_given(group)
     if not isinstance(epsilon, Real) or not 0 <= epsilon < math.inf:
-        raise UsageError(f"epsilon={epsilon!r} is no number of 0 or more", hint="leave it away for 1e-5")
+        raise UsageError(f"epsilon={epsilon!r} is no number of 0 or more", hint="leave it out for 1e-5")
     source = _checked(x, axis)
     values = _channels_first(source, axis)
     moments = _moments(values, group)
@@ -82,16 +82,16 @@ def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1
 
 
 def batch_norm_gradient(grad_y: Any, forward: Normalised, group: ProcessGroup) -> Any:
-    """The gradient at x of the sum of all ranks' losses, from the gradient at `forward.y`. Collective.
+    """The gradient of the sum of all ranks' losses with respect to x, from that with respect to `forward.y`. Collective.
 
     Args:
         grad_y: an array like `forward.y`.
-        forward: what `batch_norm` gave on this rank.
+        forward: the result of `batch_norm` on this rank.
         group: the same as there.
 
     Raises:
-        UsageError: `forward` is something else.
-        TensorMismatchError: grad_y is not as y was.
+        UsageError: `forward` is not a result of `batch_norm`.
+        TensorMismatchError: dtype or shape of grad_y are not those of y.
     """
     group_given(group)
     if not isinstance(forward, Normalised):
@@ -107,7 +107,7 @@ def batch_norm_gradient(grad_y: Any, forward: Normalised, group: ProcessGroup) -
 
 
 def _moments(values: Array, group: ProcessGroup) -> Moments:
-    """Of float64 values of shape (channels, values of this rank)."""
+    """The statistics of float64 values of shape (channels, values of this rank)."""
     own = values.shape[1]
     mean = values.mean(axis=1) if own else np.zeros(len(values))
     squares = np.square(values - mean[:, None]).sum(axis=1)
@@ -147,7 +147,7 @@ def _channels_first(source: View, axis: int) -> Array:
 
 
 def _wrapped(values: Array, kind: Kind, spec: TensorSpec, axis: int) -> Any:
-    """Back to kind, dtype and shape."""
+    """The reverse of `_channels_first`, in the given kind, dtype and shape."""
     moved = (spec.shape[axis], *(size for place, size in enumerate(spec.shape) if place != axis % len(spec.shape)))
     result = NUMPY.empty(spec.shape, spec.dtype)
     with np.errstate(over="ignore"):

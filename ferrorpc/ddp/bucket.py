@@ -1,13 +1,13 @@
-"""Which gradients travel together: the layout of parameters into buckets, a pure function of names, specs and caps.
+"""The layout of gradients in buckets, a pure function of names, specs and caps.
 
-Many small messages cost a round trip each, one large one cannot start before the last gradient is there. Buckets lie between.
-Gradients become ready from the last layer to the first, so buckets are filled in reverse order of registration; the first
-one is small, so that the network has something to do early. The last is cut in halves that become ever smaller: behind the
-last gradient nothing is computed any more, so what leaves with it is waited for in full. A bucket holds one dtype.
+Many small messages cost a round trip each, and one large message cannot start before the last gradient is ready. Buckets are a
+compromise. Gradients become ready from the last layer to the first, so buckets are filled in reverse order of registration. The
+first bucket is small, so that communication starts early. The last one is halved repeatedly: no computation follows the last
+gradient, so the reduction of its bucket is exposed in full. A bucket holds one dtype.
 
-A bucket is one array. It opens with a header in its own dtype: an element for each gradient, not zero where the rank has used
-that parameter, and one for the rank's weight. Header and gradients are reduced by the same call, so who used what, and what
-the weights sum to, arrives with the means and costs no message.
+A bucket is one array. It begins with a header in its own dtype: one element for each gradient, which is not zero if the rank
+has used that parameter, and one for the rank's weight. Header and gradients are reduced by the same call, so the used
+parameters and the sum of the weights need no message of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ferrorpc.types import DType, TensorSpec
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
 ALIGNMENT_BYTES: Final = 64
-"""Every gradient starts at a multiple of it: a cache line, and the widest vector register there is."""
+"""Every gradient starts at a multiple of it: the size of a cache line, and of the widest vector register."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Slot:
     """Where one gradient lies: elements [start, stop) of its bucket.
 
     Attributes:
-        flag: the element of the header that says whether it was used.
+        flag: the index of the header element that says whether it was used.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Bucket:
     """Gradients of one dtype that are reduced by one call.
 
     Attributes:
-        index: buckets are numbered in the order in which they are expected to be full.
-        header: elements before the first gradient.
-        count: elements in all.
+        index: its number in the order in which buckets are expected to be complete.
+        header: how many elements precede the first gradient.
+        count: how many elements it has in all.
     """
 
     index: int
@@ -60,16 +60,16 @@ class Bucket:
 
     @property
     def weight(self) -> int:
-        """The element of the header that holds the weight."""
+        """The index of the header element that holds the weight."""
         return len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All buckets, and where each name lies.
+    """All buckets, and the slot of each name.
 
     Attributes:
-        text: one line a fact; equal texts mean equal layouts. Ranks compare it before they exchange anything.
+        text: one fact per line; equal texts mean equal layouts. Ranks compare it before they exchange anything.
     """
 
     buckets: tuple[Bucket, ...]
@@ -78,15 +78,15 @@ class Layout:
 
 
 @dataclass(slots=True)
-class _Open:
-    """A bucket while it is filled."""
+class _OpenBucket:
+    """A bucket while it is being filled."""
 
     dtype: DType
     cap_bytes: int
     members: list[tuple[str, TensorSpec]] = field(default_factory=list)
     filled_bytes: int = 0
 
-    def takes(self, nbytes: int) -> bool:
+    def has_room(self, nbytes: int) -> bool:
         return not self.members or self.filled_bytes + nbytes <= self.cap_bytes
 
     def add(self, name: str, spec: TensorSpec, nbytes: int) -> None:
@@ -100,57 +100,57 @@ def lay_out(
     first_cap_bytes: int = FIRST_BUCKET_BYTES,
     order: Sequence[str] | None = None,
 ) -> Layout:
-    """The layout of parameters, given in order of registration with names that differ.
+    """The layout of parameters, given in order of registration. Names are unique.
 
     Args:
         cap_bytes: how many bytes of gradients a bucket may hold; a larger gradient has one of its own.
-        first_cap_bytes: the same for the first bucket and, as far as gradients can be told apart, the last, if smaller.
+        first_cap_bytes: the same for the first and last bucket, if smaller; a larger gradient is not divided.
         order: all names, in the order in which their gradients are expected; None for the reverse of registration.
 
     Raises:
         UsageError: `order` does not name each parameter once.
     """
     specs = dict(parameters)
-    names = list(reversed(specs)) if order is None else _listed(order)
+    names = list(reversed(specs)) if order is None else _checked_order(order)
     if sorted(names) != sorted(specs):
         strange = sorted(set(names) ^ set(specs)) or sorted(name for name in specs if names.count(name) > 1)
         raise UsageError(f"order= does not name each parameter once: see {', '.join(strange)}", hint="list every name once")
-    full: list[_Open] = []
-    filling: dict[DType, _Open] = {}
+    full: list[_OpenBucket] = []
+    filling: dict[DType, _OpenBucket] = {}
     for name in names:
         spec = specs[name]
         nbytes = spec.nbytes
         current = filling.get(spec.dtype)
-        if current is None or not current.takes(nbytes):
+        if current is None or not current.has_room(nbytes):
             if current is not None:
                 full.append(current)
             cap = cap_bytes if full or filling else min(cap_bytes, first_cap_bytes)
-            current = filling[spec.dtype] = _Open(spec.dtype, cap)
+            current = filling[spec.dtype] = _OpenBucket(spec.dtype, cap)
         current.add(name, spec, nbytes)
     full.extend(filling.values())
-    place = {name: number for number, name in enumerate(names)}
-    full.sort(key=lambda bucket: place[bucket.members[-1][0]])
+    position = {name: number for number, name in enumerate(names)}
+    full.sort(key=lambda bucket: position[bucket.members[-1][0]])
     if full:
-        full.extend(_tapered(full.pop(), first_cap_bytes))
+        full.extend(_halved(full.pop(), first_cap_bytes))
     facts = [f"bucket cap {cap_bytes} bytes, first and last {min(cap_bytes, first_cap_bytes)}", f"{len(specs)} parameters"]
     facts += [f"{name}: {spec}" for name, spec in specs.items()]
     facts += [] if order is None else [f"expected: {name}" for name in names]
     return _numbered(full, "\n".join(facts))
 
 
-def _tapered(last: _Open, small_bytes: int) -> list[_Open]:
-    """A bucket as several: again and again the half that is expected first is cut off, until what is left is small."""
+def _halved(last: _OpenBucket, small_bytes: int) -> list[_OpenBucket]:
+    """Divides a bucket: cuts off the half that is expected first, again and again, until the rest is small."""
     pieces = []
     rest = last
     while rest.filled_bytes > small_bytes and len(rest.members) > 1:
         filled = list(accumulate(spec.nbytes for _, spec in rest.members))
         cut = min(range(1, len(filled)), key=lambda count: abs(2 * filled[count - 1] - rest.filled_bytes))
-        pieces.append(_Open(last.dtype, last.cap_bytes, rest.members[:cut], filled[cut - 1]))
-        rest = _Open(last.dtype, last.cap_bytes, rest.members[cut:], rest.filled_bytes - filled[cut - 1])
+        pieces.append(_OpenBucket(last.dtype, last.cap_bytes, rest.members[:cut], filled[cut - 1]))
+        rest = _OpenBucket(last.dtype, last.cap_bytes, rest.members[cut:], rest.filled_bytes - filled[cut - 1])
     return [*pieces, rest]
 
 
-def _numbered(full: Iterable[_Open], text: str) -> Layout:
+def _numbered(full: Iterable[_OpenBucket], text: str) -> Layout:
     buckets = []
     slots: dict[str, Slot] = {}
     for index, bucket in enumerate(full):
@@ -168,7 +168,7 @@ def _aligned(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
 
-def _listed(order: Any) -> list[str]:
+def _checked_order(order: Any) -> list[str]:
     if isinstance(order, str) or not isinstance(order, Iterable):
         raise UsageError(f"order={order!r} is no list of names", hint="list every name once")
     return list(order)

@@ -1,15 +1,15 @@
-"""A module's buffers: state that is no parameter, such as running statistics, and how ranks keep it alike."""
+"""Synchronises a module's buffers between ranks: state that is no parameter, such as running statistics."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrorpc.agreement import agree
 from ferrorpc.arrays.kinds import spec_of
+from ferrorpc.consistency import require_same
+from ferrorpc.ddp.broadcast import MESSAGE_BYTES
 from ferrorpc.ddp.bucket import Bucket, lay_out
-from ferrorpc.ddp.naming import Named
-from ferrorpc.ddp.parcel import Packer
-from ferrorpc.ddp.share import SHARED_BYTES
+from ferrorpc.ddp.error_prefix import ErrorPrefix
+from ferrorpc.ddp.packing import Packer
 from ferrorpc.errors import UsageError
 from ferrorpc.types import ReduceOp, refusal
 from ferrorpc.work import Work
@@ -21,17 +21,17 @@ MODES: Final = ("broadcast", "mean", "local")
 
 
 def named_buffers(module: Any) -> dict[str, Any]:
-    """The module's buffers by name; none where it does not name them."""
+    """The module's buffers by name; none if it has no named_buffers()."""
     named = getattr(module, "named_buffers", None)
     return dict(named()) if callable(named) else {}
 
 
 class Buffers:
-    """Exchanges a module's buffers once a step, while gradients travel.
+    """Exchanges a module's buffers once a step, while gradients are reduced.
 
     Args:
-        mode: "broadcast": all take rank 0's. "mean": floating ones become the mean over ranks, others rank 0's. "local": each
-            rank keeps its own.
+        mode: "broadcast": all ranks take rank 0's. "mean": floating-point buffers become the mean over ranks, others rank 0's.
+            "local": each rank keeps its own.
 
     Raises:
         UsageError: an unknown mode.
@@ -46,28 +46,28 @@ class Buffers:
         found = {} if mode == "local" else named_buffers(module)
         specs = []
         for name, array in found.items():
-            with Named(f"buffer {name!r}"):
+            with ErrorPrefix(f"buffer {name!r}"):
                 specs.append((name, spec_of(array)))
-        self.layout = lay_out(specs, SHARED_BYTES, SHARED_BYTES)
-        agree(group, "buffers", f"mode {mode}\n{self.layout.text}")
+        self.layout = lay_out(specs, MESSAGE_BYTES, MESSAGE_BYTES)
+        require_same(group, "buffers", f"mode {mode}\n{self.layout.text}")
         self._packer = Packer(found)
         self._stream = group.stream()
         self._exchanges = 0
-        self._flying: list[tuple[Bucket, Any, Work[Any]]] = []
+        self._in_flight: list[tuple[Bucket, Any, Work[Any]]] = []
 
     def pack(self) -> list[Any]:
-        """This step's buffers as they are now, for `begin`.
+        """Copies of the buffers, for `begin`.
 
         Raises:
-            TensorMismatchError: one has changed its dtype or shape since the module was wrapped. Nothing was sent.
+            TensorMismatchError: the dtype or shape of one has changed since the module was wrapped. Nothing was sent.
         """
         found = named_buffers(self._module) if self.layout.buckets else {}
         return [self._packer.packed(bucket, found, "buffer") for bucket in self.layout.buckets]
 
     def begin(self, packed: list[Any]) -> None:
-        """Sends what was packed on its way. The buffers may change until `finish` writes them."""
+        """Starts the exchange of the packed copies. The buffers may change until `finish` writes them."""
         buckets = self.layout.buckets
-        self._flying = [(bucket, each, self._start(bucket, each)) for bucket, each in zip(buckets, packed, strict=True)]
+        self._in_flight = [(bucket, each, self._start(bucket, each)) for bucket, each in zip(buckets, packed, strict=True)]
         self._exchanges += 1
 
     def _start(self, bucket: Bucket, packed: Any) -> Work[Any]:
@@ -78,9 +78,9 @@ class Buffers:
         return self._stream.broadcast(packed, number, root=0)
 
     def finish(self) -> None:
-        """Writes what came, in place. Raises what ended the generation."""
-        found = named_buffers(self._module) if self._flying else {}
-        for bucket, packed, work in self._flying:
+        """Waits, and writes the results in place. Raises the error that ended the generation."""
+        found = named_buffers(self._module) if self._in_flight else {}
+        for bucket, packed, work in self._in_flight:
             work.wait(host=True)
             self._packer.unpack(bucket, packed, found)
-        self._flying = []
+        self._in_flight = []

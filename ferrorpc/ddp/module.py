@@ -1,7 +1,7 @@
-"""Data parallelism: every rank holds the whole model and its own share of the batch; gradients are averaged.
+"""DistributedDataParallel for modules of any framework: `sync_gradients` averages gradients after the backward pass.
 
-No framework is assumed. A module has `parameters()`, `named_parameters()`, `forward()`, `train()` and `eval()`; a parameter has
-`.data` and `.grad`. That is what torch modules are, and what a NumPy model can be in a few lines.
+A module has `parameters()`, `named_parameters()`, `forward()`, `train()` and `eval()`; a parameter has `.data` and `.grad`.
+torch modules have these, and a NumPy model gets them in a few lines.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 
 PASSES_UNTIL_WARNED: Final = 100
-"""After so many forward passes without a mean it is likely that nobody will ask for one."""
+"""After so many forward passes without `sync_gradients` the call was probably forgotten."""
 _log = logging.getLogger("ferrorpc.ddp")
 
 
 class Trainable(Protocol):
-    """What is asked of a module. torch's have it."""
+    """What a module needs. torch modules have it."""
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -59,12 +59,12 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         ddp.sync_gradients()                              # now the mean over all ranks, the same bits on each
         optimizer.step()
 
-    A parameter whose `.grad` is None on some ranks counts as zeros there, and gets the mean there too; where it is None on
-    all ranks it stays None. Parameters that are frozen (`requires_grad` is False) take no part in the mean.
+    A parameter whose `.grad` is None on some ranks counts as zeros there and gets the mean on all ranks; if it is None on all
+    ranks it stays None. Frozen parameters (`requires_grad` is False) are not averaged.
 
     For torch modules, `ferrorpc.torch.DistributedDataParallel` averages while the backward pass still runs.
 
-    Where all parameters are on one GPU (CuPy's arrays or torch's) the buckets lie there, and gradients have to be there too.
+    If all parameters are on one GPU (CuPy or torch arrays) the buckets are there, and gradients must be there too.
 
     Args:
         module: kept as `.module`; its parameters are updated in place, never replaced, so optimizers may hold them.
@@ -73,15 +73,14 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         init_sync: whether to begin with the weights (and buffers) of rank 0.
         buffers: what `sync_gradients` does with buffers, where the module names them: "broadcast" gives all ranks rank 0's,
             "mean" averages floating ones (others are rank 0's), "local" leaves them.
-        hook: what buckets travel as: see `ferrorpc.hooks`. With `PowerSGD` or `TopK` buckets lie on the host.
-        check_every: as `check_weights`, in every so many steps; 0 for never.
-        gradient_as_bucket_view: `.grad` becomes the mean as it lies in its bucket, without a copy. The next
-            `sync_gradients` overwrites it.
+        hook: how buckets are reduced, see `ferrorpc.hooks`. With `PowerSGD` or `TopK` buckets are on the host.
+        check_every: calls `check_weights` after every so many steps; 0 for never.
+        gradient_as_bucket_view: `.grad` becomes a view of its bucket, without a copy. The next `sync_gradients` overwrites it.
 
     Raises:
         UsageError: the module has no parameters() or named_parameters(), is wrapped already, or has a bare array among them.
-        TensorMismatchError: a parameter's dtype has no mean, or parameters lie on several devices; the latter not where a
-            hook has the buckets on the host.
+        TensorMismatchError: a parameter's dtype has no mean; or parameters are on several devices, unless a hook has the
+            buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
     """
 
@@ -115,16 +114,16 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As calling the object. The module is called itself where it can be, so that its own hooks run."""
+        """The same as calling the object. It calls the module itself if it is callable, so that the module's hooks run."""
         self._passes += 1
         if self._passes == PASSES_UNTIL_WARNED:
-            self._look_for_means()
+            self._warn_if_never_averaged()
         run: Callable[..., Any] = self.module if callable(self.module) else self.module.forward
         return run(*args, **kwargs)
 
-    def _look_for_means(self) -> None:
-        """Says so where nothing was averaged yet: in torch's own wrapper `backward()` does it."""
-        if self._replica.rounds == 0 and self._replica.group.size > 1 and getattr(self.module, "training", True):
+    def _warn_if_never_averaged(self) -> None:
+        """Warns if nothing was averaged yet: with torch's own wrapper `backward()` does that."""
+        if self._replica.steps_begun == 0 and self._replica.group.size > 1 and getattr(self.module, "training", True):
             _log.warning(
                 "%d forward passes and no sync_gradients() yet, so every rank trains alone: call it before each step of the "
                 "optimizer, or use ferrorpc.torch.DistributedDataParallel, which averages during backward()",
@@ -155,12 +154,11 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
     def sync_gradients(self, weight: float | None = None) -> None:
         """Replaces every parameter's gradient by its mean over all ranks. Collective. Within `no_sync` it does nothing.
 
-        Gradients are written in place where they can be. Whatever they had added up to, also over batches under `no_sync`, is
-        averaged.
+        Gradients are written in place if possible. Their accumulated values, also of batches under `no_sync`, are averaged.
 
         Args:
-            weight: this rank's share, such as its number of samples: the mean is sum(weight * grad) / sum(weight). On all
-                ranks or on none.
+            weight: of this rank, such as its number of samples: the mean is sum(weight * grad) / sum(weight). On all ranks
+                or on none.
 
         Raises:
             UsageError: parameters were added to the module since it was wrapped. Nothing was sent then.
@@ -168,7 +166,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         """
         if not self._replica.syncs:
             return
-        self._replica.check()
+        self._replica.check_parameters()
         for name, parameter in self._replica.parameters.items():
             if parameter.grad is not None:
                 self._replica.gradient(name)

@@ -1,4 +1,4 @@
-"""A parameter: the smallest thing data-parallel training needs to know of a weight."""
+"""Parameters: weights with their gradient."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 @runtime_checkable
 class HasGradient(Protocol):
-    """What a module's parameters must have. torch's parameters do, and so does `Parameter`."""
+    """What a module's parameters must have. `Parameter` and torch's parameters have it."""
 
     data: Any
     """The weights, an array that is updated in place."""
     grad: Any
-    """Their gradient, an array of the same dtype and shape; None where there is none."""
+    """Their gradient, an array of the same dtype and shape; None if there is none."""
 
 
 class Parameter:
@@ -23,7 +23,7 @@ class Parameter:
     Args:
         data: the weights, an array of any kind; numbers and lists become NumPy arrays.
         grad: their gradient, or None.
-        name: for people; DistributedDataParallel goes by the module's names.
+        name: for display; DistributedDataParallel uses the module's names.
     """
 
     __slots__ = ("data", "grad", "name")

@@ -1,8 +1,9 @@
-"""Where arrays are, and so the buckets for their gradients: all on one GPU, or on the host."""
+"""Finds out where arrays are, and so where buckets for them are allocated: on one GPU, or on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ferrorpc.arrays.cupy_kind import CupyKind
@@ -12,19 +13,19 @@ from ferrorpc.errors import TensorMismatchError
 
 
 def bucket_kind(arrays: Mapping[str, Any], hook: Hook | None) -> CupyKind | None:
-    """The kind of CuPy arrays where all of the arrays are on one GPU, so that buckets for their gradients lie there.
+    """The kind of CuPy arrays on the GPU that is to hold the buckets for these arrays' gradients.
 
     Returns:
-        None where none is, and with a hook that works on the host.
+        None for the host: with arrays that are there, and with a hook that works there.
 
     Raises:
-        TensorMismatchError: they lie on several devices; one array of each is named.
+        TensorMismatchError: they are on several devices. It names one array of each.
     """
     if hook is not None and not check_hook(hook).on_device:
         return None
-    found = {place_of(array): name for name, array in reversed(list(arrays.items()))}
+    found = {device_name(array): name for name, array in reversed(list(arrays.items()))}
     if len(found) > 1:
-        where = ", ".join(f"{name!r} on {place}" for place, name in sorted(found.items()))
+        where = ", ".join(f"{name!r} on {device}" for device, name in sorted(found.items()))
         raise TensorMismatchError(
             f"a bucket lies on one device, but these parameters do not: {where}",
             hint="move all to one GPU, or average each device's with a synchroniser of its own",
@@ -32,7 +33,18 @@ def bucket_kind(arrays: Mapping[str, Any], hook: Hook | None) -> CupyKind | None
     return next((gpu_of(array) for array in arrays.values()), None)
 
 
-def place_of(array: Any) -> str:
-    """Where an array is, for people. What CuPy cannot see counts as on the host, whence it is read."""
+def common_gpu(arrays: Mapping[str, Any]) -> CupyKind | None:
+    """The kind of CuPy arrays on the GPU that all of the arrays are on; None if there is no such GPU."""
+    kinds = {gpu_of(array) for array in arrays.values()}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def current_device(kind: CupyKind | None) -> AbstractContextManager[Any]:
+    """A context in which the kind's GPU is the current device."""
+    return nullcontext() if kind is None else kind.device.here()
+
+
+def device_name(array: Any) -> str:
+    """Where an array is, for messages. Devices that CuPy does not support count as the host, because arrays are read there."""
     gpu = gpu_of(array)
     return "the host" if gpu is None else f"GPU {gpu.device.index}"

@@ -1,7 +1,7 @@
 """Nested containers of arrays, named by their paths: {"a": {"b": x}} holds one leaf, "a/b".
 
-Dicts, lists, tuples and named tuples are containers; None is an empty one; everything else is a leaf. Leaves come in the
-order of the containers, dicts in their own.
+Dicts, lists, tuples and named tuples are containers; None is an empty one; everything else is a leaf. Leaves keep the order of
+their containers; dicts are not sorted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def flatten(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
 
 
 def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """The same containers with each leaf replaced by the one of that path; None stays None where there is none."""
+    """The same containers with each leaf replaced by that of its path. A None without a leaf stays None."""
     return _map(tree, "", leaves)
 
 

@@ -1,16 +1,18 @@
-"""The bucketed mean, under every face of data parallelism: a bucket is reduced as soon as its last gradient is there.
+"""Averages gradients in buckets, for all interfaces. A bucket is reduced as soon as its last gradient is ready.
 
-Idea. Gradients lie in buckets (bucket.py), which travel while later gradients are still computed. Every reducer has a stream of
-its own, in which operations are numbered by meaning, round x buckets + bucket, not by order. So ranks may become ready in
-different orders, and nothing the user calls in between can be mixed up with it. Bucketing and overlap are those of Li et al.,
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020; numbers in place of an agreed order are not.
+Idea. Gradients are copied to buckets (bucket.py), which are reduced while later gradients are still computed. Every reducer
+has a stream of its own, in which operations are numbered step x buckets + bucket, not in order of their start. So gradients
+may become ready in different orders on different ranks, and calls of the user in between cannot be confused with them.
+Bucketing and overlap are those of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020;
+there all ranks must reduce buckets in one order.
 
-The mean is the group's canonical one: gradients added in rank order, then divided by the number of ranks; with weights, each
-gradient times its rank's weight, added in rank order, then divided by the sum of the weights. Half types are added, and
-weighted, in float32 and rounded once. A rank of weight 0 counts for nothing, whatever its gradients are.
+The mean is the group's canonical one: gradients are added in rank order, then divided by the number of ranks. With weights
+each gradient is multiplied by its rank's weight, they are added in rank order, then divided by the sum of the weights. Half
+types are weighted and added in float32, and rounded once. The gradients of a rank of weight 0 are ignored, whatever their
+values.
 
-Cost, a round of n bytes of gradients: one copy into the buckets (none for gradients that are computed there), one all_reduce of
-n bytes and 1 + gradients elements for each bucket, no other message.
+Cost, for a step with n bytes of gradients: one copy into the buckets (none for gradients that are computed there), and for each
+bucket one all_reduce, which carries 1 + gradients elements besides the n bytes.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ferrorpc.agreement import agree
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import gpu_of, view
+from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
-from ferrorpc.ddp.fleet import Fleet
-from ferrorpc.ddp.hooks.base import Hook, check_hook
-from ferrorpc.ddp.naming import Named
-from ferrorpc.ddp.placement import place_of
-from ferrorpc.ddp.round import Round
+from ferrorpc.ddp.bucket_set import BucketSet
+from ferrorpc.ddp.error_prefix import ErrorPrefix
+from ferrorpc.ddp.hooks.base import Hook
+from ferrorpc.ddp.placement import device_name
+from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import ReduceOp, TensorSpec, refusal
@@ -40,18 +42,18 @@ if TYPE_CHECKING:
 MEBIBYTE = 1 << 20
 
 
-class Reducer(Fleet):
-    """Means of a fixed set of named gradients over a group: a fleet of buckets that sets out round after round.
+class Reducer(BucketSet):
+    """Averages a fixed set of named gradients over a group, step after step.
 
     Args:
         parameters: name and spec of each, in order of registration. All ranks give the same; that is checked here.
-        group: the ranks; every one constructs its reducer at the same point of its program.
+        group: every rank constructs its reducer at the same point of its program.
         bucket_cap_mb: how many MiB of gradients a bucket may hold.
         what: what the parameters are, for errors.
         order: names in the order in which gradients are expected; None for the reverse of registration.
-        hook: how buckets of float32 and of half types are summed; None for as they are. With a hook, rounds without a weight
-            weigh 1.
-        kind: of CuPy arrays on the GPU where the buckets are to lie; None for the host.
+        hook: how buckets of float32 and of half types are summed; None for a plain all_reduce. With a hook, steps without a
+            weight have the weight 1.
+        kind: of CuPy arrays on the GPU that holds the buckets; None for the host.
 
     Raises:
         UsageError: a bad cap or order.
@@ -73,87 +75,83 @@ class Reducer(Fleet):
             why_not = refusal(ReduceOp.MEAN, spec.dtype)
             if why_not is not None:
                 raise TensorMismatchError(f"{what} {name}: {why_not.reason}", hint=why_not.hint)
-        if hook is not None:
-            check_hook(hook)
         layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
-        agree(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
+        require_same(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
         super().__init__(layout, group, hook, kind)
         self.steps = Steps(group)
-        self._rounds = 0
-        self._usual_weight: float | None = None
+        self._begun = 0
+        self._default_weight: float | None = None
 
     def view(self, gradient: Any, what: str) -> View:
-        """Reads a gradient where the buckets are.
+        """A view of a gradient on the device of the buckets.
 
         Args:
-            what: for errors.
+            what: the gradient is, for errors.
 
         Raises:
             TensorMismatchError: its dtype has no mean, or the buckets are on a GPU and it is not.
             UsageError: it is no plain array.
         """
         if self.kind is None:
-            with Named(what):
+            with ErrorPrefix(what):
                 return view(gradient)
         if gpu_of(gradient) is not self.kind:
             raise TensorMismatchError(
-                f"{what} is on {place_of(gradient)}, but its bucket is on GPU {self.kind.device.index}",
+                f"{what} is on {device_name(gradient)}, but its bucket is on GPU {self.kind.device.index}",
                 hint="compute it there, or give all as arrays on the host from the beginning",
             )
-        return view(gradient, near=True)
+        return view(gradient, on_device=True)
 
-    def begin(self, weight: float | None = None) -> Round:
-        """The next round. Every rank begins the same rounds in the same order, all with a weight or all without.
+    def begin(self, weight: float | None = None) -> Reduction:
+        """Begins the next step's reduction. All ranks begin it with a weight, or all without.
 
         Raises:
             UsageError: the weight is no number, negative or not finite.
         """
-        if weight is not None:
-            weight = _share(weight)
-        if weight is None:
-            weight = self._usual_weight if self.hook is None else 1.0
-        begun = Round(self, self.steps, self._rounds, weight)
-        self._rounds += 1
-        return begun
+        default = self._default_weight if self.hook is None else 1.0
+        weight = default if weight is None else _checked_weight(weight)
+        reduction = Reduction(self, self.steps, self._begun, weight)
+        self._begun += 1
+        return reduction
 
     @contextmanager
-    def uneven(self, follow: Callable[[Round], None]) -> Iterator[None]:
-        """Within it ranks may have different numbers of rounds. One that leaves takes part with weight 0 until all have left.
+    def uneven(self, follow: Callable[[Reduction], None]) -> Iterator[None]:
+        """Within it ranks may take different numbers of steps. One that leaves takes part with weight 0 until all have left.
 
         Args:
-            follow: called on a rank that has left, after each round of the others: the means are in their places.
+            follow: called on a rank that has left, after each step of the others, with the finished reduction.
         """
-        if self._usual_weight is not None:
+        if self._default_weight is not None:
             raise UsageError("an uneven() block is open already", hint="leave it first")
-        self._usual_weight = 1.0
+        self._default_weight = 1.0
         try:
             yield
             self._follow(follow)
         finally:
-            self._usual_weight = None
+            self._default_weight = None
 
-    def _follow(self, follow: Callable[[Round], None]) -> None:
+    def _follow(self, follow: Callable[[Reduction], None]) -> None:
         while self.memory:
-            current = self.begin(0.0)
-            if current.wait() == 0:
+            reduction = self.begin(0.0)
+            if reduction.wait() == 0:
                 return
-            follow(current)
+            follow(reduction)
 
 
-def _share(weight: Any) -> float:
-    """What a rank counts for. Raises UsageError."""
+def _checked_weight(weight: Any) -> float:
+    """A rank's weight as a number. Raises UsageError."""
     try:
-        share = float(weight)
+        number = float(weight)
     except (TypeError, ValueError):
-        share = -1.0
-    if not (math.isfinite(share) and share >= 0):
+        number = -1.0
+    if not (math.isfinite(number) and number >= 0):
         raise UsageError(f"weight={weight!r} is no share", hint="pass a number of samples or tokens, 0 or more")
-    return share
+    return number
 
 
 def cap_bytes(bucket_cap_mb: Any) -> int:
-    """Bytes from MiB. Raises UsageError for what is no size."""
+    """The cap in bytes. Raises UsageError unless it is a positive number."""
     is_number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
     if not is_number or not 0 < bucket_cap_mb < math.inf:
-        raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} is no positive number", hint="leave it away for 25")
+        raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} is no positive number", hint="leave it out for 25")
     return int(bucket_cap_mb * MEBIBYTE)

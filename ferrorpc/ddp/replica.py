@@ -1,4 +1,4 @@
-"""One rank's copy of a module: its parameters, their gradients in buckets, its buffers. What all module wrappers share."""
+"""One rank's replica of a module: its parameters, their gradients in buckets, its buffers. All module wrappers use it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from ferrorpc.arrays.base import Out, View
 from ferrorpc.arrays.kinds import kind_of, spec_of, view_out
+from ferrorpc.ddp.broadcast import broadcast_arrays
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.buffers import Buffers, named_buffers
-from ferrorpc.ddp.drift import compare
+from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.hooks.base import Hook
-from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.round import Round, unless_interrupted
-from ferrorpc.ddp.share import share
+from ferrorpc.ddp.reduction import Reduction, abort_on_interrupt
+from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import TensorSpec
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """The parameters of a module that train, and how their gradients become means.
+    """The trainable parameters of a module, and the reduction of their gradients.
 
     Args:
         module: its parameters are updated in place, never replaced.
         group: every rank constructs its replica at the same point of its program.
         bucket_cap_mb: how many MiB of gradients a bucket may hold.
-        init_sync: begin with the weights and buffers of rank 0.
+        init_sync: whether to begin with the weights and buffers of rank 0.
         buffers: a mode of `Buffers`.
-        hook: what buckets travel as.
-        check_every: compare weights between ranks after every so many steps; 0 for never.
-        views: after a step `.grad` is the mean as it lies in its bucket, where the kind of array permits.
+        views: whether `.grad` is a view of its bucket after a step, if the kind of array permits.
+        hook: the communication hook.
+        check_every: compares weights between ranks after every so many steps; 0 for never.
 
     Raises:
         UsageError: the module has no named_parameters(), or one of them is a bare array.
-        TensorMismatchError: parameters lie on several devices, and no hook has all buckets on the host.
+        TensorMismatchError: parameters are on several devices, and no hook has all buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
     """
 
@@ -60,11 +60,11 @@ class Replica:
         self.module = module
         self.group = group
         self.syncs = True
-        """Whether gradients are averaged now; not under `no_sync`."""
+        """Whether gradients are averaged now: false under `no_sync`."""
         self._views = views
-        self._check_every = _steps_given(check_every)
-        self._known = named_parameters(module)
-        self.parameters = {name: parameter for name, parameter in self._known.items() if _trains(parameter)}
+        self._check_every = _checked_interval(check_every)
+        self._all_parameters = named_parameters(module)
+        self.parameters = {name: parameter for name, parameter in self._all_parameters.items() if _is_trainable(parameter)}
         specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
         kind = bucket_kind({name: parameter.data for name, parameter in self.parameters.items()}, hook)
         self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters", hook=hook, kind=kind)
@@ -72,42 +72,43 @@ class Replica:
         self._aliases: dict[str, tuple[Any | None, int]] = {}
         self._is_uneven = False
         self._weights_differ = False
-        """Whether a rank may have stopped following, so that there is nothing to compare."""
-        self.rounds = 0
-        """How many means were begun."""
+        """Whether weights may differ now: a rank may have left an `uneven` block without `follow`."""
+        self.steps_begun = 0
         if init_sync:
-            self.share(0)
+            self.broadcast(0)
 
     @property
     def text(self) -> str:
-        """How much there is, and where."""
+        """For the reprs of wrappers."""
         return f"{len(self.parameters)} parameters that train, rank {self.group.rank} of {self.group.size}"
 
-    def share(self, root: int) -> None:
+    def broadcast(self, root: int) -> None:
         """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
         arrays = {name: parameter.data for name, parameter in named_parameters(self.module).items()}
         arrays.update({f"buffer {name}": array for name, array in named_buffers(self.module).items()})
-        share(arrays, self.group, root)
+        broadcast_arrays(arrays, self.group, root)
 
-    def compare(self, when: str) -> None:
-        """Raises CollectiveMismatchError when ranks hold different weights. Collective."""
-        arrays = {name: parameter.data for name, parameter in self._known.items()}
-        compare(arrays, self.group, self.reducer.number, when)
+    def check_weights(self, when: str) -> None:
+        """Raises CollectiveMismatchError if ranks hold different weights. Collective."""
+        arrays = {name: parameter.data for name, parameter in self._all_parameters.items()}
+        check_weights(arrays, self.group, self.reducer.number, when)
 
-    def _compare_in_turn(self, current: Round) -> None:
-        if self._check_every and (current.number + 1) % self._check_every == 0:
-            self.compare(f"in step {current.number + 1}")
+    def _check_weights_if_due(self, step: int) -> None:
+        if self._check_every and (step + 1) % self._check_every == 0:
+            self.check_weights(f"in step {step + 1}")
 
-    def check(self) -> None:
-        """Raises UsageError when the module has other parameters than it was wrapped with, or thawed one since."""
+    def check_parameters(self) -> None:
+        """Raises UsageError if parameters of the module were added, removed, replaced or unfrozen after it was wrapped."""
         now = named_parameters(self.module)
-        for name in (*now, *self._known):
-            if now.get(name) is not self._known.get(name):
-                what = "was added" if name not in self._known else "was taken away" if name not in now else "was replaced"
+        for name in (*now, *self._all_parameters):
+            if now.get(name) is not self._all_parameters.get(name):
+                what = (
+                    "was added" if name not in self._all_parameters else "was taken away" if name not in now else "was replaced"
+                )
                 raise UsageError(
                     f"parameter {name!r} {what} after the module was wrapped", hint="wrap the module when it is complete"
                 )
-            if name not in self.parameters and _trains(now[name]):
+            if name not in self.parameters and _is_trainable(now[name]):
                 raise UsageError(
                     f"parameter {name!r} was frozen when the module was wrapped, but requires a gradient now",
                     hint="wrap the module again, or leave it frozen",
@@ -115,7 +116,7 @@ class Replica:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients add up on each rank and none is averaged. All ranks alike."""
+        """Within it gradients accumulate on each rank and none is averaged. All ranks alike."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -123,7 +124,7 @@ class Replica:
             self.syncs = before
 
     def accumulate(self, count: Any) -> Iterator[int]:
-        """0 to count - 1; gradients of all but the last only add up."""
+        """Yields 0 to count - 1. Gradients are averaged in the last iteration only."""
         if not isinstance(count, int) or count < 1:
             raise UsageError(f"accumulate({count!r}) has no last part", hint="pass 1 or more")
         for index in range(count - 1):
@@ -131,24 +132,24 @@ class Replica:
                 yield index
         yield count - 1
 
-    # One step: begin, contribute what is there, finish.
+    # One step: begin, contribute each gradient that is ready, finish.
 
-    def begin(self, weight: float | None) -> Round:
-        """The next mean of all gradients. Raises TensorMismatchError, before it has begun, as `Buffers.pack`."""
+    def begin(self, weight: float | None) -> Reduction:
+        """Begins the next reduction. Raises TensorMismatchError, before anything is sent, as `Buffers.pack`."""
         buffers = None if self._is_uneven else self._buffers.pack()
-        current = self.reducer.begin(weight)
-        self.rounds += 1
+        reduction = self.reducer.begin(weight)
+        self.steps_begun += 1
         if buffers is not None:
             self._buffers.begin(buffers)
-        return current
+        return reduction
 
-    def contribute(self, current: Round, name: str) -> None:
-        """Puts a parameter's gradient into the round; it must have one. Raises as `gradient`."""
-        current.put(name, self.gradient(name))
+    def contribute(self, reduction: Reduction, name: str) -> None:
+        """Puts a parameter's gradient, which must exist. Raises as `gradient`."""
+        reduction.put(name, self.gradient(name))
         self._give_alias(name)
 
     def gradient(self, name: str) -> View:
-        """Reads a parameter's gradient. Raises TensorMismatchError when its dtype, shape or place is not the parameter's."""
+        """A view of a parameter's gradient. Raises TensorMismatchError if its dtype, shape or device is not the parameter's."""
         got = self.reducer.view(self.parameters[name].grad, f"the gradient of {name!r}")
         wanted = self.reducer.layout.slots[name].spec
         if got.spec != wanted:
@@ -158,58 +159,59 @@ class Replica:
             )
         return got
 
-    def finish(self, current: Round, used: Collection[str]) -> None:
-        """Contributes the other parameters; returns when every gradient is the mean. One that nobody used stays as it was.
+    def finish(self, reduction: Reduction, used: Collection[str]) -> None:
+        """Contributes the remaining gradients; returns when every gradient is the mean. The gradient of a parameter that no
+        rank has used stays as it was.
 
         Args:
-            used: those of the others that this rank has used. A gradient of one that it has not used, left from before, counts
-                with the mean where some rank has used it.
+            used: which of the remaining parameters this rank has used. The gradient of one that it has not used, left from an
+                earlier step, counts in the mean if another rank has used it.
         """
-        with unless_interrupted(current, self.group):
-            kept = {} if current.is_complete else self._contribute_others(current, used)
-            current.finish()
-            self._store(current)
-            for name, before in kept.items():
-                if not current.used(name):
+        with abort_on_interrupt(reduction, self.group):
+            saved = {} if reduction.is_complete else self._contribute_others(reduction, used)
+            reduction.finish()
+            self._store(reduction)
+            for name, before in saved.items():
+                if not reduction.used(name):
                     memory, slot = self.reducer.at(name)
                     memory.restore(slot, before)
             self._buffers.finish()
         if not self._weights_differ:
-            self._compare_in_turn(current)
+            self._check_weights_if_due(reduction.number)
 
-    def _contribute_others(self, current: Round, used: Collection[str]) -> dict[str, Any]:
-        """Those that were not contributed. What was there before of each that is not used and lies in its bucket."""
-        kept: dict[str, Any] = {}
+    def _contribute_others(self, reduction: Reduction, used: Collection[str]) -> dict[str, Any]:
+        """Puts the gradients that were not contributed. Returns copies of those that are unused and lie in their buckets."""
+        saved: dict[str, Any] = {}
         for name, parameter in reversed(self.parameters.items()):
-            if parameter.grad is None or current.has(name):
+            if parameter.grad is None or reduction.has(name):
                 continue
             if name not in used and parameter.grad is self.alias(name):
                 memory, slot = self.reducer.at(name)
-                kept[name] = memory.keep(slot)
-            current.put(name, self.gradient(name), name in used, stays=True)
-        return kept
+                saved[name] = memory.save(slot)
+            reduction.put(name, self.gradient(name), name in used, deferrable=True)
+        return saved
 
-    def _store(self, current: Round) -> None:
+    def _store(self, reduction: Reduction) -> None:
         for memory in self.reducer.memory:
-            used = [slot for slot in memory.bucket.slots if current.used(slot.name) and not self._give_alias(slot.name)]
+            used = [slot for slot in memory.bucket.slots if reduction.used(slot.name) and not self._give_alias(slot.name)]
             targets = [self._target(slot) for slot in used]
             memory.read(used, [target.data for target in targets])
             for target in targets:
                 target.commit()
 
     def _target(self, slot: Slot) -> Out:
-        """Where a parameter's mean goes: its gradient; a new one where there is none, or it cannot be written."""
+        """Where a parameter's mean is written: its gradient, or a new one if there is none or it cannot be written."""
         parameter, near = self.parameters[slot.name], self.reducer.kind is not None
         if parameter.grad is not None:
-            # Read-only, broadcast, or a number: its dtype and shape were checked before.
+            # Raised for a read-only array, a broadcast one, or a number; dtype and shape were checked before.
             with suppress(TensorMismatchError, UsageError):
                 return view_out(parameter.grad, slot.spec, near)
         parameter.grad = kind_of(parameter.data).empty_beside(parameter.data, slot.spec)
         return view_out(parameter.grad, slot.spec, near)
 
     def alias(self, name: str) -> Any | None:
-        """The bucket's memory as a gradient of a parameter. None where its kind of array is elsewhere or has to lie in another
-        order, or there are to be no such views."""
+        """The bucket's memory as a parameter's gradient. None without such views, for kinds of arrays that cannot use that
+        memory, and for parameters whose elements are in another order than C's."""
         data = self.parameters[name].data
         kind = kind_of(data)
         if not self._views or not kind.takes_any_order(data):
@@ -222,7 +224,7 @@ class Replica:
         return alias
 
     def _give_alias(self, name: str) -> bool:
-        """Makes a parameter's gradient the bucket's memory. False where that cannot be."""
+        """Makes a parameter's gradient a view of its bucket. False if that is not possible."""
         alias = self.alias(name)
         if alias is not None and self.parameters[name].grad is not alias:
             self.parameters[name].grad = alias
@@ -230,42 +232,42 @@ class Replica:
 
     @contextmanager
     def uneven(self, follow: Callable[[], Any] | None) -> Iterator[None]:
-        """Within it ranks may have different numbers of steps; see `DistributedDataParallel.uneven`."""
+        """Within it ranks may take different numbers of steps; see `DistributedDataParallel.uneven`."""
 
-        def followed(current: Round) -> None:
+        def followed(reduction: Reduction) -> None:
             if follow is not None:
-                self._store(current)
-                self._compare_in_turn(current)
+                self._store(reduction)
+                self._check_weights_if_due(reduction.number)
                 follow()
 
         check_follow(follow)
-        first = self.rounds
+        first = self.steps_begun
         self._is_uneven, self._weights_differ = True, follow is None
         try:
             with self.reducer.uneven(followed):
                 yield
         finally:
             self._is_uneven = self._weights_differ = False
-        counts = self.group.all_gather(np.int64(self.rounds - first))
+        counts = self.group.all_gather(np.int64(self.steps_begun - first))
         root = int(np.argmax([int(count) for count in counts]))
         if follow is None:
-            self.share(root)
+            self.broadcast(root)
         else:
-            share(named_buffers(self.module), self.group, root)
+            broadcast_arrays(named_buffers(self.module), self.group, root)
 
 
-def _steps_given(check_every: Any) -> int:
+def _checked_interval(check_every: Any) -> int:
     if not isinstance(check_every, int | np.integer) or check_every < 0:
         raise UsageError(f"check_every={check_every!r} is no number of steps", hint="pass 0 for never, or such as 100")
     return int(check_every)
 
 
-def _trains(parameter: Any) -> bool:
+def _is_trainable(parameter: Any) -> bool:
     return bool(getattr(parameter, "requires_grad", True))
 
 
 def check_follow(follow: Any) -> None:
-    """Raises UsageError: it cannot be called."""
+    """Raises UsageError if `follow` cannot be called."""
     if follow is not None and not callable(follow):
         raise UsageError(f"follow={follow!r} is no function", hint="pass what the loop does with means, such as optimizer.step")
 
@@ -307,5 +309,5 @@ def named_parameters(module: Any) -> dict[str, HasGradient]:
 
 
 def _spec(name: str, data: Any) -> TensorSpec:
-    with Named(f"parameter {name!r}"):
+    with ErrorPrefix(f"parameter {name!r}"):
         return spec_of(data)

@@ -1,6 +1,6 @@
-"""How weights follow their gradients: update rules as functions of flat arrays, element by element and in place.
+"""Update rules of optimizers, as functions of flat arrays that work element by element and in place.
 
-Every operation is one correctly rounded NumPy function, so an element comes out with the same bits wherever arrays are cut.
+Every operation is one correctly rounded NumPy function, so an element has the same bits however the arrays are divided.
 SGD with momentum is Polyak's, as torch has it; Adam is that of Kingma and Ba, "Adam: A Method for Stochastic Optimization",
 2015, with the decoupled weight decay of Loshchilov and Hutter, 2019. Memory: `slots` arrays like the weights,
 and two more while an update runs.
@@ -24,22 +24,22 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Rule(Protocol):
-    """Updates weights. Its repr is what all ranks must agree on.
+    """Updates weights. Its repr must be the same on all ranks.
 
     Attributes:
-        slots: how many arrays it remembers for each array of weights, zeros at first.
+        slots: how many state arrays it needs for each array of weights. They begin as zeros.
     """
 
     slots: ClassVar[int]
 
     def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int) -> None:
-        """Writes new weights over the old.
+        """Updates weights in place.
 
         Args:
             weights: float32 or float64 of shape (n,).
-            gradient: the same; left as it is.
-            memory: `slots` arrays of the same dtype and shape, as the step before left them.
-            step: from 1.
+            gradient: the same; not modified.
+            memory: `slots` state arrays of the same dtype and shape, updated in place.
+            step: the number of this step, from 1.
         """
 
 
@@ -48,7 +48,7 @@ class SGD:
     """velocity = momentum * velocity + gradient; weights -= rate * velocity.
 
     Attributes:
-        decay: this share of the weights is added to the gradient.
+        decay: the factor of the weights that are added to the gradient.
     """
 
     slots: ClassVar[int] = 1
@@ -72,7 +72,7 @@ class SGD:
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adam, with decoupled weight decay (AdamW) where `decay` is not 0."""
+    """Adam, with decoupled weight decay (AdamW) if `decay` is not 0."""
 
     slots: ClassVar[int] = 2
 

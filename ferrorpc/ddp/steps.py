@@ -1,8 +1,8 @@
-"""Where the time of training steps goes on this rank: computing, communication it waits for, communication it does not notice.
+"""Measures where the time of training steps goes on this rank: computation, exposed and hidden communication.
 
-A step lasts from the end of the one before to the end of its own wait for the means. It computes until the wait begins.
-Communication is exposed during the wait, and hidden while some bucket is under way before it. Cost: two readings of the clock
-a bucket.
+A step lasts from the end of the one before to the end of its own wait for the means. Computation is what comes before the wait.
+Communication is exposed during the wait, and hidden while any bucket is in flight before it. Cost: two clock readings for each
+bucket.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ class Step:
     """One step on one rank. Times are the group's clock's.
 
     Attributes:
-        began: the end of the step before; of the first one, when its first bucket could leave.
-        waited: when nothing was left to do but to wait.
-        flights: (bucket, when it left, when it was home) of each.
+        began: the end of the step before; of the first step, when its reduction began.
+        wait_began: when only the wait for the means was left.
+        buckets: (bucket, start of its reduction, end of its reduction) for each.
     """
 
     number: int
     began: float
-    waited: float
+    wait_began: float
     ended: float
-    flights: tuple[tuple[int, float, float], ...]
+    buckets: tuple[tuple[int, float, float], ...]
 
     @property
     def times(self) -> StepTimes:
-        """Where its time went."""
+        """Its seconds by kind."""
         hidden, until = 0.0, self.began
-        for _, left, home in sorted(self.flights, key=lambda flight: flight[1]):
-            first, last = max(left, until), min(home, self.waited)
+        for _, started, ended in sorted(self.buckets, key=lambda bucket: bucket[1]):
+            first, last = max(started, until), min(ended, self.wait_began)
             if first < last:
                 hidden, until = hidden + last - first, last
-        return StepTimes(self.waited - self.began, self.ended - self.waited, hidden)
+        return StepTimes(self.wait_began - self.began, self.ended - self.wait_began, hidden)
 
 
 class StepTimeline(Timeline):
@@ -70,14 +70,14 @@ class StepTimeline(Timeline):
 
 
 class Steps:
-    """This rank's last STEPS_KEPT steps. Each is told to the coordinator too, so that `ferrorpc status` shows who is slow."""
+    """This rank's last STEPS_KEPT steps. They are reported to the coordinator, for `ferrorpc status` to show slow ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._telemetry = telemetry()
         self._kept: deque[Step] = deque(maxlen=STEPS_KEPT)
         self._activity: Activity | None = None
-        with suppress(BackendUnavailableError):  # There is no coordinator.
+        with suppress(BackendUnavailableError):  # raised if there is no coordinator
             self._activity = group.session.activity
 
     @property
@@ -87,7 +87,7 @@ class Steps:
 
     @contextmanager
     def waiting(self, since: float) -> Iterator[None]:
-        """Within it this thread has nothing left to do but to wait; `add` counts for how long."""
+        """A context for the wait for the means. The coordinator is told that this rank waits since then."""
         if self._activity is not None:
             self._activity.operating(since)
         try:
@@ -97,7 +97,7 @@ class Steps:
                 self._activity.operated(0.0)
 
     def add(self, step: Step) -> None:
-        """A step is over."""
+        """Adds a finished step."""
         self._kept.append(step)
         times = step.times
         if self._activity is not None:
@@ -119,20 +119,20 @@ class Steps:
         return self._kept[index]
 
     def mean(self) -> StepTimes:
-        """Mean of all steps kept but the first, which has no clear beginning; zeros where there is none."""
+        """The mean of the steps kept, without the very first one, whose beginning is unknown; zeros if there is none."""
         times = [step.times for step in self._kept if step.number]
         if not times:
             return StepTimes(0.0, 0.0, 0.0)
         return StepTimes(*(sum(parts) / len(times) for parts in zip(*times, strict=True)))
 
     def by_rank(self) -> list[StepTimes]:
-        """Every rank's `mean`, in rank order. Collective: the one that computes longest is who the others wait for."""
+        """Every rank's `mean`, in rank order. The others wait for the rank that computes longest. Collective."""
         return [StepTimes(*map(float, each)) for each in self._group.all_gather(np.array(self.mean()))]
 
     def timeline(self) -> Timeline:
-        """What this rank did: a lane for its own thread, one for each bucket. In seconds since the first step kept."""
+        """What this rank did: one lane for its own thread and one for each bucket, in seconds since the first step kept."""
         rank = self._group.rank
-        buckets = sorted({bucket for step in self._kept for bucket, _, _ in step.flights})
+        buckets = sorted({bucket for step in self._kept for bucket, _, _ in step.buckets})
         lanes = [f"rank {rank}", *(f"bucket {bucket} of rank {rank}" for bucket in buckets)]
         start = self._kept[0].began if self._kept else 0.0
         spans = [span for step in self._kept for span in _spans(step, start, buckets)]
@@ -145,11 +145,11 @@ class Steps:
 
 def _spans(step: Step, start: float, buckets: Sequence[int]) -> list[Span]:
     own = [
-        Span(f"compute {step.number}", 0, step.began - start, step.waited - start, "compute"),
-        Span(f"wait {step.number}", 0, step.waited - start, step.ended - start, "exposed"),
+        Span(f"compute {step.number}", 0, step.began - start, step.wait_began - start, "compute"),
+        Span(f"wait {step.number}", 0, step.wait_began - start, step.ended - start, "exposed"),
     ]
-    flights = [
-        Span(f"mean {step.number}", 1 + buckets.index(bucket), left - start, home - start, "communication")
-        for bucket, left, home in step.flights
+    reductions = [
+        Span(f"mean {step.number}", 1 + buckets.index(bucket), started - start, ended - start, "communication")
+        for bucket, started, ended in step.buckets
     ]
-    return own + flights
+    return own + reductions

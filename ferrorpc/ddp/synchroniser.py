@@ -1,4 +1,4 @@
-"""Means of gradient trees, for code that computes its gradients by hand and has no modules."""
+"""GradientSynchronizer: averages trees of gradients, for code without modules."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, Final, Generic, overload
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
 from ferrorpc.ddp.bucket import Slot
-from ferrorpc.ddp.drift import compare
+from ferrorpc.ddp.bucket_memory import BucketMemory
+from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.hooks.base import Hook
-from ferrorpc.ddp.memory import Memory
-from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
+from ferrorpc.ddp.reduction import Reduction, abort_on_interrupt
 from ferrorpc.ddp.replica import check_follow
-from ferrorpc.ddp.round import Round, unless_interrupted
 from ferrorpc.ddp.steps import Steps
+from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.operations.arguments import shape_of
-from ferrorpc.types import TensorSpec, dtype_given
+from ferrorpc.types import TensorSpec, as_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,31 +38,30 @@ else:
 Grads = TypeVar("Grads")
 
 _IN_PLACE: Final = object()
-"""Stands for a gradient that lies in its bucket already."""
+"""The default of `ready`: the gradient already lies in its slot."""
 
 
 class GradientSynchronizer(Generic[Tree]):
-    """Averages trees of gradients over a group, in buckets that travel while later gradients are still computed.
+    """Averages trees of gradients over a group, in buckets that are reduced while later gradients are still computed.
 
-    A gradient that a rank has not (None in its tree, or never ready in a step) counts as zeros there; one that no rank has is
+    A gradient that a rank does not have (None in its tree, or never ready in a step) counts as zeros; one that no rank has is
     None in the result.
 
     Args:
-        like: a tree (dicts, lists, tuples, named tuples) of arrays or `TensorSpec`s, as the gradients will be; the weights will
-            do. A spec's dtype may be a name. Leaves are named by their paths: "layer3/weight". Where all are on one GPU (CuPy's
-            arrays or torch's) the buckets lie there, else on the host.
+        like: a tree (dicts, lists, tuples, named tuples) of arrays or `TensorSpec`s, like the gradients; the weights
+            themselves will do. A spec's dtype may be a name. Leaves are named by their paths: "layer3/weight". If all are on
+            one GPU (CuPy or torch arrays) the buckets are there too, else on the host.
         group: every rank constructs its synchroniser at the same point of its program, with the same tree.
         bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
         order: paths in the order in which gradients become ready; None for the reverse of the tree's.
-        gradient_as_bucket_view: the means are given out as they lie in the buckets, without a copy. They are overwritten in the
-            next step.
-        hook: what buckets travel as: see `ferrorpc.hooks`. With one, steps without a weight weigh 1; with `PowerSGD` or `TopK`
-            buckets lie on the host.
+        gradient_as_bucket_view: the means are views of the buckets, without a copy. The next step overwrites them.
+        hook: how buckets are reduced, see `ferrorpc.hooks`. With a hook, steps without a weight have the weight 1; with
+            `PowerSGD` or `TopK` buckets are on the host.
 
     Raises:
         UsageError: two leaves of one name.
-        TensorMismatchError: a dtype that has no mean, or leaves on several devices; the latter not where a hook has the
-            buckets on the host.
+        TensorMismatchError: a dtype that has no mean; or leaves on several devices, unless a hook has the buckets on the
+            host.
         CollectiveMismatchError: ranks gave different trees; the message says where they differ.
     """
 
@@ -101,7 +100,7 @@ class GradientSynchronizer(Generic[Tree]):
         group = group_given(group)
         self._like = like
         self._views = gradient_as_bucket_view
-        leaves = {name: _outline(name, leaf) for name, leaf in flatten(like).items()}
+        leaves = {name: _without_elements(name, leaf) for name, leaf in flatten(like).items()}
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else _spec(name, leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
         self._ordered = {name: leaf for name, leaf in leaves.items() if not kind_of(leaf).takes_any_order(leaf)}
@@ -118,8 +117,8 @@ class GradientSynchronizer(Generic[Tree]):
 
         Args:
             grads: a tree with the leaves of `like`, arrays of the same dtypes and shapes, or None.
-            weight: this rank's share, such as its number of tokens or samples: the mean is sum(weight * grad) / sum(weight).
-                On all ranks or on none.
+            weight: of this rank, such as its number of tokens or samples: the mean is sum(weight * grad) / sum(weight). On
+                all ranks or on none.
 
         Raises:
             UsageError: leaves are missing or unknown, or a weight is negative. Nothing was sent then.
@@ -132,7 +131,7 @@ class GradientSynchronizer(Generic[Tree]):
         with self.step(weight) as step:
             for name in reversed(self._specs):
                 if name in views:
-                    step._put(name, views[name], stays=True)
+                    step._put(name, views[name], deferrable=True)
         means: Grads = rebuild(grads, step._leaves)
         return means
 
@@ -143,7 +142,8 @@ class GradientSynchronizer(Generic[Tree]):
                 step.ready("layer3/weight", grad)     # each name once, in any order, as soon as it is computed
             step.grads                                # the means, a tree like `like`
 
-        Leaving it by an exception ends the generation: the other ranks, which wait for this one's gradients, get the error.
+        An exception that leaves the block ends the generation: the other ranks, which wait for this one's gradients, get the
+        error.
 
         Raises:
             UsageError: the previous step is still open, or the weight is negative or not finite.
@@ -157,16 +157,17 @@ class GradientSynchronizer(Generic[Tree]):
     def uneven(self, follow: Callable[[Tree], Any] | None = None) -> Iterator[None]:
         """Within it ranks may take different numbers of steps; a rank that leaves counts with weight 0 until all have left.
 
-        Steps without a weight weigh 1: the mean is over the ranks that still step.
+        Steps without a weight have the weight 1, so the mean is over the ranks that still take steps.
 
         Args:
-            follow: called on a rank that has left, with the means of each later step: what the loop does with them, such as the
-                optimizer's step, so that weights stay the same everywhere. Without it they do not: share them afterwards.
+            follow: called on a rank that has left, with the means of each later step. It does what the loop does with them,
+                such as the optimizer's step, so that weights stay the same on all ranks. Without it they differ: broadcast
+                them afterwards.
         """
 
-        def followed(current: Round) -> None:
+        def followed(reduction: Reduction) -> None:
             if follow is not None:
-                follow(rebuild(self._like, self._means(current, self._kinds)))
+                follow(rebuild(self._like, self._means(reduction, self._kinds)))
 
         check_follow(follow)
         with self._reducer.uneven(followed):
@@ -179,7 +180,7 @@ class GradientSynchronizer(Generic[Tree]):
 
     @property
     def steps(self) -> Steps:
-        """Where the time of this rank's last steps went: computing, exposed and hidden communication."""
+        """Where the time of this rank's last steps went: computation, exposed and hidden communication."""
         return self._reducer.steps
 
     def check_weights(self, weights: Any) -> None:
@@ -189,13 +190,14 @@ class GradientSynchronizer(Generic[Tree]):
             weights: a tree of arrays, the same on all ranks.
 
         Raises:
-            CollectiveMismatchError: they differ. It names the ranks that are not as most are, and the first leaf.
+            CollectiveMismatchError: they differ. It names the ranks that differ from the majority, and the first leaf that
+                differs.
         """
-        compare(flatten(weights), self._group, self._reducer.number, "now")
+        check_weights(flatten(weights), self._group, self._reducer.number, "now")
 
-    def _means(self, current: Round, kinds: Mapping[str, Kind]) -> dict[str, Any]:
-        """What a finished round brought, by name; beside arrays that lie in another order than C's in theirs."""
-        found = current.means(kinds, self._views)
+    def _means(self, reduction: Reduction, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+        """The means of a finished reduction by name, in the memory order of the leaves in `like`."""
+        found = reduction.means(kinds, self._views)
         for name, leaf in self._ordered.items():
             if found[name] is not None and (kind := kind_of(leaf)) is kinds[name]:
                 laid_out = kind.empty_beside(leaf, self._specs[name])
@@ -223,16 +225,16 @@ class GradientSynchronizer(Generic[Tree]):
 class SynchronizerStep(Generic[Tree]):
     """One step of a `GradientSynchronizer`; made by its `step()`."""
 
-    def __init__(self, owner: GradientSynchronizer[Tree], current: Round) -> None:
+    def __init__(self, owner: GradientSynchronizer[Tree], reduction: Reduction) -> None:
         self._owner = owner
-        self._round = current
+        self._reduction = reduction
         self._added: set[str] = set()
         self._kinds = dict(owner._kinds)
         self._means: dict[str, Any] | None = None
 
     def place(self, name: str) -> Any:
-        """The memory of one gradient in its bucket, its contents undefined: compute the gradient there (`out=`) and call
-        `ready(name)`, and it is never copied. An array of the kind that `like` has; None where the bucket is elsewhere.
+        """The memory of one gradient in its bucket, uninitialised. A gradient that is computed there (`out=`), followed by
+        `ready(name)`, is never copied. An array of the kind in `like`; None if the bucket is on another device.
 
         Raises:
             UsageError: an unknown name, one that was ready before, or a step that is over.
@@ -241,7 +243,7 @@ class SynchronizerStep(Generic[Tree]):
         return memory.alias(slot, self._kinds[name])
 
     def add(self, name: str, part: Any) -> None:
-        """A part of a gradient, such as a microbatch's: parts add up until it is `ready`. Raises as `ready`."""
+        """Adds a part of a gradient, such as a microbatch's. The gradient is complete when it is `ready`. Raises as `ready`."""
         memory, slot = self._check(name)
         got = self._owner._read(name, part)
         self._kinds[name] = got.kind
@@ -249,12 +251,12 @@ class SynchronizerStep(Generic[Tree]):
         self._added.add(name)
 
     def ready(self, name: str, grad: Any = _IN_PLACE) -> None:
-        """This rank's gradient of one leaf is complete. It is copied: the array may be changed as soon as this returns (on a
-        GPU: by what comes later in the current stream).
+        """Completes this rank's gradient of one leaf. It is copied: the array may change as soon as this returns (on a GPU: by
+        later work in the current stream).
 
         Args:
-            grad: the gradient, or its last part where others were added; None where this rank has none (or no last part). Left
-                out, all was added, or computed in its `place`.
+            grad: the gradient, or its last part if others were added; None if this rank has none (or no last part). Leave it
+                out if all parts were added, or the gradient was computed in its `place`.
 
         Raises:
             UsageError: an unknown name, one that was ready before, or a step that is over.
@@ -264,30 +266,30 @@ class SynchronizerStep(Generic[Tree]):
         if name in self._added:
             if grad is not None and grad is not _IN_PLACE:
                 self.add(name, grad)
-            self._put_place(name)
+            self._put_in_place(name)
         elif grad is _IN_PLACE:
-            self._put_place(name)
+            self._put_in_place(name)
         elif grad is None:
-            self._round.put(name, None)
+            self._reduction.put(name, None)
         else:
             self._put(name, self._owner._read(name, grad))
 
-    def _check(self, name: str) -> tuple[Memory, Slot]:
+    def _check(self, name: str) -> tuple[BucketMemory, Slot]:
         specs = self._owner._specs
         if name not in specs:
             raise UsageError(f"there is no gradient {name!r}", hint=f"names are {', '.join(list(specs)[:8])}")
         if self._owner._open is not self:
             raise UsageError("this step is over", hint="begin a new one with sync.step()")
-        if self._round.has(name):
+        if self._reduction.has(name):
             raise UsageError(f"gradient {name!r} was ready before in this step", hint="add() its parts, then ready()")
         return self._owner._reducer.at(name)
 
-    def _put(self, name: str, got: View, stays: bool = False) -> None:
+    def _put(self, name: str, got: View, deferrable: bool = False) -> None:
         self._kinds[name] = got.kind
-        self._round.put(name, got, used=self._round.weight != 0, stays=stays)
+        self._reduction.put(name, got, used=self._reduction.weight != 0, deferrable=deferrable)
 
-    def _put_place(self, name: str) -> None:
-        """What lies in its place already."""
+    def _put_in_place(self, name: str) -> None:
+        """Puts a gradient that already lies in its slot."""
         memory, slot = self._owner._reducer.at(name)
         self._put(name, View(self._kinds[name], slot.spec, memory.place(slot), True, None))
 
@@ -309,32 +311,32 @@ class SynchronizerStep(Generic[Tree]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._owner._open = None
         if error is not None:
-            self._round.abandon()
+            self._reduction.abandon()
             if isinstance(error, Exception | KeyboardInterrupt | CancelledError | GeneratorExit):
                 self._owner._group.abort(error)
             return
         for name in self._added:
-            if not self._round.has(name):
-                self._put_place(name)
-        with unless_interrupted(self._round, self._owner._group):
-            self._round.finish()
-        self._means = self._owner._means(self._round, self._kinds)
+            if not self._reduction.has(name):
+                self._put_in_place(name)
+        with abort_on_interrupt(self._reduction, self._owner._group):
+            self._reduction.finish()
+        self._means = self._owner._means(self._reduction, self._kinds)
 
 
-def _outline(name: str, leaf: Any) -> Any:
-    """A spec for what has a shape and a dtype but no elements, such as jax.ShapeDtypeStruct; anything else as it is.
+def _without_elements(name: str, leaf: Any) -> Any:
+    """A TensorSpec for a leaf with a shape and a dtype but no elements, such as jax.ShapeDtypeStruct; other leaves as they are.
 
-    A tensor that requires a gradient, as parameters do, looks like its gradient: no element of it is read.
+    A tensor that requires a gradient is detached: only its shape and dtype are used.
     """
     if getattr(leaf, "requires_grad", False) is True:
         return leaf.detach()
     is_array = kind_of(leaf) is not NUMPY or hasattr(leaf, "__dlpack__") or hasattr(leaf, "__array__")
     if is_array or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
-    with Named(f"gradient {name!r}"):
-        return TensorSpec(dtype_given(leaf.dtype), shape_of(leaf.shape))
+    with ErrorPrefix(f"gradient {name!r}"):
+        return TensorSpec(as_dtype(leaf.dtype), shape_of(leaf.shape))
 
 
 def _spec(name: str, leaf: Any) -> TensorSpec:
-    with Named(f"gradient {name!r}"):
+    with ErrorPrefix(f"gradient {name!r}"):
         return spec_of(leaf)

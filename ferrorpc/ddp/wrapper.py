@@ -1,4 +1,4 @@
-"""What a module that was wrapped for data parallelism offers in either form, NumPy's and torch's."""
+"""The base class of both DistributedDataParallel wrappers: the one for any module and the one for torch."""
 
 from __future__ import annotations
 
@@ -11,74 +11,75 @@ from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import UsageError
 
 _DEVICE: Final = "bring the module to the device before it is wrapped: module.to(device)"
-_NOT_NEEDED: Final = "leave it away: ranks may use other parameters than each other, in every step"
+_NOT_NEEDED: Final = "leave it out: ranks may use different parameters in every step"
 _COUNTERPARTS: Final = {
     "device_ids": _DEVICE,
     "output_device": _DEVICE,
-    "dim": "leave it away: a wrapper has one module and one device",
+    "dim": "leave it out: a wrapper has one module and one device",
     "process_group": "pass the group as group=, such as init_process_group() returned",
     "device_mesh": "pass a group as group=, such as ferrorpc.Mesh gives for a dimension",
-    "broadcast_buffers": 'leave it away, or pass buffers="local" in place of False',
+    "broadcast_buffers": 'leave it out, or pass buffers="local" in place of False',
     "find_unused_parameters": _NOT_NEEDED,
     "skip_all_reduce_unused_params": _NOT_NEEDED,
     "static_graph": _NOT_NEEDED,
     "check_reduction": _NOT_NEEDED,
-    "delay_all_reduce_named_params": "leave it away",
-    "param_to_hook_all_reduce": "leave it away",
-    "mixed_precision": "use torch.autocast; what gradients travel as is hook=ferrorpc.hooks.Compress('bf16')",
+    "delay_all_reduce_named_params": "leave it out",
+    "param_to_hook_all_reduce": "leave it out",
+    "mixed_precision": "use torch.autocast; to send gradients as bfloat16 pass hook=ferrorpc.hooks.Compress('bf16')",
 }
-"""What torch's own DistributedDataParallel takes by these names, and what to do here."""
+"""Arguments of torch's own DistributedDataParallel, and what to do instead here."""
 
 
 class Wrapper:
-    """The part of DistributedDataParallel that does not ask when gradients are averaged."""
+    """The part of DistributedDataParallel that does not depend on when gradients are averaged."""
 
     _replica: Replica
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        """As it is. Raises UsageError for an argument that torch's wrapper has, and this has by another name or not at all."""
+        """Raises UsageError for an argument that only torch's own wrapper has, with its counterpart here."""
         for name in given:
             if name in _COUNTERPARTS:
                 raise UsageError(f"{name}= is an argument of torch's {cls.__name__}, not of this", hint=_COUNTERPARTS[name])
         return super().__new__(cls)
 
     def broadcast_parameters(self, root: int = 0) -> None:
-        """Gives every rank the weights (and buffers, where the module has them) of rank `root`, in place. Collective."""
-        self._replica.share(root)
+        """Gives every rank the weights (and buffers, if the module has any) of rank `root`, in place. Collective."""
+        self._replica.broadcast(root)
 
     def check_weights(self) -> None:
         """Compares the weights of all ranks, as hashes, through the coordinator. Collective.
 
         Raises:
-            CollectiveMismatchError: they differ. It names the ranks that are not as most are, and the first parameter.
+            CollectiveMismatchError: they differ. It names the ranks that differ from the majority, and the first parameter
+                that differs.
         """
-        self._replica.compare("now")
+        self._replica.check_weights("now")
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it gradients add up over several batches, and none is averaged. All ranks alike."""
+        """Within it gradients accumulate over several batches, and none is averaged. All ranks alike."""
         return self._replica.no_sync()
 
     def accumulate(self, count: int) -> Iterator[int]:
-        """For a batch in `count` parts: `for part in ddp.accumulate(4)` goes through 0 to 3, and gradients are averaged with
-        the last. They add up until then, so weigh each part's loss by its share. Counts may differ between ranks."""
+        """For a batch in `count` parts: `for part in ddp.accumulate(4)` yields 0 to 3, and gradients are averaged with the last
+        part. They accumulate until then, so scale each part's loss by its share. Counts may differ between ranks."""
         return self._replica.accumulate(count)
 
     def uneven(self, follow: Callable[[], Any] | None = None) -> AbstractContextManager[None]:
-        """Within it ranks may have different numbers of steps: one that has left counts with weight 0.
+        """Within it ranks may take different numbers of steps: one that has left the block counts with weight 0.
 
         A rank waits at the end of the block until all have left it. Means are over the ranks that still take part. Buffers
-        are not exchanged within; at the end all take those of the (lowest) rank with the most steps.
+        are not exchanged within the block; at its end all ranks take those of the (lowest) rank with the most steps.
 
         Args:
-            follow: called on a rank that has left, after each later step, with the means in `.grad`: what the loop does once
-                gradients are averaged, such as `optimizer.step`, so that weights and optimizer stay the same on all ranks.
-                Without it the weights, too, are taken from the rank with the most steps.
+            follow: called on a rank that has left, after each later step, with the means in `.grad`. It does what the loop does
+                once gradients are averaged, such as `optimizer.step`, so that weights and optimizer stay the same on all
+                ranks. Without it the weights, too, are taken from the rank with the most steps.
         """
         return self._replica.uneven(follow)
 
     @property
     def steps(self) -> Steps:
-        """Where the time of this rank's last steps went: computing, exposed and hidden communication."""
+        """Where the time of this rank's last steps went: computation, exposed and hidden communication."""
         return self._replica.reducer.steps
 
     @property
@@ -88,7 +89,7 @@ class Wrapper:
 
 
 def check_unwrapped(module: Any) -> None:
-    """Raises UsageError where the module, or a part of it, has a wrapper: two would average the same gradients."""
+    """Raises UsageError if the module or a submodule is wrapped already: both wrappers would average the same gradients."""
     parts = getattr(module, "named_modules", None)
     is_class = isinstance(module, type)
     for name, part in [("", module), *(parts() if callable(parts) and not is_class else ())]:

@@ -1,4 +1,4 @@
-"""An optimizer whose memory is shared out between the ranks: each remembers, and updates, its own part of the weights."""
+"""ZeroOptimizer for NumPy and CuPy weights: its state is sharded, and each rank updates its own part of the weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ferrorpc.arrays.kinds import spec_of, view_out
-from ferrorpc.ddp.naming import Named
+from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.parameter import HasGradient
-from ferrorpc.ddp.parcel import common_gpu
+from ferrorpc.ddp.placement import common_gpu
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
-from ferrorpc.ddp.shards import Shards, check_whose
+from ferrorpc.ddp.shards import Shards, check_state_rank
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.types import DType, TensorSpec
@@ -24,18 +24,18 @@ _RANK = "rank"
 
 
 class ZeroOptimizer:
-    """Takes the ranks' gradients and brings the weights on, with 1/size of the optimizer's memory on each rank.
+    """Updates weights by the mean of the ranks' gradients, with 1/size of the optimizer's state on each rank.
 
         optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.Adam(1e-3))
-        optimizer.step(grads)    # this rank's gradients: their means need not be taken before
+        optimizer.step(grads)    # this rank's own gradients, not averaged before
 
-    The weights are those of an optimizer that is not sharded, to the last bit, given the means that all_reduce gives.
+    The weights have the bits that an unsharded optimizer would compute from the means of all_reduce.
 
     Args:
         weights: a tree (dicts, lists, tuples, named tuples) of float32 or float64 arrays, which are written in place. All ranks
-            hold the same. Of CuPy arrays each rank's share comes to the host, where the rule is applied and its memory is.
+            hold the same. Each rank's shard of CuPy arrays is copied to the host, which runs the rule and holds its state.
         group: every rank constructs its optimizer at the same point of its program.
-        rule: `ferrorpc.rules.SGD` or `Adam`, or one's own `Rule`; it must treat every element alike.
+        rule: `ferrorpc.rules.SGD` or `Adam`, or your own `Rule`; it must be elementwise.
         bucket_cap_mb: how many MiB a message may hold.
 
     Raises:
@@ -47,7 +47,7 @@ class ZeroOptimizer:
     def __init__(self, weights: Any, group: ProcessGroup, rule: Rule, *, bucket_cap_mb: float = 25) -> None:
         self._group = group = group_given(group)
         self._weights = flatten(weights)
-        _check_apart(self._weights)
+        _check_distinct(self._weights)
         specs = [(name, _spec(name, leaf)) for name, leaf in self._weights.items()]
         for name, spec in specs:
             if spec.dtype not in _DTYPES:
@@ -72,7 +72,7 @@ class ZeroOptimizer:
 
     @property
     def memory_bytes(self) -> int:
-        """What this rank remembers from step to step."""
+        """The size of this rank's optimizer state."""
         return sum(array.nbytes for memory in self._memory for array in memory)
 
     def step(self, grads: Any) -> None:
@@ -99,25 +99,25 @@ class ZeroOptimizer:
         self._shards.gather(self._weights)
 
     def state(self) -> dict[str, Array]:
-        """What this rank remembers, copied, to be saved beside the weights: each rank saves its own."""
-        whose = {_STEP: np.asarray(self._steps), _RANK: np.asarray([self._group.rank, self._group.size])}
-        return whose | {name: array.copy() for name, array in self._named().items()}
+        """A copy of this rank's optimizer state, to be saved with the weights. Each rank saves its own."""
+        own = {_STEP: np.asarray(self._steps), _RANK: np.asarray([self._group.rank, self._group.size])}
+        return own | {name: array.copy() for name, array in self._named().items()}
 
     def gather_state(self, root: int = 0) -> dict[str, Array] | None:
-        """What all ranks remember, on rank `root`; None elsewhere. Collective. Groups of any size can go on from it.
+        """The whole optimizer state on rank `root`; None elsewhere. Groups of any size can load it. Collective.
 
         Returns:
-            name -> array: "slot0/a/b" is the first of what the rule remembers of the weights "a/b", in their shape. What has no
-            elements is left out.
+            name -> array: "slot0/a/b" is the first state array of the rule for the weights "a/b", in their shape. Arrays
+            without elements are left out.
         """
         state = {_STEP: np.asarray(self._steps)}
         for shard, memory in zip(self._shards.shards, self._memory, strict=True):
             for slot, array in enumerate(memory):
-                state.update({f"slot{slot}/{name}": whole for name, whole in shard.whole(array, root).items()})
+                state.update({f"slot{slot}/{name}": whole for name, whole in shard.assemble(array, root).items()})
         return state if self._group.rank == root else None
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Goes on from what `state` gave on the same rank of a group of the same size, or `gather_state` in any group.
+        """Loads what `state` returned on the same rank of a group of the same size, or `gather_state` in any group.
 
         Raises:
             UsageError: it is another optimizer's, another rank's, or of a group of another size.
@@ -131,7 +131,7 @@ class ZeroOptimizer:
         self._steps = int(state[_STEP])
 
     def _load_own(self, state: Mapping[str, Array]) -> None:
-        check_whose(self._group, state[_RANK], "gather_state")
+        check_state_rank(self._group, state[_RANK], "gather_state")
         named = self._named()
         _check_shapes(state, {name: array.shape for name, array in named.items()})
         for name, array in named.items():
@@ -143,7 +143,7 @@ class ZeroOptimizer:
         _check_shapes(state, {f"slot{slot}/{name}": shape for slot in slots for name, shape in shapes.items()})
         for shard, memory in zip(shards, self._memory, strict=True):
             for slot, array in enumerate(memory):
-                shard.cut({name: state[f"slot{slot}/{name}"] for name in shard.shapes}, array)
+                shard.extract({name: state[f"slot{slot}/{name}"] for name in shard.shapes}, array)
 
     def _named(self) -> dict[str, Array]:
         return {
@@ -157,11 +157,11 @@ def _spec(name: str, leaf: Any) -> TensorSpec:
     what = f"weights {name!r}" if name else "weights"
     if isinstance(leaf, HasGradient) and not hasattr(leaf, "dtype"):
         raise UsageError(f"{what}: {type(leaf).__name__} is no array", hint="pass the arrays themselves: parameter.data")
-    with Named(what):
+    with ErrorPrefix(what):
         return spec_of(leaf)
 
 
-def _check_apart(weights: Mapping[str, Any]) -> None:
+def _check_distinct(weights: Mapping[str, Any]) -> None:
     names: dict[int, str] = {}
     for name, leaf in weights.items():
         other = names.setdefault(id(leaf), name)
@@ -173,23 +173,23 @@ def _check_apart(weights: Mapping[str, Any]) -> None:
 
 
 def _check_memory(places: Mapping[str, Any]) -> None:
-    """Raises UsageError where two weights have elements in common, such as views of one array. On the host."""
+    """Raises UsageError if two weights on the host share elements, such as views of one array."""
     arrays = [(*_bounds(place), name, place) for name, place in places.items() if isinstance(place, np.ndarray)]
-    under_way: list[tuple[int, str, Array]] = []
+    overlapping: list[tuple[int, str, Array]] = []
     for start, stop, name, place in sorted(arrays, key=lambda each: each[:2]):
-        under_way = [each for each in under_way if each[0] > start]
-        for _, other, before in under_way:
+        overlapping = [each for each in overlapping if each[0] > start]
+        for _, other, before in overlapping:
             if np.shares_memory(before, place):
                 first, second = sorted((other, name), key=list(places).index)
                 raise UsageError(
                     f"weights {first!r} and {second!r} share memory, where the update of one would be lost",
                     hint="give what they share once, and the sum of its gradients",
                 )
-        under_way.append((stop, name, place))
+        overlapping.append((stop, name, place))
 
 
 def _bounds(place: Array) -> tuple[int, int]:
-    """The addresses that all its elements lie between."""
+    """The addresses of its first byte and of the byte after its last."""
     first = place.__array_interface__["data"][0]
     ways = [(count - 1) * stride for count, stride in zip(place.shape, place.strides, strict=True)]
     low = first + sum(way for way in ways if way < 0)

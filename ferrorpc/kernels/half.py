@@ -1,13 +1,16 @@
-"""Half types to float32 and back, exactly and rounded once, in blocks that stay in the cache.
+"""Converts float16 and bfloat16 to float32 exactly, and back with one rounding, in blocks that fit in the cache.
 
-NumPy casts float16 one element at a time, at 1 to 3 GB/s, or 0.02 where values overflow or underflow. Here float16 widens by
-moving its bits to where float32 has them and multiplying by the difference of the exponents' biases (infinities and NaN
-through a table of all values), and narrows by adding, in float32, the power of two that pushes out the bits to drop (the
-adder then rounds to nearest, ties to even, subnormals too). NumPy has no bfloat16, so its values are held as uint16: the upper
-half of a float32, so a shift one way and a rounded shift the other. All are whole-array operations that NumPy vectorises, at 5
-to 35 GB/s of float32, and allocate nothing.
+NumPy casts float16 one element at a time, at 1 to 3 GB/s, and at 0.02 GB/s where values overflow or underflow. The converters
+here use only whole-array operations that NumPy vectorises. They reach 5 to 35 GB/s of float32 and allocate nothing.
 
-A NaN keeps its sign and the upper bits of its payload and is made quiet, as by the conversion instructions of processors.
+- float16 to float32: the bits are shifted to their places in a float32, and the result is multiplied by a power of two to
+  correct the exponent bias. Blocks with infinities or NaN use a lookup table of all float16 values.
+- float32 to float16: a power of two is added that makes the float32 adder drop the excess bits. The adder rounds to nearest,
+  ties to even, also for subnormals.
+- bfloat16 is the upper half of a float32. NumPy has no such dtype, so values are stored as uint16. Widening is a shift, and
+  narrowing is a shift with rounding.
+
+A NaN keeps its sign and the upper bits of its payload and becomes quiet, as with the conversion instructions of processors.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from ferrorpc.kernels.workplace import WORKPLACE, aligned
+from ferrorpc.kernels.thread_state import THREAD_STATE, aligned
 from ferrorpc.types import DType, ReduceOp
 
 BLOCK_ELEMENTS: Final = 1 << 16
-"""Elements of a block at most: with less, a third of the time would be calls; with more, the slots would leave the cache."""
+"""Most elements in a block. With smaller ones calls would take a third of the time; larger slots would not fit in the cache."""
 
 Array = np.ndarray[Any, Any]
 
@@ -36,11 +39,11 @@ _INFINITY_OF_HALF: Final = 0x7C00
 
 
 class Converter(ABC):
-    """Converts blocks of one half type, through two float32 slots of its own; each thread has its own converter.
+    """Converts blocks of one half type through two float32 buffers, called slots. Each thread has its own converter.
 
     Attributes:
-        block_elements: of a block at most.
-        wide: the slots, float32 of shape (block_elements,).
+        block_elements: the most elements in a block.
+        wide: the two slots, float32 of shape (block_elements,).
     """
 
     name: ClassVar[str]
@@ -51,7 +54,7 @@ class Converter(ABC):
         self.wide = (aligned(self.block_elements, _FLOAT32), aligned(self.block_elements, _FLOAT32))
 
     def blocks(self, narrow: Array) -> Sequence[Any]:
-        """A storage array of any length cut into what `widen` and `narrow` take. They are good while the array is."""
+        """Splits a storage array of any length into blocks for `widen` and `narrow`. The blocks must not outlive the array."""
         most = self.block_elements
         if len(narrow) <= most:
             return [narrow] if len(narrow) else []
@@ -59,16 +62,16 @@ class Converter(ABC):
 
     @abstractmethod
     def widen(self, block: Any, slot: int) -> Array:
-        """The values of a block of n elements, as float32 of shape (n,) in that slot."""
+        """Converts a block of n elements to float32 in the given slot. Returns a view of the slot, of shape (n,)."""
 
     @abstractmethod
     def narrow(self, block: Any) -> None:
-        """block[:] = what slot 0 begins with, rounded to nearest, ties to even; what is too large becomes infinite."""
+        """block[:] = the first values of slot 0, rounded to nearest, ties to even. Values out of range become infinite."""
 
     def fold_two(self, op: ReduceOp, left: Array, right: Array, out: Array) -> int:
-        """out[:n] = left[:n] op right[:n], rounded, for as many elements n as there is a quicker way than by slots; returns n.
+        """out[:n] = left[:n] op right[:n], rounded once, for the n elements that need no slots; returns n, which may be 0.
 
-        All are storage arrays of equal length; `out` may be the memory of either.
+        The caller reduces the remaining elements. All are storage arrays of equal length; `out` may be either operand's memory.
         """
         return 0
 
@@ -91,24 +94,24 @@ class Converter(ABC):
 
 
 class NumpyFloat16(Converter):
-    """float16 with NumPy alone."""
+    """Converts float16 with NumPy only."""
 
     name = "numpy"
     dtype = DType.FLOAT16
 
     _KEPT_BITS: Final = np.array(-0x7000_2000, np.int32)
-    """Sign, exponent and fraction of a float16 whose lowest bit lies at bit 13; between them its sign, extended."""
+    """Mask for the sign, exponent and fraction of a sign-extended float16 shifted left by 13."""
     _RESCALE: Final = np.array(2.0**112, np.float32)
-    """Makes up for the exponent bias of float32, which is greater by 112."""
+    """Corrects the exponent bias, which is 112 greater in float32 than in float16."""
     _LEAST: Final = np.array(2.0**-136, np.float32)
-    """The least float16 before that; a processor that is told to take subnormals for zero takes it for zero."""
+    """The smallest float16 before that correction: a float32 subnormal, which is read as zero where subnormals are flushed."""
     _MAGNITUDE: Final = np.array(0x7FFF_FFFF, np.uint32)
     _EXPONENT: Final = np.array(_INFINITY, np.uint32)
     _OVERFLOW: Final = 0x4780_0000
-    """65536, which is rounded to infinity like all that is larger."""
+    """The bits of 65536, which rounds to infinity, as does everything larger."""
     _QUIET_NAN: Final = 0x7E00
     _SMALLEST_EXPONENT: Final = 113 << 23
-    """2**-14: all smaller magnitudes have the last place of this one."""
+    """The exponent bits of 2**-14. All smaller magnitudes are subnormal and have the same unit in the last place."""
     _PUSH: Final = np.array(13 << 23, np.uint32)
     _DROPPED: Final = np.array(13, np.uint32)
     _LIFTED: Final = np.array(13, np.int32)
@@ -147,13 +150,13 @@ class NumpyFloat16(Converter):
             halves[unordered] = (kept >> 16 & _SIGN_OF_HALF) | self._QUIET_NAN | (kept >> 13 & 0x01FF)
 
     def _of_length(self, count: int) -> _Float16Scratch:
-        """The scratch for a block; all but the last block of an array are of one length."""
+        """The scratch for a block of this length, cached because all blocks of an array but the last have the same length."""
         if self._cut.count != count:
             self._cut = self._scratch.cut(count)
         return self._cut
 
     def _is_plain(self, signed: Array) -> bool:
-        """Whether all values are finite, and subnormals are numbers here (`torch.set_flush_denormal` makes them zero)."""
+        """Whether all values are finite and this thread does not flush subnormals to zero (see `torch.set_flush_denormal`)."""
         return bool(
             np.maximum.reduce(signed) < _INFINITY_OF_HALF
             and np.maximum.reduce(signed.view(np.uint16)) < _SIGN_OF_HALF | _INFINITY_OF_HALF
@@ -161,11 +164,12 @@ class NumpyFloat16(Converter):
         )
 
     def _round(self, narrow: Array, scratch: _Float16Scratch) -> None:
-        """|x| + 2**(e + 13), where e is the exponent of |x|, has the 11 kept bits of |x| as the last of its own.
+        """Rounds the magnitudes in `scratch` and writes them with their signs to `narrow`, as the bits of float16.
 
-        So the integer below the sum's exponent is |x| in units of its last place, from 1024 to 2048, or less if subnormal.
-        With e in place it makes the bits of a float16: a full 2048 carries into the exponent, where it belongs. What is above
-        bit 15 is dropped at the end.
+        Let e be the exponent of |x|. The lowest 11 bits of the float32 sum |x| + 2**(e + 13) are the bits of |x| to keep,
+        rounded by the adder. So the fraction of the sum is |x| in units of its last place: 1024 to 2048, or less if |x| is
+        subnormal. Adding e as the exponent gives the bits of a float16; a value of 2048 carries into the exponent correctly.
+        Bits above bit 15 are dropped at the end.
         """
         magnitude, exponent = scratch.magnitude, scratch.exponent
         np.bitwise_and(magnitude, self._EXPONENT, out=exponent)
@@ -182,7 +186,7 @@ class NumpyFloat16(Converter):
 
 
 class _Float16Scratch:
-    """The arrays that NumpyFloat16 works in, and their views, which would take longer to make than a short block.
+    """The working arrays of NumpyFloat16 and their views. Making the views would take longer than converting a short block.
 
     Args:
         wide: the converter's slots.
@@ -193,26 +197,26 @@ class _Float16Scratch:
         self.exponent = aligned(BLOCK_ELEMENTS, _UINT32)
         self.smallest = aligned(BLOCK_ELEMENTS, _UINT32)
         self.smallest[:] = NumpyFloat16._SMALLEST_EXPONENT
-        self._look(wide)
+        self._make_views(wide)
 
-    def _look(self, wide: Sequence[Array]) -> None:
+    def _make_views(self, wide: Sequence[Array]) -> None:
         self.count = len(self.magnitude)
         self.slots = [(slot, slot.view(np.int32)) for slot in wide]
         self.bits = wide[0].view(np.uint32)
         self.magnitude_value, self.exponent_value = self.magnitude.view(np.float32), self.exponent.view(np.float32)
 
     def cut(self, count: int) -> _Float16Scratch:
-        """The same memory for a shorter block."""
+        """The same memory with views for a block of `count` elements."""
         shorter = copy(self)
         shorter.magnitude, shorter.exponent = self.magnitude[:count], self.exponent[:count]
         shorter.smallest = self.smallest[:count]
-        shorter._look([wide[:count] for wide, _ in self.slots])
+        shorter._make_views([wide[:count] for wide, _ in self.slots])
         return shorter
 
 
 @cache
 def _float16_values() -> Array:
-    """The float32 value of every float16, by its bits; 256 KiB."""
+    """The float32 values of all float16, indexed by their bits. The table takes 256 KiB."""
     with np.errstate(all="ignore"):
         values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     values.view(np.uint32)[np.isnan(values)] |= 0x0040_0000
@@ -221,7 +225,7 @@ def _float16_values() -> Array:
 
 
 class NumpyBFloat16(Converter):
-    """bfloat16 with NumPy; if given, ml_dtypes widens, in half the time. (Its rounding is no quicker.)"""
+    """Converts bfloat16 with NumPy. If ml_dtypes is given, it widens in half the time; its rounding is not faster."""
 
     name = "numpy"
     dtype = DType.BFLOAT16
@@ -250,7 +254,7 @@ class NumpyBFloat16(Converter):
         count = len(block)
         wide, rounded = self.wide[0][:count], self._rounded[:count]
         bits = wide.view(np.uint32)
-        # Half of the last kept place, plus one when the kept part is odd: the carry then rounds ties to even.
+        # Adding just under half a unit in the last place, plus one if the kept part is odd, rounds ties to even by the carry.
         np.right_shift(bits, self._UPPER, out=rounded)
         np.bitwise_and(rounded, self._LAST_PLACE, out=rounded)
         np.add(rounded, self._LESS_THAN_HALF_OF_IT, out=rounded)
@@ -258,11 +262,11 @@ class NumpyBFloat16(Converter):
         np.right_shift(rounded, self._UPPER, out=rounded)
         np.copyto(block, rounded, casting="same_kind")
         if holds_nan(wide):
-            # The carry may have run through the fraction into the exponent or the sign: keep the upper half, made quiet.
+            # The carry of a NaN may have changed its exponent or sign, so use its upper half, made quiet.
             unordered = np.isnan(wide)
             block[unordered] = (bits[unordered] >> 16) | self._QUIET
 
 
 def holds_nan(values: Array) -> bool:
-    """Whether one of these floats, at least one, is NaN; it goes through a maximum, which is one pass and writes nothing."""
-    return bool(np.isnan(WORKPLACE.run(np.maximum.reduce, values)))
+    """Whether any value of a nonempty float array is NaN. The maximum propagates NaN, in one pass and without a temporary."""
+    return bool(np.isnan(THREAD_STATE.run(np.maximum.reduce, values)))

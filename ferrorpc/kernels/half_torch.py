@@ -1,10 +1,10 @@
-"""Half types to float32 and back with PyTorch's vectorised copies: 25 to 75 GB/s of float32.
+"""Converts half types to float32 and back with PyTorch's vectorised copies, at 25 to 75 GB/s of float32.
 
-Whole blocks of large arrays are copied straight from and to their memory. What is shorter goes through scratch of a few
-lengths, so that its tail is treated by the same instructions as its middle: one by one, PyTorch makes other NaN of signalling
-ones. Blocks stay below the length that PyTorch would split among threads, for the other cores belong to other ranks.
+Full blocks of large arrays are copied directly from and to their memory. Shorter ones go through scratch buffers of a few fixed
+lengths, so that vector instructions also convert the tail: PyTorch's scalar code turns signalling NaN into different NaN.
+Blocks are shorter than what PyTorch would split among threads, because the other cores belong to other ranks.
 
-Two sources need no float32 scratch: PyTorch adds and multiplies half values in float32, element by element, and rounds once.
+Reducing two sources needs no float32 scratch: PyTorch adds and multiplies half values in float32 and rounds once.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from ferrorpc.kernels.half import Array, Converter, NumpyBFloat16
-from ferrorpc.kernels.workplace import aligned
+from ferrorpc.kernels.thread_state import aligned
 from ferrorpc.types import DType, ReduceOp
 
 _BLOCK_ELEMENTS: Final = 32_704
-"""Of a block at most: below 32,768, from which PyTorch uses threads; a multiple of its vectors."""
+"""Most elements in a block: a multiple of PyTorch's vector lengths, below the 32,768 from which PyTorch uses threads."""
 
 _LENGTHS: Final = (1_024, 4_096, _BLOCK_ELEMENTS)
-"""What is converted at once; the shortest that fits is taken."""
+"""The lengths that are converted at once. A partial block uses the shortest that fits."""
 
 _VECTOR_ELEMENTS: Final = 64
 
 _STRETCH_ELEMENTS: Final = 1 << 18
-"""What two sources are folded in at once where PyTorch has no threads to split it among: nearer to the memory's speed."""
+"""Elements of two sources reduced at once if PyTorch has only one thread. Longer stretches come closer to memory bandwidth."""
 
 _PLUS_INFINITY: Final = 0x7F80
 _MINUS_INFINITY: Final = 0xFF80
 
 
 class TorchFloat16(Converter):
-    """float16 with PyTorch. Its blocks are tensors over the whole ones, and an array for the tail."""
+    """Converts float16 with PyTorch. Full blocks are tensors over the array's memory; the tail is a NumPy array."""
 
     name = "torch"
     dtype = DType.FLOAT16
@@ -59,10 +59,10 @@ class TorchFloat16(Converter):
         return [*self._tensor(narrow[:whole]).split(_BLOCK_ELEMENTS), *super().blocks(narrow[whole:])]
 
     def _tensor(self, narrow: Array) -> Any:
-        """A tensor over the memory of an array. It may not outlive the array, nor be written if that is read-only."""
+        """A tensor over an array's memory. It must not outlive the array, nor be written to if the array is read-only."""
         if narrow.flags.writeable:
             return self._torch.from_numpy(narrow.view(np.int16)).view(self._half)
-        # Through ctypes, because PyTorch warns of arrays that are read-only, as messages are.
+        # Received messages are read-only, and PyTorch warns about read-only arrays. ctypes avoids the warning.
         memory = (ctypes.c_uint16 * len(narrow)).from_address(narrow.__array_interface__["data"][0])
         return self._torch.frombuffer(memory, dtype=self._half)
 
@@ -95,9 +95,9 @@ class TorchFloat16(Converter):
         return done
 
     def _stretches(self, *arrays: Array) -> Iterator[tuple[Any, ...]]:
-        """Arrays of equal length as tensors side by side, but for a tail that does not fill the widest vectors.
+        """Splits arrays of equal length into tensors and yields them side by side, without the tail that fills no full vector.
 
-        There are none for short arrays, for which it takes longer, and for arrays that are not aligned.
+        Yields nothing for short arrays, where this would be slower, and for unaligned arrays.
         """
         count = len(arrays[0]) // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS
         if count < _LENGTHS[0] or not all(array.flags.aligned for array in arrays):
@@ -113,9 +113,9 @@ class TorchFloat16(Converter):
 
 
 class TorchBFloat16(TorchFloat16):
-    """bfloat16 rounded with PyTorch, but for blocks that hold NaN, of which it drops sign and payload.
+    """Converts bfloat16: PyTorch rounds, except for blocks with NaN, whose sign and payload it would drop.
 
-    For widening, NumPy and ml_dtypes are faster.
+    NumPy or ml_dtypes widens, because they are faster at it.
     """
 
     dtype = DType.BFLOAT16
@@ -138,7 +138,7 @@ class TorchBFloat16(TorchFloat16):
             self._numpy.narrow(block)
 
     def fold_two(self, op: ReduceOp, left: Array, right: Array, out: Array) -> int:
-        """Up to the first stretch with a NaN in its result."""
+        """As in the base class, up to the first stretch whose result contains a NaN."""
         two = self._two.get(op)
         done = 0
         if two is not None:
@@ -153,5 +153,5 @@ class TorchBFloat16(TorchFloat16):
 
 
 def _holds_nan(halves: Array) -> bool:
-    """Whether one of these bfloat16 is NaN: beyond an infinity as a signed integer, or if negative as an unsigned one."""
+    """Whether any bfloat16 is NaN: its bits exceed +infinity as signed integers, or -infinity as unsigned ones."""
     return bool(np.maximum.reduce(halves.view(np.int16)) > _PLUS_INFINITY or np.maximum.reduce(halves) > _MINUS_INFINITY)

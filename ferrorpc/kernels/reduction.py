@@ -1,15 +1,14 @@
-"""Reduction kernels: how values of one dtype become one, for every operator.
+"""Reduction kernels on the CPU: one for every operator and dtype.
 
-The canonical result of a reduction is the left fold in rank order, ((x0 op x1) op x2) ... Half types are folded in float32 and
-rounded once, at the end; MEAN divides before that rounding. Whatever folds in this order through a kernel has the same bits
-on every lane. (One exception, from the processor itself: when two operands are NaN, which of the two is kept is open. That
-the result is NaN is not.)
+The canonical result of a reduction is the left fold in rank order, ((x0 op x1) op x2) ... Half types are accumulated in float32
+and rounded once, at the end; MEAN divides before that rounding. Every fold in this order through a kernel has the same bits on
+every transport. One exception comes from the processor: if two operands are NaN, the result is NaN, but either may be kept.
 
-Kernels follow NumPy's own arithmetic: integers wrap, SUM of bool is a logical or, NaN goes through MIN and MAX. They warn
-of nothing, change no global state, and allocate nothing but, once per thread, a scratch that fits the cache.
+Kernels follow NumPy's arithmetic: integers wrap, SUM of bool is a logical or, MIN and MAX propagate NaN. They emit no warnings,
+change no global state, and allocate only one cache-sized scratch buffer per thread.
 
-`reduce` folds arrays that are all at hand, block by block: every source is read from memory once and the result written once,
-while what is between stays in the cache. `load`, `fold` and `finish` do the same one array at a time.
+`reduce` reduces arrays that are all available, block by block: it reads every source from memory once and writes the result
+once, and intermediate values stay in the cache. `load`, `fold` and `finish` do the same one array at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.kernels.half import Converter
 from ferrorpc.kernels.registry import converter
-from ferrorpc.kernels.workplace import BLOCK_BYTES, WORKPLACE
+from ferrorpc.kernels.thread_state import BLOCK_BYTES, THREAD_STATE
 from ferrorpc.types import DType, ReduceOp, refusal
 
 Array = np.ndarray[Any, Any]
@@ -45,30 +44,30 @@ _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
 class Kernel:
     """One operator on one dtype, for a group of `size` ranks.
 
-    All arrays are one-dimensional and of equal length; `storage` ones hold the dtype (bfloat16 as uint16), `work` ones hold
-    `work`, the dtype sums are kept in. An array may be written in place of itself, never overlap in part.
+    All arrays are one-dimensional and of equal length. Storage arrays hold the dtype itself (bfloat16 as uint16); work arrays
+    hold `work`, the dtype of the accumulator. An output may be the same memory as an input, but must not overlap it in part.
     """
 
     op: ReduceOp
     dtype: DType
     size: int
     work: np.dtype[Any]
-    """float32 for the half types, else the storage dtype itself."""
+    """float32 for the half types, otherwise the storage dtype."""
     _ufunc: np.ufunc = field(repr=False, compare=False)
     _mean: tuple[np.ufunc, Array] | None = field(repr=False, compare=False)
-    """What MEAN does to a sum: np.divide and `size` (of shape (), much quicker than a scalar). None for other operators.
+    """How MEAN divides a sum: np.divide and `size` (an array of shape (), much faster than a scalar). None for other operators.
 
-    For real numbers and a power of two it is np.multiply and 1 / `size`, of equal bits in half the time.
+    For real floats and a `size` that is a power of two: np.multiply and 1 / `size`, with the same bits in half the time.
     """
 
     def reduce(self, sources: Sequence[Array], out: Array) -> None:
         """out[:] = sources[0] op sources[1] op ..., folded in that order and finished.
 
-        Bit for bit what `load`, `fold` and `finish` give. `sources` and `out` are storage arrays; sources may be read-only, and
-        `out` may be the memory of any of them.
+        The bits are those that `load`, `fold` and `finish` give. `sources` and `out` are storage arrays. Sources may be
+        read-only, and `out` may be the memory of any source.
         """
         if len(sources) == 2 and self._mean is None and len(out) > 1:
-            WORKPLACE.run(self._ufunc, sources[0], sources[1], out=out)
+            THREAD_STATE.run(self._ufunc, sources[0], sources[1], out=out)
             return
         block = BLOCK_BYTES // self.work.itemsize
         if len(out) <= block:
@@ -79,10 +78,10 @@ class Kernel:
             self._reduce_block([source[cut] for source in sources], out[cut])
 
     def _reduce_block(self, sources: Sequence[Array], out: Array) -> None:
-        """Only the last source is folded into `out`, those before in scratch: none is overwritten before it is read."""
+        """Reduces one block. Only the last source is folded into `out`, the others in scratch, since `out` may be a source."""
         left, last = sources[0], len(sources) - 1
         if last > 1:
-            work = WORKPLACE.scratch[self.work.char][: len(out)]
+            work = THREAD_STATE.scratch[self.work.char][: len(out)]
             for source in sources[1:last]:
                 self._apply(left, source, work)
                 left = work
@@ -105,39 +104,39 @@ class Kernel:
         self._apply(storage, work, work)
 
     def fold_work(self, work: Array, other: Array) -> None:
-        """work[:] = work op other, where other is in the work dtype too."""
+        """work[:] = work op other, where `other` also has the work dtype."""
         self._apply(work, other, work)
 
     def fold_under_work(self, work: Array, other: Array) -> None:
-        """work[:] = other op work, where other is in the work dtype too."""
+        """work[:] = other op work, where `other` also has the work dtype."""
         self._apply(other, work, work)
 
     def finish(self, storage: Array, work: Array) -> None:
         """storage[:] = work, divided by `size` for MEAN, rounded once to the dtype. `storage` may be `work` itself."""
         if self._mean is not None:
             divide, size = self._mean
-            WORKPLACE.run(divide, work, size, out=storage)
+            THREAD_STATE.run(divide, work, size, out=storage)
         elif not _is_same(storage, work):
             np.copyto(storage, work)
 
     def _apply(self, left: Array, right: Array, work: Array) -> None:
         if len(work) == 1:
-            # NumPy takes an in-place call on one element for a reduction along it, and multiplies complex numbers there
-            # without fused instructions: other bits than the same element has inside a longer array.
-            work[:] = WORKPLACE.run(self._ufunc, left, right)
+            # NumPy treats an in-place call on one element as a reduction along it. There it multiplies complex numbers
+            # without fused instructions, which gives other bits than for the same element in a longer array.
+            work[:] = THREAD_STATE.run(self._ufunc, left, right)
         else:
-            WORKPLACE.run(self._ufunc, left, right, out=work)
+            THREAD_STATE.run(self._ufunc, left, right, out=work)
 
 
 @dataclass(frozen=True)
 class HalfKernel(Kernel):
-    """Values are widened and narrowed here, block by block, through the slots of this thread's converter."""
+    """A kernel for a half type. It widens and narrows values block by block, in the slots of this thread's converter."""
 
     def reduce(self, sources: Sequence[Array], out: Array) -> None:
         self.reduce_with(converter(self.dtype), sources, out)
 
     def reduce_with(self, convert: Converter, sources: Sequence[Array], out: Array) -> None:
-        """As `reduce`, with a converter of the caller's choice."""
+        """As `reduce`, with the given converter."""
         if len(sources) == 2 and self._mean is None:
             done = convert.fold_two(self.op, sources[0], sources[1], out)
             if done == len(out):
@@ -150,7 +149,7 @@ class HalfKernel(Kernel):
                 self._apply(total, convert.widen(other[number], 1), total)
             if self._mean is not None:
                 divide, size = self._mean
-                WORKPLACE.run(divide, total, size, out=total)
+                THREAD_STATE.run(divide, total, size, out=total)
             convert.narrow(target)
 
     def load(self, work: Array, storage: Array) -> None:
@@ -173,13 +172,13 @@ class HalfKernel(Kernel):
         start = 0
         for block in convert.blocks(storage):
             count = len(block)
-            WORKPLACE.run(divide, work[start : start + count], size, out=convert.wide[0][:count])
+            THREAD_STATE.run(divide, work[start : start + count], size, out=convert.wide[0][:count])
             convert.narrow(block)
             start += count
 
 
 def _widened(dtype: DType, work: Array, storage: Array) -> Iterator[tuple[Array, Array]]:
-    """Blocks of `work`, each with the values of `storage` there; these last until the next block."""
+    """Yields blocks of `work`, each with the widened values of `storage` at the same place, valid until the next block."""
     convert = converter(dtype)
     start = 0
     for block in convert.blocks(storage):
@@ -190,10 +189,10 @@ def _widened(dtype: DType, work: Array, storage: Array) -> Iterator[tuple[Array,
 
 @lru_cache(maxsize=1024)
 def kernel(op: ReduceOp, dtype: DType, size: int) -> Kernel:
-    """The kernel of an operator and a dtype for `size` ranks; the same object for the same arguments.
+    """The kernel of an operator and a dtype for `size` ranks. It is cached.
 
     Raises:
-        TensorMismatchError: the operator means nothing for this dtype; the message says why.
+        TensorMismatchError: the operator is not defined for this dtype; the message says why.
     """
     why_not = refusal(op, dtype)
     if why_not is not None:
@@ -210,5 +209,5 @@ def _mean_of(size: int, work: np.dtype[Any]) -> tuple[np.ufunc, Array]:
 
 
 def _is_same(one: Array, other: Array) -> bool:
-    """Whether two arrays of equal length are the same memory, so that a copy would only read and write it."""
+    """Whether two arrays of equal length share their memory, so that no copy is needed."""
     return one.dtype == other.dtype and bool(one.__array_interface__["data"] == other.__array_interface__["data"])

@@ -1,6 +1,6 @@
-"""Which converter of a half type a thread uses: the fastest that can be made and is proven to have the bits of NumPy's.
+"""Chooses the converter of a half type: the fastest available one that passes the self-test.
 
-PyTorch and ml_dtypes are used where the program has imported them, and never imported here. Ranks of a group have equal
+PyTorch and ml_dtypes are used if the program has imported them; they are never imported here. Ranks of a group get equal
 results whether they have them or not.
 """
 
@@ -14,34 +14,34 @@ from typing import Any, Final
 
 from ferrorpc.kernels.half import Converter, NumpyBFloat16, NumpyFloat16
 from ferrorpc.kernels.half_torch import TorchBFloat16, TorchFloat16
-from ferrorpc.kernels.proof import is_exact
+from ferrorpc.kernels.self_test import is_exact
 from ferrorpc.types import DType
 
 
-class _Kept(threading.local):
-    """The converters of one thread, by whether PyTorch is loaded and by dtype."""
+class _Cache(threading.local):
+    """The converters of one thread, indexed by whether PyTorch is loaded and by dtype."""
 
     def __init__(self) -> None:
         self.found: tuple[list[Converter | None], ...] = ([None] * (max(DType) + 1), [None] * (max(DType) + 1))
 
 
-_KEPT: Final = _Kept()
+_CACHE: Final = _Cache()
 
 
 def converter(dtype: DType) -> Converter:
-    """This thread's converter of a half type. Whoever uses its slots next overwrites them."""
-    kept = _KEPT.found["torch" in sys.modules]
-    found = kept[dtype]
+    """This thread's converter of a half type. Its slots are valid until the thread uses the converter again."""
+    cached = _CACHE.found["torch" in sys.modules]
+    found = cached[dtype]
     if found is None:
         makers = available(dtype)
         found = next(makers[name]() for name in makers if name == "numpy" or _is_exact(dtype, name))
         if "torch" in makers or "torch" not in sys.modules:
-            kept[dtype] = found
+            cached[dtype] = found
     return found
 
 
 def available(dtype: DType) -> dict[str, Callable[[], Converter]]:
-    """What makes converters of a half type here and now, the fastest first; "numpy" is always there."""
+    """The factories of the converters that can be made now, by name, the fastest first. "numpy" is always available."""
     torch, ml_dtypes = _loaded("torch"), _loaded("ml_dtypes")
     found: dict[str, Callable[[], Converter]] = {}
     if dtype is DType.FLOAT16:
@@ -65,6 +65,6 @@ def _is_exact(dtype: DType, name: str) -> bool:
 
 
 def _loaded(name: str) -> Any:
-    """A module once its import is complete, or None. Another thread may be in the middle of it."""
+    """A module whose import is complete, or None. Another thread may still be importing it."""
     module = sys.modules.get(name)
     return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module

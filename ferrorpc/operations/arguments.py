@@ -1,4 +1,4 @@
-"""What callers pass to a group's operations, checked before anything is sent."""
+"""Checks the arguments of a group's operations before anything is sent."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, copy_of, kind_of, spec_of, split, view
-from ferrorpc.collectives.endpoints import rank_of
+from ferrorpc.collectives.ranks_and_tags import rank_of
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.operations.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX
 
-Aliasing: TypeAlias = Into | IntoList | IntoWhole
+OutResult: TypeAlias = Into | IntoList | IntoWhole
 
 
 def ranks_of(ranks: Iterable[Any], size: int) -> list[int]:
@@ -50,10 +50,10 @@ def check_sendable(specs: Iterable[TensorSpec]) -> None:
 
 
 def kind_like(like: Any, out: Any = None) -> Kind:
-    """The kind of a result that only arrives here: that of what was passed in its place, if anything was.
+    """The kind of a result on a rank that has no input: that of the array passed in its place, if there is one.
 
     Raises:
-        UsageError: the root would refuse that, too.
+        UsageError: that array is of an unsupported kind.
     """
     if like is not None:
         spec_of(like)
@@ -62,24 +62,24 @@ def kind_like(like: Any, out: Any = None) -> Kind:
 
 
 class Arguments:
-    """What callers pass to the operations of one group.
+    """Reads the arguments of one group's operations.
 
     Args:
-        near: the backend takes arrays of GPUs where they are; without it they are read on the host.
+        device_arrays: whether the backend takes GPU arrays where they are. Without it they are copied to the host.
     """
 
-    __slots__ = ("_near",)
+    __slots__ = ("_device_arrays",)
 
-    def __init__(self, near: bool) -> None:
-        self._near = near
+    def __init__(self, device_arrays: bool) -> None:
+        self._device_arrays = device_arrays
 
     def view(self, x: Any) -> View:
         """Reads an array or a number. Raises as `arrays.kinds.view`."""
-        return view(x, self._near)
+        return view(x, self._device_arrays)
 
-    def parcel(self, x: Any) -> View:
-        """As `view`, for an array that is sent by itself. Raises UsageError where no frame can describe it."""
-        found = view(x, self._near)
+    def view_to_send(self, x: Any) -> View:
+        """As `view`, for an array to send. Raises UsageError if no frame can describe it."""
+        found = view(x, self._device_arrays)
         check_sendable((found.spec,))
         return found
 
@@ -90,7 +90,9 @@ class Arguments:
             TensorMismatchError: another number of parts, or parts of different dtypes.
         """
         is_list = isinstance(parts, list | tuple)
-        views = [view(part, self._near) for part in parts] if is_list else _split(view(parts, self._near), size)
+        views = (
+            [view(part, self._device_arrays) for part in parts] if is_list else _split(view(parts, self._device_arrays), size)
+        )
         if len(views) != size:
             raise TensorMismatchError(f"{len(views)} parts were given for {size} ranks", hint="pass one part for each rank")
         dtypes = sorted({part.spec.dtype.label for part in views})
@@ -99,7 +101,7 @@ class Arguments:
         return views
 
     def one_result(self, out: Any, kind: Kind, spec: TensorSpec | None, sources: list[View]) -> Result:
-        """Where a single result goes; `spec` is None where only the arriving message tells what it is.
+        """The destination of a single result. `spec` is None where only the message describes it.
 
         Raises:
             TensorMismatchError: `out` has another dtype or shape, or is read-only.
@@ -107,16 +109,16 @@ class Arguments:
         """
         if out is None:
             return New(kind)
-        into = Into(out, spec, self._near)
-        set_apart(sources, into, in_place=len(sources) == 1)
+        into = Into(out, spec, self._device_arrays)
+        copy_overlaps(sources, into, in_place=len(sources) == 1)
         return into
 
     def list_result(self, out: Any, kind: Kind, size: int, sources: list[View]) -> Result:
-        """Where a list of results goes: a list of arrays, or one that is split along axis 0. Raises as `one_result`."""
+        """The destination of a list of results: a list of arrays, or one split along axis 0. Raises as `one_result`."""
         if out is None:
             return NewList(kind)
-        into = (IntoList if isinstance(out, list | tuple) else IntoWhole)(out, size, self._near)
-        set_apart(sources, into, in_place=False)
+        into = (IntoList if isinstance(out, list | tuple) else IntoWhole)(out, size, self._device_arrays)
+        copy_overlaps(sources, into, in_place=False)
         return into
 
 
@@ -133,16 +135,16 @@ def _split(whole: View, size: int) -> list[View]:
 
 
 def no_result(out: Any) -> Result:
-    """Off the root nothing comes: `out` may be given, so that all ranks can call alike, and is left as it is."""
+    """The destination off the root. `out` may be given, so that all ranks can make the same call; it is not written."""
     if out is not None and not isinstance(out, list | tuple):
         kind_of(out).spec(out)
     return NOTHING
 
 
-def set_apart(sources: list[View], into: Aliasing, *, in_place: bool) -> None:
-    """Replaces sources that share memory with results by copies: a plan reads item i safely only until item i is written.
+def copy_overlaps(sources: list[View], into: OutResult, *, in_place: bool) -> None:
+    """Replaces sources that share memory with results by copies, because a plan may write one before it reads the other.
 
-    With one item on each side that is no restriction, and the operation works in place.
+    With one item on each side that cannot happen, and the operation works in place.
     """
     for item, source in enumerate(sources):
         if into.shares(source) and not in_place:

@@ -1,31 +1,31 @@
-"""Collectives, as training code calls them: arguments are checked, a call is started, and comes back in the caller's kind.
+"""The collectives of a group, as training code calls them: check arguments, start the call, return the caller's kind of array.
 
-Each is declared twice: to type checkers (the overloads; signatures.py has their words), and as it runs.
+Each is declared twice: for type checkers (the overloads, with the types of type_hints.py), and as it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack, overload
 
 from numpy.typing import NDArray
 
 from ferrorpc.arrays.base import View
-from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.endpoints import rank_of
+from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.ranks_and_tags import rank_of
 from ferrorpc.errors import UsageError
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import kind_like, no_result
-from ferrorpc.operations.messages import Messages
+from ferrorpc.operations.fast_path import GENERAL_PATH
+from ferrorpc.operations.point_to_point import PointToPoint
 from ferrorpc.operations.results import NOTHING, Result
-from ferrorpc.operations.shortcut import GENERAL
-from ferrorpc.operations.signatures import A, Later, Moving, Now, Op, Parts, Readable, Reducing, Scalar, Timed
+from ferrorpc.operations.type_hints import A, Later, Moving, Now, Op, Parts, Readable, Reducing, Scalar, Timed
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
 
 
-class Collectives(Messages):
-    """What all ranks of a group do together."""
+class Collectives(PointToPoint):
+    """The collectives of a group."""
 
     # Reductions. The canonical result is the left fold in rank order; halves are added in float32 and rounded once.
 
@@ -65,22 +65,24 @@ class Collectives(Messages):
         """x[0] op x[1] op ..., on every rank. All ranks bring the same dtype and shape.
 
         Args:
-            x: the array; it is written only when it is `out`.
+            x: the array; written only when it is `out`.
             op: sum, mean, product, min, max, band, bor or bxor.
             wire: "bf16", "f16" or "int8": compresses messages of float32 arrays; sums stay float32.
             algorithm: a name that `explain` lists; None chooses, up to 16 ranks one that adds in rank order.
         """
-        if self._shortcut is not None and not async_op and timeout is None and wire is None and algorithm is None:
-            found = self._shortcut.all_reduce(x, op, out)
-            if found is not GENERAL:
+        if self._fast_path is not None and not async_op and timeout is None and wire is None and algorithm is None:
+            found = self._fast_path.all_reduce(x, op, out)
+            if found is not GENERAL_PATH:
                 return found
-        if self._device_shortcut is not None and wire is None and algorithm is None:
-            found = self._device_shortcut.all_reduce(x, op, out, async_op, timeout)
-            if found is not GENERAL:
+        if self._device_fast_path is not None and wire is None and algorithm is None:
+            found = self._device_fast_path.all_reduce(x, op, out, async_op, timeout)
+            if found is not GENERAL_PATH:
                 return found
-        source = self._given.view(x)
-        result = self._given.one_result(out, source.kind, source.spec, [source])
-        return self._reduction(Operation.ALL_REDUCE, [source], op, None, wire, algorithm, result, async_op, timeout)
+        source = self._arguments.view(x)
+        result = self._arguments.one_result(out, source.kind, source.spec, [source])
+        return self._run(
+            Operation.ALL_REDUCE, [source], result, async_op, timeout, op=ReduceOp.named(op), wire=wire, algorithm=algorithm
+        )
 
     @overload
     def reduce(
@@ -111,14 +113,24 @@ class Collectives(Messages):
         algorithm: str | None = None,
     ) -> Any:
         """As `all_reduce`, on rank `root` only; the others get None."""
-        if self._shortcut is not None and not async_op and timeout is None and wire is None and algorithm is None:
-            found = self._shortcut.reduce(x, root, op, out)
-            if found is not GENERAL:
+        if self._fast_path is not None and not async_op and timeout is None and wire is None and algorithm is None:
+            found = self._fast_path.reduce(x, root, op, out)
+            if found is not GENERAL_PATH:
                 return found
         root = rank_of(root, self._size, "root")
-        source = self._given.view(x)
-        result = self._given.one_result(out, source.kind, source.spec, [source]) if root == self._rank else no_result(out)
-        return self._reduction(Operation.REDUCE, [source], op, root, wire, algorithm, result, async_op, timeout)
+        source = self._arguments.view(x)
+        result = self._arguments.one_result(out, source.kind, source.spec, [source]) if root == self._rank else no_result(out)
+        return self._run(
+            Operation.REDUCE,
+            [source],
+            result,
+            async_op,
+            timeout,
+            op=ReduceOp.named(op),
+            root=root,
+            wire=wire,
+            algorithm=algorithm,
+        )
 
     @overload
     def reduce_scatter(
@@ -153,15 +165,17 @@ class Collectives(Messages):
             parts: a list of arrays in rank order (they may differ in shape, but not from rank to rank), or one array that is
                 split along axis 0 as by np.array_split.
         """
-        if self._shortcut is not None and not async_op and timeout is None and wire is None and algorithm is None:
-            found = self._shortcut.reduce_scatter(parts, op, out)
-            if found is not GENERAL:
+        if self._fast_path is not None and not async_op and timeout is None and wire is None and algorithm is None:
+            found = self._fast_path.reduce_scatter(parts, op, out)
+            if found is not GENERAL_PATH:
                 return found
-        sources = self._given.parts(parts, self._size)
-        result = self._given.one_result(out, sources[0].kind, sources[self._rank].spec, sources)
-        return self._reduction(Operation.REDUCE_SCATTER, sources, op, None, wire, algorithm, result, async_op, timeout)
+        sources = self._arguments.parts(parts, self._size)
+        result = self._arguments.one_result(out, sources[0].kind, sources[self._rank].spec, sources)
+        return self._run(
+            Operation.REDUCE_SCATTER, sources, result, async_op, timeout, op=ReduceOp.named(op), wire=wire, algorithm=algorithm
+        )
 
-    # Moves. Messages describe themselves, so nobody needs to know in advance what arrives.
+    # Moves. Messages describe themselves, so no rank needs to know in advance what arrives.
 
     @overload
     def broadcast(self, x: A, root: int = ..., *, out: A | None = ..., async_op: Now = ..., **options: Unpack[Moving]) -> A: ...
@@ -210,20 +224,20 @@ class Collectives(Messages):
         algorithm: str | None = None,
     ) -> Any:
         """The root's x, on every rank. Others may pass None, or an array: the result is then of its kind."""
-        if self._shortcut is not None and not async_op and timeout is None and algorithm is None:
-            found = self._shortcut.broadcast(x, root, out)
-            if found is not GENERAL:
+        if self._fast_path is not None and not async_op and timeout is None and algorithm is None:
+            found = self._fast_path.broadcast(x, root, out)
+            if found is not GENERAL_PATH:
                 return found
         root = rank_of(root, self._size, "root")
         if root != self._rank:
-            result = self._given.one_result(out, kind_like(x, out), None, [])
-            return self._move(Operation.BROADCAST, [], root, result, async_op, timeout, algorithm)
+            result = self._arguments.one_result(out, kind_like(x, out), None, [])
+            return self._run(Operation.BROADCAST, [], result, async_op, timeout, root=root, algorithm=algorithm)
         if x is None:
             hint = "pass x on the root; the others may pass None"
             raise UsageError(f"rank {root} is the root of this broadcast, so x must be an array", hint=hint)
-        source = self._given.view(x)
-        result = self._given.one_result(out, source.kind, source.spec, [source])
-        return self._move(Operation.BROADCAST, [source], root, result, async_op, timeout, algorithm)
+        source = self._arguments.view(x)
+        result = self._arguments.one_result(out, source.kind, source.spec, [source])
+        return self._run(Operation.BROADCAST, [source], result, async_op, timeout, root=root, algorithm=algorithm)
 
     @overload
     def gather(
@@ -259,14 +273,16 @@ class Collectives(Messages):
     ) -> Work[A | None]: ...
     def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Every rank's x as a list in rank order, on rank `root`; the others get None. Shapes may differ, dtypes not."""
-        if self._shortcut is not None and not async_op and timeout is None:
-            found = self._shortcut.gather(x, root, out)
-            if found is not GENERAL:
+        if self._fast_path is not None and not async_op and timeout is None:
+            found = self._fast_path.gather(x, root, out)
+            if found is not GENERAL_PATH:
                 return found
         root = rank_of(root, self._size, "root")
-        sources = [self._given.view(x)]
-        result = self._given.list_result(out, sources[0].kind, self._size, sources) if root == self._rank else no_result(out)
-        return self._move(Operation.GATHER, sources, root, result, async_op, timeout)
+        sources = [self._arguments.view(x)]
+        result = (
+            self._arguments.list_result(out, sources[0].kind, self._size, sources) if root == self._rank else no_result(out)
+        )
+        return self._run(Operation.GATHER, sources, result, async_op, timeout, root=root)
 
     @overload
     def scatter(
@@ -316,21 +332,21 @@ class Collectives(Messages):
         Args:
             parts: on the root a list of arrays in rank order, or one array that is split along axis 0.
         """
-        if self._shortcut is not None and not async_op and timeout is None:
-            found = self._shortcut.scatter(parts, root, out)
-            if found is not GENERAL:
+        if self._fast_path is not None and not async_op and timeout is None:
+            found = self._fast_path.scatter(parts, root, out)
+            if found is not GENERAL_PATH:
                 return found
         root = rank_of(root, self._size, "root")
         if root != self._rank:
             first = next(iter(parts), None) if isinstance(parts, list | tuple) else parts
-            result = self._given.one_result(out, kind_like(first, out), None, [])
-            return self._move(Operation.SCATTER, [], root, result, async_op, timeout)
+            result = self._arguments.one_result(out, kind_like(first, out), None, [])
+            return self._run(Operation.SCATTER, [], result, async_op, timeout, root=root)
         if parts is None:
             hint = "pass parts on the root, and None on the others"
             raise UsageError(f"rank {root} is the root of this scatter, so parts must be {self._size} arrays", hint=hint)
-        sources = self._given.parts(parts, self._size)
-        result = self._given.one_result(out, sources[0].kind, sources[root].spec, sources)
-        return self._move(Operation.SCATTER, sources, root, result, async_op, timeout)
+        sources = self._arguments.parts(parts, self._size)
+        result = self._arguments.one_result(out, sources[0].kind, sources[root].spec, sources)
+        return self._run(Operation.SCATTER, sources, result, async_op, timeout, root=root)
 
     @overload
     def all_gather(self, x: A, *, out: None = ..., async_op: Now = ..., **options: Unpack[Moving]) -> list[A]: ...
@@ -356,13 +372,13 @@ class Collectives(Messages):
         self, x: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None
     ) -> Any:
         """Every rank's x as a list in rank order, on every rank. Shapes may differ, dtypes not."""
-        if self._shortcut is not None and not async_op and timeout is None and algorithm is None:
-            found = self._shortcut.all_gather(x, out)
-            if found is not GENERAL:
+        if self._fast_path is not None and not async_op and timeout is None and algorithm is None:
+            found = self._fast_path.all_gather(x, out)
+            if found is not GENERAL_PATH:
                 return found
-        sources = [self._given.view(x)]
-        result = self._given.list_result(out, sources[0].kind, self._size, sources)
-        return self._move(Operation.ALL_GATHER, sources, None, result, async_op, timeout, algorithm)
+        sources = [self._arguments.view(x)]
+        result = self._arguments.list_result(out, sources[0].kind, self._size, sources)
+        return self._run(Operation.ALL_GATHER, sources, result, async_op, timeout, algorithm=algorithm)
 
     @overload
     def all_to_all(
@@ -393,13 +409,13 @@ class Collectives(Messages):
             parts: what this rank has for each: a list of arrays in rank order, whose shapes may differ, or one array that is
                 split along axis 0.
         """
-        if self._shortcut is not None and not async_op and timeout is None and algorithm is None:
-            found = self._shortcut.all_to_all(parts, out)
-            if found is not GENERAL:
+        if self._fast_path is not None and not async_op and timeout is None and algorithm is None:
+            found = self._fast_path.all_to_all(parts, out)
+            if found is not GENERAL_PATH:
                 return found
-        sources = self._given.parts(parts, self._size)
-        result = self._given.list_result(out, sources[0].kind, self._size, sources)
-        return self._move(Operation.ALL_TO_ALL, sources, None, result, async_op, timeout, algorithm)
+        sources = self._arguments.parts(parts, self._size)
+        result = self._arguments.list_result(out, sources[0].kind, self._size, sources)
+        return self._run(Operation.ALL_TO_ALL, sources, result, async_op, timeout, algorithm=algorithm)
 
     @overload
     def barrier(self, timeout: float | None = ..., *, async_op: Now = ..., algorithm: str | None = ...) -> None: ...
@@ -412,67 +428,31 @@ class Collectives(Messages):
             BarrierTimeoutError: naming every rank that did not, and what is known of it.
         """
         simple = timeout is None and algorithm is None and not async_op
-        if simple and self._shortcut is not None and self._shortcut.barrier():
+        if simple and self._fast_path is not None and self._fast_path.barrier():
             return None
-        return self._move(Operation.BARRIER, [], None, NOTHING, async_op, timeout, algorithm)
+        return self._run(Operation.BARRIER, [], NOTHING, async_op, timeout, algorithm=algorithm)
 
     # What the operations share.
 
-    def _reduction(
-        self,
-        operation: Operation,
-        sources: list[View],
-        op: ReduceOp | str,
-        root: int | None,
-        wire: str | None,
-        algorithm: str | None,
-        result: Result,
-        async_op: bool,
-        timeout: float | None,
-    ) -> Any:
-        specs, chosen = tuple([source.spec for source in sources]), ReduceOp.named(op)
-        return self._run(
-            (operation, specs, chosen, root, wire, algorithm),
-            lambda: Call(operation, specs, chosen, root, wire, algorithm),
-            sources,
-            result,
-            async_op,
-            timeout,
-        )
-
-    def _move(
-        self,
-        operation: Operation,
-        sources: list[View],
-        root: int | None,
-        result: Result,
-        async_op: bool,
-        timeout: float | None,
-        algorithm: str | None = None,
-    ) -> Any:
-        specs = tuple([source.spec for source in sources])
-        return self._run(
-            (operation, specs, root, algorithm),
-            lambda: Call(operation, specs, root=root, algorithm=algorithm),
-            sources,
-            result,
-            async_op,
-            timeout,
-        )
-
     def _run(
         self,
-        signature: tuple[Hashable, ...],
-        call: Callable[[], Call],
+        operation: Operation,
         sources: list[View],
         result: Result,
         async_op: bool,
         timeout: float | None,
+        *,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        wire: str | None = None,
+        algorithm: str | None = None,
+        note: str = "",
     ) -> Any:
         dispatch = self._dispatch
         dispatch.check_open()
         seconds = seconds_of(timeout, dispatch.timeout)
-        prepared = dispatch.prepared(signature, call)
+        specs = tuple([source.spec for source in sources])
+        prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, note)
         if self._size == 1 and not async_op:
             return dispatch.alone(sources, result)
         execution = dispatch.start(prepared, sources, result, seconds)

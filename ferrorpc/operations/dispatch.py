@@ -1,7 +1,7 @@
-"""From checked arrays to a running operation and back: what every operation of a group has in common.
+"""Starts the operations of a group and returns their results: what all operations have in common.
 
-A call is prepared once per signature and cached; a later one is look up, number, run. A group lives here through open ->
-broken (its generation ended: the latch holds the first cause) -> closed.
+A call is prepared once per signature and cached; a later one is looked up, numbered and run. The life of a group is kept here:
+open -> broken (its generation ended: the latch holds the first cause) -> closed.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import copy_of
 from ferrorpc.backends.base import Backend
-from ferrorpc.collectives.advancing import Advancing
-from ferrorpc.collectives.call import Call
-from ferrorpc.collectives.execution import Bare, Execution, Prepared, as_it_is
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.event_driven import EventDrivenExecution
+from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import verdict
 from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.results import NOTHING, Result, hand_over, settle
 from ferrorpc.telemetry import telemetry
+from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
 PREPARED_CALLS: Final = 1024
-"""How many prepared calls are kept. The oldest is dropped beyond that, and prepared again when it is next called."""
-
-Signature: TypeAlias = tuple[Hashable, ...]
+"""How many prepared calls are cached. Beyond that the oldest is dropped."""
 
 
 class Dispatch:
@@ -38,7 +37,7 @@ class Dispatch:
 
     Args:
         backend: performs them.
-        timeout: seconds an operation may take where none are given.
+        timeout: default timeout of an operation, in seconds.
     """
 
     def __init__(self, backend: Backend, timeout: float) -> None:
@@ -46,26 +45,26 @@ class Dispatch:
         self.timeout = timeout
         self.closed = False
         self.refuses = False
-        """Whether no operation may begin: the group is closed, or its lanes are, after a reform() that failed."""
+        """Whether operations are refused: the group is closed, or a failed reform() has closed its lanes."""
         self._lock = threading.Lock()
-        self._prepared: OrderedDict[Signature, Prepared] = OrderedDict()
+        self._prepared: OrderedDict[tuple[Hashable, ...], Prepared] = OrderedDict()
         self._numbers = itertools.count(1)
         self._streams = 0
-        self._flying: dict[int, Work[Any]] = {}
+        self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self._closing = GroupClosedError("the group was closed")
-        self._is_part = backend.group_id != 0
+        self._is_subgroup = backend.group_id != 0
         self._activity = None if backend.session is None else backend.session.activity
         self.telemetry = telemetry()
 
-    def close(self, told: GroupClosedError | None = None) -> None:
-        """No operation begins from now on. `told`: the error that callers get; None for the usual one."""
-        if told is not None:
-            self._closing = told
+    def close(self, error: GroupClosedError | None = None) -> None:
+        """Refuses operations from now on. `error`: the error that callers get; None for the usual one."""
+        if error is not None:
+            self._closing = error
         self.closed = self.refuses = True
 
     def give_up(self) -> None:
-        """No operation begins from now on: the lanes are closed for a reform(), and there is no next generation yet."""
+        """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""
         self.refuses = True
 
     @property
@@ -79,7 +78,7 @@ class Dispatch:
             raise self._closing.again()
         cause = self.backend.latch.cause
         if cause is not None:
-            cause.see()
+            cause.mark_shown()
             raise self.located(cause.again())
         if self.refuses:
             raise GroupClosedError(
@@ -88,12 +87,12 @@ class Dispatch:
             )
 
     def end(self, cause: FerroError) -> None:
-        """Ends the generation on every rank. Returns once this rank knows, so that nothing of it begins later."""
+        """Ends the generation on every rank. Returns once this rank knows of it, so that no operation begins afterwards."""
         guard = self.guard(0.0)
         verdict(guard, cause, self.backend.abort, guard.clock.parker())
 
     def open_stream(self, channels: int | None) -> int:
-        """The number of a new stream. Ranks agree on it by opening streams in the same order."""
+        """Opens a stream and returns its number. Ranks agree on it by opening streams in the same order."""
         self.check_open()
         with self._lock:
             self._streams += 1
@@ -111,19 +110,31 @@ class Dispatch:
         """Deadline and latch of an operation that begins now."""
         return Guard(self.backend.clock, self.backend.latch, seconds)
 
-    def prepared(self, signature: Signature, call: Callable[[], Call]) -> Prepared:
-        """The prepared call of this signature; `call` spells it out where there is none yet.
+    def prepared(
+        self,
+        operation: Operation,
+        inputs: tuple[TensorSpec, ...] = (),
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        wire: str | None = None,
+        algorithm: str | None = None,
+        note: str = "",
+        unordered: bool = False,
+    ) -> Prepared:
+        """The prepared `Call` with these fields, from the cache where it was called before.
+
+        The key is a plain tuple of the fields, in their order: it is hashed much faster than a Call.
 
         Raises:
-            UsageError: the call means nothing on any rank.
+            UsageError: the call is invalid on every rank.
         """
-        found = self._prepared.get(signature)
+        key = (operation, inputs, op, root, wire, algorithm, note, unordered)
+        found = self._prepared.get(key)
         if found is None:
-            wanted = call()
-            check_sendable(wanted.inputs)
-            found = self.backend.prepare(wanted)
+            check_sendable(inputs)
+            found = self.backend.prepare(Call(*key))
             with self._lock:
-                self._prepared[signature] = found
+                self._prepared[key] = found
                 if len(self._prepared) > PREPARED_CALLS:
                     self._prepared.popitem(last=False)
         return found
@@ -154,8 +165,9 @@ class Dispatch:
         self.run(execution)
         return result.of(execution)
 
-    def ran(self, bare: Bare, execution: Execution) -> bool:
-        """Whether an execution was complete as soon as it was launched. It is then not timed: the host has not waited."""
+    def ran(self, bare: PointerAllReduce, execution: Execution) -> bool:
+        """Whether an execution is launched already, so that the caller's stream is ordered after it. It is not timed then: the
+        host has not waited."""
         if self.telemetry is not None:
             return False
         try:
@@ -179,8 +191,8 @@ class Dispatch:
             backend.run(execution)
         except FerroError as error:
             failure = type(error).__name__
-            error.see()
-            if self._is_part:
+            error.mark_shown()
+            if self._is_subgroup:
                 raise self.located(error) from None
             raise
         except KeyboardInterrupt:
@@ -193,15 +205,15 @@ class Dispatch:
                 ended(failure)
 
     def _interrupted(self, execution: Execution) -> None:
-        """Ends the generation after a KeyboardInterrupt: the others would wait for this rank's part, which never comes."""
+        """Ends the generation after a KeyboardInterrupt: the peers would wait for this rank's part, which never comes."""
         if execution.timeout_breaks:
             rank = self.backend.world_ranks[self.backend.rank]
             self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {execution.label}"))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""
-        tell = self.telemetry
-        if tell is None:
+        active = self.telemetry
+        if active is None:
             return None
         backend, session, label = self.backend, self.backend.session, execution.label
         generation = 1 if session is None else session.membership.assignment.generation
@@ -211,26 +223,26 @@ class Dispatch:
             "ferrorpc.size": backend.size,
             "ferrorpc.generation": generation,
         }
-        span, began = tell.begin(label, names), backend.clock.now()
-        return lambda failure: tell.end(span, label, backend.clock.now() - began, failure)
+        span, began = active.begin(label, names), backend.clock.now()
+        return lambda failure: active.end(span, label, backend.clock.now() - began, failure)
 
     def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""
         self._note(execution.label)
         ended = self._observed(execution)
         if result.on_device:
-            work = self.backend.submit(execution, as_it_is)
-            work.bring = result.of
+            work = self.backend.submit(execution, return_execution)
+            work.make_result = result.of
             work.hand_over = hand_over
             work.settle = self._settle
         else:
             work = self.backend.submit(execution, result.of)
         if ended is not None:
             work.on_done(lambda: ended(work.failure))
-        if self._is_part:
-            work.locate = self.located
+        if self._is_subgroup:
+            work.translate_error = self.located
         work.meter = self._activity
-        self._flying[id(work)] = work
+        self._in_flight[id(work)] = work
         work.on_done(lambda: self._landed(work))
         return work
 
@@ -239,16 +251,16 @@ class Dispatch:
 
         An error is not raised here: the driver's next `advance` raises it.
         """
-        if not isinstance(execution, Advancing):
+        if not isinstance(execution, EventDrivenExecution):
             return False
-        execution.wake = _nobody
+        execution.wake = _wake_nobody
         try:
             return execution.advance()
         except FerroError:
             return False
 
     def send(self, execution: Execution, async_op: bool) -> Any:
-        """As `finish`, but what the lane has room for is sent on the caller's thread: waking another costs more."""
+        """As `finish`, but sends on the caller's thread what the lane has room for: waking another thread costs more."""
         if not async_op or self.telemetry is not None or not self.begin(execution):
             return self.finish(execution, NOTHING, async_op)
         execution.finish()
@@ -257,7 +269,7 @@ class Dispatch:
         return work
 
     def alone(self, sources: Sequence[View], result: Result) -> Any:
-        """The result in a group of one: every operation gives back what it was given."""
+        """The result in a group of one: every operation returns its input."""
         self._note("a group of one")
         into_own = result.targets is not None
         arrays = [source.data if into_own or not source.borrowed else copy_of(source.data) for source in sources]
@@ -271,12 +283,12 @@ class Dispatch:
             self._activity.note(activity)
 
     def _landed(self, work: Work[Any]) -> None:
-        self._flying.pop(id(work), None)
+        self._in_flight.pop(id(work), None)
 
     def drain(self, until: float) -> bool:
         """Waits until nothing of this group is in flight. Returns False where clock time `until` came first."""
         parker = self.backend.clock.parker()
-        for work in list(self._flying.values()):
+        for work in list(self._in_flight.values()):
             work.on_done(parker.unpark)
             while not work.done():
                 if not parker.park(until) and not work.done():
@@ -289,15 +301,15 @@ class Dispatch:
         try:
             self.backend.synchronize(FOREVER)
         except FerroError as error:
-            error.see()
+            error.mark_shown()
             raise self.located(error) from None
 
     def located(self, error: BaseException) -> BaseException:
-        """An error as a subgroup raises it: the world rank it names gets its rank in the subgroup beside it."""
-        if self._is_part and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
+        """An error as a subgroup raises it: with the subgroup's rank beside the world rank that it names."""
+        if self._is_subgroup and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
             error.fields["group_rank"] = self.backend.world_ranks.index(error.fields["rank"])
         return error
 
 
-def _nobody() -> None:
-    """The wake of an execution that nobody drives yet."""
+def _wake_nobody() -> None:
+    """The wake of an execution without a driver."""

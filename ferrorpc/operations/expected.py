@@ -1,7 +1,7 @@
-"""A recv in two: its place in the queue is taken now, and its caller's own thread waits when it needs the array.
+"""A recv in two steps: it takes its place in the queue at once, and the caller waits later, when it needs the array.
 
-In between, whichever thread brings chunks lays them out, so a message is mostly here when it is wanted, and no thread is woken
-for it but the one that waits.
+In between, the threads that receive chunks copy them to their place. So most of a message is usually here when it is needed,
+and no thread is woken for it except the one that waits.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Expected:
         return self._dispatch.finish(self._execution, New(NUMPY), False)
 
     def refuse(self, error: FerroError) -> None:
-        """What came is none of what was expected: ends the generation, with this cause on every rank."""
+        """The message is not the expected one: ends the generation, with this cause on every rank."""
         self._dispatch.end(error)
 
     @property
     def may_come(self) -> bool:
-        """Whether the generation goes on, so that a timeout was the caller's own."""
+        """Whether the generation continues, so that a timeout was the caller's own."""
         return self._execution.guard.latch.cause is None
 
     def forget(self) -> None:
-        """Nobody will take it: the message is for the next recv."""
+        """Gives up the place: the message is for the next recv."""
         self._execution.finish()

@@ -1,4 +1,4 @@
-"""Where the results of an operation go, and what its caller gets: the arrays of `out`, or new ones of the kind that went in."""
+"""What an operation returns: the arrays of `out`, or new ones of the kind that was passed in."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Result(ABC):
-    """One call's results.
+    """The destination of one call's results.
 
     Attributes:
         targets: C-contiguous storage arrays that the operation writes to; None to let it allocate.
-        on_device: what the caller gets is on a GPU, so `give` belongs on the caller's thread, whose stream it is for.
+        on_device: whether the caller's result is on a GPU. `give` then runs on the caller's thread, for its stream.
     """
 
     __slots__ = ("on_device", "targets")
@@ -33,15 +33,15 @@ class Result(ABC):
 
     @abstractmethod
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
-        """What the caller gets, from the arrays of a complete operation. `label`: whose text names it, made only for an error.
+        """The caller's result, from the arrays of a complete operation. `label`: its text names the operation in errors.
 
         Raises:
-            TensorMismatchError: what came does not fit `out`.
+            TensorMismatchError: the result does not fit `out`.
         """
 
     def of(self, execution: Execution) -> Any:
-        """What the caller gets, from a complete execution."""
-        execution.arrive()
+        """The caller's result, from a complete execution."""
+        execution.make_stream_wait()
         return self.give(execution.results, execution.specs, execution)
 
 
@@ -54,14 +54,14 @@ class Nothing(Result):
         self.targets, self.on_device = None, False
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> None:
-        """None, whatever there was."""
+        """None."""
 
 
 NOTHING = Nothing()
 
 
-class Given(Result):
-    """An array of a GPU's that the operation writes itself, where it is."""
+class DeviceResult(Result):
+    """An array on a GPU that the operation itself writes."""
 
     __slots__ = ("_out",)
 
@@ -107,14 +107,14 @@ class Into(Result):
 
     Args:
         out: the array.
-        spec: of the result; None where only the arriving message tells.
-        near: write to a GPU's array where it is.
+        spec: of the result; None where only the message describes it.
+        device_arrays: whether the operation writes GPU arrays itself.
     """
 
     __slots__ = ("out",)
 
-    def __init__(self, out: Any, spec: TensorSpec | None, near: bool = False) -> None:
-        self.out = view_out(out, spec_of(out) if spec is None else spec, near)
+    def __init__(self, out: Any, spec: TensorSpec | None, device_arrays: bool = False) -> None:
+        self.out = view_out(out, spec_of(out) if spec is None else spec, device_arrays)
         self.targets, self.on_device = [self.out.data], kind_of(out).on_device
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
@@ -132,13 +132,13 @@ class IntoList(Result):
 
     __slots__ = ("_given", "_outs")
 
-    def __init__(self, out: Sequence[Any], size: int, near: bool = False) -> None:
+    def __init__(self, out: Sequence[Any], size: int, device_arrays: bool = False) -> None:
         if len(out) != size:
             raise TensorMismatchError(f"out has {len(out)} arrays for {size} ranks", hint="pass one array for each rank")
         if len(set(map(id, out))) != size:
             raise TensorMismatchError("out has one array several times", hint="pass a list of arrays, not [array] * group.size")
         self._given = out
-        self._outs: list[Out] = [view_out(part, spec_of(part), near) for part in out]
+        self._outs: list[Out] = [view_out(part, spec_of(part), device_arrays) for part in out]
         self.targets = [part.data for part in self._outs]
         self.on_device = any(kind_of(part).on_device for part in out)
 
@@ -162,11 +162,11 @@ class IntoWhole(Result):
 
     __slots__ = ("_out", "_specs")
 
-    def __init__(self, out: Any, size: int, near: bool = False) -> None:
+    def __init__(self, out: Any, size: int, device_arrays: bool = False) -> None:
         spec = spec_of(out)
         if not spec.shape:
             raise TensorMismatchError("out is a single number, which cannot be split among ranks", hint="pass a list of arrays")
-        self._out = view_out(out, spec, near)
+        self._out = view_out(out, spec, device_arrays)
         self.targets, self.on_device = split(self._out.data, size), kind_of(out).on_device
         self._specs = [TensorSpec(spec.dtype, part.shape) for part in self.targets]
 
@@ -184,8 +184,8 @@ class IntoWhole(Result):
 
 
 def hand_over(result: Any) -> Callable[[], None]:
-    """Told of a result where the current stream goes on after it. What is returned makes another thread's, or a later, current
-    stream do so, too."""
+    """Called with a result that the current stream waits for. Returns a function that makes the stream that is current then,
+    later or on another thread, wait for it too."""
     kinds = {kind_of(each) for each in (result if isinstance(result, list | tuple) else (result,))}
     where = [(kind.staging.device, kind.staging.device.current()) for kind in kinds if kind.on_device]
 
@@ -199,10 +199,10 @@ def hand_over(result: Any) -> Callable[[], None]:
 
 
 def settle(clock: Clock, result: Any, until: float) -> None:
-    """Waits until what the current stream holds for a result on a device is done, or clock time `until`.
+    """Waits until the current stream has finished a result on a device.
 
     Raises:
-        CollectiveTimeoutError: it was not.
+        CollectiveTimeoutError: it had not at clock time `until`.
     """
     for each in result if isinstance(result, list | tuple) else (result,):
         kind = kind_of(each)

@@ -1,35 +1,33 @@
-"""Streams: operations apart from program order, numbered by what they mean."""
+"""Streams: operations outside of program order, whose numbers their user gives."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Operation
 from ferrorpc.guard import Clock, seconds_of
 from ferrorpc.operations.arguments import Arguments
-from ferrorpc.operations.dispatch import Dispatch, Signature
+from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Result
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
 
 
 class Stream:
-    """Operations that ranks may start in different orders, because each has a number that says which it is.
+    """Operations that ranks may start in different orders, because each has a number of its own.
 
-    For data parallelism and others that know, without counting, which operation of one rank belongs to which of another.
-    Made by `ProcessGroup.stream`. Every operation takes a number, from 0, that is used once on every rank; those of the same
+    For data parallelism and other callers that know which operations of the ranks belong together. Made by
+    `ProcessGroup.stream`. Every operation takes a number, from 0, that is used once on every rank; operations with the same
     number belong together.
     """
 
     def __init__(self, dispatch: Dispatch, channels: int | None) -> None:
         self._dispatch = dispatch
-        self._given = Arguments(dispatch.backend.capabilities.device_arrays)
+        self._arguments = Arguments(dispatch.backend.capabilities.device_arrays)
         self._number = dispatch.open_stream(channels)
         arena = dispatch.backend.arena
         self._unordered = channels is None and arena is not None
@@ -38,7 +36,7 @@ class Stream:
 
     @property
     def number(self) -> int:
-        """Of this stream: the same on every rank, and no other stream of the group has it."""
+        """The number of this stream: the same on every rank, and unique in the group."""
         return self._number
 
     @property
@@ -63,62 +61,47 @@ class Stream:
         algorithm: str | None = None,
     ) -> Work[Any]:
         """As `ProcessGroup.all_reduce(async_op=True)`."""
-        source, chosen = self._given.view(x), ReduceOp.named(op)
-        specs = (source.spec,)
-        return self._start(
-            (Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
-            lambda: Call(Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
-            [source],
-            self._given.one_result(out, source.kind, source.spec, [source]),
-            number,
-            timeout,
-        )
+        source, chosen = self._arguments.view(x), ReduceOp.named(op)
+        result = self._arguments.one_result(out, source.kind, source.spec, [source])
+        return self._start(Operation.ALL_REDUCE, [source], result, number, timeout, op=chosen, wire=wire, algorithm=algorithm)
 
     def broadcast(self, x: Any, number: int, *, root: int, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.broadcast(x, out=x, async_op=True)`: x is read on rank `root` and written on the others."""
-        rank = self._dispatch.backend.rank
-        source = self._given.view(x)
-        sources = [source] if rank == root else []
-        specs = tuple([each.spec for each in sources])
-        return self._start(
-            (Operation.BROADCAST, specs, root),
-            lambda: Call(Operation.BROADCAST, specs, root=root),
-            sources,
-            self._given.one_result(x, kind_of(x), source.spec, sources),
-            number,
-            timeout,
-        )
+        source = self._arguments.view(x)
+        sources = [source] if self._dispatch.backend.rank == root else []
+        result = self._arguments.one_result(x, kind_of(x), source.spec, sources)
+        return self._start(Operation.BROADCAST, sources, result, number, timeout, root=root)
 
     def all_gather(self, x: Any, number: int, *, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.all_gather(async_op=True)`."""
-        source = self._given.view(x)
-        specs = (source.spec,)
-        result = self._given.list_result(None, source.kind, self._dispatch.backend.size, [source])
-        return self._start(
-            (Operation.ALL_GATHER, specs), lambda: Call(Operation.ALL_GATHER, specs), [source], result, number, timeout
-        )
+        source = self._arguments.view(x)
+        result = self._arguments.list_result(None, source.kind, self._dispatch.backend.size, [source])
+        return self._start(Operation.ALL_GATHER, [source], result, number, timeout)
 
     def _start(
         self,
-        signature: Signature,
-        call: Callable[[], Call],
+        operation: Operation,
         sources: list[View],
         result: Result,
         number: int,
         timeout: float | None,
+        *,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        wire: str | None = None,
+        algorithm: str | None = None,
     ) -> Work[Any]:
         dispatch = self._dispatch
         dispatch.check_open()
         seconds = seconds_of(timeout, dispatch.timeout)
-        if self._unordered:
-            signature = (*signature, "unordered")
-        prepared = dispatch.prepared(signature, lambda: replace(call(), unordered=self._unordered))
+        specs = tuple([source.spec for source in sources])
+        prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, unordered=self._unordered)
         execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
         return dispatch.submit(execution, result)
 
 
 def _let_go(arena: weakref.ref[Arena], stream: int) -> None:
-    """A finaliser: it must not keep the arena, from which its stream may be reached."""
+    """A finaliser. It must not keep the arena alive, from which its stream may be reachable."""
     found = arena()
     if found is not None:
         found.let_go(stream)

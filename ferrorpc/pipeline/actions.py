@@ -1,10 +1,10 @@
-"""Actions: what a rank of a pipeline does, one at a time, and how it is written down.
+"""Actions: the single steps of a pipeline's ranks, and their notation.
 
 2F0        stage 2, forward of microbatch 0
 1B3        stage 1, the whole backward of microbatch 3
-0I2  0W2   the same in two: the gradient of the stage's input, and later that of its weights
-3SEND_F1   stage 3 sends its output of microbatch 1 on; 4RECV_F1 is its counterpart
-3SEND_B1   stage 3 sends the gradient of its input back; 2RECV_B1 is its counterpart
+0I2  0W2   a backward in two parts: the gradient of the stage's input, and later those of its weights
+3SEND_F1   stage 3 sends its output of microbatch 1; stage 4 receives it with 4RECV_F1
+3SEND_B1   stage 3 sends the gradient of its input; stage 2 receives it with 2RECV_B1
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ferrorpc.errors import UsageError
 
 @unique
 class Kind(StrEnum):
-    """What is done; the value is what stands in an action's text."""
+    """The kind of an action; the value is its notation."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -31,17 +31,17 @@ class Kind(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """Whether it is work of the stage, not a message."""
+        """Whether the stage computes; otherwise it is a message."""
         return self in _COMPUTES
 
     @property
     def sends(self) -> bool:
-        """Whether it is the sending end of a message."""
+        """Whether it sends a message."""
         return self in _SENDS
 
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
-"""As the literature calls them."""
+"""The names in the literature."""
 
 _COMPUTES = frozenset({F, B, I, W})
 _SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
@@ -50,7 +50,7 @@ _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One action. `stage` counts the stages of the whole model, from its input on."""
+    """One action. `stage` is the number of a piece of the whole model, counted from its input."""
 
     stage: int
     kind: Kind
@@ -61,10 +61,10 @@ class Action(NamedTuple):
 
 
 def action(text: str) -> Action:
-    """The action that is written so.
+    """Parses the notation of an action.
 
     Raises:
-        UsageError: nothing is written so.
+        UsageError: the text is not an action.
     """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
@@ -75,10 +75,10 @@ def action(text: str) -> Action:
 
 
 def actions_of_cell(text: str) -> list[Action]:
-    """The actions of one cell of a table: none where it is empty, two where a forward and a backward overlap.
+    """Parses one cell of a schedule's CSV: no action where it is empty, two where a forward and a backward overlap.
 
     Raises:
-        UsageError: it is no cell of a schedule.
+        UsageError: the text is not a cell of a schedule.
     """
     if not text.strip():
         return []

@@ -1,4 +1,4 @@
-"""Batches and microbatches: how one is cut, how results are put together, and what each microbatch counts in the whole."""
+"""Batches and microbatches: splitting a batch, joining outputs, and the weight of each microbatch's loss."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ferrorpc.errors import TensorMismatchError, UsageError
 
 
 def rows(value: Any, what: str) -> int:
-    """The length of an array along axis 0; of a tuple's arrays, which agree in it.
+    """The length of an array, or of all arrays of a tuple, along axis 0.
 
     Raises:
-        UsageError: it has no axis 0, or the arrays of the tuple differ.
+        UsageError: there is no axis 0, or the arrays of the tuple differ in length.
     """
     counts = {_rows(each, what) for each in value} if isinstance(value, tuple) else {_rows(value, what)}
     if len(counts) != 1:
@@ -23,10 +23,10 @@ def rows(value: Any, what: str) -> int:
 
 
 def split(value: Any, count: int, what: str) -> list[Any]:
-    """The microbatches of a batch: a list as it is; arrays (or a tuple of them) cut along axis 0, as by np.array_split.
+    """The microbatches of a batch: a list as it is; an array, or a tuple of arrays, cut along axis 0 as by np.array_split.
 
     Raises:
-        UsageError: the list has another length, or there are fewer rows than microbatches.
+        UsageError: there is no batch, the list has another length, or there are fewer rows than microbatches.
     """
     if value is None:
         raise UsageError(
@@ -36,7 +36,7 @@ def split(value: Any, count: int, what: str) -> list[Any]:
         if len(value) != count:
             raise UsageError(
                 f"{what} is a list of {len(value)} microbatches, but the schedule has {count}",
-                hint="pass a list of so many, or the whole batch as an array",
+                hint=f"pass a list of {count}, or the whole batch as an array",
             )
         return value
     total = rows(value, what)
@@ -49,7 +49,7 @@ def split(value: Any, count: int, what: str) -> list[Any]:
 
 
 def cut(value: Any, counts: Sequence[int]) -> list[Any]:
-    """The value cut along axis 0 into parts of so many rows."""
+    """Cuts a value along axis 0 into parts of so many rows."""
     parts, start = [], 0
     for count in counts:
         part = slice(start, start + count)
@@ -59,7 +59,7 @@ def cut(value: Any, counts: Sequence[int]) -> list[Any]:
 
 
 def join(parts: Sequence[Any], what: str) -> Any:
-    """The parts one after the other along axis 0, in a new array of their kind (or a tuple of such).
+    """Concatenates parts along axis 0 into a new array of their kind (or a tuple of such).
 
     Raises:
         TensorMismatchError: they differ in dtype, or in shape beyond axis 0.
@@ -71,7 +71,7 @@ def join(parts: Sequence[Any], what: str) -> Any:
     if any(spec.dtype != first.dtype or not spec.shape or spec.shape[1:] != first.shape[1:] for spec in specs):
         shown = ", ".join(str(spec) for spec in specs)
         raise TensorMismatchError(
-            f"{what} cannot be put together along axis 0: {shown}", hint="use pipe.step, which needs no whole"
+            f"{what} cannot be joined along axis 0: {shown}", hint="use pipe.step, which does not join outputs"
         )
     whole = kind_of(parts[0]).empty((sum(spec.shape[0] for spec in specs), *first.shape[1:]), first.dtype)
     start = 0
@@ -81,14 +81,14 @@ def join(parts: Sequence[Any], what: str) -> Any:
     return whole
 
 
-def shares(targets: Sequence[Any], reduction: str, weight: Callable[[Any], float] | None) -> list[float]:
-    """What each microbatch's loss counts in the batch's: its share for "mean", 1 for "sum".
+def loss_weights(targets: Sequence[Any], reduction: str, weight: Callable[[Any], float] | None) -> list[float]:
+    """The factor of each microbatch's loss in the batch's: its share of the batch for "mean", 1 for "sum".
 
     Args:
-        weight: of a microbatch's target, such as its number of tokens; its rows where None.
+        weight: gives what a microbatch counts from its target, such as the number of tokens; None for the number of rows.
 
     Raises:
-        UsageError: there is no such reduction, or weights that are negative or all zero.
+        UsageError: there is no such reduction, or weights are negative, or all zero.
     """
     if reduction == "sum":
         if weight is not None:
@@ -113,7 +113,7 @@ def shares(targets: Sequence[Any], reduction: str, weight: Callable[[Any], float
 
 
 def check_like(grad: Any, y: Any, what: str) -> None:
-    """Raises UsageError where what is given for a gradient of y cannot be one: no array, or of another shape."""
+    """Raises UsageError if `grad` cannot be the gradient of y: it is not an array, or has another shape."""
     if isinstance(grad, tuple) != isinstance(y, tuple) and grad is not None:
         given, made = ("a tuple of gradients", "one array") if isinstance(grad, tuple) else ("one gradient", "a tuple")
         raise UsageError(f"{what}: gave {given}, but y is {made}", hint="give a gradient for each array of y")
@@ -133,7 +133,7 @@ def check_like(grad: Any, y: Any, what: str) -> None:
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """The value times a factor; itself where that is 1, and zeros where it is 0, whatever the value is."""
+    """The value times a factor. A factor of 1 returns the value itself; a factor of 0 gives zeros, even for NaN."""
     if factor == 1.0 or value is None:
         return value
     if isinstance(value, tuple):

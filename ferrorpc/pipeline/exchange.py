@@ -1,7 +1,7 @@
 """The messages of one step on one rank: sent without waiting, received a little ahead of their use.
 
-Every message has a tag of its own, made from its wire, so the order in which messages arrive means nothing, and no order of
-actions can make two ranks wait for each other's sends. Between GPUs arrays may take a way of their own (direct.py).
+Every message has a tag of its own, made from its transfer. So the order of arrival does not matter, and no order of actions can
+make two ranks wait for each other's sends. Arrays on GPUs may go over lanes of their own (`device_lanes`).
 """
 
 from __future__ import annotations
@@ -14,147 +14,149 @@ from ferrorpc.arrays.base import Kind as ArrayKind
 from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.operations.expected import Expected
-from ferrorpc.pipeline import direct
-from ferrorpc.pipeline.messages import Letter, Message, pack, pack_apart, read
-from ferrorpc.pipeline.schedules.lowering import Way
-from ferrorpc.pipeline.wire import Sort, Wire
+from ferrorpc.pipeline import device_lanes
+from ferrorpc.pipeline.messages import Envelope, Message, pack, pack_split, parse
+from ferrorpc.pipeline.schedules.lowering import Link
+from ferrorpc.pipeline.transfers import Transfer, TransferKind
 from ferrorpc.work import Work
 
-NO_LANES: Final[Mapping[Way, ProcessGroup]] = {}
-NO_ORDERS: Final[Mapping[int, Iterable[Wire]]] = {}
-AHEAD: Final = 2
-"""Messages that are expected before their turn: long ones then travel while the rank computes."""
+NO_LANES: Final[Mapping[Link, ProcessGroup]] = {}
+NO_ORDERS: Final[Mapping[int, Iterable[Transfer]]] = {}
+RECEIVES_AHEAD: Final = 2
+"""How many messages are expected before they are needed: long ones then travel while the rank computes."""
 
 
 class Exchange:
-    """One step's messages.
+    """Sends and receives the messages of one step.
 
     Args:
         group: the pipeline's ranks.
         placement: the rank of each piece.
-        arrivals: what comes from other ranks, in the order in which it is used.
-        pipeline: names the pipeline in messages.
-        step: counts the pipeline's steps.
-        seconds: how long one message may be waited for.
-        lanes: for arrays between GPUs, to and from this rank.
-        orders: by the rank that sends, what comes on its lane, in the order in which it sends it.
+        receives: what comes from other ranks, in the order in which it is used.
+        pipeline: the pipeline's name in messages.
+        step: the number of the step.
+        seconds: how long to wait for any one message.
+        lanes: the GPU lanes to and from this rank.
+        orders: for each rank with a lane to this one, the transfers on that lane in the order in which it sends them.
     """
 
     def __init__(
         self,
         group: ProcessGroup,
         placement: Sequence[int],
-        arrivals: Iterable[Wire],
+        receives: Iterable[Transfer],
         pipeline: str,
         step: int,
         seconds: float,
-        lanes: Mapping[Way, ProcessGroup] = NO_LANES,
-        orders: Mapping[int, Iterable[Wire]] = NO_ORDERS,
+        lanes: Mapping[Link, ProcessGroup] = NO_LANES,
+        orders: Mapping[int, Iterable[Transfer]] = NO_ORDERS,
     ) -> None:
         self._group = group
         self._placement = placement
         self._pipeline = pipeline
         self._step = step
         self._seconds = seconds
-        self._waiting = deque(arrivals)
-        self._expected: dict[Wire, Expected] = {}
-        self._sends: deque[tuple[Wire, Work[Any]]] = deque()
+        self._later = deque(receives)
+        self._expected: dict[Transfer, Expected] = {}
+        self._sends: deque[tuple[Transfer, Work[Any]]] = deque()
         self._outgoing = {target: lane for (_, target), lane in lanes.items() if target != group.rank}
         self._incoming = {
-            source: direct.Incoming(lane, orders[source]) for (source, _), lane in lanes.items() if source != group.rank
+            source: device_lanes.LaneReceiver(lane, orders[source])
+            for (source, _), lane in lanes.items()
+            if source != group.rank
         }
-        self._expect()
+        self._expect_next()
 
-    def send(self, wire: Wire, value: Any) -> None:
-        """Sends a value on its way; it is copied, so it may change at once."""
-        target, tag = self._placement[wire.target], wire.tag(len(self._placement))
-        lane = None if wire.sort is Sort.TIED else self._outgoing.get(target)
-        letter = self._letter(wire)
-        message, arrays = (pack(letter, value), None) if lane is None else pack_apart(letter, value)
-        works = [self._group.send(message, target, tag, async_op=True, timeout=direct.PATIENCE_SECONDS)]
+    def send(self, transfer: Transfer, value: Any) -> None:
+        """Starts to send a copy of a value."""
+        target, tag = self._placement[transfer.target], transfer.tag(len(self._placement))
+        lane = None if transfer.kind is TransferKind.TIED else self._outgoing.get(target)
+        envelope = self._envelope(transfer)
+        message, arrays = (pack(envelope, value), None) if lane is None else pack_split(envelope, value)
+        works = [self._group.send(message, target, tag, async_op=True, timeout=device_lanes.SEND_SECONDS)]
         if lane is not None and arrays is not None:
-            works.append(direct.send(lane, arrays))
-        self._sends += [(wire, _seen(work)) for work in works if not work.done()]
-        while self._sends and self._sends[0][1].done():  # which keeps what it sent
+            works.append(device_lanes.send(lane, arrays))
+        self._sends += [(transfer, _observed(work)) for work in works if not work.done()]
+        while self._sends and self._sends[0][1].done():  # a Work keeps the arrays that it sends
             self._sends.popleft()
 
-    def receive(self, wire: Wire, kind: ArrayKind) -> Any:
-        """The value of a wire, with arrays of this kind. Wires are received in the order that was announced.
+    def receive(self, transfer: Transfer, kind: ArrayKind) -> Any:
+        """Waits for the value of a transfer; its arrays are of this kind.
 
         Raises:
             CollectiveTimeoutError: it did not come in time.
             CollectiveMismatchError: what came belongs to another step or pipeline.
         """
-        source = self._placement[wire.source]
-        incoming = None if wire.sort is Sort.TIED else self._incoming.get(source)
-        if incoming is None:
-            message, work = self._read(wire), None
+        source = self._placement[transfer.source]
+        receiver = None if transfer.kind is TransferKind.TIED else self._incoming.get(source)
+        if receiver is None:
+            message, work = self._message(transfer), None
         else:
-            message, work = incoming.reach(wire, kind, self._read)
+            message, work = receiver.begin(transfer, kind, self._message)
         if work is None:
-            return message.value(message.whole, kind)
-        return message.value(self._awaited(work, f"{wire} of rank {self._group.world_ranks[source]}", source), kind)
+            return message.value(message.payload, kind)
+        return message.value(self._wait(work, f"{transfer} of rank {self._group.world_ranks[source]}", source), kind)
 
-    def _read(self, wire: Wire) -> Message:
-        """The message of a wire."""
-        source = self._placement[wire.source]
-        if wire not in self._expected:  # a sender's order is another one than that of use
-            self._waiting.remove(wire)
-            self._expected[wire] = self._expect_one(wire)
-        expected = self._expected.pop(wire)
+    def _message(self, transfer: Transfer) -> Message:
+        """Waits for the message of a transfer."""
+        source = self._placement[transfer.source]
+        if transfer not in self._expected:  # the order on a lane is not the order of use
+            self._later.remove(transfer)
+            self._expected[transfer] = self._expect(transfer)
+        expected = self._expected.pop(transfer)
         try:
             raw = expected.take(self._seconds)
         except CollectiveTimeoutError as error:
             if not expected.may_come:
                 raise
-            raise self._late(f"{wire} of rank {self._group.world_ranks[source]}", source) from error
-        self._expect()
-        message, wanted = read(raw), self._letter(wire)
-        if message.letter != wanted:
+            raise self._timeout_error(f"{transfer} of rank {self._group.world_ranks[source]}", source) from error
+        self._expect_next()
+        message, wanted = parse(raw), self._envelope(transfer)
+        if message.envelope != wanted:
             ranks = self._group.world_ranks
-            signatures = {ranks[self._group.rank]: f"waits for {_told(wanted)}", ranks[source]: _told(message.letter)}
+            signatures = {ranks[self._group.rank]: f"waits for {_describe(wanted)}", ranks[source]: _describe(message.envelope)}
             mismatch = CollectiveMismatchError(signatures)
             expected.refuse(mismatch)
             raise mismatch
         return message
 
     def finish(self) -> None:
-        """Returns when everything that was sent has left. Raises CollectiveTimeoutError."""
-        for wire, work in self._sends:
-            target = self._placement[wire.target]
-            self._awaited(work, f"rank {self._group.world_ranks[target]} to take {wire}", target)
+        """Waits until all sends are complete. Raises CollectiveTimeoutError."""
+        for transfer, work in self._sends:
+            target = self._placement[transfer.target]
+            self._wait(work, f"rank {self._group.world_ranks[target]} to take {transfer}", target)
 
     def abandon(self) -> None:
-        """The step failed: nobody takes what is still expected."""
+        """Gives up the messages that are still expected, after the step has failed."""
         for expected in self._expected.values():
             expected.forget()
 
-    def _expect(self) -> None:
-        while self._waiting and len(self._expected) < AHEAD:
-            wire = self._waiting.popleft()
-            self._expected[wire] = self._expect_one(wire)
+    def _expect_next(self) -> None:
+        while self._later and len(self._expected) < RECEIVES_AHEAD:
+            transfer = self._later.popleft()
+            self._expected[transfer] = self._expect(transfer)
 
-    def _expect_one(self, wire: Wire) -> Expected:
-        return self._group.expect(self._placement[wire.source], wire.tag(len(self._placement)))
+    def _expect(self, transfer: Transfer) -> Expected:
+        return self._group.expect(self._placement[transfer.source], transfer.tag(len(self._placement)))
 
-    def _awaited(self, work: Work[Any], what: str, peer: int) -> Any:
+    def _wait(self, work: Work[Any], what: str, peer: int) -> Any:
         try:
             return work.wait(self._seconds)
         except CollectiveTimeoutError as error:
             if work.done():
                 raise
-            raise self._late(what, peer) from error
+            raise self._timeout_error(what, peer) from error
 
-    def _letter(self, wire: Wire) -> Letter:
-        return Letter(self._pipeline, self._step, str(wire))
+    def _envelope(self, transfer: Transfer) -> Envelope:
+        return Envelope(self._pipeline, self._step, str(transfer))
 
-    def _late(self, what: str, peer: int) -> CollectiveTimeoutError:
+    def _timeout_error(self, what: str, peer: int) -> CollectiveTimeoutError:
         message = f"this rank of the pipeline waited {self._seconds:g} s for {what}"
         return CollectiveTimeoutError([self._group.world_ranks[peer]], message)
 
 
-def _seen(work: Work[Any]) -> Work[Any]:
-    """Where the step fails, its other messages fail with it, and nobody needs to hear of each."""
+def _observed(work: Work[Any]) -> Work[Any]:
+    """Looks at a send's error when it ends, so that it is not logged: if the step fails, all its sends fail with it."""
 
     def look() -> None:
         work.exception()
@@ -163,5 +165,5 @@ def _seen(work: Work[Any]) -> Work[Any]:
     return work
 
 
-def _told(letter: Letter) -> str:
-    return f"{letter.wire} in step {letter.step} of pipeline {letter.pipeline}"
+def _describe(envelope: Envelope) -> str:
+    return f"{envelope.transfer} in step {envelope.step} of pipeline {envelope.pipeline}"

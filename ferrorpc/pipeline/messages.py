@@ -1,10 +1,9 @@
-"""Messages between stages: one array of bytes that says what it is and holds one array, several, or none.
+"""The encoding of messages between stages: bytes that hold one array, several, or none, and say what they are.
 
-    array | array ... | dtype and shape of each array | which step and wire | length of what follows the arrays
+    array | array ... | dtype and shape of each array, transfer, step, pipeline | length of what follows the arrays
 
-Shapes may therefore differ from microbatch to microbatch, and a message of another step is found out at once. The bytes are a
-copy: the stage may use its arrays again as soon as the message is made. What describes arrays is spelled out, and read, once
-for each form that messages have.
+So shapes may differ between microbatches, and a message of another step is detected at once. The bytes are a copy: a stage may
+write to its arrays as soon as the message is made. The description of arrays is encoded and parsed once for each layout.
 """
 
 from __future__ import annotations
@@ -22,38 +21,39 @@ from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
 
 ALIGNMENT: Final = 64
-"""Arrays begin at multiples of so many bytes, as vector instructions like it."""
+"""Arrays begin at multiples of so many bytes, for vector instructions."""
 _LENGTH_BYTES: Final = 4
-_FORMS: Final = 256
-_FORM_BYTES_MAX: Final = 4096
-"""Forms that are remembered, and how long their texts may be."""
+_LAYOUTS: Final = 256
+"""How many layouts are cached."""
+_LAYOUT_BYTES_MAX: Final = 4096
+"""Layouts whose text is longer are not cached."""
 
 Array = np.ndarray[Any, Any]
 
 
-class Letter(NamedTuple):
-    """What a message is about: the pipeline it belongs to, the step, and its wire."""
+class Envelope(NamedTuple):
+    """What a message belongs to: a pipeline, a step, and a transfer."""
 
     pipeline: str
     step: int
-    wire: str
+    transfer: str
 
 
-class _Form:
-    """What a value consists of, and where in the message its arrays lie.
+class _Layout:
+    """Which arrays a value consists of, and where they are in the message.
 
     Args:
-        several: whether it is a tuple.
+        is_tuple: whether the value is a tuple.
         specs: of its arrays; None for None.
     """
 
-    __slots__ = ("end", "places", "several", "specs", "text")
+    __slots__ = ("end", "is_tuple", "places", "specs", "text")
 
-    def __init__(self, several: bool, specs: tuple[TensorSpec | None, ...]) -> None:
-        self.several = several
+    def __init__(self, is_tuple: bool, specs: tuple[TensorSpec | None, ...]) -> None:
+        self.is_tuple = is_tuple
         self.specs = specs
         parts = [None if spec is None else [int(spec.dtype), list(spec.shape)] for spec in specs]
-        self.text = json.dumps([several, parts], separators=(",", ":")).encode()
+        self.text = json.dumps([is_tuple, parts], separators=(",", ":")).encode()
         self.places: list[slice] = []
         self.end = 0
         for spec in specs:
@@ -62,44 +62,50 @@ class _Form:
             self.places.append(slice(start, self.end))
 
 
-_form = lru_cache(_FORMS)(_Form)
+_layout = lru_cache(_LAYOUTS)(_Layout)
 
 
-def _read(text: bytes) -> _Form:
-    """The form of this text. Raises ValueError or TypeError where it is none."""
-    several, parts = json.loads(text)
-    return _Form(several, tuple([None if part is None else TensorSpec(DType(part[0]), tuple(part[1])) for part in parts]))
+def _parse(text: bytes) -> _Layout:
+    """The layout of this text. Raises ValueError or TypeError if it is not one."""
+    is_tuple, parts = json.loads(text)
+    return _Layout(is_tuple, tuple([None if part is None else TensorSpec(DType(part[0]), tuple(part[1])) for part in parts]))
 
 
-_read_before = lru_cache(_FORMS)(_read)
+_parse_cached = lru_cache(_LAYOUTS)(_parse)
 
 
 class Message(NamedTuple):
-    """What came."""
+    """A message as it was received."""
 
-    letter: Letter
-    form: _Form
+    envelope: Envelope
+    layout: _Layout
     data: Array | None
-    """The arrays' bytes; None where they come by another way."""
+    """The arrays' bytes; None where they are sent separately."""
 
     @property
-    def whole(self) -> Array:
-        """The arrays' bytes, of a message that has to hold them. Raises CodecError."""
+    def payload(self) -> Array:
+        """The arrays' bytes, of a message that must contain them. Raises CodecError if it does not."""
         if self.data is None:
-            raise CodecError(f"a message between stages, of {self.letter.wire}, lacks its {self.form.end} bytes of arrays")
+            raise CodecError(
+                f"a message between stages, of {self.envelope.transfer}, lacks its {self.layout.end} bytes of arrays"
+            )
         return self.data
 
     def value(self, data: Any, kind: Kind) -> Any:
-        """The value with arrays of this kind. Where these and `data` (the arrays' bytes) are on the host, they share memory."""
+        """The value, with arrays of this kind.
+
+        Args:
+            data: the arrays' bytes. Where they and arrays of this kind are on the host, the value shares their memory.
+        """
         values = [
             None if spec is None else _array(data[place], spec, kind)
-            for spec, place in zip(self.form.specs, self.form.places, strict=True)
+            for spec, place in zip(self.layout.specs, self.layout.places, strict=True)
         ]
-        return tuple(values) if self.form.several else values[0]
+        return tuple(values) if self.layout.is_tuple else values[0]
 
 
-def pack(letter: Letter, value: Any) -> Any:
-    """The message's bytes; on a GPU where all of its arrays are, for who sends it to take them from there.
+def pack(envelope: Envelope, value: Any) -> Any:
+    """The message's bytes; on a GPU where all of its arrays are there, so that the transport takes them from the GPU.
 
     Args:
         value: an array, None, or a tuple of these.
@@ -107,54 +113,44 @@ def pack(letter: Letter, value: Any) -> Any:
     Raises:
         TensorMismatchError: an array's dtype cannot be sent.
     """
-    form, parts = _parts(value)
-    return laid_out(parts, form.end, _tail(letter, form))
+    layout, parts = _parts(value)
+    return laid_out(parts, layout.end, _description(envelope, layout))
 
 
-def pack_apart(letter: Letter, value: Any) -> tuple[Any, Any]:
-    """As `pack`, in two: a message without the arrays' bytes, and these. Unless all are on one GPU: the message, and None."""
-    form, parts = _parts(value)
-    tail = _tail(letter, form)
-    if not form.end or not on_one_device([part for _, part in parts]):
-        return laid_out(parts, form.end, tail), None
-    return tail, laid_out(parts, form.end)
+def pack_split(envelope: Envelope, value: Any) -> tuple[Any, Any]:
+    """As `pack`, in two: the message without the arrays' bytes, and these. Unless all are on one GPU: the message, and None."""
+    layout, parts = _parts(value)
+    description = _description(envelope, layout)
+    if not layout.end or not on_one_device([part for _, part in parts]):
+        return laid_out(parts, layout.end, description), None
+    return description, laid_out(parts, layout.end)
 
 
-def _parts(value: Any) -> tuple[_Form, list[tuple[slice, View]]]:
-    several = isinstance(value, tuple)
-    views = [None if item is None else view(item, near=True) for item in (value if several else (value,))]
-    form = _form(several, tuple([None if each is None else each.spec for each in views]))
-    return form, [(place, each) for place, each in zip(form.places, views, strict=True) if each is not None]
+def _parts(value: Any) -> tuple[_Layout, list[tuple[slice, View]]]:
+    is_tuple = isinstance(value, tuple)
+    views = [None if item is None else view(item, on_device=True) for item in (value if is_tuple else (value,))]
+    layout = _layout(is_tuple, tuple([None if each is None else each.spec for each in views]))
+    return layout, [(place, each) for place, each in zip(layout.places, views, strict=True) if each is not None]
 
 
-def _tail(letter: Letter, form: _Form) -> Array:
-    about = b"\0".join((form.text, letter.wire.encode(), b"%d" % letter.step, letter.pipeline.encode()))
-    return np.frombuffer(about + len(about).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+def _description(envelope: Envelope, layout: _Layout) -> Array:
+    text = b"\0".join((layout.text, envelope.transfer.encode(), b"%d" % envelope.step, envelope.pipeline.encode()))
+    return np.frombuffer(text + len(text).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
 
 
-def read(message: Array) -> Message:
-    """What a message is about, and holds. Raises CodecError: it is no such message."""
+def parse(message: Array) -> Message:
+    """Reads a message. Raises CodecError if the bytes are not one."""
     try:
         last = message.size - _LENGTH_BYTES
         length = int.from_bytes(message[max(last, 0) :].tobytes(), "little")
-        text, wire, step, pipeline = message[max(last - length, 0) : last].tobytes().split(b"\0")
-        form = (_read_before if len(text) <= _FORM_BYTES_MAX else _read)(text)
-        if last - length not in (0, form.end):
-            raise ValueError(f"{message.size} bytes where {form.end + length + _LENGTH_BYTES} are announced")
-        letter = Letter(pipeline.decode(), int(step), wire.decode())
+        text, transfer, step, pipeline = message[max(last - length, 0) : last].tobytes().split(b"\0")
+        layout = (_parse_cached if len(text) <= _LAYOUT_BYTES_MAX else _parse)(text)
+        if last - length not in (0, layout.end):
+            raise ValueError(f"{message.size} bytes where {layout.end + length + _LENGTH_BYTES} are announced")
+        envelope = Envelope(pipeline.decode(), int(step), transfer.decode())
     except (ValueError, TypeError, IndexError) as problem:
-        raise CodecError(f"a message between stages of {message.size} bytes is none: {problem}") from None
-    return Message(letter, form, message if last - length == form.end else None)
-
-
-def unpack(message: Array, kind: Kind) -> tuple[Letter, Any]:
-    """What a message is about, and its value with arrays of this kind, which share its memory where they are on the host.
-
-    Raises:
-        CodecError: it is no such message, or one without its arrays.
-    """
-    found = read(message)
-    return found.letter, found.value(found.whole, kind)
+        raise CodecError(f"a message between stages of {message.size} bytes is malformed: {problem}") from None
+    return Message(envelope, layout, message if last - length == layout.end else None)
 
 
 def _array(raw: Any, spec: TensorSpec, kind: Kind) -> Any:

@@ -1,4 +1,4 @@
-"""Pipeline: a model cut into stages, one or more on each rank, trained by a schedule."""
+"""Pipeline: trains a model that is cut into stages, one or more on each rank, by a schedule."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ferrorpc.agreement import agree
+from ferrorpc.consistency import require_same
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
-from ferrorpc.pipeline.batch import check_like, cut, join, rows, shares, split
-from ferrorpc.pipeline.direct import lanes_of
-from ferrorpc.pipeline.ends import Ends, Inference, LossFunction, Training
-from ferrorpc.pipeline.exchange import Exchange
-from ferrorpc.pipeline.performer import Performer
+from ferrorpc.pipeline.batch import check_like, cut, join, loss_weights, rows, split
+from ferrorpc.pipeline.batch_io import BatchIO, InferenceBatch, LossFunction, TrainingBatch
+from ferrorpc.pipeline.device_lanes import open_lanes
+from ferrorpc.pipeline.exchange import NO_LANES, NO_ORDERS, Exchange
+from ferrorpc.pipeline.executor import Executor
 from ferrorpc.pipeline.schedules.edges import Edge
-from ferrorpc.pipeline.schedules.lowering import NAMES
+from ferrorpc.pipeline.schedules.lowering import KIND_LABELS, Link
 from ferrorpc.pipeline.schedules.named import named
 from ferrorpc.pipeline.schedules.schedule import Schedule
 from ferrorpc.pipeline.schedules.simulation import PipelineTimeline
 from ferrorpc.pipeline.stage import Piece
-from ferrorpc.pipeline.ties import Ties
-from ferrorpc.pipeline.wire import Wire, arrivals, departures, ways
+from ferrorpc.pipeline.tied_weights import TiedWeights
+from ferrorpc.pipeline.transfers import Transfer, links_of, receives, sends_to
 from ferrorpc.plans.timeline import Span
 
-MICROBATCHES = 8
-"""How many there are where nobody says."""
+DEFAULT_MICROBATCHES = 8
 _made: Final[WeakKeyDictionary[ProcessGroup, int]] = WeakKeyDictionary()
-"""How many pipelines each group has had: as many on every rank, since ranks make theirs together."""
+"""How many pipelines each group has had. The number is the same on every rank, because ranks make their pipelines together."""
 
 
 class Pipeline:
-    """This rank's part of a model that is cut into stages.
+    """This rank's part of a model that is cut into stages, and what trains it.
 
         pipe = ferrorpc.Pipeline(stage, group, schedule="1f1b", num_microbatches=8)
         loss = pipe.step(x, target, loss_fn)      # gradients are where the stage keeps them; then step the optimizer
@@ -46,19 +45,19 @@ class Pipeline:
     Args:
         stage: this rank's piece of the model (see `Stage`), or a list of them for schedules with several chunks a rank, in the
             order of `schedule.pieces(rank)`.
-        group: every rank constructs its part at the same point of its program.
+        group: the pipeline's ranks. Every rank constructs its part at the same point of its program.
         schedule: a name (gpipe, 1f1b, looped_bfs, interleaved, zb1p, zbv, dualpipe_v) or a `Schedule`.
-        num_microbatches: how many parts a batch is cut into; 8 where neither it nor a Schedule says.
-        edges: (from, to) of the model's pieces, all of them, where they are no chain: [(0, 1), (0, 2), (1, 2)]. A stage that is
-            wired to several gives a tuple with a value for each in their order, and takes one of what several send to it;
-            gradients alike.
+        num_microbatches: how many parts a batch is cut into; None for the schedule's number, or 8 if the schedule is a name.
+        edges: all edges (from, to) between the model's pieces, where they are not a chain: [(0, 1), (0, 2), (1, 2)]. A stage
+            with several successors gives a tuple with a value for each, in their order; one with several predecessors takes a
+            tuple. The same holds for gradients.
         tied: weights that stages share, each as the names of its copies, "piece/name": [("0/embedding", "3/head")]. All
             copies begin with the first one's value, and get the sum of all their gradients.
         clock: what recorded times are read from.
 
     Raises:
-        UsageError: the schedule is not sound, does not admit these counts, or asks for other stages.
-        CollectiveMismatchError: ranks have different schedules, edges or ties.
+        UsageError: the schedule is not sound, does not admit these counts, or asks for another number of stages.
+        CollectiveMismatchError: ranks have different schedules, edges or tied weights.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Pipeline:
     ) -> None:
         group = group_given(group)
         stages = list(stage) if isinstance(stage, list | tuple) else [stage]
-        self.schedule = _chosen(schedule, group.size, num_microbatches, len(stages), edges)
+        self.schedule = _sound_schedule(schedule, group.size, num_microbatches, len(stages), edges)
         numbers = self.schedule.pieces(group.rank)
         if len(stages) != len(numbers):
             wanted = ", ".join(str(number) for number in numbers)
@@ -88,19 +87,18 @@ class Pipeline:
         self._rows = self.schedule.with_messages().actions
         self._is_first = 0 in numbers
         self._is_last = self.schedule.virtual_stages - 1 in numbers
-        ties = _given(tied)
-        self._name = _agreed(self.schedule, ties, group)
-        self._ties = Ties(ties, self._pieces, self.schedule.placement, group)
-        self._lanes = lanes_of(
-            group, ways(self.schedule.placement, self.schedule.edges), [piece.kind for piece in self._pieces.values()]
-        )
+        tied_names = _names_of_tied(tied)
+        self._name = _agreed_name(self.schedule, tied_names, group)
+        self._tied = TiedWeights(tied_names, self._pieces, self.schedule.placement, group)
+        links = links_of(self.schedule.placement, self.schedule.edges)
+        self._lanes = open_lanes(group, links, [piece.kind for piece in self._pieces.values()])
         self._steps = 0
         self._spans: list[Span] = []
         self._peak = 0
-        self._row_counts: list[int] | None = None
+        self._output_rows: list[int] = []
         self._awaits_backward = False
-        if ties:
-            self._spread_ties()
+        if tied_names:
+            self._broadcast_tied_weights()
 
     @property
     def peak_activations(self) -> float:
@@ -108,7 +106,7 @@ class Pipeline:
         return self._peak / len(self._pieces)
 
     def named_parameters(self, piece: int | None = None) -> Iterator[tuple[str, Any]]:
-        """("piece/name", parameter) of this rank's pieces, or of one of them; a stage without names counts its own."""
+        """("piece/name", parameter) of this rank's pieces, or of one of them; numbers where a stage gives no names."""
         for number, held in self._pieces.items():
             if piece in (None, number):
                 yield from ((f"{number}/{name}", each) for name, each in held.named_parameters().items())
@@ -124,18 +122,18 @@ class Pipeline:
         on_gradients: Callable[[int], None] | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Forward and backward of a batch, as the schedule says. Every rank calls it.
+        """Runs forward and backward of a batch by the schedule. Every rank calls it.
 
         Args:
             x: the batch, on the rank of the first stage: an array or a tuple of arrays, cut along axis 0 as by np.array_split,
-                or a list of microbatches. Other ranks' is not looked at.
+                or a list of microbatches. Ignored on other ranks.
             target: likewise, on the rank of the last stage.
             loss_fn: loss_fn(y, target) -> (loss, gradient of y) of one microbatch, on the rank of the last stage.
-            reduction: what loss_fn takes over its microbatch, "mean" or "sum": the gradients are then those of the same over
-                the whole batch.
-            weight: for means over something else than rows: what a microbatch's target counts, such as its tokens.
+            reduction: whether loss_fn takes the "mean" or the "sum" over its microbatch. The gradients are those of the same
+                reduction over the whole batch.
+            weight: for means over something other than rows: weight(target) is what a microbatch counts, such as its tokens.
             on_gradients: called on this thread with the number of each piece of this rank as soon as its gradients are those of
-                the whole batch, which is often while others still compute: the moment to send them to replicas.
+                the whole batch. Other ranks often still compute then, so it is the moment to send gradients to replicas.
             timeout: seconds to wait for any one message; None for the group's.
 
         Returns:
@@ -144,23 +142,23 @@ class Pipeline:
         Raises:
             UsageError: the batch does not fit the schedule; nothing was sent.
             CollectiveTimeoutError: a message did not come in time.
-            FerroError: whatever ended the generation. What a stage, loss_fn or on_gradients raises ends it,
-                too, and is raised here.
+            FerroError: the generation was ended, by this cause. An exception of a stage, of loss_fn or of on_gradients ends it,
+                too, and is raised here as it is.
         """
-        ends = Training(split(x, self.schedule.microbatches, "x") if self._is_first else [])
+        batch = TrainingBatch(split(x, self.schedule.microbatches, "x") if self._is_first else [])
         if self._is_last:
             loss = _loss_given(loss_fn)
             targets = split(target, self.schedule.microbatches, "target")
-            ends.expect(targets, shares(targets, reduction, weight), loss)
-        _check_function("on_gradients", on_gradients, "it is called with the number of a piece")
+            batch.set_targets(targets, loss_weights(targets, reduction, weight), loss)
+        _check_on_gradients(on_gradients)
         self._begin(awaits_backward=False)
-        self._run(_any, ends, True, timeout, on_gradients or _nothing)
-        return ends.loss
+        self._run(_is_any, batch, True, timeout, on_gradients or _ignore)
+        return batch.loss
 
     def forward(self, x: Any = None, *, timeout: float | None = None) -> Any:
-        """The model's outputs for a batch: on the rank of the last stage, put together along axis 0; None elsewhere.
+        """The model's outputs for a batch, joined along axis 0, on the rank of the last stage; None elsewhere.
 
-        Only where the schedule does all forwards first (gpipe, looped_bfs) contexts are kept for a `backward`.
+        Contexts are kept for a `backward` only if the schedule does all forwards first (gpipe, looped_bfs).
 
         Args:
             x, timeout: as in `step`.
@@ -168,15 +166,15 @@ class Pipeline:
         Raises:
             UsageError, CollectiveTimeoutError, FerroError: as in `step`.
         """
-        ends = Inference(split(x, self.schedule.microbatches, "x") if self._is_first else [])
-        keeps = self.schedule.is_forward_first
-        self._begin(awaits_backward=keeps)
-        self._run(_is_forward, ends, keeps, timeout)
+        batch = InferenceBatch(split(x, self.schedule.microbatches, "x") if self._is_first else [])
+        keep_contexts = self.schedule.is_forward_first
+        self._begin(awaits_backward=keep_contexts)
+        self._run(_is_forward, batch, keep_contexts, timeout)
         if not self._is_last:
             return None
-        outputs = [ends.outputs[microbatch] for microbatch in sorted(ends.outputs)]
+        outputs = [batch.outputs[microbatch] for microbatch in sorted(batch.outputs)]
         joined = join(outputs, "the outputs")
-        self._row_counts = [rows(each, "an output") for each in outputs]
+        self._output_rows = [rows(each, "an output") for each in outputs]
         return joined
 
     def backward(
@@ -190,8 +188,8 @@ class Pipeline:
         """The backward of the last `forward`. Every rank calls it.
 
         Args:
-            outputs, grads: on the rank of the last stage, what `forward` returned and its gradient, of the same length.
-                Gradients are taken as they are: those of the whole batch's loss.
+            outputs, grads: on the rank of the last stage, what `forward` returned and its gradient, of the same length: the
+                gradient of the whole batch's loss. It is not scaled.
             on_gradients, timeout: as in `step`.
 
         Raises:
@@ -199,31 +197,29 @@ class Pipeline:
         """
         if not self.schedule.is_forward_first:
             raise UsageError(
-                f"{self.schedule} begins backwards before it ends forwards, so they cannot be called apart",
+                f"{self.schedule} starts backwards before all forwards are done, so they cannot be two calls",
                 hint='call step(), or use schedule="gpipe"',
             )
         if not self._awaits_backward:
-            raise UsageError(
-                "there is no forward whose backward this could be", hint="call forward() first, once for each backward()"
-            )
-        ends = Inference([])
+            raise UsageError("there is no forward for this backward", hint="call forward() first, once for each backward()")
+        batch = InferenceBatch([])
         if self._is_last:
-            counts = self._row_counts or []
+            total = sum(self._output_rows)
             for what, value in (("outputs", outputs), ("grads", grads)):
-                if value is None or rows(value, what) != sum(counts):
+                if value is None or rows(value, what) != total:
                     raise UsageError(
-                        f"{what} must have the {sum(counts)} rows that forward returned", hint="pass what it returned, whole"
+                        f"{what} must have the {total} rows that forward returned", hint="pass what it returned, whole"
                     )
             check_like(grads, outputs, "grads")
-            ends.grads = cut(grads, counts)
-        _check_function("on_gradients", on_gradients, "it is called with the number of a piece")
+            batch.grads = cut(grads, self._output_rows)
+        _check_on_gradients(on_gradients)
         self._awaits_backward = False
-        self._run(_is_backward, ends, True, timeout, on_gradients or _nothing)
+        self._run(_is_backward, batch, True, timeout, on_gradients or _ignore)
 
     def recorded(self) -> PipelineTimeline:
         """What all ranks did in their last step, in seconds from its start. Every rank calls it.
 
-        Times of ranks on different hosts are only as comparable as their monotonic clocks are.
+        Times of ranks on different hosts are comparable only as far as the hosts' monotonic clocks are.
         """
         lines = "\n".join(f"{each.name} {each.start!r} {each.stop!r} {each.shade}" for each in self._spans)
         texts = self._group.all_gather(np.frombuffer(f"{self.peak_activations!r}\n{lines}".encode(), np.uint8))
@@ -236,7 +232,7 @@ class Pipeline:
         return PipelineTimeline(self.schedule, moved, peaks, f"{self.schedule}, recorded", "seconds")
 
     def _begin(self, awaits_backward: bool) -> None:
-        """A new pass over the batch; what an earlier forward kept goes."""
+        """Begins a new pass over a batch, and frees the contexts that an earlier forward kept."""
         for piece in self._pieces.values():
             piece.forget()
         self._awaits_backward = awaits_backward
@@ -246,33 +242,33 @@ class Pipeline:
     def _run(
         self,
         chosen: Callable[[Action], bool],
-        ends: Ends,
-        keeps: bool,
+        batch_io: BatchIO,
+        keep_contexts: bool,
         timeout: float | None,
         on_gradients: Callable[[int], None] | None = None,
     ) -> None:
-        """Performs the chosen actions; with backwards among them if there is an `on_gradients`."""
-        trains = on_gradients is not None
+        """Runs the chosen actions. They include backwards if and only if there is an `on_gradients`."""
+        rank, placement, edges = self._group.rank, self.schedule.placement, self.schedule.edges
         rows = [list(filter(chosen, row)) for row in self._rows]
-        actions, placement, edges = rows[self._group.rank], self.schedule.placement, self.schedule.edges
-        coming = arrivals(actions, placement, edges) + self._ties.arrivals() * trains
-        sources = [source for source, _ in self._lanes]
-        orders = {source: departures(rows[source], placement, edges, self._group.rank) for source in sources}
-        exchange = self._exchange(coming, timeout, orders)
+        expected = receives(rows[rank], placement, edges)
+        if on_gradients is not None:
+            expected += self._tied.gradient_receives()
+        orders = {source: sends_to(rank, rows[source], placement, edges) for source, _ in self._lanes}
+        exchange = self._exchange(expected, timeout, self._lanes, orders)
 
         def completed(piece: int) -> None:
-            self._ties.complete(piece, exchange)
-            if on_gradients is not None and not self._ties.holds(piece):
+            self._tied.piece_completed(piece, exchange)
+            if on_gradients is not None and not self._tied.in_piece(piece):
                 on_gradients(piece)
 
-        performer = Performer(self._group.rank, self._pieces, self.schedule, exchange, ends, self._clock, keeps, completed)
+        executor = Executor(rank, self._pieces, self.schedule, exchange, batch_io, self._clock, keep_contexts, completed)
         try:
-            if trains:
-                self._ties.begin()
-            performer.run(actions)
             if on_gradients is not None:
-                self._ties.settle(exchange)
-                for piece in filter(self._ties.holds, self._pieces):
+                self._tied.begin_step()
+            executor.run(rows[rank])
+            if on_gradients is not None:
+                self._tied.sum_gradients(exchange)
+                for piece in filter(self._tied.in_piece, self._pieces):
                     on_gradients(piece)
             exchange.finish()
         except (Exception, KeyboardInterrupt) as error:
@@ -280,31 +276,35 @@ class Pipeline:
             self._group.abort(error)
             raise
         finally:
-            self._spans += performer.spans
-            self._peak = max(self._peak, performer.peak)
+            self._spans += executor.spans
+            self._peak = max(self._peak, executor.peak)
 
-    def _spread_ties(self) -> None:
-        exchange = self._exchange(self._ties.spreads(), None)
-        self._ties.spread(exchange)
+    def _broadcast_tied_weights(self) -> None:
+        exchange = self._exchange(self._tied.broadcast_receives(), None)
+        self._tied.broadcast(exchange)
         exchange.finish()
 
     def _exchange(
-        self, coming: Sequence[Wire], timeout: float | None, orders: Mapping[int, Iterable[Wire]] | None = None
+        self,
+        expected: Sequence[Transfer],
+        timeout: float | None,
+        lanes: Mapping[Link, ProcessGroup] = NO_LANES,
+        orders: Mapping[int, Iterable[Transfer]] = NO_ORDERS,
     ) -> Exchange:
-        seconds, lanes = seconds_of(timeout, self._group.timeout), {} if orders is None else self._lanes
-        return Exchange(self._group, self.schedule.placement, coming, self._name, self._steps, seconds, lanes, orders or {})
+        seconds = seconds_of(timeout, self._group.timeout)
+        return Exchange(self._group, self.schedule.placement, expected, self._name, self._steps, seconds, lanes, orders)
 
     def __repr__(self) -> str:
         pieces = ", ".join(str(number) for number in self._pieces)
         return f"<Pipeline {self.schedule}, rank {self._group.rank} with stage {pieces}>"
 
 
-def _chosen(
+def _sound_schedule(
     schedule: str | Schedule, size: int, microbatches: int | None, chunks: int, edges: Iterable[Edge] | None
 ) -> Schedule:
-    """The schedule to run, sound and of this many ranks."""
+    """The schedule to run. Raises UsageError if it is not sound, or not for this many ranks."""
     if isinstance(schedule, str):
-        schedule = named(schedule, size, MICROBATCHES if microbatches is None else microbatches, chunks)
+        schedule = named(schedule, size, DEFAULT_MICROBATCHES if microbatches is None else microbatches, chunks)
     if not isinstance(schedule, Schedule):
         raise UsageError(
             f"schedule={schedule!r} is no schedule", hint="pass a name such as '1f1b', or ferrorpc.schedules.zbv(...)"
@@ -314,7 +314,7 @@ def _chosen(
             f"{schedule} is for {schedule.stages} ranks, but the group has {size}", hint=f"make it with stages={size}"
         )
     if microbatches not in (None, schedule.microbatches):
-        raise UsageError(f"num_microbatches={microbatches}, but the schedule is {schedule}", hint="leave num_microbatches away")
+        raise UsageError(f"num_microbatches={microbatches}, but the schedule is {schedule}", hint="omit num_microbatches")
     chosen = schedule if edges is None else schedule.with_edges(edges)
     findings = chosen.validate()
     if findings:
@@ -323,9 +323,9 @@ def _chosen(
     return chosen
 
 
-def _check_function(name: str, function: Any, hint: str) -> None:
+def _check_on_gradients(function: Any) -> None:
     if function is not None and not callable(function):
-        raise UsageError(f"{name}={function!r} is no function", hint=hint)
+        raise UsageError(f"on_gradients={function!r} is no function", hint="it is called with the number of a piece")
 
 
 def _loss_given(loss_fn: Any) -> LossFunction:
@@ -338,31 +338,31 @@ def _loss_given(loss_fn: Any) -> LossFunction:
     return given
 
 
-def _given(tied: Any) -> list[str | list[str]]:
-    """The ties, if they hold nothing but text."""
+def _names_of_tied(tied: Any) -> list[str | list[str]]:
+    """The names of each tied weight's copies. Raises UsageError if they are not all text."""
     try:
-        ties = [names if isinstance(names, str) else list(names) for names in tied]
+        found = [names if isinstance(names, str) else list(names) for names in tied]
     except TypeError:
-        ties = [[None]]
-    if isinstance(tied, str) or not all(isinstance(name, str) for names in ties for name in names):
+        found = [[None]]
+    if isinstance(tied, str) or not all(isinstance(name, str) for names in found for name in names):
         hint = 'list the copies of each weight: [("0/embedding", "3/head")]'
         raise UsageError(f"tied={tied!r} are no names of weights", hint=hint)
-    return ties
+    return found
 
 
-def _agreed(schedule: Schedule, ties: Sequence[str | Sequence[str]], group: ProcessGroup) -> str:
-    """The pipeline's name in messages: the same on every rank, and no other pipeline's of the group."""
-    wiring = f"edges {schedule.edges.pairs}\ntied {ties}"
-    agree(group, "pipeline schedules", f"{schedule}\n{wiring}\n{schedule.to_text()}")
+def _agreed_name(schedule: Schedule, tied_names: Sequence[str | Sequence[str]], group: ProcessGroup) -> str:
+    """The pipeline's name in messages, unique in the group. Compares schedule, edges and tied weights of all ranks first."""
+    wiring = f"edges {schedule.edges.pairs}\ntied {tied_names}"
+    require_same(group, "pipeline schedules", f"{schedule}\n{wiring}\n{schedule.to_text()}")
     number = _made[group] = _made.get(group, 0) + 1
     return f"{schedule} #{number}"
 
 
-def _nothing(piece: int) -> None:
-    """For those who need not know when gradients are complete."""
+def _ignore(piece: int) -> None:
+    """An `on_gradients` that does nothing."""
 
 
-def _any(each: Action) -> bool:
+def _is_any(each: Action) -> bool:
     return True
 
 
@@ -377,4 +377,4 @@ def _is_forward(each: Action) -> bool:
 def _span(line: str, rank: int) -> Span:
     name, start, stop, shade = line.split()
     each = action(name)
-    return Span(name, rank, float(start), float(stop), NAMES[each.kind], str(each.microbatch), int(shade))
+    return Span(name, rank, float(start), float(stop), KIND_LABELS[each.kind], str(each.microbatch), int(shade))

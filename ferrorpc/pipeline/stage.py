@@ -1,4 +1,4 @@
-"""Stages: what the pipeline asks of a piece of a model, and what it keeps of it between forward and backward."""
+"""Stages: what a piece of the model must provide, and what the pipeline keeps of it between forward and backward."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from ferrorpc.errors import UsageError
 class Stage(Protocol):
     """A piece of a model. x, y and gradients are arrays of one kind, or tuples of them.
 
-    Gradients of weights are the stage's own affair: `backward` adds them to what is there. A stage that also has
+    The stage stores the gradients of its weights itself: `backward` adds them to what is there. The following are optional.
 
         backward_input(context, grad_y) -> grad_x      the gradient of the input alone
         backward_weight(context, grad_y)               later: adds the gradients of the weights
 
-    lets schedules like ZB1P and ZBV fill their waits with the latter; it needs no `backward` then. One that also has
-    `parameters()` or `named_parameters()`, as modules have them, says with which kind of arrays it computes, and can have
-    weights tied to another stage's; an array in an attribute `like` says the kind as well. One that has an attribute
-    `needs_grad_x` is told in it whether anybody wants the gradient of x: nobody does where x comes from outside.
+    With these two, schedules like ZB1P and ZBV fill their idle time with `backward_weight`; `backward` is not needed then.
+    `parameters()` or `named_parameters()`, as modules have them, tell the kind of arrays that the stage computes with, and
+    allow weights to be tied to another stage's. An attribute `like` that is an array tells the kind, too. An attribute
+    `needs_grad_x` is set by the pipeline: False if the gradient of x is not needed, because x comes from the batch.
     """
 
     def forward(self, x: Any) -> tuple[Any, Any]:
-        """(y, context): context is whatever backward will need; it is kept until then, and no longer."""
+        """Returns (y, context). The context is whatever backward will need; it is freed after the backward."""
 
     def backward(self, context: Any, grad_y: Any) -> Any:
-        """The gradient of x (None where there is none), given that of y."""
+        """Returns the gradient of x (None where there is none), given that of y."""
 
 
 class Piece:
     """A stage with the contexts of the microbatches that are between their forward and the end of their backward.
 
     Args:
-        stage: the user's.
+        stage: the user's object.
         number: which piece of the model it is.
 
     Raises:
-        UsageError: it lacks a method.
+        UsageError: the stage lacks a method.
     """
 
     def __init__(self, stage: Any, number: int) -> None:
@@ -64,37 +64,36 @@ class Piece:
 
     @property
     def held(self) -> int:
-        """How many microbatches' contexts are kept."""
+        """How many contexts are kept."""
         return len(self._contexts) + len(self._weights_due)
 
     @property
     def kind(self) -> Kind:
-        """The kind of array the stage computes with: that of `like`, or its first parameter; NumPy where it shows none."""
+        """The kind of arrays the stage computes with: that of `like`, or of its first parameter; NumPy if it has neither."""
         parameters, first = getattr(self._stage, "parameters", None), getattr(self._stage, "like", None)
         if first is None and callable(parameters):
             first = next(iter(parameters()), None)
         known = NUMPY if first is None else kind_of(first)
-        # Parameters have their array in `data`; so have arrays themselves, but there it is only their memory.
+        # A parameter has its array in `data`. NumPy arrays have a `data`, too, but that is only their memory.
         return kind_of(getattr(first, "data", None)) if known is NUMPY else known
 
     def named_parameters(self) -> dict[str, Any]:
-        """Its parameters by name; by their place ("0", "1", ...) where the stage has only parameters(); none where it has
-        neither."""
+        """Its parameters by name; by position ("0", "1", ...) if the stage has only parameters(); none if it has neither."""
         named = getattr(self._stage, "named_parameters", None)
         if callable(named):
             return dict(named())
         parameters = getattr(self._stage, "parameters", None)
         return {str(place): each for place, each in enumerate(parameters())} if callable(parameters) else {}
 
-    def forward(self, microbatch: int, x: Any, keeps: bool = True) -> Any:
-        """y. Without `keeps` there can be no backward."""
-        y, context = two_of(self._stage.forward(x), f"stage {self.number}'s forward", "(y, context)")
-        if keeps:
+    def forward(self, microbatch: int, x: Any, keep_context: bool) -> Any:
+        """Returns y. Without a kept context there can be no backward."""
+        y, context = pair_of(self._stage.forward(x), f"stage {self.number}'s forward", "(y, context)")
+        if keep_context:
             self._contexts[microbatch] = context
         return y
 
     def backward(self, microbatch: int, grad_y: Any) -> Any:
-        """The gradient of x; the context is freed."""
+        """Returns the gradient of x, and frees the context."""
         context = self._contexts.pop(microbatch)
         whole = getattr(self._stage, "backward", None)
         if whole is not None:
@@ -104,7 +103,7 @@ class Piece:
         return grad_x
 
     def backward_input(self, microbatch: int, grad_y: Any) -> Any:
-        """The gradient of x. A stage that cannot do its backward in two does all of it now."""
+        """Returns the gradient of x. A stage whose backward is in one part does all of it now."""
         if not self.is_split:
             return self.backward(microbatch, grad_y)
         context = self._contexts.pop(microbatch)
@@ -112,19 +111,19 @@ class Piece:
         return self._stage.backward_input(context, grad_y)
 
     def backward_weight(self, microbatch: int) -> None:
-        """What `backward_input` left to do; the context is freed."""
+        """Does what `backward_input` left to do, and frees the context."""
         if self.is_split:
             self._stage.backward_weight(*self._weights_due[microbatch])
             del self._weights_due[microbatch]
 
     def forget(self) -> None:
-        """Frees all contexts: what was begun will not be finished."""
+        """Frees all contexts, of microbatches that will not be finished."""
         self._contexts.clear()
         self._weights_due.clear()
 
 
-def two_of(returned: Any, whose: str, meaning: str) -> tuple[Any, Any]:
-    """What a function of the user's has returned. Raises UsageError if that is no pair: an array of two rows is none."""
+def pair_of(returned: Any, whose: str, meaning: str) -> tuple[Any, Any]:
+    """The two values that a user's function returned. Raises UsageError if it is not a tuple or list of two."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         given = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
         raise UsageError(f"{whose} returned {given}", hint=f"return {meaning}")

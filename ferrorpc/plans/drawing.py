@@ -1,4 +1,4 @@
-"""How a timeline is laid out on paper, in pixels, for every format alike.
+"""Lays out timelines as pictures, in pixels, for all formats.
 
     title                                    makespan 33, bubble 27.3 %
     rank 0 | 0 | 1 | 2 |  .  .  .  | 0 | 1 |                   idle 27%
@@ -6,8 +6,8 @@
            0        5        10       15        20        time units
     forward  backward  idle
 
-A row for each lane; boxes to scale, with a word each; what is idle stays the colour of paper. Panels are stacked and share
-one scale of time, so that two timelines can be compared by eye.
+Each lane has a row of boxes to scale, with a word each; idle time has the background's colour. Panels are stacked and share
+one time scale, so that two timelines can be compared by eye.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PALETTE: Final = {
     "receive": ("#54a24b", "#a7dc9e"),
     "fold": ("#e8913a", "#f8cf9b"),
 }
-"""Colours of the kinds that are known; each from its first shade to its last."""
+"""Colours of the known kinds, each from its first shade to its last."""
 OTHERS: Final = (("#7a6fac", "#c2badf"), ("#b5597d", "#e6b3c7"), ("#6b7785", "#c0c7cf"))
 INK, FAINT, PAPER, EMPTY = "#20262e", "#6f7883", "#ffffff", "#eceff2"
 FONT: Final = 12
 CHARACTER: Final = 7.0
-"""Pixels a character of this size takes, about."""
+"""Approximate width of a character of this size, in pixels."""
 ROW, GAP, MARGIN = 26, 4, 16
 WIDTH_MIN, WIDTH_MAX = 960.0, 2400.0
 
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A timeline: title, figures, rows, how long it lasts, what the words in boxes are, and what its time is counted in."""
+    """A timeline: title, figures, rows, length, a key to the words in boxes, and the time unit."""
 
     title: str
     summary: str
@@ -71,7 +71,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A filled rectangle; `name` is what it says when pointed at."""
+    """A filled rectangle; `name` is its tooltip."""
 
     x: float
     y: float
@@ -83,7 +83,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words; `anchor` ("start", "middle", "end") says which point of them is at x. y is their middle."""
+    """Text; `anchor` ("start", "middle", "end") says which point of it is at x. y is its middle."""
 
     x: float
     y: float
@@ -95,7 +95,7 @@ class Text:
 
 @dataclass(slots=True)
 class Sheet:
-    """A page: shapes in the order in which they are painted."""
+    """A page: shapes in the order in which they are drawn."""
 
     width: float
     height: float
@@ -120,7 +120,7 @@ def lay_out(panels: Sequence[Panel]) -> Sheet:
 
 
 def _chart_width(panels: Sequence[Panel], longest: float) -> float:
-    """Wide enough for the words in all boxes but the very shortest, within limits."""
+    """Wide enough for the words in all boxes but the shortest, within limits."""
     demands = sorted(
         (len(bar.text) * CHARACTER + 4) / (bar.stop - bar.start)
         for panel in panels
@@ -133,7 +133,7 @@ def _chart_width(panels: Sequence[Panel], longest: float) -> float:
 
 
 def _panel(sheet: Sheet, panel: Panel, left: float, wide: float, scale: float, y: float) -> float:
-    """Paints one panel from y on; returns where it ends."""
+    """Draws one panel from y on. Returns where it ends."""
     sheet.texts.append(Text(left, y + 8, panel.title, bold=True))
     after = left + CHARACTER * 1.1 * len(panel.title) + 14 if panel.title else left
     sheet.texts.append(Text(after, y + 8, panel.summary, FAINT))
@@ -200,7 +200,7 @@ def _is_dark(colour: str) -> bool:
 
 
 def _step(longest: float) -> float:
-    """Between two ticks: 1, 2 or 5 times a power of ten, about a dozen in all."""
+    """The distance of two ticks: 1, 2 or 5 times a power of ten, for about a dozen ticks."""
     rough = longest / 12
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

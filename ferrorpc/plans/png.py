@@ -1,4 +1,4 @@
-"""Pictures as PNG, where matplotlib is installed. The page is the one that SVG shows."""
+"""Pictures as PNG, where matplotlib is installed, with the same layout as SVG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.plans.drawing import FONT, PAPER, Panel, lay_out
 
 _DOTS_PER_INCH = 96.0
-_SHARPER = 1.5
+_SCALE = 1.5
 """Dots for each pixel of the page."""
 _ALIGNED = {"start": "left", "middle": "center", "end": "right"}
 
@@ -30,7 +30,7 @@ def render(panels: Sequence[Panel], path: Path) -> None:
         raise BackendUnavailableError("PNG pictures need matplotlib", hint) from missing
     sheet = lay_out(panels)
     size = (sheet.width / _DOTS_PER_INCH, sheet.height / _DOTS_PER_INCH)
-    figure = Figure(figsize=size, dpi=_DOTS_PER_INCH * _SHARPER, facecolor=PAPER)
+    figure = Figure(figsize=size, dpi=_DOTS_PER_INCH * _SCALE, facecolor=PAPER)
     canvas: Any = FigureCanvasAgg(figure)  # whose methods have no types
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, sheet.width)
@@ -41,7 +41,7 @@ def render(panels: Sequence[Panel], path: Path) -> None:
     points = FONT * 72 / _DOTS_PER_INCH
     for text in sheet.texts:
         weight = "bold" if text.bold else "normal"
-        words = text.words.replace("$", r"\$")  # else matplotlib reads formulas
+        words = text.words.replace("$", r"\$")  # otherwise matplotlib parses formulas
         axes.text(
             text.x, text.y, words, color=text.colour, fontsize=points, fontweight=weight, ha=_ALIGNED[text.anchor], va="center"
         )

@@ -1,7 +1,7 @@
 """A program: tasks on lanes, each with a duration and with what it needs first.
 
-It is what plans of every sort are lowered to in order to be simulated and drawn: a pipeline schedule, a collective's steps. A
-lane does its tasks one at a time, in the order in which the program lists them; tasks of different lanes meet only in needs.
+Plans of every sort are lowered to a program to be simulated and drawn: a pipeline schedule, a collective's steps. A lane does
+its tasks one at a time, in the order of the program; tasks of different lanes depend on each other only by needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Need:
 
     Attributes:
         task: its index in the program.
-        delay: time units between its end and the moment this need is met, as a message takes to travel.
+        delay: time units between its end and the moment this need is met, such as the latency of a message.
     """
 
     task: int
@@ -26,16 +26,16 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing that one lane does.
+    """A task of one lane.
 
     Attributes:
         name: in full, as in tables and traces: "2F0".
         lane: index of the lane that does it.
         duration: time units, 0 or more.
         needs: what must have ended before it starts.
-        kind: what sort of task it is; pictures give each sort its colour.
-        text: what a picture writes into its box.
-        shade: 0, 1, ...: tells apart tasks of one kind, as the chunks of a stage.
+        kind: of task; pictures give each kind a colour.
+        text: in its box in pictures.
+        shade: 0, 1, ...: distinguishes tasks of one kind, such as the chunks of a stage.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""When each task of a program runs, if nothing ever waits longer than it must.
+"""Simulates a program: when each task runs if nothing waits longer than it must.
 
-Lanes are first in, first out, so every task starts at the later of two moments: its lane is free, its needs are met. Neither
-depends on the order in which tasks are looked at; one sweep that follows the needs is therefore exact, and costs
-O(tasks + needs). What the sweep cannot reach waits for itself: a deadlock.
+Lanes are first in, first out, so every task starts when its lane is free and its needs are met. Neither depends on the order
+in which tasks are visited, so one topological sweep is exact, and costs O(tasks + needs). Tasks that the sweep cannot reach are
+deadlocked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BLOCKED_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A lane that stands still for ever: the task it cannot start, and the tasks that this one needs."""
+    """A deadlocked lane: the task it cannot start, and the unreachable tasks that this one needs."""
 
     lane: str
     task: str
@@ -33,7 +33,7 @@ def simulate(program: Program) -> Timeline:
     """The program's timeline. It begins at 0.
 
     Raises:
-        UsageError: tasks wait for each other in a circle; the message says where every lane stands.
+        UsageError: tasks wait for each other in a circle; the message names the blocked task of every lane.
     """
     starts = _starts(program)
     stuck = _stuck(program, starts)
@@ -50,12 +50,12 @@ def simulate(program: Program) -> Timeline:
 
 
 def blocked(program: Program) -> list[Blocked]:
-    """The lanes that can never go on, and where each stands; none where the program runs to its end."""
+    """The deadlocked lanes; none where the program runs to its end."""
     return _stuck(program, _starts(program))
 
 
 def _starts(program: Program) -> list[float | None]:
-    """The start of each task; None for those that are never reached."""
+    """The start of each task; None for unreachable ones."""
     tasks = program.tasks
     follower: list[int | None] = [None] * len(tasks)
     dependants: list[list[int]] = [[] for _ in tasks]

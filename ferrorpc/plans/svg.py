@@ -1,4 +1,4 @@
-"""Pictures as SVG: text that any browser shows, with the name of every box when it is pointed at."""
+"""Pictures as SVG, with the name of every box as a tooltip."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def _box(box: Box) -> str:
 
 def _text(text: Text) -> str:
     weight = ' font-weight="bold"' if text.bold else ""
-    # Baselines are given, not "dominant-baseline", which some viewers do not know.
+    # y is the baseline: some viewers do not support "dominant-baseline".
     place = f'x="{text.x:.2f}" y="{text.y + FONT * 0.36:.2f}" fill="{text.colour}" text-anchor="{text.anchor}"{weight}'
     return f"<text {place}>{escape(text.words)}</text>"

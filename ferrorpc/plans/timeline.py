@@ -1,4 +1,4 @@
-"""A timeline: what each lane did and when, simulated or recorded. It can be measured, drawn and compared."""
+"""A timeline: what each lane did and when, simulated or recorded, with its figures and pictures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ferrorpc.plans import chrome_trace, png, svg
 from ferrorpc.plans.drawing import Bar, Panel, Row
 
 SPANS_SHOWN_MOST: Final = 4096
-"""By a notebook that was not asked for a picture."""
+"""The largest timeline that a notebook draws by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task as it ran: on `lane` from `start` to `stop`, in time units. The rest is as in `program.Task`."""
+    """One task as it ran, on `lane` from `start` to `stop` in time units. The other fields are those of `program.Task`."""
 
     name: str
     lane: int
@@ -71,16 +71,16 @@ class Timeline:
         return sum(self.bubbles) / len(self.lanes) if self.lanes else 0.0
 
     key = ""
-    """What the words in boxes are, as pictures explain it."""
+    """The key to the words in boxes, for pictures."""
     unit = "time units"
-    """What times are counted in."""
+    """The time unit, for pictures."""
 
     def summary(self) -> str:
-        """One line of figures, as it stands above pictures."""
+        """One line of figures, shown above pictures."""
         return f"makespan {self.makespan:.6g}, bubble {self.bubble_fraction:.1%}"
 
     def note(self, lane: int) -> str:
-        """What a picture writes at the end of a lane."""
+        """The note at the end of a lane in pictures."""
         return f"idle {self.bubbles[lane]:.0%}"
 
     def to_svg(self, path: str | Path, beside: Timeline | None = None) -> None:
@@ -106,7 +106,7 @@ class Timeline:
         Path(path).write_text(text, encoding="utf-8")
 
     def panel(self) -> Panel:
-        """What pictures are made of."""
+        """The panel for pictures."""
         rows: list[list[Bar]] = [[] for _ in self.lanes]
         for span in sorted(self.spans, key=lambda span: span.start):
             begin = span.start - self.start
@@ -121,7 +121,7 @@ class Timeline:
         return [self.panel()] if beside is None else [self.panel(), beside.panel()]
 
     def _repr_svg_(self) -> str | None:
-        """What a notebook shows; None, which leaves it the words, where the picture would be too large to be looked at."""
+        """The picture for notebooks; None, so that they show the text, where it would be too large."""
         return svg.render(self._panels(None)) if len(self.spans) <= SPANS_SHOWN_MOST else None
 
     def __repr__(self) -> str:

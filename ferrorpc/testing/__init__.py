@@ -1,9 +1,9 @@
-"""The public testing kit: whole jobs in one process, with faults and in virtual time.
+"""The public testing kit: runs all ranks of a job in one process, in virtual time, with injected faults.
 
     from ferrorpc.testing import FaultPlan, run_world
     results = run_world(4, lambda group: group.all_reduce(x), faults=FaultPlan(delay_seconds=(0, 0.01)), seed=7)
 
-Where a test fails, the same seed fails the same way.
+A run that fails fails again in the same way with the same seed.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ferrorpc.testing.contract import BackendContract as BackendContract, BasicBackendContract as BasicBackendContract
     from ferrorpc.testing.faults import FaultPlan as FaultPlan, Kill as Kill, Pause as Pause, RankKilled as RankKilled
-    from ferrorpc.testing.manual import ManualClock as ManualClock
-    from ferrorpc.testing.ranks import run_groups as run_groups
-    from ferrorpc.testing.virtual import VirtualClock as VirtualClock
+    from ferrorpc.testing.manual_clock import ManualClock as ManualClock
+    from ferrorpc.testing.rank_threads import run_groups as run_groups
+    from ferrorpc.testing.virtual_clock import VirtualClock as VirtualClock
     from ferrorpc.testing.world import World as World, run_world as run_world
 
-_HOMES = {
+_MODULE_OF = {
     "run_world": "world",
     "World": "world",
-    "run_groups": "ranks",
+    "run_groups": "rank_threads",
     "FaultPlan": "faults",
     "Kill": "faults",
     "Pause": "faults",
     "RankKilled": "faults",
-    "VirtualClock": "virtual",
-    "ManualClock": "manual",
+    "VirtualClock": "virtual_clock",
+    "ManualClock": "manual_clock",
     "BackendContract": "contract",
     "BasicBackendContract": "contract",
 }
 
-__all__ = [*_HOMES]
+__all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ferrorpc.testing' has no attribute {name!r}")
-    value = getattr(_import_module(f"ferrorpc.testing.{_HOMES[name]}"), name)
+    value = getattr(_import_module(f"ferrorpc.testing.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,26 +1,26 @@
-"""One suite of tests for every backend: what `ProcessGroup` promises, whoever performs the operations.
+"""The contract suite: tests of what `ProcessGroup` promises, for any backend.
 
-Expected values come from closed forms or from NumPy in one process, never from another backend; so two backends that pass
+Expected values come from closed forms or from NumPy in one process, never from another backend. So two backends that pass
 give the same bits. Needs pytest.
 """
 
 from __future__ import annotations
 
-from ferrorpc.testing.contract_groups import EndContract, FlightContract, PairContract, SubgroupContract
-from ferrorpc.testing.contract_moves import MoveContract
+from ferrorpc.testing.contract_data_movement import DataMovementContract
+from ferrorpc.testing.contract_groups import AsyncContract, LifecycleContract, PointToPointContract, SubgroupContract
 from ferrorpc.testing.contract_reductions import ReductionContract
 
 
-class BasicBackendContract(ReductionContract, MoveContract, PairContract, EndContract):
-    """As `BackendContract`, of a backend that has only send, recv and barrier: one operation at a time, and no subgroups."""
+class BasicBackendContract(ReductionContract, DataMovementContract, PointToPointContract, LifecycleContract):
+    """As `BackendContract`, for a backend that has only send, recv and barrier: one operation at a time, no subgroups."""
 
 
-class BackendContract(BasicBackendContract, FlightContract, SubgroupContract):
-    """Tests of all that `ProcessGroup` promises, over a backend of one's own.
+class BackendContract(BasicBackendContract, AsyncContract, SubgroupContract):
+    """Tests of everything that `ProcessGroup` promises, for your own backend.
 
         class TestMyBackend(ferrorpc.testing.BackendContract):
             def world(self, size, fn):
                 return run_groups([ferrorpc.ProcessGroup(backend) for backend in my_backends(size)], fn)
 
-    pytest collects and runs them like any class of tests.
+    pytest collects and runs them like any test class.
     """

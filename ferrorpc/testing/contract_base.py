@@ -1,4 +1,4 @@
-"""What the parts of the contract suite have in common."""
+"""The base class of all parts of the contract suite."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ on_some_sizes = pytest.mark.parametrize("size", [2, 4])
 
 
 class Contract(ABC):
-    """A suite of tests that run in worlds.
+    """Tests that run in worlds of several ranks.
 
-    A backend that adds in an order of its own says so in `in_rank_order`: then its sums must be right within rounding, and
-    those of integers exact. One that lacks operators says so in `operators`.
+    Attributes:
+        in_rank_order: whether the backend adds in rank order. If not, sums must be right within rounding, and those of integers
+            exact.
     """
 
     in_rank_order = True
 
     @abstractmethod
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-        """Runs fn(group) on every rank of a new world of `size`; the results in rank order. Raises what a rank raises."""
+        """Runs fn(group) on every rank of a new world of `size` ranks. Returns the results in rank order; raises as they do."""
 
     def operators(self, dtype: DType) -> list[ReduceOp]:
-        """What can be tried with a dtype, of what means something for it."""
+        """The operators to test with a dtype. To be overridden for a backend that lacks some."""
         return operators(dtype)
 
     def check_sum(self, found: Any, expected: Array, what: str = "") -> None:
-        """Whether a reduction gave the left fold in rank order: bit for bit where that is promised."""
+        """Raises AssertionError unless a reduction gave the left fold in rank order, bit for bit where that is promised."""
         (check_same if self.in_rank_order or expected.dtype.kind in "biu" else check_near)(found, expected, what)

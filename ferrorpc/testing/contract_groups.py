@@ -1,4 +1,4 @@
-"""The contract of everything else: pairs of ranks, operations in flight together, subgroups, streams, the end."""
+"""The contract of groups: point-to-point messages, asynchronous operations, streams, subgroups, and the end of a group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT_SECONDS = 0.05
 
 
 def _check_alone(call: Callable[[], object]) -> None:
-    """That it raises an error of ours, whose traceback shows no other."""
+    """Raises AssertionError unless a call raises a FerroError whose traceback shows no other exception."""
     with pytest.raises(FerroError) as raised:
         call()
     error = raised.value
@@ -27,7 +27,7 @@ def _check_alone(call: Callable[[], object]) -> None:
         raise AssertionError(f"{error!r} is shown behind {error.__cause__ or error.__context__!r}")
 
 
-class PairContract(Contract):
+class PointToPointContract(Contract):
     """send and recv."""
 
     @on_some_sizes
@@ -102,8 +102,8 @@ class PairContract(Contract):
         self.world(size, body)
 
 
-class FlightContract(Contract):
-    """Operations in flight together."""
+class AsyncContract(Contract):
+    """Several operations in flight at the same time."""
 
     @on_every_size
     def test_operations_may_be_in_flight_together_and_waited_for_in_any_order(self, size: int) -> None:
@@ -184,7 +184,7 @@ class FlightContract(Contract):
 
 
 class SubgroupContract(Contract):
-    """Groups within groups."""
+    """Groups of some of a group's ranks."""
 
     @on_every_size
     def test_subgroups_compute_apart_and_together(self, size: int) -> None:
@@ -245,8 +245,8 @@ class SubgroupContract(Contract):
         self.world(size, body)
 
 
-class EndContract(Contract):
-    """What a group is, how it refuses, and how it ends."""
+class LifecycleContract(Contract):
+    """A group's attributes, the errors of wrong calls, and its end."""
 
     @on_some_sizes
     def test_an_error_is_shown_without_others_that_only_led_to_it(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The contract of reductions: bit for bit the left fold in rank order, whatever the dtype, operator, size and layout."""
+"""The contract of reductions: bit for bit the left fold in rank order, for any dtype, operator, size and layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOAT = DType.FLOAT32
 
 
 def _parts(dtype: DType, rank: int, size: int) -> list[Array]:
-    """What `rank` brings to a reduce_scatter: parts of different lengths, one of them empty."""
+    """The input of `rank` for a reduce_scatter: parts of different lengths, one of them empty."""
     return [values(dtype, 3 * place, rank, salt=place) for place in range(size)]
 
 

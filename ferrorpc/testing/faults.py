@@ -1,4 +1,4 @@
-"""What may go wrong in a simulated world, as a value: slow messages, ranks that die, ranks that stand still."""
+"""Fault plans: slow messages, ranks that die, and ranks that pause, in a simulated world."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ferrorpc.errors import ConfigError
-from ferrorpc.testing.virtual import Unwound
+from ferrorpc.testing.virtual_clock import ThreadExit
 
 
-class RankKilled(Unwound):
-    """What a killed rank's code sees: it unwinds. `run_world` puts it in the list of results."""
+class RankKilled(ThreadExit):
+    """Raised in a killed rank, to unwind its code. `run_world` puts it in the list of results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The end of a rank: at a time, or on entering its n-th group operation (counted from 1), whichever comes first."""
+    """Kills a rank at a time, or as it enters its n-th group operation (counted from 1), whichever comes first."""
 
     at_seconds: float | None = None
     at_operation: int | None = None
@@ -29,7 +29,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A rank's thread stands still for a while, as under SIGSTOP. Its asynchronous operations go on."""
+    """Pauses a rank's thread for a while, as SIGSTOP does. Its asynchronous operations go on."""
 
     at_seconds: float
     seconds: float
@@ -40,9 +40,9 @@ class FaultPlan:
     """Faults of one world. The same plan and seed give the same run.
 
     Attributes:
-        delay_seconds: every message takes a time drawn from [low, high]; messages of one pair of ranks stay in order.
-        kill: rank -> how it ends; a number means that many seconds after the start.
-        pause: rank -> when it stands still. Virtual worlds only.
+        delay_seconds: every message takes a time drawn from [low, high]. Messages between the same two ranks stay in order.
+        kill: rank -> how it is killed; a number means that many seconds after the start.
+        pause: rank -> when it pauses. Only in virtual time.
     """
 
     delay_seconds: tuple[float, float] = (0.0, 0.0)
@@ -60,5 +60,5 @@ class FaultPlan:
         return random.uniform(low, high)
 
     def kills(self) -> dict[int, Kill]:
-        """`kill` with every end spelled out."""
+        """`kill`, with numbers as `Kill`."""
         return {rank: end if isinstance(end, Kill) else Kill(at_seconds=float(end)) for rank, end in self.kill.items()}

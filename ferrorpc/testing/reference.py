@@ -1,4 +1,4 @@
-"""What operations must give, computed in one process by NumPy and by nothing of ferrorpc's own."""
+"""Reference results of operations, computed in one process by NumPy alone; and comparisons with them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FOLDS: Final[dict[ReduceOp, Callable[[Array, Array], Array]]] = {
 
 
 def every_dtype() -> list[DType]:
-    """All dtypes that can be tested here: bfloat16 needs ml_dtypes."""
+    """All dtypes that can be tested in this environment: bfloat16 needs ml_dtypes."""
     return [dtype for dtype in DType if dtype is not DType.BFLOAT16 or find_spec("ml_dtypes") is not None]
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """The dtype of arrays that users hold."""
+    """The dtype of users' arrays."""
     if dtype is DType.BFLOAT16:
         import ml_dtypes
 
@@ -42,9 +42,9 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def values(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
-    """An array that is different for every rank and salt, and the same whenever it is asked for; the caller's own."""
+    """A new array of random values, which depend only on the arguments."""
     count = shape if isinstance(shape, int) else prod(shape)
-    return (_seldom_drawn if count > _MANY else _often_drawn)(dtype, shape, rank, salt).copy()
+    return (_drawn_large if count > _LARGE else _drawn_small)(dtype, shape, rank, salt).copy()
 
 
 def _drawn(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
@@ -61,14 +61,14 @@ def _drawn(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int) -> 
     return real.astype(target)
 
 
-_MANY: Final = 4096
-"""Elements. Of larger arrays fewer are kept."""
-_often_drawn = lru_cache(4096)(_drawn)
-_seldom_drawn = lru_cache(16)(_drawn)
+_LARGE: Final = 4096
+"""Arrays with more elements are large: fewer of them are cached."""
+_drawn_small = lru_cache(4096)(_drawn)
+_drawn_large = lru_cache(16)(_drawn)
 
 
 def reduced(arrays: Sequence[Array], op: ReduceOp, dtype: DType) -> Array:
-    """The canonical result: the left fold in rank order; halves in float32, rounded once; MEAN divides before that."""
+    """The canonical result: the left fold in rank order. Half types are added in float32; MEAN divides; then one rounding."""
     work = [array.astype(np.float32) for array in arrays] if dtype.is_half else list(arrays)
     with np.errstate(all="ignore"):
         total = reduce(_FOLDS[op], work)
@@ -78,7 +78,7 @@ def reduced(arrays: Sequence[Array], op: ReduceOp, dtype: DType) -> Array:
 
 
 def operators(dtype: DType) -> list[ReduceOp]:
-    """The operators that mean something for this dtype."""
+    """The operators that are defined for this dtype."""
     return [op for op in ReduceOp if refusal(op, dtype) is None]
 
 
@@ -95,7 +95,7 @@ def check_same(found: Any, expected: Array, what: str = "") -> None:
 
 
 def check_near(found: Any, expected: Array, what: str = "") -> None:
-    """Raises AssertionError unless `found` is a NumPy array of the same dtype and shape with these values, but for rounding."""
+    """Raises AssertionError unless `found` is a NumPy array of the same dtype and shape with the same values up to rounding."""
     if not isinstance(found, np.ndarray) or (found.dtype, found.shape) != (expected.dtype, expected.shape):
         raise AssertionError(f"{what}: {found!r} is no {expected.dtype}{expected.shape}")
     wide = np.complex128 if expected.dtype.kind == "c" else np.float64

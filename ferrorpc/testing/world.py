@@ -1,6 +1,6 @@
-"""A whole job in one call: `run_world(4, fn)` runs `fn(group)` on four ranks and returns what each of them returned.
+"""Simulated worlds: `run_world(4, fn)` runs `fn(group)` on four ranks in this process, and returns what each returned.
 
-By default the world is virtual: nothing sleeps, timeouts of minutes take milliseconds, and the seed replays the run. With
+By default time is virtual: nothing sleeps, timeouts of minutes take milliseconds, and the seed replays the run. With
 `clock=SYSTEM_CLOCK` the ranks are ordinary threads in real time.
 """
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
-from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import Clock
 from ferrorpc.testing.faults import FaultPlan, RankKilled
-from ferrorpc.testing.ranks import Ranks
-from ferrorpc.testing.virtual import VirtualClock
+from ferrorpc.testing.rank_threads import RankThreads
+from ferrorpc.testing.virtual_clock import VirtualClock
 
 Returned = TypeVar("Returned")
 
@@ -28,9 +28,9 @@ class World:
     Args:
         size: how many ranks.
         faults: what goes wrong.
-        seed: fixes every interleaving and every delay.
+        seed: decides every interleaving and every delay.
         timeout: the groups' timeout, in seconds of the world's clock.
-        min_size: an elastic job: `reform` goes on with so many; None waits for replacements.
+        min_size: makes the job elastic: `reform` goes on with so many ranks or more; None waits for replacements.
         clock: None for a new virtual one; `ferrorpc.guard.SYSTEM_CLOCK` for real time.
     """
 
@@ -49,17 +49,17 @@ class World:
         self._plan = FaultPlan() if faults is None else faults
         self._kills = self._plan.kills()
         self._operations = dict.fromkeys(self._kills, 0)
-        self._lanes = Lanes(self.clock, faults, seed)
+        self._lanes = Networks(self.clock, faults, seed)
         self._timeout = timeout
-        self._ranks = Ranks([self._group(self.job.session(rank)) for rank in range(size)], self.clock)
+        self._ranks = RankThreads([self._group(self.job.session(rank)) for rank in range(size)], self.clock)
         self._arm_faults()
 
     def run(self, fn: Callable[[ProcessGroup], Any], *, return_exceptions: bool = False) -> list[Any]:
-        """What `fn(group)` returned on every rank, in rank order. Once per world. Raises as `run_world`."""
+        """Runs `fn(group)` on every rank; returns the results in rank order. Only once per world. Raises as `run_world`."""
         return self._ranks.run(fn, return_exceptions)
 
     def join(self, timeout: float) -> ProcessGroup:
-        """A new member, from a thread of this world: its group, as soon as the others' `reform` has room for it."""
+        """Joins as a new member, from a thread of this world. Returns its group once the others' `reform` lets it in."""
         return self._group(self.job.join(timeout))
 
     def _group(self, session: LocalSession) -> ProcessGroup:
@@ -67,13 +67,13 @@ class World:
 
     def _arm_faults(self) -> None:
         for rank, end in self._kills.items():
-            self.job.session(rank)  # refuses a rank that does not exist
-            self.job.on_note = self._count_operation
+            self.job.session(rank)  # raises if there is no such rank
+            self.job.on_operation = self._count_operation
             if end.at_seconds is not None:
                 self.clock.call_at(self.clock.now() + end.at_seconds, partial(self._kill, rank, end.reason))
         for rank, pause in self._plan.pause.items():
             if not isinstance(self.clock, VirtualClock):
-                raise UsageError("only ranks of a virtual world can be paused", hint="leave clock= away")
+                raise UsageError("only ranks of a virtual world can be paused", hint="omit clock=")
             self.clock.call_at(pause.at_seconds, partial(self.clock.pause, rank))
             self.clock.call_at(pause.at_seconds + pause.seconds, partial(self.clock.unpause, rank))
 
@@ -86,7 +86,7 @@ class World:
         self.job.kill(rank, reason)
 
     def _count_operation(self, rank: int) -> None:
-        """A rank enters an operation; the one that its end was planned for does not begin. Its replacement lives on."""
+        """Called when a rank enters an operation. Kills it if its plan says so; a replacement is not killed again."""
         end = self._kills.get(rank)
         if end is None or rank in self._ranks.killed:
             return
@@ -130,20 +130,20 @@ def run_world(
 ) -> list[Any]:
     """Runs `fn(group)` on every rank of a simulated world; returns what each returned, in rank order.
 
-    A rank whose fn returns closes its group; one whose fn raises leaves with that error, and the others see PeerLostError.
+    When fn returns, its group is closed. When fn raises, the rank leaves with that error, and the others get PeerLostError.
 
     Args:
         size: how many ranks.
         fn: called on a thread of its own for each rank.
-        faults: what goes wrong; a rank that the plan kills has a `RankKilled` as its result, and that is no failure.
-        seed: fixes every interleaving and every delay: the same seed replays the same run.
+        faults: what goes wrong. The result of a rank that the plan kills is a `RankKilled`, which does not count as a failure.
+        seed: decides every interleaving and every delay: the same seed replays the same run.
         timeout: the group's timeout, in (virtual) seconds.
         return_exceptions: put what a rank raised in the list instead of raising it.
         clock: None for a virtual one; `ferrorpc.guard.SYSTEM_CLOCK` for real threads in real time.
 
     Raises:
-        BaseException: the first failure of any rank, with the other ranks' as notes.
-        FerroError: the world stopped: everybody waited for ever. The message says where.
+        BaseException: the first failure of any rank, with those of other ranks as notes.
+        FerroError: the world is deadlocked: all ranks wait for ever. The message says where.
     """
     world = World(size, faults=faults, seed=seed, timeout=timeout, clock=clock)
     return world.run(fn, return_exceptions=return_exceptions)

@@ -1,7 +1,6 @@
-"""Where to cut a model: a sequence of modules into pieces of about equal weight or time.
+"""Cuts a sequence of modules into pieces of about equal size or time, for the stages of a pipeline.
 
-The heaviest piece decides how fast a pipeline is, so the cut is the one whose heaviest piece is lightest; it is found exactly,
-in O(pieces * modules^2).
+The most expensive piece determines the speed of a pipeline, so its cost is minimised; exactly, in O(pieces * modules^2).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ferrorpc.guard import SYSTEM_CLOCK, Clock
 
 _SAMPLE: Final = "pass sample=, a microbatch of the model's input"
 REPETITIONS = 5
-"""How often each module is timed; the fastest counts, since what disturbs only slows."""
+"""How often each module is timed. The fastest run counts, because disturbances only slow a run down."""
 
 
 def cut(
@@ -33,19 +32,19 @@ def cut(
     group: ProcessGroup | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[torch.nn.Sequential]:
-    """The model as so many sequences, one for each piece of a pipeline (`schedule.virtual_stages` of them).
+    """Cuts the model into sequences, one for each piece of a pipeline (`schedule.virtual_stages` of them).
 
-    They hold the model's own modules under their own names. Where two pieces get modules that share a weight, it must be tied
+    They hold the model's own modules under their own names. A weight that modules in two pieces share must be tied
     (`Pipeline(tied=)`).
 
     Args:
-        by: "parameters" counts them; "time" measures forward and backward of each module on a sample.
+        by: "parameters" counts them; "time" measures the forward and backward pass of each module on a sample.
         sample: a microbatch of the model's input; needed for "time".
-        group: with "time", all its ranks must call it, and cut as its rank 0 measured; leave it away in one process.
-        clock: what times are read from.
+        group: with "time", all its ranks must call this, and use what its rank 0 measured; leave it out in one process.
+        clock: for the measurements.
 
     Raises:
-        UsageError: no sequence, fewer modules than pieces, an unknown `by`, or no sample to measure with.
+        UsageError: the model is no Sequential, it has fewer modules than pieces, `by` is unknown, or `sample` is missing.
     """
     _check(model, pieces)
     if not 1 <= pieces <= len(model):
@@ -73,13 +72,13 @@ def _check(model: Any, pieces: Any) -> None:
 
 
 def balanced(costs: Sequence[float], pieces: int) -> list[int]:
-    """Where to cut a sequence so that its heaviest piece is as light as can be; among those, where the pieces are most alike.
+    """The cut of a sequence that minimises the largest cost of a piece and, among those, the sum of squared costs.
 
     Returns:
-        pieces + 1 places, from 0 to len(costs); no piece is empty.
+        pieces + 1 indices, from 0 to len(costs); no piece is empty.
     """
     sums = [0.0, *accumulate(costs)]
-    # best[stop]: (heaviest piece, sum of squares, cuts) of costs[:stop] in so many pieces.
+    # best[stop]: (largest cost, sum of squares, cuts) for costs[:stop] in `count` pieces.
     best = {stop: (sums[stop], sums[stop] ** 2, [0, stop]) for stop in range(1, len(sums))}
     for count in range(2, pieces + 1):
         best = {
@@ -94,7 +93,7 @@ def balanced(costs: Sequence[float], pieces: int) -> list[int]:
 
 
 def _times(model: torch.nn.Sequential, sample: torch.Tensor | None, clock: Clock) -> list[float]:
-    """Seconds of each module's forward and backward, measured on copies."""
+    """Seconds of each module's forward and backward pass, measured on copies."""
     if sample is None:
         raise UsageError("time can be measured on a sample only", hint=_SAMPLE)
     if not isinstance(sample, torch.Tensor):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel for torch modules: gradients are averaged while the backward pass still runs."""
+"""DistributedDataParallel for torch modules: gradients are averaged during the backward pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.wrapper import Wrapper, check_unwrapped
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
-from ferrorpc.torch.backward import Backward
-from ferrorpc.torch.changes import Changes
-from ferrorpc.torch.given import module_given
+from ferrorpc.torch.arguments import checked_module
+from ferrorpc.torch.backward_hooks import BackwardHooks
+from ferrorpc.torch.parameter_snapshot import ParameterSnapshot
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
@@ -36,28 +36,28 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         criterion(ddp(x), target).backward()           # .grad is the mean over all ranks, the same bits on each
         optimizer.step()
 
-    Ranks may use different parameters, in different orders: what a rank has not used counts as zeros there, and the gradient
-    of a parameter that no rank has used stays as it was. Names in `state_dict()` and `named_parameters()` are the module's own.
+    Ranks may use different parameters, in different orders: a parameter that a rank has not used counts as zeros there, and
+    the gradient of one that no rank has used stays as it was. Names in `state_dict()` and `named_parameters()` are the
+    module's own.
 
-    After `group.reform()` wrap the module again. Only its newest wrapper averages: calls of others are refused.
+    After `group.reform()` wrap the module again. Only its newest wrapper averages; calls of older ones raise.
 
     Args:
         module: kept as `.module`.
         group: every rank constructs its wrapper at the same point of its program.
         bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
         init_sync: whether to begin with the weights and buffers of rank 0.
-        buffers: what a synchronised step does with buffers: "broadcast" gives all ranks rank 0's, "mean" averages floating ones
-            (others are rank 0's), "local" leaves them.
-        hook: what buckets travel as: see `ferrorpc.hooks`.
-        check_every: as `check_weights`, in every so many steps; 0 for never.
-        gradient_as_bucket_view: `.grad` is the mean as it lies in its bucket, without a copy of its own. The next backward pass
-            overwrites it.
+        buffers: how each averaged step synchronises buffers: "broadcast" gives all ranks rank 0's, "mean" averages
+            floating-point ones (others are rank 0's), "local" leaves them alone.
+        hook: how buckets are reduced, see `ferrorpc.hooks`.
+        check_every: calls `check_weights` after every so many steps; 0 for never.
+        gradient_as_bucket_view: `.grad` is a view of its bucket, without a copy. The next backward pass overwrites it.
 
     Raises:
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
         TensorMismatchError: a parameter's dtype has no mean.
-        UsageError: the module holds a SyncBatchNorm, which would see this rank's batches alone, a lazy parameter, or a part
-            that is wrapped already.
+        UsageError: the module contains a SyncBatchNorm, which would see this rank's batches alone, a lazy parameter, or a
+            submodule that is wrapped already.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         super().__init__()
         group_given(group)
         check_unwrapped(module)
-        _check_initialised(module_given(module))
+        _check_initialised(checked_module(module))
         _check_batch_norm(module, group.size)
         self.module: Module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
-        self._backward = Backward(self._replica)
-        self._changes = Changes(module)
-        weakref.finalize(self, self._backward.end)
+        self._hooks = BackwardHooks(self._replica)
+        self._snapshot = ParameterSnapshot(module)
+        weakref.finalize(self, self._hooks.remove)
         _hide_from_compiler()
         self.register_load_state_dict_pre_hook(_add_own_prefix)
 
@@ -89,7 +89,7 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         """The module's forward pass, on this rank's share of the batch.
 
         Raises:
-            UsageError: parameters were added to the module since it was wrapped, or the backward pass before did not end.
+            UsageError: parameters were added to the module since it was wrapped, or the previous backward pass did not end.
         """
         self._before()
         outputs = self.module(*args, **kwargs)
@@ -102,18 +102,18 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
 
     def _before(self) -> None:
         if torch.is_grad_enabled():
-            if self._changes.may_be():
-                self._replica.check()
-                self._changes.known()
-            self._backward.listen_last()
+            if self._snapshot.may_differ():
+                self._replica.check_parameters()
+                self._snapshot.take()
+            self._hooks.move_last()
 
     def _after(self, outputs: Any) -> None:
         if torch.is_grad_enabled():
-            self._backward.watch(outputs)
+            self._hooks.watch(outputs)
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """As in torch: whether backward passes average, for loops that set it in place of `no_sync()`."""
+        """As in torch: whether backward passes average, for loops that set it instead of using `no_sync()`."""
         return self._replica.syncs
 
     @require_backward_grad_sync.setter
@@ -122,13 +122,13 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
 
     @contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
-        """Backward passes within it have this share in the mean, such as this rank's number of tokens or samples:
+        """Backward passes within it have this weight in the mean, such as this rank's number of tokens or samples:
         sum(weight * grad) / sum(weight). On all ranks or on none."""
-        before, self._backward.weight = self._backward.weight, weight
+        before, self._hooks.weight = self._hooks.weight, weight
         try:
             yield
         finally:
-            self._backward.weight = before
+            self._hooks.weight = before
 
     def __getstate__(self) -> Any:
         """Refuses: what it holds belongs to this process and its group."""
@@ -136,14 +136,14 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
             "a DistributedDataParallel cannot be copied or pickled", hint="copy or save ddp.module, or ddp.state_dict()"
         )
 
-    # Names are the module's own: a checkpoint does not tell whether the module was wrapped.
+    # Names are the module's own, so a checkpoint does not depend on whether the module was wrapped.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Into the module. Names may begin with "module.", as torch's own wrapper has them."""
+        """Loads into the module. Names may begin with "module.", as in checkpoints of torch's own wrapper."""
         if not isinstance(state_dict, Mapping):
             raise UsageError(
                 f"{type(state_dict).__name__} is no state", hint="pass what state_dict() gave, by torch.load(path)"
@@ -170,7 +170,7 @@ def _check_initialised(module: torch.nn.Module) -> None:
 
 
 def _check_batch_norm(module: torch.nn.Module, size: int) -> None:
-    """torch's own exchanges statistics through torch.distributed; where that does not run, it is silently a plain BatchNorm."""
+    """Refuses torch's SyncBatchNorm unless torch.distributed is initialised: without it, it silently is a plain BatchNorm."""
     if size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     for name, part in module.named_modules():
@@ -183,15 +183,15 @@ def _check_batch_norm(module: torch.nn.Module, size: int) -> None:
 
 @cache
 def _hide_from_compiler() -> None:
-    """`torch.compile` of a wrapper compiles the module in it, and leaves alone what stands around it.
+    """Makes `torch.compile` of a wrapper compile the wrapped module only, not the wrapper's own code.
 
-    Not where the class is made: it imports half of torch, which whoever makes an optimizer does anyway.
+    This is done at the first construction, not at import, because torch.compiler imports a large part of torch.
     """
     for name in ("_before", "_after"):
         setattr(DistributedDataParallel, name, torch.compiler.disable(getattr(DistributedDataParallel, name)))
 
 
 def _add_own_prefix(ddp: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Inside another module the wrapper is loaded as torch's modules are: "module." is put where torch expects it."""
+    """Adds the "module." that torch expects when it loads the wrapper as a submodule."""
     for name in [name for name in state if name.startswith(prefix)]:
         state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)

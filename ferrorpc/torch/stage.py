@@ -1,4 +1,4 @@
-"""A torch module as a stage of a pipeline."""
+"""Stage: a torch module as a stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ import torch
 
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.errors import UsageError
-from ferrorpc.torch.given import module_given
-from ferrorpc.torch.split import SplitBackward
+from ferrorpc.torch.arguments import checked_module
+from ferrorpc.torch.split_backward import SplitBackward
 
 
 @dataclass(slots=True)
 class Context:
-    """What a backward needs of its forward.
+    """What a backward pass needs from its forward pass.
 
     Attributes:
-        inputs: what the module was given: leaves of the graph, those that can have gradients.
-        outputs: what it returned.
-        several: whether a tuple came in.
-        split: the backward, once the first half of it was done.
+        inputs: leaves of the graph; those of floating-point and complex types require gradients.
+        outputs: what the module returned.
+        is_tuple: whether the input was a tuple.
+        split: the split backward pass, once its first half is done.
     """
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
-    several: bool
+    is_tuple: bool
     split: SplitBackward | None = None
 
 
 class Stage:
-    """A module as a piece of a pipelined model; autograd does the backward.
+    """A module as a piece of a pipelined model. Autograd does the backward pass.
 
         pipe = ferrorpc.Pipeline(ferrorpc.torch.Stage(module), group, schedule="zbv")
 
-    Several inputs come to the module as several arguments, and it may return a tuple of tensors and Nones. Gradients are added
-    to the parameters' `.grad`, as `loss.backward()` does.
+    Several inputs are passed to the module as several arguments, and it may return a tuple of tensors and Nones. Gradients are
+    added to the parameters' `.grad`, as `loss.backward()` does.
 
     Args:
-        module: any torch module. What it keeps itself (running statistics) is updated by every microbatch.
-        split: whether schedules may do its backward in two. Say no for modules whose graph is one node that does everything,
-            as compiled ones: it would do everything twice. And for re-entrant checkpoints, which torch refuses then.
+        module: any torch module. Its own state, such as running statistics, is updated by every microbatch.
+        split: whether schedules may split its backward pass in two. Pass False for modules whose graph is one node, such as
+            compiled ones, which would do everything twice; and for re-entrant checkpoints, which torch refuses then.
 
     Raises:
-        UsageError: it is no module of torch.
+        UsageError: it is no torch module.
 
     Attributes:
-        needs_grad_x: whether gradients of inputs are computed. A pipeline says no where the stage is the model's first.
+        needs_grad_x: whether gradients of inputs are computed. Pipelines set it to False for the model's first stage.
     """
 
     def __init__(self, module: torch.nn.Module, split: bool = True) -> None:
-        self.module = module_given(module)
+        self.module = checked_module(module)
         self.needs_grad_x = True
         if split:
             self.backward_input = self._backward_input
@@ -65,7 +65,7 @@ class Stage:
 
     @property
     def like(self) -> torch.Tensor:
-        """What x is to be like: a tensor, where the module's are."""
+        """A tensor of the kind and device that x must have."""
         own = next(chain(self.module.parameters(), self.module.buffers()), None)
         return torch.empty(0) if own is None else own.detach()
 
@@ -78,25 +78,25 @@ class Stage:
         return iter(self.module.named_parameters())
 
     def forward(self, x: Any) -> tuple[Any, Context]:
-        """(y, context): y without its graph, which is in the context.
+        """Returns (y, context): y is detached, and the context has its graph.
 
         Raises:
-            UsageError: the module was given, or returned, something else than tensors.
+            UsageError: the module was given, or returned, anything but tensors.
         """
-        several = isinstance(x, tuple)
-        inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if several else (x,)))
+        is_tuple = isinstance(x, tuple)
+        inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if is_tuple else (x,)))
         with torch.enable_grad():
-            y = self.module(*(_entering(each, self.needs_grad_x) for each in inputs))
+            y = self.module(*(_module_input(each, self.needs_grad_x) for each in inputs))
         outputs = y if isinstance(y, tuple) else (y,)
         detached = tuple(
-            # One tensor for several stages: what one of them writes to its own is not the others'.
-            _detached(each, self.module, is_again=any(each is before for before in outputs[:place]))
+            # A tensor that is returned twice is copied: what one stage writes to its own must not change the other's.
+            _detached(each, self.module, is_repeated=any(each is before for before in outputs[:place]))
             for place, each in enumerate(outputs)
         )
-        return (detached if isinstance(y, tuple) else detached[0]), Context(inputs, outputs, several)
+        return (detached if isinstance(y, tuple) else detached[0]), Context(inputs, outputs, is_tuple)
 
     def backward(self, context: Context, grad_y: Any) -> Any:
-        """The whole backward at once. Returns the gradient of x."""
+        """The whole backward pass. Returns the gradient of x."""
         outputs, grads = _differentiable(context.outputs, grad_y)
         if outputs:
             torch.autograd.backward(outputs, grads)
@@ -109,12 +109,12 @@ class Stage:
         return _gradients(context)
 
     def _backward_weight(self, context: Context, grad_y: Any) -> None:
-        assert context.split is not None, "the weights' part comes after the input's"
+        assert context.split is not None, "backward_input comes first"
         context.split.weight()
 
 
 def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], tuple[torch.Tensor, Any]]:
-    """A `loss_fn` for pipelines from a loss as torch has them.
+    """Makes a `loss_fn` for pipelines from a torch loss.
 
         loss = pipe.step(x, target, ferrorpc.torch.with_gradient(torch.nn.functional.cross_entropy))
 
@@ -125,7 +125,7 @@ def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[An
         loss_fn(y, target) -> (loss, gradient of y); for a tuple y a tuple of gradients.
 
     Raises:
-        UsageError: it is no function, or a class of losses in place of a loss.
+        UsageError: it is no function, or a class of losses instead of an instance.
     """
     if isinstance(criterion, type):
         raise UsageError(f"criterion={criterion.__name__} is a class", hint=f"pass an instance of it: {criterion.__name__}()")
@@ -158,8 +158,8 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-class _Entry(torch.autograd.Function):
-    """A leaf as something that is none, in the same memory: modules may write to what they are given (`ReLU(inplace=True)`)."""
+class _NonLeaf(torch.autograd.Function):
+    """Makes a non-leaf of a leaf, in the same memory, because modules may write to their input (`ReLU(inplace=True)`)."""
 
     @staticmethod
     def forward(context: Any, leaf: torch.Tensor) -> torch.Tensor:
@@ -170,16 +170,16 @@ class _Entry(torch.autograd.Function):
         return grad
 
 
-def _entering(leaf: Any, is_from_inside: bool) -> Any:
-    """What the module is given for a leaf."""
+def _module_input(leaf: Any, is_from_stage: bool) -> Any:
+    """What the module gets for a leaf."""
     if leaf is not None and leaf.requires_grad:
-        return _Entry.apply(leaf)
-    # Microbatches are views of one batch: autograd would take writes to one for writes to all, but for `.data`.
-    return leaf if leaf is None or is_from_inside else leaf.data
+        return _NonLeaf.apply(leaf)
+    # Microbatches are views of one batch. Without `.data` autograd would treat writes to one as writes to all.
+    return leaf if leaf is None or is_from_stage else leaf.data
 
 
 def _leaf(x: Any, needs_grad: bool = True) -> Any:
-    """A leaf with the values of x, which requires a gradient if one is needed and it can have one."""
+    """A leaf with the values of x. It requires a gradient if one is needed and its dtype has gradients."""
     if x is None:
         return None
     if not isinstance(x, torch.Tensor):
@@ -187,7 +187,7 @@ def _leaf(x: Any, needs_grad: bool = True) -> Any:
     return x.detach().requires_grad_(needs_grad and (x.is_floating_point() or x.is_complex()))
 
 
-def _detached(y: Any, module: torch.nn.Module, is_again: bool) -> Any:
+def _detached(y: Any, module: torch.nn.Module, is_repeated: bool) -> Any:
     if y is None:
         return None
     if not isinstance(y, torch.Tensor):
@@ -195,11 +195,11 @@ def _detached(y: Any, module: torch.nn.Module, is_again: bool) -> Any:
             f"{type(module).__name__} returned a {type(y).__name__}, which cannot go on to the next stage",
             hint="wrap the module in one that returns a tensor, or a tuple of tensors and Nones",
         )
-    return y.detach().clone() if is_again else y.detach()
+    return y.detach().clone() if is_repeated else y.detach()
 
 
 def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The outputs through which gradients flow, and these."""
+    """The outputs that gradients flow through, and these gradients."""
     grads = grad_y if isinstance(grad_y, tuple) else (grad_y,)
     for each in grads:
         if each is not None and not isinstance(each, torch.Tensor):
@@ -213,4 +213,4 @@ def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.T
 
 def _gradients(context: Context) -> Any:
     grads = tuple(None if each is None else each.grad for each in context.inputs)
-    return grads if context.several else grads[0]
+    return grads if context.is_tuple else grads[0]

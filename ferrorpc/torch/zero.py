@@ -1,4 +1,4 @@
-"""A torch optimizer whose memory is shared out between the ranks."""
+"""ZeroOptimizer for torch: any elementwise torch optimizer with its state sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -9,41 +9,40 @@ from typing import Any, Final
 import torch
 
 from ferrorpc.arrays.kinds import kind_of, spec_of
-from ferrorpc.ddp.parcel import common_gpu
-from ferrorpc.ddp.shards import Shard, Shards, check_whose
+from ferrorpc.ddp.placement import common_gpu
+from ferrorpc.ddp.shards import Shard, Shards, check_state_rank
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
-from ferrorpc.torch.zero_state import apart, is_piece, joined, piece_keys
+from ferrorpc.torch.zero_state import is_per_element, per_element_keys, shard_state, unshard_state
 from ferrorpc.types import TensorSpec
 
-_OF_WHOLE_PARAMETERS: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-"""Torch's optimizers whose update of an element depends on others."""
+_NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+"""torch's optimizers in which the update of an element depends on others."""
 _RANK: Final = "rank"
 _NAME: Final = "parameter"
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Any optimizer of torch that treats every element alike (SGD, Adam, AdamW, ...), with 1/size of its memory on each rank.
+    """Any elementwise torch optimizer (SGD, Adam, AdamW, ...), with 1/size of its state on each rank.
 
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
-        criterion(model(x), target).backward()    # the bare module: step() takes the mean of the ranks' gradients
+        criterion(model(x), target).backward()    # the bare module: step() averages the gradients
         optimizer.step()
 
-    Each rank's optimizer sees flat pieces of parameters, not parameters; what works on whole matrices or norms cannot be used.
-    `param_groups` are of the real parameters, so schedulers of torch work. `state_dict()` is this rank's, to be loaded on the
-    same rank of a group of the same size; `gather_state_dict()` is that of torch's own optimizer, for groups of any size.
+    Each rank's optimizer sees flat shards of parameters, so optimizers that use whole matrices or norms are refused.
+    `param_groups` has the real parameters, so torch's schedulers work. `state_dict()` is this rank's, to be loaded on the same
+    rank of a group of the same size; `gather_state_dict()` is that of torch's own optimizer, for groups of any size.
 
     Args:
-        parameters: tensors, or torch's dicts of them. All ranks hold the same. Frozen ones are left as they are. Of tensors on
-            a GPU each rank's share comes to the host, where its optimizer works.
-        optimizer: class of the optimizer that each rank runs on its shard.
+        parameters: tensors, or torch's dicts of them. All ranks hold the same. Frozen ones are not updated. Each rank's shard
+            of tensors on a GPU is copied to the host, where its optimizer runs.
+        optimizer: the class of the optimizer that each rank runs on its shard.
         group: every rank constructs its optimizer at the same point of its program.
         bucket_cap_mb: how many MiB a message may hold.
         options: the optimizer's own, such as lr.
 
     Raises:
-        UsageError: one of torch's optimizers that does not treat every element alike, or no class of an optimizer; or what
-            torch's own refuse.
+        UsageError: `optimizer` is not elementwise, or no class of an optimizer; or torch's own refuses the arguments.
         CollectiveMismatchError: ranks gave different parameters; the message says where they differ.
     """
 
@@ -62,10 +61,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shards: list[Shards] = []
         with _translated("parameters", "pass model.parameters(), or torch's dicts of such"):
             super().__init__(parameters, options)
-        _check_apart(self.param_groups)
-        self._trained = [_named(members) for members in self.param_groups]
+        _check_distinct(self.param_groups)
+        self._trainable_groups = [_trainable(members) for members in self.param_groups]
         inner = []
-        for number, (members, trained) in enumerate(zip(self.param_groups, self._trained, strict=True)):
+        for number, (members, trained) in enumerate(zip(self.param_groups, self._trainable_groups, strict=True)):
             held = {name: parameter.detach() for name, parameter in trained.items()}
             specs = [(name, spec_of(tensor)) for name, tensor in held.items()]
             shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}", common_gpu(held))
@@ -81,7 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Updates the parameters by the mean of all ranks' gradients; one without a gradient counts as zeros. Collective.
 
         Returns:
-            This rank's result of `closure`, if there is one: it is called once, before the step.
+            This rank's result of `closure`, if given. It is called once, before the step.
 
         Raises:
             UsageError: a parameter that was frozen when the optimizer was made has a gradient. Nothing was sent then.
@@ -91,69 +90,69 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"closure={closure!r} is no function", hint="step() takes no loss, and no gradients: they are in .grad"
             )
         loss = None if closure is None else closure()
-        for members, trained in zip(self.param_groups, self._trained, strict=True):
+        for members, trained in zip(self.param_groups, self._trainable_groups, strict=True):
             _check_frozen(members, trained)
-        self._hand_down_settings()
-        for shards, trained in zip(self._shards, self._trained, strict=True):
+        self._copy_settings()
+        for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
             weights = {name: parameter.detach() for name, parameter in trained.items()}
             shards.reduce(weights, {name: parameter.grad for name, parameter in trained.items()})
         self._inner.step()
-        for shards, trained in zip(self._shards, self._trained, strict=True):
+        for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
             shards.gather({name: parameter.detach() for name, parameter in trained.items()})
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Part of the constructor. Raises UsageError later: shards are cut once."""
+        """Used by the constructor. Raises UsageError later, because the parameters are sharded then."""
         if self._shards:
             raise UsageError("this optimizer's parameters are cut into shards already", hint="make a new one with all of them")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: what its optimizer remembers of its shards."""
-        self._hand_down_settings()  # a scheduler has written new ones since the last step
+        """This rank's part: its optimizer's state of its shards."""
+        self._copy_settings()  # a scheduler may have changed them since the last step
         state: dict[str, Any] = self._inner.state_dict()
         return state | {_RANK: [self._group.rank, self._group.size]}
 
     def gather_state_dict(self, root: int = 0) -> dict[str, Any] | None:
-        """What all ranks remember, as torch's own optimizer has it, on rank `root`; None elsewhere. Collective.
+        """The whole state, in the form of torch's own optimizer, on rank `root`; None elsewhere. Collective.
 
-        Groups of any size can go on from it, and so can torch's own optimizer. What has no elements is left out.
+        Groups of any size can load it, and so can torch's own optimizer. State of parameters without elements is left out.
         """
         whole: dict[str, Any] = super().state_dict()
         for members, shards, own in zip(whole["param_groups"], self._shards, self._inner.param_groups, strict=True):
             for shard, part in zip(shards.shards, own["params"], strict=True):
-                for name, state in apart(shard, self._inner.state.get(part, {}), root).items():
+                for name, state in unshard_state(shard, self._inner.state.get(part, {}), root).items():
                     if state:
-                        whole["state"][members["params"][_place(name)]] = state
+                        whole["state"][members["params"][_index(name)]] = state
         return whole if self._group.rank == root else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` gave on the same rank of a group of the same size, or from the state of torch's own
-        optimizer, as `gather_state_dict` gives it in any group.
+        """Loads what `state_dict` returned on the same rank of a group of the same size, or the state of torch's own optimizer,
+        which `gather_state_dict` returns in any group.
 
         Raises:
-            UsageError: it is another optimizer's, another rank's, or of a group of another size; or torch's own has made more
-                steps with some parameters than with others that travel with them.
+            UsageError: it is another optimizer's, another rank's, or of a group of another size; or torch's own has taken more
+                steps with some parameters than with others in the same bucket.
         """
         _check_state(state_dict)
         if _RANK in state_dict:
             self._check_own(state_dict)
             own = {key: value for key, value in state_dict.items() if key != _RANK}
         else:
-            own = self._cut(state_dict)
+            own = self._sharded(state_dict)
         self._inner.load_state_dict(own)
         for members, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             members.update(_settings(inner))
 
     def _check_own(self, state_dict: dict[str, Any]) -> None:
-        check_whose(self._group, state_dict[_RANK], "gather_state_dict")
+        check_state_rank(self._group, state_dict[_RANK], "gather_state_dict")
         shards = [shard.weights.shape for shards in self._shards for shard in shards.shards]
         for number, state in state_dict["state"].items():
-            shapes = {tuple(value.shape) for value in state.values() if is_piece(value)}
+            shapes = {tuple(value.shape) for value in state.values() if is_per_element(value)}
             if number >= len(shards) or not shapes <= {shards[number]}:
                 raise UsageError("the state is not this optimizer's", hint="give it the same parameters in the same order")
 
-    def _cut(self, whole: dict[str, Any]) -> dict[str, Any]:
+    def _sharded(self, whole: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of the state of torch's own optimizer."""
         own: dict[str, Any] = self._inner.state_dict()
         counts = [len(members["params"]) for members in self.param_groups]
@@ -164,12 +163,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 hint="give it the same parameters in the same order",
             )
         own["state"] = {}
-        pieces = piece_keys(whole["state"].values())
+        per_element = per_element_keys(whole["state"].values())
         for members, settings, shards in zip(own["param_groups"], whole["param_groups"], self._shards, strict=True):
             members.update(_settings(settings))
             for number, shard in zip(members["params"], shards.shards, strict=True):
-                states = {name: whole["state"].get(settings["params"][_place(name)], {}) for name in shard.shapes}
-                own["state"][number] = joined(shard, states, pieces)
+                states = {name: whole["state"].get(settings["params"][_index(name)], {}) for name in shard.shapes}
+                own["state"][number] = shard_state(shard, states, per_element)
         return own
 
     def __repr__(self) -> str:
@@ -181,13 +180,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Refuses: what it holds belongs to this process and its group."""
         raise UsageError("a ZeroOptimizer cannot be copied or pickled", hint="save state_dict(), or gather_state_dict()")
 
-    def _hand_down_settings(self) -> None:
+    def _copy_settings(self) -> None:
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(_settings(members))
 
     @property
     def memory_bytes(self) -> int:
-        """What this rank remembers from step to step: the tensors in its optimizer's state."""
+        """The size of this rank's optimizer state."""
         return sum(
             value.numel() * value.element_size()
             for state in self._inner.state.values()
@@ -198,7 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 @contextmanager
 def _translated(what: str, hint: str) -> Iterator[None]:
-    """Torch's refusals as UsageErrors."""
+    """Turns torch's errors about arguments into UsageErrors."""
     try:
         yield
     except (TypeError, ValueError) as problem:
@@ -221,14 +220,14 @@ def _check_class(optimizer: Any) -> None:
 
 def _check_elementwise(optimizer: type[torch.optim.Optimizer]) -> None:
     names = [each.__name__ for each in optimizer.__mro__ if each.__module__.startswith("torch.optim")]
-    for name in _OF_WHOLE_PARAMETERS.intersection(names):
+    for name in _NOT_ELEMENTWISE.intersection(names):
         raise UsageError(
             f"{name} looks at whole parameters, but each rank has flat pieces of them",
             hint="use one that treats every element alike, such as AdamW",
         )
 
 
-def _check_apart(groups: Iterable[dict[str, Any]]) -> None:
+def _check_distinct(groups: Iterable[dict[str, Any]]) -> None:
     seen: dict[int, int] = {}
     for place, parameter in enumerate(each for group in groups for each in group["params"]):
         before = seen.setdefault(id(parameter), place)
@@ -251,13 +250,13 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _named(group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Those that are not frozen, by their places."""
+def _trainable(group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters of a group that are not frozen, named by their indices."""
     return {f"{_NAME}{number}": parameter for number, parameter in enumerate(group["params"]) if parameter.requires_grad}
 
 
-def _place(name: str) -> int:
-    """Where in its group the parameter is that `_named` gave this name."""
+def _index(name: str) -> int:
+    """The index in its group of the parameter that `_trainable` gave this name."""
     return int(name.removeprefix(_NAME))
 
 
@@ -266,12 +265,12 @@ def _check_frozen(group: dict[str, Any], trained: dict[str, torch.Tensor]) -> No
         if parameter.grad is not None and f"{_NAME}{number}" not in trained:
             raise UsageError(
                 f"parameter {number} was frozen when this optimizer was made, but has a gradient now",
-                hint="make the optimizer again when parameters were thawed",
+                hint="make the optimizer again after parameters are unfrozen",
             )
 
 
 def _parameter(shard: Shard) -> torch.nn.Parameter:
-    """A shard as a parameter of its own, with its gradient; both are the shard's memory."""
+    """A parameter whose data and gradient are the shard's memory."""
     spec = TensorSpec(shard.bucket.dtype, shard.weights.shape)
     kind = kind_of(torch.empty(0))
     parameter = torch.nn.Parameter(kind.alias(shard.weights, spec))

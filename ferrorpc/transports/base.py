@@ -1,19 +1,19 @@
-"""A transport carries the frames of one generation between its ranks. Nothing here knows what a collective is.
+"""A transport carries the frames of one generation between its ranks. It knows nothing about collectives.
 
-Three nouns. A `Key` names one operation of the generation. A `Frame` is one chunk of one message of it, as it arrived
-(both in wire/frames.py). A `Box` (mailbox.py) is where an operation's frames, grants and probe answers wait on the receiving
-rank until the one driver of that operation takes them.
+A `Key` names one operation of the generation. A `Frame` is one chunk of a message of that operation, as it arrived (both are in
+wire/frames.py). A `Box` (mailbox.py) keeps the frames, grants and probe answers of one operation on the receiving rank until
+the driver of that operation takes them.
 
-Credit: the first EAGER_CHUNKS chunks of each message may always go; the rest go once the receiver has granted it, which it
-does when it has entered the operation. So what both sides have entered is never blocked by what one has, and memory is
-bounded by eager chunks times operations in flight.
+Flow control. The first EAGER_CHUNKS chunks of each message may be sent at once. The rest are sent when the receiver has granted
+them, which it does once it has entered the operation. So an operation that both sides have entered is never blocked by one that
+only one side has entered, and memory is bounded by eager chunks times operations in flight.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ferrorpc.wire.frames import Header, Key
 
@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 
     from ferrorpc.transports.mailbox import Mailbox
 
+BROKEN_CLOSE_SECONDS: Final = 0.2
+"""How long `close` may take in a broken generation: nothing has to be flushed, and some peer may be gone."""
+
 
 class Transport(ABC):
     """The lanes from one rank to all others of its generation. Ranks are world ranks.
 
-    Every method may be called from any thread, and none of them blocks; `attend` may take a moment.
+    Every method may be called from any thread. None of them blocks, but `busy_poll` may take a moment, and `close` its timeout.
     """
 
     rank: int
     size: int
     mailbox: Mailbox
-    """Where this rank's frames arrive; handed in at construction, so that one mailbox can serve several lanes."""
+    """Where this rank's frames arrive. Given at construction, so that several transports can share one mailbox."""
 
     @abstractmethod
     def send(
@@ -46,9 +49,9 @@ class Transport(ABC):
     ) -> bool:
         """Sends one chunk (a contiguous uint8 array of at most CHUNK_BYTES, or None for an empty message).
 
-        The payload is copied before this returns. False when the lane to `peer` is full: nothing was sent, and `room` is
-        called once (from any thread; it must not block) when it makes sense to try again. First chunks (those at offset 0)
-        arrive in the order in which they were sent.
+        The payload is copied before this returns. False when the lane to `peer` is full: nothing was sent, and `room` is called
+        once (from any thread; it must not block) when sending is worth another try. First chunks (those at offset 0) arrive in
+        the order in which they were sent.
 
         Raises:
             FerroError: the first cause, when the generation is broken or the transport closed.
@@ -56,21 +59,24 @@ class Transport(ABC):
 
     @abstractmethod
     def grant(self, peer: int, key: Key, slot: int) -> None:
-        """Tells `peer` that the rest of its message `slot` may come."""
+        """Allows `peer` to send the rest of its message `slot`."""
 
     @abstractmethod
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        """Asks `peer` where it stands in this operation; the answer arrives in the operation's box."""
+        """Asks `peer` how far it is in this operation. The answer arrives in the operation's box."""
 
-    def attend(self, peer: int, over: Callable[[], bool]) -> None:
-        """A thread is about to sleep until something comes from `peer`: where it is cheaper than to be woken, it reads that
-        itself for a moment, or until `over`."""
+    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
+        """Reads what arrives from `peer` on the calling thread, for a moment or until `over` is true.
+
+        Called by a thread before it sleeps until something arrives from `peer`. Does nothing on lanes where being woken is
+        cheaper.
+        """
         return
 
     def traffic(self) -> dict[int, tuple[str, int]]:
-        """World rank of a peer -> (kind of its lane, payload bytes sent to it). Empty where nobody counts."""
+        """Peer's world rank -> (kind of its lane, payload bytes sent to it). Empty where the transport does not count."""
         return {}
 
     @abstractmethod
     def close(self, timeout: float) -> None:
-        """Flushes what was sent, says goodbye on every stream, stops. Idempotent; at most `timeout` seconds."""
+        """Flushes what was sent, says goodbye to every peer and stops. Idempotent; takes at most `timeout` seconds."""

@@ -1,4 +1,4 @@
-"""The small messages of every lane: grants, probes and their answers, made for the wire and brought to the mailbox from it."""
+"""Control messages: making grants, probes and probe answers for the wire, and delivering received ones to the mailbox."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import SIGNATURE_BYTES_MAX, Key
 
 CONTROL_MAX: Final = 16_384
-"""So many wait for a peer at most. None of ours reaches it: they are few and answer something that the other side waits for.
-Only one that asks and never reads has thousands of them wait."""
+"""At most so many control messages wait to be written to a peer. A correct peer never reaches it, because it waits for most of
+them. Only a peer that keeps asking and never reads makes thousands of them wait."""
 
 _STANDINGS: Final = frozenset(transport_pb2.Standing.values()) - {transport_pb2.STANDING_UNSPECIFIED}
 
 
-def unread(peer: int) -> LimitExceededError:
-    """The error for a peer that is past CONTROL_MAX."""
+def too_many_unread(peer: int) -> LimitExceededError:
+    """The error for a peer with more than CONTROL_MAX unread messages."""
     return LimitExceededError(f"rank {peer} leaves {CONTROL_MAX} answers to it unread", limit="CONTROL_MAX")
 
 
-def grant_of(key: Key, slot: int) -> transport_pb2.Grant:
-    """The rest of message `slot` may come."""
+def grant_message(key: Key, slot: int) -> transport_pb2.Grant:
+    """Allows the rest of message `slot` to be sent."""
     return transport_pb2.Grant(group=key.group, stream=key.stream, number=key.number, slot=slot)
 
 
-def probe_of(key: Key, signature: str) -> transport_pb2.Probe:
-    """Where do you stand in this operation?"""
+def probe_message(key: Key, signature: str) -> transport_pb2.Probe:
+    """Asks a peer how far it is in this operation."""
     return transport_pb2.Probe(group=key.group, stream=key.stream, number=key.number, signature=signature)
 
 
-def answer_of(mailbox: Mailbox, key: Key, signature: str) -> transport_pb2.ProbeAnswer:
-    """Where this rank stands in it."""
+def probe_answer(mailbox: Mailbox, key: Key, signature: str) -> transport_pb2.ProbeAnswer:
+    """How far this rank is in an operation."""
     standing, mine, last_number, last_signature = mailbox.standing(key, signature)
     return transport_pb2.ProbeAnswer(
         group=key.group,
@@ -45,31 +45,31 @@ def answer_of(mailbox: Mailbox, key: Key, signature: str) -> transport_pb2.Probe
     )
 
 
-def question_in(probe: transport_pb2.Probe, source: int) -> tuple[Key, str]:
-    """Which operation a probe asks for, and its signature there.
+def read_probe(probe: transport_pb2.Probe, source: int) -> tuple[Key, str]:
+    """The operation that a probe asks about, and its signature on the rank that asks.
 
     Raises:
-        CodecError: the signature is longer than any can be.
+        CodecError: the signature is too long.
     """
     if len(probe.signature) > SIGNATURE_BYTES_MAX:
         raise CodecError(f"a probe from rank {source} has a signature of {len(probe.signature)} characters")
     return Key(probe.group, probe.stream, probe.number), probe.signature
 
 
-def take_grant(mailbox: Mailbox, source: int, grant: transport_pb2.Grant) -> None:
-    """A grant has come.
+def deliver_grant(mailbox: Mailbox, source: int, grant: transport_pb2.Grant) -> None:
+    """Hands a received grant to the mailbox.
 
     Raises:
-        CodecError: no operation has so many messages.
+        CodecError: more grants than any operation has messages.
     """
     mailbox.granted(source, Key(grant.group, grant.stream, grant.number), grant.slot)
 
 
-def take_answer(mailbox: Mailbox, source: int, answer: transport_pb2.ProbeAnswer) -> None:
-    """The answer to a probe has come.
+def deliver_probe_answer(mailbox: Mailbox, source: int, answer: transport_pb2.ProbeAnswer) -> None:
+    """Hands a received probe answer to the mailbox.
 
     Raises:
-        CodecError: it says something that no rank can say.
+        CodecError: the answer is invalid.
     """
     texts = answer.signature, answer.last_signature
     if answer.standing not in _STANDINGS or max(map(len, texts)) > SIGNATURE_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""How much may be under way that its receiver has not asked for."""
+"""Limits of flow control: chunk size, eager chunks, and the memory that unexpected messages may take."""
 
 import contextlib
 import os
@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Final
 
 CHUNK_BYTES: Final = 1 << 20
-"""Messages travel in chunks of this size: far larger ones make gRPC slower, smaller ones cost a header each."""
+"""Size of the chunks of a message. Much larger chunks make gRPC slower; smaller ones cost more headers."""
 EAGER_CHUNKS: Final = 4
-"""Chunks of a message that may go before its receiver has entered the operation; the rest waits for its grant."""
+"""Chunks of a message that may be sent before its receiver has entered the operation. The rest need a grant."""
 EAGER_BYTES: Final = EAGER_CHUNKS * CHUNK_BYTES
-"""Where in a message the part begins that has to be granted."""
+"""Offset in a message from which chunks need a grant."""
 
 FRAME_COST_BYTES: Final = 1 << 10
-"""What a frame that waits takes besides its payload, rounded up."""
+"""Memory that a waiting frame takes besides its payload, rounded up."""
 _CONTAINER_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @cache
-def unasked_bytes_max() -> int:
-    """How much may wait in a rank that it has not asked for, from all ranks together: half of the memory it may have.
+def unexpected_bytes_max() -> int:
+    """Limit of the unexpected messages that wait in a rank, from all ranks together: half of the memory it may use.
 
-    Nothing sound comes near it, except a sender that runs away from its receiver. An error then says so, before the kernel ends
-    a process without a word.
+    Correct programs come near it only where a sender runs far ahead of its receiver. Then an error explains that, before the
+    kernel kills a process without a reason.
     """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # not in a container, or in one whose limit is "max"
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or a limit of "max"
         memory_bytes = min(memory_bytes, int(_CONTAINER_LIMIT.read_text()))
     return memory_bytes // 2

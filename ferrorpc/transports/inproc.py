@@ -1,7 +1,7 @@
 """The transport between ranks of one process: a frame is copied once and put into the peer's mailbox.
 
-It can be made slow on purpose: with a `Faults` object every message takes a random time, drawn from a seed, and still
-arrives in order with the others of its pair, as on a TCP stream. On a virtual clock that replays every interleaving.
+With a `Faults` object every message is delayed by a random time, drawn from a seed. The messages of one pair of ranks stay in
+order, as on a TCP stream. On a virtual clock the same seed replays the same interleaving.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ferrorpc.wire.frames import Frame, Header, Key
 
 
 class Faults(Protocol):
-    """What may be done to messages between ranks of one process."""
+    """Delays messages between ranks of one process."""
 
     def delay(self, random: random.Random, source: int, target: int) -> float:
-        """Seconds this message takes from `source` to `target`."""
+        """Seconds that this message takes from `source` to `target`."""
 
 
 class Network:
-    """What the ranks of one in-process world share: who can be reached, and how long it takes."""
+    """What the ranks of one in-process world share: which ranks can be reached, and how long messages take."""
 
     def __init__(self, clock: Clock, faults: Faults | None, seed: int) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class Network:
         self._arrivals: dict[tuple[int, int], float] = {}
 
     def join(self, transport: InprocTransport) -> None:
-        """A rank can be reached; it gets what was sent to it before it came."""
+        """Makes a rank reachable, and delivers what was sent to it before."""
         with self._lock:
             self._members[transport.rank] = transport
             early = self._early.pop(transport.rank, [])
@@ -49,13 +49,13 @@ class Network:
             action(transport)
 
     def leave(self, rank: int) -> bool:
-        """A rank can no longer be reached. Returns False where it had left before."""
+        """Makes a rank unreachable. Returns False where it had left before."""
         with self._lock:
             self._left.add(rank)
             return self._members.pop(rank, None) is not None
 
     def arrive(self, target: int, action: Callable[[InprocTransport], object]) -> None:
-        """A message is at its target: now, or when the target comes; never, if it has left."""
+        """Runs `action` at the target: now, or when the target joins; never, if it has left."""
         with self._lock:
             end = self._members.get(target)
             if end is None and target not in self._left:
@@ -64,7 +64,7 @@ class Network:
             action(end)
 
     def carry(self, source: int, target: int, action: Callable[[], None]) -> None:
-        """Runs `action` at the target: at once, or when the message has travelled. Order within a pair is kept."""
+        """Runs `action` at once, or after the message's delay. Order within a pair of ranks is kept."""
         if self._faults is None:
             action()
             return
@@ -79,7 +79,7 @@ class InprocTransport(Transport):
     """One rank's end of a `Network`.
 
     Args:
-        on_link_lost: told (peer, reason) once per peer, when something is sent to a rank that has left.
+        on_link_lost: called with (peer, reason) once per peer, when something is sent to a rank that has left.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class InprocTransport(Transport):
         self._network = network
         self._latch = latch
         self._on_link_lost = on_link_lost
-        self._said_goodbye: set[int] = set()
+        self._departed: set[int] = set()
         self._lost: set[int] = set()
         self._closed = False
         network.join(self)
@@ -123,29 +123,29 @@ class InprocTransport(Transport):
         self._carry(peer, lambda end: end.mailbox.granted(self.rank, key, slot), needed=False)
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        has_left = peer in self._said_goodbye
-        if not has_left or self.mailbox.asks_again(peer, key):
+        has_left = peer in self._departed
+        if not has_left or self.mailbox.missed_before(peer, key):
             self._carry(peer, lambda end: end.answer(self.rank, key, signature), needed=has_left)
 
     def answer(self, peer: int, key: Key, signature: str) -> None:
-        """A probe has come: the answer goes back the way it came."""
+        """Answers a probe from `peer`."""
         standing = self.mailbox.standing(key, signature)
         self._carry(peer, lambda end: end.mailbox.probe_answered(self.rank, key, *standing), needed=False)
 
     def _carry(self, peer: int, action: Callable[[InprocTransport], object], needed: bool) -> None:
-        if needed and peer in self._said_goodbye:
+        if needed and peer in self._departed:
             if peer not in self._lost:
                 self._lost.add(peer)
                 self._on_link_lost(peer, f"rank {peer} has left")
             return
         self._network.carry(self.rank, peer, lambda: self._network.arrive(peer, action))
 
-    def farewell(self, peer: int) -> None:
-        """`peer` has left, and everything it sent before is here."""
-        self._said_goodbye.add(peer)
+    def peer_left(self, peer: int) -> None:
+        """`peer` has left, and everything that it sent before has arrived."""
+        self._departed.add(peer)
 
     def close(self, timeout: float) -> None:
         self._closed = True
         if self._network.leave(self.rank):
             for peer in range(self.size):
-                self._carry(peer, lambda end: end.farewell(self.rank), needed=False)
+                self._carry(peer, lambda end: end.peer_left(self.rank), needed=False)

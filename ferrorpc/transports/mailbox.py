@@ -1,11 +1,13 @@
-"""Where messages wait on the receiving rank until the operation they belong to takes them.
+"""The mailbox: keeps what has arrived at a rank until the operation that it belongs to takes it.
 
-Reader threads put frames, grants and probe answers in; the one driver of each operation takes them out. Three rules keep
-strange messages from doing harm. A frame for an operation that this rank has not entered waits: of each message what needs no
-grant, of all together what `unasked_bytes_max` allows; more ends the generation.
-A frame whose signature differs from the local call is reported at once, whether it came before, during or after that call,
-and no call takes it: one that is not over fails of it. (Finished operations leave their signature in a bounded history.)
-Anything for an operation older than the history is dropped.
+Reader threads put frames, grants and probe answers in. The driver of each operation takes them out. Three rules hold for
+messages that do not fit:
+
+1. A frame of an operation that this rank has not entered is unexpected and waits. Of each message only the chunks that need no
+   grant may arrive, and all together may take `unexpected_bytes_max` bytes. More ends the generation.
+2. A frame whose signature differs from the local call's is reported at once, whether it arrives before, during or after that
+   call. A call that is not finished fails. (The signatures of finished operations are kept in a bounded history.)
+3. A frame of an operation older than the history is dropped.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from collections.abc import Callable, Container
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
-from ferrorpc.transports.chunks import Chunks
-from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unasked_bytes_max as usual_bytes_max
-from ferrorpc.transports.pairwise import Inbound, Post, unasked
+from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
+from ferrorpc.transports.point_to_point import PostedReceive, ReceiveQueue, ungranted_error
+from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
 
 HISTORY: Final = 4096
-"""Finished operations whose signature is remembered."""
+"""Number of finished operations whose signature is kept."""
 
 GRANTS_MAX: Final = 65_536
 """More messages than any operation sends."""
@@ -36,7 +38,7 @@ FINISHED: Final = int(transport_pb2.STANDING_FINISHED)
 
 
 class Standing(NamedTuple):
-    """Where a rank stands in an operation, as it answers a probe."""
+    """How far a rank is in an operation: its answer to a probe."""
 
     standing: int
     signature: str
@@ -44,11 +46,13 @@ class Standing(NamedTuple):
     last_signature: str
 
 
-class Entered(NamedTuple):
-    """What this rank knows of an operation that sends no messages.
+class CallRecord(NamedTuple):
+    """What this rank knows about an operation that sends no messages.
 
     Attributes:
-        signature: of the call that has this place here; None where that is not known, or there was none.
+        signature: of the local call with that key; None where there was none or it is not known any more.
+        last_number: of the latest call.
+        last_signature: of the latest call.
     """
 
     signature: str | None
@@ -56,60 +60,71 @@ class Entered(NamedTuple):
     last_signature: str
 
 
-class _Any:
-    """Every place."""
+class _Everything:
+    """A container of all (source, slot)."""
 
     def __contains__(self, place: object) -> bool:
         return True
 
 
-_ANY: Final = _Any()
+_EVERYTHING: Final = _Everything()
 
 
-def _nobody() -> None:
-    """The wake of a box that no driver has taken yet."""
+def _no_wake() -> None:
+    """The `wake` of a box that has no driver yet."""
 
 
 class Box:
     """What has arrived for one operation. Filled by reader threads, emptied by the operation's driver."""
 
-    __slots__ = ("answers", "frames", "granted", "news", "places", "refused", "signature", "unasked_bytes", "ungranted", "wake")
+    __slots__ = (
+        "answers",
+        "arrivals",
+        "expected",
+        "frames",
+        "granted",
+        "refused",
+        "signature",
+        "unexpected_bytes",
+        "ungranted",
+        "wake",
+    )
 
     def __init__(self) -> None:
         self.signature: str | None = None
-        """The local call's; None until this rank has entered."""
-        self.wake: Callable[[], None] = _nobody
+        """The local call's signature; None until this rank has entered."""
+        self.wake: Callable[[], None] = _no_wake
         self.refused: CollectiveMismatchError | None = None
-        """Set when a frame of a different call came: this operation fails with it."""
-        self.frames: dict[tuple[int, int], Chunks] = {}
-        """Chunks by (source, slot), in order."""
-        self.news: deque[tuple[int, int]] = deque()
-        """(source, slot) of each chunk since its driver last looked."""
+        """Set when a frame of a different call has arrived: the operation fails with it."""
+        self.frames: dict[tuple[int, int], ReassemblyQueue] = {}
+        """The chunks of each message, by (source, slot)."""
+        self.arrivals: deque[tuple[int, int]] = deque()
+        """(source, slot) of each chunk that arrived since the driver last looked."""
         self.granted: set[tuple[int, int]] = set()
-        """(peer, slot) of messages whose later chunks may go."""
+        """(peer, slot) of the messages whose remaining chunks may be sent."""
         self.ungranted: deque[tuple[int, int]] = deque()
         """(source, slot) of long messages that wait for this rank's grant."""
         self.answers: dict[int, Standing] = {}
-        """What each peer said to the last probe."""
-        self.places: Container[tuple[int, int]] = ()
-        """(source, slot) of the messages that its driver awaits."""
-        self.unasked_bytes = 0
-        """Bytes that came before this rank entered, or in messages that it does not await."""
+        """Each peer's answer to the last probe."""
+        self.expected: Container[tuple[int, int]] = ()
+        """(source, slot) of the messages that the driver awaits."""
+        self.unexpected_bytes = 0
+        """Bytes that arrived before this rank entered, or in messages that it does not await."""
 
     def put(self, frame: Frame) -> None:
         """Appends a chunk."""
         place = (frame.source, frame.header.slot)
         queue = self.frames.get(place)
         if queue is None:
-            queue = self.frames[place] = Chunks(frame.header)
+            queue = self.frames[place] = ReassemblyQueue(frame.header)
         queue.put(frame)
-        self.news.append(place)
+        self.arrivals.append(place)
         if frame.offset == 0 and frame.header.total > EAGER_BYTES:
             self.ungranted.append(place)
 
 
-def _wake(posts: list[Post]) -> None:
-    """Wakes recvs. Called without the mailbox's lock, which a woken recv may take at once."""
+def _wake(posts: list[PostedReceive]) -> None:
+    """Wakes recvs. Called without the mailbox's lock, because a woken recv may take it at once."""
     for post in posts:
         post.wake()
 
@@ -118,73 +133,78 @@ class Mailbox:
     """All boxes of one rank in one generation.
 
     Args:
-        rank: own world rank, for messages.
+        rank: own world rank, for error messages.
         report: breaks the generation with an error; must not block.
-        unasked_bytes_max: how much may wait that this rank has not asked for; None for the usual.
+        unexpected_bytes_max: limit of the unexpected messages that wait; None for the default (credit.py).
     """
 
-    def __init__(self, rank: int, report: Callable[[FerroError], None], unasked_bytes_max: int | None = None) -> None:
+    def __init__(self, rank: int, report: Callable[[FerroError], None], unexpected_bytes_max: int | None = None) -> None:
         self.rank = rank
         self._report = report
-        self._unasked_bytes_max = usual_bytes_max() if unasked_bytes_max is None else unasked_bytes_max
-        self._unasked_bytes = 0
+        self._unexpected_bytes_max = default_bytes_max() if unexpected_bytes_max is None else unexpected_bytes_max
+        self._unexpected_bytes = 0
         self._lock = threading.Lock()
         self._boxes: dict[Key, Box] = {}
         self._history: OrderedDict[Key, str] = OrderedDict()
         self._last: dict[tuple[int, int], tuple[int, str]] = {}
-        self._elsewhere: dict[int, weakref.WeakMethod[Callable[[Key], Entered]]] = {}
+        self._lookups: dict[int, weakref.WeakMethod[Callable[[Key], CallRecord]]] = {}
         self._missed: set[tuple[int, Key]] = set()
         self._sending: dict[tuple[Key, int, int], Box] = {}
-        self._inbound: dict[tuple[int, int, int], Inbound] = {}
+        self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
 
     def enter(
-        self, key: Key, signature: str, wake: Callable[[], None], places: Container[tuple[int, int]] | None = None
+        self, key: Key, signature: str, wake: Callable[[], None], expected: Container[tuple[int, int]] | None = None
     ) -> Box:
-        """This rank has called the operation: its box, with whatever came early. May be entered again, for its next part.
+        """Enters an operation that this rank has called. Returns its box, with whatever arrived early.
+
+        An operation may be entered again, for its next part.
 
         Args:
-            places: (source, slot) of the messages that it awaits; None for any. Others wait as if nobody had asked for them.
+            expected: (source, slot) of the messages that it awaits; None for all. Other messages count as unexpected.
         """
         with self._lock:
             box = self._boxes.get(key)
             if box is None:
                 box = self._boxes[key] = Box()
-            self._unasked_bytes -= box.unasked_bytes
-            box.signature, box.wake, box.unasked_bytes = signature, wake, 0
-            box.places = _ANY if places is None else places
+            self._unexpected_bytes -= box.unexpected_bytes
+            box.signature, box.wake, box.unexpected_bytes = signature, wake, 0
+            box.expected = _EVERYTHING if expected is None else expected
             if key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
                 self._last[key.group, key.stream] = key.number, signature
             early = [queue[0] for queue in box.frames.values() if queue and queue[0].header.signature != signature]
             if early:
                 box.frames.clear()
-                box.refused = self._difference(key, signature, early[0].source, early[0].header.signature)
+                box.refused = self._mismatch(key, signature, early[0].source, early[0].header.signature)
         if box.refused is not None:
             self._report(box.refused)
         return box
 
-    def note(self, key: Key, signature: str) -> None:
-        """This rank has called an operation in which it only sends. Its signature is kept, for peers that probe; a box is
-        made only where a message for it has come already."""
+    def record(self, key: Key, signature: str) -> None:
+        """Records the call of an operation in which this rank only sends, so that probes of peers can be answered.
+
+        A box is made only where a message of the operation has arrived already.
+        """
         with self._lock:
             if key not in self._boxes:
                 self._remember(key, signature)
                 self._last[key.group, key.stream] = key.number, signature
                 return
-        self.enter(key, signature, _nobody)
+        self.enter(key, signature, _no_wake)
 
-    def look_elsewhere(self, group: int, entered: Callable[[Key], Entered]) -> None:
-        """Asks `entered`, a bound method, about operations of this group that send no messages (those in shared memory).
+    def register_lookup(self, group: int, entered: Callable[[Key], CallRecord]) -> None:
+        """Registers a bound method that is asked about operations of this group without messages (those in shared memory).
 
-        Only a weak reference is kept: its object refers to this mailbox, and its memory must be freed when the group is closed.
+        Only a weak reference to it is kept: its object refers to this mailbox, and its memory must be freed when the group is
+        closed.
         """
-        self._elsewhere[group] = weakref.WeakMethod(entered)
+        self._lookups[group] = weakref.WeakMethod(entered)
 
     def leave(self, key: Key) -> None:
-        """The operation is over on this rank; its signature stays in the history."""
+        """Ends an operation on this rank. Its signature stays in the history."""
         with self._lock:
             box = self._boxes.pop(key, None)
             if box is not None:
-                self._unasked_bytes -= box.unasked_bytes
+                self._unexpected_bytes -= box.unexpected_bytes
             if box is not None and box.signature is not None:
                 self._remember(key, box.signature)
 
@@ -194,7 +214,7 @@ class Mailbox:
             self._history.popitem(last=False)
 
     def deliver(self, frame: Frame) -> bool:
-        """Takes in a chunk. Called by reader threads; never blocks. False, and reported, where it breaks a rule."""
+        """Adds a chunk. Called by reader threads; never blocks. Returns False, and reports it, where the chunk is invalid."""
         try:
             self._deliver(frame)
         except (CodecError, LimitExceededError) as error:
@@ -206,7 +226,7 @@ class Mailbox:
         key = frame.key
         if key.stream == POINT_TO_POINT:
             with self._lock:
-                woken = self._put_pairwise(frame)
+                woken = self._put_point_to_point(frame)
             _wake(woken)
             return
         difference, theirs = None, frame.header.signature
@@ -216,12 +236,12 @@ class Mailbox:
             if mine is None and (box is not None or key.number > self._forgotten(key)):
                 box = self._put_early(box, frame)
             if mine is not None and mine != theirs:
-                difference = self._difference(key, mine, frame.source, theirs)
+                difference = self._mismatch(key, mine, frame.source, theirs)
             if box is not None:
                 wake, box.refused = box.wake, box.refused or difference
                 if mine is not None and difference is None:
-                    if (frame.source, frame.header.slot) not in box.places:
-                        box.unasked_bytes += self._take_up(frame)
+                    if (frame.source, frame.header.slot) not in box.expected:
+                        box.unexpected_bytes += self._count_unexpected(frame)
                     box.put(frame)
         if difference is not None:
             self._report(difference)
@@ -231,50 +251,50 @@ class Mailbox:
     def _put_early(self, box: Box | None, frame: Frame) -> Box:
         """Keeps a chunk of an operation that this rank has not entered."""
         if frame.offset >= EAGER_BYTES:
-            raise unasked(frame)
-        size_bytes = self._take_up(frame)
+            raise ungranted_error(frame)
+        size_bytes = self._count_unexpected(frame)
         if box is None:
             box = self._boxes[frame.key] = Box()
-        box.unasked_bytes += size_bytes
+        box.unexpected_bytes += size_bytes
         box.put(frame)
         return box
 
-    def _put_pairwise(self, frame: Frame) -> list[Post]:
-        """Keeps a chunk of a message between two ranks. Returns the recvs to wake."""
+    def _put_point_to_point(self, frame: Frame) -> list[PostedReceive]:
+        """Keeps a chunk of a `send`. Returns the recvs to wake."""
         inbound = self._inbound.get((frame.key.group, frame.source, frame.header.slot))
-        asked = inbound is not None and inbound.is_awaited(frame.key.number)
-        size_bytes = 0 if asked else self._take_up(frame)
+        is_awaited = inbound is not None and inbound.is_awaited(frame.key.number)
+        size_bytes = 0 if is_awaited else self._count_unexpected(frame)
         if inbound is None:
             inbound = self._inbound_of(frame.key.group, frame.source, frame.header.slot)
         return inbound.put(frame, size_bytes)
 
-    def _take_up(self, frame: Frame) -> int:
-        """Counts a chunk that nobody here awaits, and returns its bytes. Raises LimitExceededError beyond the limit."""
+    def _count_unexpected(self, frame: Frame) -> int:
+        """Counts an unexpected chunk and returns its bytes. Raises LimitExceededError beyond the limit."""
         size_bytes = len(frame.payload) + FRAME_COST_BYTES
-        most = self._unasked_bytes_max
-        if self._unasked_bytes + size_bytes > most:
+        most = self._unexpected_bytes_max
+        if self._unexpected_bytes + size_bytes > most:
             raise LimitExceededError(
-                f"{self._unasked_bytes >> 20} MiB wait in rank {self.rank} that it has not asked for, the latest from rank "
+                f"{self._unexpected_bytes >> 20} MiB wait in rank {self.rank} that it has not asked for, the latest from rank "
                 f"{frame.source} ({frame.header.signature or 'send'} #{frame.key.number}); "
-                f"the limit UNASKED_BYTES is {most >> 20} MiB",
+                f"the limit UNEXPECTED_BYTES is {most >> 20} MiB",
                 hint="let ranks that send or start operations without waiting meet the others now and then, as in barrier()",
-                limit="UNASKED_BYTES",
+                limit="UNEXPECTED_BYTES",
                 most=most,
             )
-        self._unasked_bytes += size_bytes
+        self._unexpected_bytes += size_bytes
         return size_bytes
 
     def _forgotten(self, key: Key) -> int:
-        """The largest number in program order that is older than the history; -1 for streams, which may skip numbers."""
+        """The largest number of stream 0 that is older than the history; -1 for other streams, which may skip numbers."""
         if key.stream != 0:
             return -1
         return self._last.get((key.group, key.stream), (0, ""))[0] - HISTORY
 
     def granted(self, peer: int, key: Key, slot: int) -> None:
-        """`peer` has entered the operation: the rest of message `slot` may go to it.
+        """Takes a grant: `peer` has entered the operation, so the rest of message `slot` may be sent to it.
 
         Raises:
-            CodecError: no operation has so many messages.
+            CodecError: more grants than any operation has messages.
         """
         with self._lock:
             box = self._sending.get((key, peer, slot)) if key.stream == POINT_TO_POINT else self._boxes.get(key)
@@ -286,19 +306,19 @@ class Mailbox:
         box.wake()
 
     def standing(self, key: Key, signature: str) -> Standing:
-        """The answer to a peer's probe: where this rank stands in that operation."""
+        """The answer to a peer's probe: how far this rank is in that operation."""
         with self._lock:
             box = self._boxes.get(key)
             entered = box.signature if box is not None else None
             finished = self._history.get(key)
             last_number, last_signature = self._last.get((key.group, key.stream), (0, ""))
         mine = entered if entered is not None else finished
-        found = self._elsewhere.get(key.group)
-        elsewhere = None if found is None else found()
-        if mine is None and elsewhere is not None:
-            there = elsewhere(key)
-            mine = there.signature
-            last_number, last_signature = max((last_number, last_signature), (there.last_number, there.last_signature))
+        reference = self._lookups.get(key.group)
+        lookup = None if reference is None else reference()
+        if mine is None and lookup is not None:
+            call = lookup(key)
+            mine = call.signature
+            last_number, last_signature = max((last_number, last_signature), (call.last_number, call.last_signature))
         if mine is None:
             passed = key.stream == 0 and last_number >= key.number
             return Standing(FINISHED if passed else ABSENT, "", last_number, last_signature)
@@ -307,7 +327,7 @@ class Mailbox:
         return Standing(SAME if entered is not None else FINISHED, mine, last_number, last_signature)
 
     def probe_answered(self, peer: int, key: Key, standing: int, signature: str, last_number: int, last_signature: str) -> None:
-        """Keeps the answer to a probe. One that names a different call is a mismatch, although no frame of it ever came."""
+        """Keeps the answer to a probe. An answer that names a different call is a mismatch, although no frame arrived."""
         with self._lock:
             box = self._boxes.get(key)
             if box is None or box.signature is None:
@@ -315,49 +335,49 @@ class Mailbox:
             box.answers[peer] = Standing(standing, signature, last_number, last_signature)
             mine = box.signature
         if standing == DIFFERENT and signature != mine:
-            self._report(self._difference(key, mine, peer, signature))
+            self._report(self._mismatch(key, mine, peer, signature))
 
-    def asks_again(self, peer: int, key: Key) -> bool:
-        """Notes that an operation waits for a peer that has left. Returns whether it was noted before.
+    def missed_before(self, peer: int, key: Key) -> bool:
+        """Records that an operation waits for a peer that has left. Returns whether that was recorded before.
 
-        All that the peer sent is in this mailbox by now. The first time may be a race, where the message came after the
-        operation had looked; an operation that still waits the second time waits in vain.
+        Everything that the peer sent is in this mailbox by now. The first time the message may have arrived just after the
+        operation looked. An operation that still waits the second time will never get it.
         """
         with self._lock:
             before = (peer, key) in self._missed
             self._missed.add((peer, key))
             return before
 
-    def failed(self, error: FerroError) -> None:
-        """A lane met something that ends the generation, such as bytes that are no frame."""
+    def fail(self, error: FerroError) -> None:
+        """Ends the generation with an error that a lane has found, such as bytes that are no frame."""
         self._report(error)
 
     def start_sending(self, key: Key, peer: int, slot: int, box: Box) -> None:
-        """A point-to-point message goes out; grants for it go to this box."""
+        """Directs the grants of a point-to-point message to this box."""
         with self._lock:
             self._sending[key, peer, slot] = box
 
     def stop_sending(self, key: Key, peer: int, slot: int) -> None:
-        """The message has gone."""
+        """Ends `start_sending`: the message was sent."""
         with self._lock:
             self._sending.pop((key, peer, slot), None)
 
-    def post(self, group: int, source: int, tag: int, post: Post) -> None:
-        """A recv waits for the next message of (source, tag)."""
+    def post(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
+        """Posts a recv for the next message of (source, tag)."""
         with self._lock:
             woken = self._inbound_of(group, source, tag).add(post)
         _wake(woken)
 
-    def take(self, group: int, source: int, tag: int, post: Post) -> None:
-        """The recv has its message, whole."""
+    def take(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
+        """Removes the message that a recv has taken completely."""
         with self._lock:
             inbound = self._inbound_of(group, source, tag)
-            self._unasked_bytes -= inbound.take(post)
+            self._unexpected_bytes -= inbound.take(post)
             if inbound.is_idle:
                 del self._inbound[group, source, tag]
 
-    def unpost(self, group: int, source: int, tag: int, post: Post) -> None:
-        """The recv gives up: its message, whole or in part, is kept for the next one."""
+    def unpost(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
+        """Withdraws a recv. Its message, complete or not, is kept for the next one."""
         with self._lock:
             inbound = self._inbound_of(group, source, tag)
             woken = inbound.give_back(post)
@@ -365,14 +385,14 @@ class Mailbox:
                 del self._inbound[group, source, tag]
         _wake(woken)
 
-    def _inbound_of(self, group: int, source: int, tag: int) -> Inbound:
+    def _inbound_of(self, group: int, source: int, tag: int) -> ReceiveQueue:
         place = (group, source, tag)
         inbound = self._inbound.get(place)
         if inbound is None:
-            inbound = self._inbound[place] = Inbound()
+            inbound = self._inbound[place] = ReceiveQueue()
         return inbound
 
-    def _difference(self, key: Key, mine: str, peer: int, theirs: str) -> CollectiveMismatchError:
+    def _mismatch(self, key: Key, mine: str, peer: int, theirs: str) -> CollectiveMismatchError:
         where = f"operation {key.number}" + (f" of group {key.group:x}" if key.group else "")
         text = (
             f"ranks {self.rank} and {peer} disagree about {where}: rank {self.rank} called {mine}, rank {peer} called {theirs}"

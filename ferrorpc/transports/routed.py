@@ -1,4 +1,4 @@
-"""The transport of a world whose ranks do not all share memory: for each peer the best lane that leads to it."""
+"""Routes messages of a rank: over shared memory to its host peers, over the network to all other ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ferrorpc.wire.frames import Header, Key
 
 
 class RoutedTransport(Transport):
-    """Two transports of one rank as one. Both fill the same mailbox.
+    """Combines two transports of one rank. Both deliver to the same mailbox.
 
     Args:
-        near: reaches `peers`, and nobody else.
-        far: reaches all.
+        near: reaches only `peers`.
+        far: reaches all ranks.
     """
 
     def __init__(self, near: Transport, peers: tuple[int, ...], far: Transport, clock: Clock) -> None:
@@ -46,14 +46,14 @@ class RoutedTransport(Transport):
     def probe(self, peer: int, key: Key, signature: str) -> None:
         self._lanes[peer].probe(peer, key, signature)
 
-    def attend(self, peer: int, over: Callable[[], bool]) -> None:
-        self._lanes[peer].attend(peer, over)
+    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
+        self._lanes[peer].busy_poll(peer, over)
 
     def traffic(self) -> dict[int, tuple[str, int]]:
         return self._far.traffic() | self._near.traffic()
 
     def close(self, timeout: float) -> None:
-        """As everywhere; the near one has at most half of the time, so that a peer that hangs leaves some to the far one."""
+        """As `Transport.close`. The near transport gets at most half of the time, so that some is left for the far one."""
         deadline = self._clock.now() + timeout
         self._near.close(timeout / 2)
         self._far.close(max(0.0, deadline - self._clock.now()))

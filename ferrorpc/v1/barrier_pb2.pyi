@@ -20,7 +20,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class BarrierRequest(google.protobuf.message.Message):
-    """Arrives at a named barrier; answered when all have, when a member dies, or when it times out."""
+    """Arrives at a named barrier. Answered when all participants have arrived, when one dies, or at the timeout."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -32,18 +32,18 @@ class BarrierRequest(google.protobuf.message.Message):
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
     generation: builtins.int
-    """0 for a barrier of sessions without a generation, for tools and benchmarks."""
+    """0 for a barrier outside generations, for tools and benchmarks."""
     name: builtins.str
     ordinal: builtins.int
     """The n-th use of this name by this member, from 1. A repeated arrival gets the recorded result."""
     count: builtins.int
-    """With generation 0: how many arrivals release it."""
+    """With generation 0: the number of arrivals that release it."""
     timeout_ms: builtins.int
     payload: builtins.bytes
     """At most 4 KiB."""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """World ranks that take part; empty for all. All arrivals must agree."""
+        """World ranks that take part; empty for all. Must be the same in all arrivals."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     ERROR_CODE_NCCL: _ErrorCode.ValueType  # 25
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
-    """The only error vocabulary. One class of ferrorpc.errors each; a test holds the two lists together."""
+    """All error codes. Each has one class in ferrorpc.errors; a test compares the two lists."""
 
 ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 1
@@ -85,7 +85,7 @@ Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 @typing.final
 class ErrorDetail(google.protobuf.message.Message):
-    """One error: enough to raise the same class with the same facts on the other side."""
+    """An error, with all that the other side needs to raise the same class with the same fields."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -115,7 +115,7 @@ Global___ErrorDetail: typing_extensions.TypeAlias = ErrorDetail
 
 @typing.final
 class ErrorField(google.protobuf.message.Message):
-    """One typed fact of an error, such as rank=2 or missing=[1, 3]."""
+    """One typed field of an error, such as rank=2 or missing=[1, 3]."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -27,15 +27,15 @@ class _MemberStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     MEMBER_STATE_UNSPECIFIED: _MemberState.ValueType  # 0
     MEMBER_STATE_JOINING: _MemberState.ValueType  # 1
-    """Has a session, waits for a round to close."""
+    """Has a session and waits for a round to close."""
     MEMBER_STATE_ACTIVE: _MemberState.ValueType  # 2
-    """Has a rank in the current generation, and beats."""
+    """Has a rank in the current generation, and sends heartbeats."""
     MEMBER_STATE_WAITING: _MemberState.ValueType  # 3
     """Has a session and waits as a spare or for the next generation."""
     MEMBER_STATE_STALLED: _MemberState.ValueType  # 4
-    """Its stream is open but no beat came for a lease."""
+    """Its stream is open but no frame came for a lease."""
     MEMBER_STATE_SUSPECT: _MemberState.ValueType  # 5
-    """Its stream ended without a Leave; it may resume within the grace."""
+    """Its stream ended without a Leave; it may resume within the grace period."""
     MEMBER_STATE_DEAD: _MemberState.ValueType  # 6
     MEMBER_STATE_LEFT: _MemberState.ValueType  # 7
 
@@ -43,22 +43,22 @@ class MemberState(_MemberState, metaclass=_MemberStateEnumTypeWrapper): ...
 
 MEMBER_STATE_UNSPECIFIED: MemberState.ValueType  # 0
 MEMBER_STATE_JOINING: MemberState.ValueType  # 1
-"""Has a session, waits for a round to close."""
+"""Has a session and waits for a round to close."""
 MEMBER_STATE_ACTIVE: MemberState.ValueType  # 2
-"""Has a rank in the current generation, and beats."""
+"""Has a rank in the current generation, and sends heartbeats."""
 MEMBER_STATE_WAITING: MemberState.ValueType  # 3
 """Has a session and waits as a spare or for the next generation."""
 MEMBER_STATE_STALLED: MemberState.ValueType  # 4
-"""Its stream is open but no beat came for a lease."""
+"""Its stream is open but no frame came for a lease."""
 MEMBER_STATE_SUSPECT: MemberState.ValueType  # 5
-"""Its stream ended without a Leave; it may resume within the grace."""
+"""Its stream ended without a Leave; it may resume within the grace period."""
 MEMBER_STATE_DEAD: MemberState.ValueType  # 6
 MEMBER_STATE_LEFT: MemberState.ValueType  # 7
 Global___MemberState: typing_extensions.TypeAlias = MemberState
 
 @typing.final
 class Position(google.protobuf.message.Message):
-    """Where the coordinator stands. Every reply carries it, so a client can refuse what is stale."""
+    """The version of the coordinator's state. Every reply carries it, so that a client can refuse stale ones."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -67,9 +67,9 @@ class Position(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
-    """Minted with the journal; a coordinator that lost its journal is another cluster."""
+    """Created with the journal; a coordinator that lost its journal is another cluster."""
     epoch: builtins.int
-    """Counts the coordinator's starts on this journal."""
+    """How many times a coordinator has started on this journal."""
     generation: builtins.int
     """The job's newest generation; 0 before the first."""
     revision: builtins.int
@@ -88,7 +88,7 @@ Global___Position: typing_extensions.TypeAlias = Position
 
 @typing.final
 class Label(google.protobuf.message.Message):
-    """A name=value pair that a member says of itself (host, pid, pod, device)."""
+    """A name=value pair that a member reports about itself (host, pid, pod, device)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -129,34 +129,34 @@ class Member(google.protobuf.message.Message):
     TRAINING_FIELD_NUMBER: builtins.int
     name: builtins.str
     incarnation: builtins.int
-    """Numbered by the coordinator: the n-th process to bear this name."""
+    """Numbered by the coordinator: the n-th process of this name."""
     rank: builtins.int
-    """World rank in the current generation, -1 when it has none."""
+    """World rank in the current generation, -1 for none."""
     state: Global___MemberState.ValueType
     host: builtins.str
     address: builtins.str
     """host:port of its worker server."""
     step: builtins.int
-    """The step counter of its last beat."""
+    """The step counter in its last heartbeat."""
     beat_age_ms: builtins.int
     """Milliseconds since the last frame from it."""
     reason: builtins.str
-    """Why it is stalled, suspect, dead or gone; empty otherwise."""
+    """Why it is stalled, suspect or dead, or that it left; empty otherwise."""
     activity: builtins.str
-    """What its last beat said it was doing, such as "all_reduce #12"."""
+    """Its operation according to its last heartbeat, such as "all_reduce #12"."""
     step_age_ms: builtins.int
-    """Milliseconds since its step counter last moved."""
+    """Milliseconds since its step counter last changed."""
     operation_ms: builtins.int
-    """Milliseconds it has spent in operations altogether, waiting included."""
+    """Total milliseconds spent in operations, including waiting."""
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Label]: ...
     @property
     def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Link]:
-        """What it has sent in its present generation, the busiest links first."""
+        """What it has sent in its current generation, the busiest links first."""
 
     @property
     def training(self) -> Global___Training:
-        """Its training steps altogether; unset before the first."""
+        """All its training steps; unset before the first."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ Global___Member: typing_extensions.TypeAlias = Member
 
 @typing.final
 class Training(google.protobuf.message.Message):
-    """Where the time of a rank's training steps went, summed over all of them."""
+    """Where the time of a rank's training steps went, as sums over all steps."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -195,7 +195,7 @@ class Training(google.protobuf.message.Message):
     steps: builtins.int
     compute_ms: builtins.int
     exposed_ms: builtins.int
-    """Communication that was waited for."""
+    """Communication that the computation waited for."""
     hidden_ms: builtins.int
     """Communication during computation."""
     def __init__(
@@ -212,7 +212,7 @@ Global___Training: typing_extensions.TypeAlias = Training
 
 @typing.final
 class Link(google.protobuf.message.Message):
-    """What a rank has sent to another, over its life in one generation."""
+    """What a rank has sent to another in one generation."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -221,7 +221,7 @@ class Link(google.protobuf.message.Message):
     SENT_BYTES_FIELD_NUMBER: builtins.int
     peer_rank: builtins.int
     kind: builtins.str
-    """How it travels, such as "grpc" or "shared_memory"."""
+    """The transport, such as "grpc" or "shared_memory"."""
     sent_bytes: builtins.int
     def __init__(
         self,

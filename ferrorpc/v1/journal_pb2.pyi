@@ -25,10 +25,10 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class MemberRow(google.protobuf.message.Message):
-    """The rows of the coordinator's journal. They never cross a network; they are protobuf so that a newer coordinator reads
-    what an older one wrote. No row holds a time: after a restart every clock starts again.
+    """The rows of the coordinator's journal. They are never sent; they are protobuf so that a newer coordinator can read what an
+    older one wrote. No row contains a time, since clocks start anew after a restart.
 
-    Table "member", key JOB/NAME: the latest process to bear this name.
+    Table "member", key JOB/NAME: the latest process of this name.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -86,7 +86,7 @@ class GenerationRow(google.protobuf.message.Message):
     end_reason: builtins.str
     """Set once it is over."""
     cost_table: builtins.str
-    """What its members were told in JoinResponse."""
+    """As in JoinResponse."""
     @property
     def seats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Seat]:
         """In rank order."""
@@ -114,7 +114,7 @@ Global___GenerationRow: typing_extensions.TypeAlias = GenerationRow
 
 @typing.final
 class Seat(google.protobuf.message.Message):
-    """Who has a rank."""
+    """The member with a rank."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -151,9 +151,9 @@ class EntryRow(google.protobuf.message.Message):
     revision: builtins.int
     binding: ferrorpc.v1.store_pb2.KeyBinding.ValueType
     owner: builtins.str
-    """Of a key that is bound to a session."""
+    """The client of the session that the key is bound to."""
     generation: builtins.int
-    """Of a key that is bound to a generation."""
+    """The generation that the key is bound to."""
     def __init__(
         self,
         *,
@@ -169,7 +169,7 @@ Global___EntryRow: typing_extensions.TypeAlias = EntryRow
 
 @typing.final
 class WriteRow(google.protobuf.message.Message):
-    """Table "write", key JOB/CLIENT/REQUEST_ID: what a repeated request is answered with."""
+    """Table "write", key JOB/CLIENT/REQUEST_ID: the answer to a repeated request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

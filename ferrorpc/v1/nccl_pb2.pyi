@@ -20,8 +20,8 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class CommBootstrapRequest(google.protobuf.message.Message):
-    """Relays an NCCL unique id within one generation. The leader rank offers the id, or why it has none; the others wait for it.
-    The coordinator never mints, logs or stores it.
+    """Relays NCCL unique ids within one generation. Leader ranks send an id, or why they have none; the others wait for the ids.
+    The coordinator never creates, logs or stores one.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -35,11 +35,11 @@ class CommBootstrapRequest(google.protobuf.message.Message):
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     generation: builtins.int
     communicator: builtins.str
-    """Which communicator, such as "world" or "sub/1"."""
+    """The communicator's name, such as "world" or "sub/1"."""
     attempt: builtins.int
     """Counts from 1; a retry after a failed initialisation uses the next one and a new id."""
     failure: builtins.str
-    """Set by a leader that could not mint."""
+    """Set by a leader that could not create an id."""
     timeout_ms: builtins.int
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -47,7 +47,7 @@ class CommBootstrapRequest(google.protobuf.message.Message):
 
     @property
     def unique_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Set by leaders: the ids, 128 bytes each, one per 128 ranks."""
+        """Set by leaders: ids of 128 bytes each, one per 128 ranks."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class WorldPolicy(google.protobuf.message.Message):
-    """How many members make a world."""
+    """The size of the world."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -56,11 +56,11 @@ class JoinRequest(google.protobuf.message.Message):
     HINTED_RANK_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     after_generation: builtins.int
-    """The highest generation this member took part in; 0 for none. A round never closes on a generation <= this."""
+    """The highest generation that this member took part in; 0 for none. The next generation's number is higher."""
     pinned_rank: builtins.int
-    """Honoured or refused with both claimants named; -1 for none."""
+    """Assigned, or the request fails and names both claimants; -1 for none."""
     hinted_rank: builtins.int
-    """Honoured where free; -1 for none."""
+    """Assigned if it is free; -1 for none."""
     timeout_ms: builtins.int
     @property
     def policy(self) -> Global___WorldPolicy: ...
@@ -89,11 +89,11 @@ class JoinResponse(google.protobuf.message.Message):
     COST_TABLE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     rank: builtins.int
-    """World rank. Whoever finds no place in a generation is not answered yet: it waits on, as a spare, for the next."""
+    """World rank. A member that gets no place in a generation is not answered yet: it waits for the next one as a spare."""
     reason: builtins.str
-    """Why this generation exists, such as "4 of 4 joined" or "replaces generation 3: rank 2 was lost"."""
+    """Why this generation began, such as "4 of 4 joined" or "replaces generation 3: rank 2 was lost"."""
     cost_table: builtins.str
-    """The cost table that all ranks of this generation choose algorithms by, as JSON; empty for the one that comes with ferrorpc."""
+    """The cost table that all ranks of this generation choose algorithms by, as JSON; empty for the one shipped with ferrorpc."""
     @property
     def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Member]:
         """In rank order."""
@@ -113,7 +113,7 @@ Global___JoinResponse: typing_extensions.TypeAlias = JoinResponse
 
 @typing.final
 class LeaveRequest(google.protobuf.message.Message):
-    """Leaves the job for good. EOF without it is a suspicion of death."""
+    """Leaves the job. If a stream ends without it, the member is suspect."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -121,7 +121,7 @@ class LeaveRequest(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     generation: builtins.int
     reason: builtins.str
-    """Empty for a clean end; else the exception or signal that ended it, which makes the others' cause."""
+    """Empty for a clean end; else the exception or signal that ended the process, which the others get as the cause."""
     def __init__(
         self,
         *,

@@ -26,8 +26,8 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ClientFrame(google.protobuf.message.Message):
-    """Requests are numbered by the client from 1 and answered by a Result with the same number; Hello and Beat are not answered
-    by number. After a resume the client sends again what was not answered, under the same numbers.
+    """The client numbers its requests from 1, and a Result has the number of its request; Hello and Beat have no Result. After a
+    resume the client sends unanswered requests again, with the same numbers.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -132,16 +132,16 @@ class Hello(google.protobuf.message.Message):
     job: builtins.str
     name: builtins.str
     instance_id: builtins.str
-    """Chosen by the process at start; tells two processes of one name apart. Begins with what its launcher gave it, and a dot."""
+    """Chosen by the process at start; distinguishes processes of one name. Begins with an id from its launcher and a dot."""
     resume_token: builtins.str
-    """Of the Welcome that is resumed; empty for a new session."""
+    """From the Welcome of the session to resume; empty for a new session."""
     lease_ms: builtins.int
-    """The lease this member asks for; 0 for the coordinator's default."""
+    """The lease that this member asks for; 0 for the coordinator's default."""
     host: builtins.str
     address: builtins.str
     version: builtins.str
     token: builtins.str
-    """The job's secret where the coordinator asks for one."""
+    """A token, if the coordinator needs one."""
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Label]: ...
     def __init__(
@@ -178,9 +178,9 @@ class Welcome(google.protobuf.message.Message):
     lease_ms: builtins.int
     heartbeat_interval_ms: builtins.int
     resumed: builtins.bool
-    """Whether the session was found again: its answers still come."""
+    """Whether the session was resumed: unanswered requests will still be answered."""
     durable: builtins.bool
-    """Whether a journal makes state survive a restart."""
+    """Whether there is a journal, so that state survives a restart."""
     def __init__(
         self,
         *,
@@ -206,18 +206,18 @@ class Beat(google.protobuf.message.Message):
     LINKS_FIELD_NUMBER: builtins.int
     TRAINING_FIELD_NUMBER: builtins.int
     step: builtins.int
-    """Counts this member's operations, so that a member that beats but does not move is seen."""
+    """Counts this member's operations, which shows whether it makes progress."""
     activity: builtins.str
     generation: builtins.int
     operation_ms: builtins.int
-    """Milliseconds spent in operations so far, waiting included."""
+    """Total milliseconds spent in operations, including waiting."""
     @property
     def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Link]:
-        """Links on which something was sent since they were last told of; at most 32 a beat, and not in every beat."""
+        """Links on which something was sent since they were last reported; at most 32 per heartbeat, and not in every heartbeat."""
 
     @property
     def training(self) -> ferrorpc.v1.identity_pb2.Training:
-        """Its training steps so far; unset before the first."""
+        """All its training steps; unset before the first."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ Global___Result: typing_extensions.TypeAlias = Result
 
 @typing.final
 class Event(google.protobuf.message.Message):
-    """Pushed without being asked for."""
+    """Sent by the coordinator without a request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -297,21 +297,21 @@ class Event(google.protobuf.message.Message):
     STANDINGS_FIELD_NUMBER: builtins.int
     @property
     def broken(self) -> Global___GenerationBroken:
-        """The generation is over; `cause` is its first cause."""
+        """A generation broke; `cause` is its first cause."""
 
     @property
     def pending(self) -> Global___PendingMembers:
-        """How many wait for the next generation."""
+        """The members that wait for the next generation."""
 
     @property
     def store(self) -> ferrorpc.v1.store_pb2.StoreEvent: ...
     @property
     def fenced(self) -> ferrorpc.v1.error_pb2.ErrorDetail:
-        """This session is over for good; the error says why."""
+        """This session is over; the error says why."""
 
     @property
     def draining(self) -> Global___Draining:
-        """The coordinator stops soon; reconnect and resume."""
+        """The coordinator will stop: reconnect and resume."""
 
     @property
     def standings(self) -> Global___Standings:
@@ -358,7 +358,7 @@ class GenerationBroken(google.protobuf.message.Message):
     CAUSE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     origin_rank: builtins.int
-    """Rank the cause began at, -1 for none."""
+    """The rank where the cause arose, -1 for none."""
     @property
     def cause(self) -> ferrorpc.v1.error_pb2.ErrorDetail: ...
     def __init__(
@@ -406,8 +406,8 @@ Global___Draining: typing_extensions.TypeAlias = Draining
 
 @typing.final
 class ReportRequest(google.protobuf.message.Message):
-    """A member says what went wrong in its generation (mismatch, timeout, lost link, abort), or a launcher says how a process
-    ended. The coordinator decides what follows from it.
+    """A member reports a failure in its generation (mismatch, timeout, lost link, abort), or a launcher reports how a process
+    ended. The coordinator decides the consequences.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -443,7 +443,7 @@ Global___ReportRequest: typing_extensions.TypeAlias = ReportRequest
 
 @typing.final
 class Removal(google.protobuf.message.Message):
-    """An operator takes a member out of the job: it is dead from now on, whatever its process does. By a unary Report only."""
+    """An operator removes a member from the job: it is declared dead, whatever its process does. Only in a unary Report."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -471,7 +471,7 @@ class ProcessExit(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     name: builtins.str
     instance_id: builtins.str
-    """In full, or up to its dot; empty for whoever bears the name."""
+    """In full, or up to its dot; empty for any process of this name."""
     returncode: builtins.int
     """As in Python's subprocess: negative for a signal."""
     reason: builtins.str
@@ -489,7 +489,7 @@ Global___ProcessExit: typing_extensions.TypeAlias = ProcessExit
 
 @typing.final
 class LinkLost(google.protobuf.message.Message):
-    """The data stream to this rank broke. Answered with the coordinator's verdict as an event."""
+    """The data stream to this rank broke. The coordinator's decision comes as an event."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -519,7 +519,7 @@ Global___ReportResponse: typing_extensions.TypeAlias = ReportResponse
 
 @typing.final
 class DescribeRequest(google.protobuf.message.Message):
-    """What is known of these ranks; empty for all."""
+    """Asks for the state of these ranks; empty for all."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -591,7 +591,7 @@ class StatusResponse(google.protobuf.message.Message):
     durable: builtins.bool
     version: builtins.str
     waiting_reason: builtins.str
-    """Why the open round has not closed yet; empty when none is open."""
+    """Why the open round has not closed yet; empty if there is none."""
     @property
     def position(self) -> ferrorpc.v1.identity_pb2.Position: ...
     @property
@@ -602,11 +602,11 @@ class StatusResponse(google.protobuf.message.Message):
     def generations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GenerationStatus]: ...
     @property
     def occurrences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Occurrence]:
-        """What happened lately, oldest first."""
+        """Recent log entries, oldest first."""
 
     @property
     def stragglers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Straggler]:
-        """Who came last to the script's last named barriers that were released, whoever was waited for longest first."""
+        """The ranks that came last to the script's recently released named barriers, the longest waited-for first."""
 
     def __init__(
         self,
@@ -631,7 +631,7 @@ Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
 
 @typing.final
 class Occurrence(google.protobuf.message.Message):
-    """Something that happened to the job, for people."""
+    """An entry of the job's log, for people."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -642,12 +642,12 @@ class Occurrence(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     number: builtins.int
-    """Counts the occurrences of a job since the coordinator started."""
+    """Counts the entries of a job since the coordinator started."""
     kind: builtins.str
     """"stalled", "suspect", "back", "dead", "left", "generation", "broken", "ended", "barrier" or "rendezvous"."""
     text: builtins.str
     rank: builtins.int
-    """The world rank it is about, -1 for none."""
+    """The world rank that it concerns, -1 for none."""
     generation: builtins.int
     age_ms: builtins.int
     def __init__(
@@ -675,9 +675,9 @@ class Straggler(google.protobuf.message.Message):
     WAITED_MS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     barriers: builtins.int
-    """To how many of the last hundred barriers it came last."""
+    """The number of barriers, of the last hundred, to which it came last."""
     waited_ms: builtins.int
-    """How long the others had to wait for it alone: from the second-last arrival to its own, summed over those barriers."""
+    """How long the others waited for this rank alone: from the second-last arrival to its own, summed over these barriers."""
     def __init__(
         self,
         *,
@@ -711,7 +711,7 @@ class BarrierStatus(google.protobuf.message.Message):
     def missing_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def arrived_after_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """How long after the first arrival each of `arrived_ranks` came."""
+        """For each of `arrived_ranks`, the time from the first arrival to its own."""
 
     def __init__(
         self,
@@ -742,11 +742,11 @@ class GenerationStatus(google.protobuf.message.Message):
     size: builtins.int
     reason: builtins.str
     end_reason: builtins.str
-    """Set once it broke."""
+    """Set once it is over."""
     age_ms: builtins.int
-    """How long ago it began; unknown where that was before the coordinator's last start."""
+    """Time since it began; unset if that was before the coordinator's last start."""
     lasted_ms: builtins.int
-    """How long it lasted; unset while it goes on, or where it is unknown."""
+    """How long it lasted; unset while it is open, or if unknown."""
     def __init__(
         self,
         *,
@@ -777,7 +777,7 @@ class UnaryStoreRequest(google.protobuf.message.Message):
     job: builtins.str
     token: builtins.str
     client_id: builtins.str
-    """Tells request ids of different tools apart."""
+    """Distinguishes the request ids of different tools."""
     @property
     def request(self) -> ferrorpc.v1.store_pb2.StoreRequest: ...
     def __init__(

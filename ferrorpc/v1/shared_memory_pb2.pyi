@@ -22,11 +22,11 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class SharedMemoryOffer(google.protobuf.message.Message):
-    """How ranks find out who shares this host's memory. Offers and verdicts go through a named barrier of the coordinator, so
-    that every rank knows all of them and draws the same conclusions; greetings go over a Unix socket, with a descriptor of the
-    sender's memory.
+    """How ranks find out which of them share a host's memory. Offers and verdicts are exchanged by named barriers of the
+    coordinator, so that every rank knows all of them and comes to the same result. Greetings are sent over a Unix socket, with a
+    file descriptor of the sender's memory.
 
-    First round: what a rank has to offer.
+    First round: how a rank can be reached.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -39,11 +39,11 @@ class SharedMemoryOffer(google.protobuf.message.Message):
     SOCKET_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     transport: builtins.str
-    """The transport it was told to use: "auto", "grpc" or "shared_memory"."""
+    """The transport it is configured to use: "auto", "grpc" or "shared_memory"."""
     refusal: builtins.str
-    """Why it has none to offer; empty where the fields below are filled."""
+    """Why it offers no shared memory; empty if the fields below are set."""
     boot_id: builtins.str
-    """Ranks where these three are equal may share memory."""
+    """Ranks for which these three are equal may share memory."""
     network_namespace: builtins.int
     user: builtins.int
     socket: builtins.str
@@ -67,7 +67,7 @@ Global___SharedMemoryOffer: typing_extensions.TypeAlias = SharedMemoryOffer
 
 @typing.final
 class SharedMemoryGreeting(google.protobuf.message.Message):
-    """What each side of a Unix socket sends first."""
+    """The first message of each side on a Unix socket."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -86,7 +86,7 @@ class SharedMemoryGreeting(google.protobuf.message.Message):
     source_rank: builtins.int
     target_rank: builtins.int
     nonce: builtins.bytes
-    """That of the sender's offer, which only members of the generation know."""
+    """The nonce of the sender's offer, which only members of the generation know."""
     segment_bytes: builtins.int
     def __init__(
         self,
@@ -106,17 +106,17 @@ Global___SharedMemoryGreeting: typing_extensions.TypeAlias = SharedMemoryGreetin
 
 @typing.final
 class SharedMemoryVerdict(google.protobuf.message.Message):
-    """Second round: what a rank has found out."""
+    """Second round: what a rank has verified."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PROVEN_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """Why something is missing, in words."""
+    """Why ranks are missing, as text."""
     @property
     def proven(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Whose memory it has mapped, and who said the same secret there and through the coordinator."""
+        """The ranks whose memory it has mapped, and found to begin with the nonce received through the coordinator."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ Global___SharedMemoryVerdict: typing_extensions.TypeAlias = SharedMemoryVerdict
 
 @typing.final
 class SharedMemoryMessage(google.protobuf.message.Message):
-    """What goes over a proven socket, besides the goodbye, which is one zero byte. A probe and a frame are the bytes of a
-    DataMessage: small frames are the same on every lane.
+    """Messages on a verified socket. The goodbye is not one of them: it is one zero byte. A probe and a frame are encoded as in a
+    DataMessage, so small frames are the same on every transport.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -172,7 +172,7 @@ Global___SharedMemoryMessage: typing_extensions.TypeAlias = SharedMemoryMessage
 
 @typing.final
 class SharedMemoryParcel(google.protobuf.message.Message):
-    """A frame too large for the socket: a DataMessage in the sender's segment, which stays there until its receipt has come."""
+    """A frame too large for the socket: a DataMessage in the sender's segment, which stays there until its receipt arrives."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -192,7 +192,7 @@ Global___SharedMemoryParcel: typing_extensions.TypeAlias = SharedMemoryParcel
 
 @typing.final
 class SharedMemoryReceipt(google.protobuf.message.Message):
-    """The parcel at this offset of the segment of this message's receiver has been taken out."""
+    """The receiver of this message may reuse the parcel at this offset of its own segment."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -32,7 +32,7 @@ class _KeyBindingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     KEY_BINDING_GENERATION: _KeyBinding.ValueType  # 3
 
 class KeyBinding(_KeyBinding, metaclass=_KeyBindingEnumTypeWrapper):
-    """What a key is bound to: it vanishes with it."""
+    """What a key is bound to: it is deleted when that ends."""
 
 KEY_BINDING_UNSPECIFIED: KeyBinding.ValueType  # 0
 KEY_BINDING_JOB: KeyBinding.ValueType  # 1
@@ -118,7 +118,7 @@ Global___SetOperation: typing_extensions.TypeAlias = SetOperation
 
 @typing.final
 class GetOperation(google.protobuf.message.Message):
-    """With wait_ms > 0 the answer comes when the key exists."""
+    """With wait_ms > 0 the answer is sent once the key exists."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -138,7 +138,7 @@ Global___GetOperation: typing_extensions.TypeAlias = GetOperation
 
 @typing.final
 class AddOperation(google.protobuf.message.Message):
-    """The value is a decimal integer; an absent key counts as 0."""
+    """The value is a decimal integer; a missing key counts as 0."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -161,7 +161,7 @@ Global___AddOperation: typing_extensions.TypeAlias = AddOperation
 
 @typing.final
 class CompareSetOperation(google.protobuf.message.Message):
-    """Sets the key when it holds `expected` (or is absent and expect_absent is set); answers with what it then holds."""
+    """Sets the key if its value is `expected`, or if it is missing and expect_absent is set; answers with its value afterwards."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -190,7 +190,7 @@ Global___CompareSetOperation: typing_extensions.TypeAlias = CompareSetOperation
 
 @typing.final
 class WaitOperation(google.protobuf.message.Message):
-    """Answers when every key exists."""
+    """Answered once every key exists."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -232,7 +232,7 @@ class KeysOperation(google.protobuf.message.Message):
     AFTER_FIELD_NUMBER: builtins.int
     prefix: builtins.str
     after: builtins.str
-    """Where the last page ended; empty for the first."""
+    """The last key of the page before; empty for the first page."""
     def __init__(
         self,
         *,
@@ -245,7 +245,7 @@ Global___KeysOperation: typing_extensions.TypeAlias = KeysOperation
 
 @typing.final
 class WatchOperation(google.protobuf.message.Message):
-    """From now on events of keys with this prefix, and first those since `from_revision` (0: none)."""
+    """Sends events of keys with this prefix from now on, and before them those since `from_revision` (0: none)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -294,7 +294,7 @@ class StoreResponse(google.protobuf.message.Message):
     value: builtins.bytes
     number: builtins.int
     more: builtins.bool
-    """Of keys: ask again after the last one."""
+    """For keys: there are more after the last one."""
     watch_id: builtins.int
     revision: builtins.int
     """The revision of the last change of this key."""
@@ -333,7 +333,7 @@ class StoreEvent(google.protobuf.message.Message):
     deleted: builtins.bool
     revision: builtins.int
     compacted: builtins.bool
-    """History older than from_revision was compacted: read the keys again."""
+    """Changes since from_revision are no longer known in full: read the keys again."""
     def __init__(
         self,
         *,

@@ -64,8 +64,8 @@ Global___DataType: typing_extensions.TypeAlias = DataType
 
 @typing.final
 class TensorFrame(google.protobuf.message.Message):
-    """One chunk of one message of one operation. ferrorpc writes and reads it by hand (wire/frames.py), in this field order,
-    with the payload last and padded to a 16-byte boundary; any protobuf library can read it all the same.
+    """One chunk of one message of one operation. ferrorpc has its own encoder and decoder (wire/frames.py), which keep this field
+    order, with the payload last and aligned to 16 bytes. Any protobuf library can read it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -84,20 +84,20 @@ class TensorFrame(google.protobuf.message.Message):
     group: builtins.int
     """The group within the generation; 0 is the world."""
     stream: builtins.int
-    """0 is program order; higher ones belong to one user (DDP, a pipeline) each; 0xFFFFFFFF is send and recv."""
+    """0: operations in program order. 0xFFFFFFFF: send and recv. Each other number belongs to one user, like DDP or a pipeline."""
     number: builtins.int
-    """Which operation of the stream."""
+    """The number of the operation in its stream."""
     slot: builtins.int
-    """Which message of the operation (the plan's label; the tag for send and recv)."""
+    """The message of the operation (the plan's label; the tag for send and recv)."""
     offset: builtins.int
-    """Where this chunk lies in the message's bytes."""
+    """Offset of this chunk in the message's bytes."""
     total: builtins.int
     """Bytes of the whole message."""
     signature: builtins.str
-    """What the sender called, such as "all_reduce(op=sum, float32[3])"."""
+    """The sender's call, such as "all_reduce(op=sum, float32[3])"."""
     dtype: Global___DataType.ValueType
     pad: builtins.bytes
-    """Filler, so that the payload starts at a multiple of 16."""
+    """Padding, so that the payload starts at a multiple of 16."""
     payload: builtins.bytes
     """Little-endian, C order."""
     @property

@@ -29,7 +29,7 @@ class _StandingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     STANDING_SAME: _Standing.ValueType  # 1
     STANDING_DIFFERENT: _Standing.ValueType  # 2
     STANDING_ABSENT: _Standing.ValueType  # 3
-    """Not entered yet; last_number and last_signature tell how far this rank is in that stream."""
+    """Not entered yet; last_number and last_signature name the last operation that this rank entered in that stream."""
     STANDING_FINISHED: _Standing.ValueType  # 4
 
 class Standing(_Standing, metaclass=_StandingEnumTypeWrapper): ...
@@ -38,7 +38,7 @@ STANDING_UNSPECIFIED: Standing.ValueType  # 0
 STANDING_SAME: Standing.ValueType  # 1
 STANDING_DIFFERENT: Standing.ValueType  # 2
 STANDING_ABSENT: Standing.ValueType  # 3
-"""Not entered yet; last_number and last_signature tell how far this rank is in that stream."""
+"""Not entered yet; last_number and last_signature name the last operation that this rank entered in that stream."""
 STANDING_FINISHED: Standing.ValueType  # 4
 Global___Standing: typing_extensions.TypeAlias = Standing
 
@@ -56,12 +56,12 @@ class DataMessage(google.protobuf.message.Message):
     def open(self) -> Global___Open: ...
     @property
     def goodbye(self) -> Global___Goodbye:
-        """Says goodbye: nothing more comes on this stream, and its end is no failure."""
+        """Nothing more comes on this stream, and its end is no failure."""
 
     @property
     def probe(self) -> Global___Probe:
-        """Control for the operations the *sender* of this message receives in: it has its own stream the other way, but may
-        not have dialled it.
+        """About an operation in which the *sender* of this message receives. It is no ControlMessage, because the peer may not have
+        opened its stream yet.
         """
 
     @property
@@ -100,7 +100,7 @@ class Open(google.protobuf.message.Message):
     target_rank: builtins.int
     token: builtins.str
     lane: builtins.int
-    """Which stream of this pair it is; the first is 0."""
+    """The number of this stream of the pair; the first is 0."""
     def __init__(
         self,
         *,
@@ -123,7 +123,7 @@ class Goodbye(google.protobuf.message.Message):
 
     STREAMS_FIELD_NUMBER: builtins.int
     streams: builtins.int
-    """How many streams the sender of this message has opened to its receiver; 0 means one."""
+    """The number of streams that the sender of this message has opened to its receiver; 0 means one."""
     def __init__(
         self,
         *,
@@ -144,7 +144,7 @@ class ControlMessage(google.protobuf.message.Message):
     GOODBYE_FIELD_NUMBER: builtins.int
     @property
     def opened(self) -> Global___Opened:
-        """The receiver's generation took this stream."""
+        """The receiver's generation has accepted this stream."""
 
     @property
     def refused(self) -> ferrorpc.v1.error_pb2.ErrorDetail:
@@ -152,13 +152,13 @@ class ControlMessage(google.protobuf.message.Message):
 
     @property
     def grant(self) -> Global___Grant:
-        """The rest of this operation's chunks may come."""
+        """The remaining chunks of this operation may be sent."""
 
     @property
     def probe_answer(self) -> Global___ProbeAnswer: ...
     @property
     def goodbye(self) -> Global___Goodbye:
-        """Receiver says goodbye: it will read no more."""
+        """The receiver will read no more."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ Global___Grant: typing_extensions.TypeAlias = Grant
 
 @typing.final
 class Probe(google.protobuf.message.Message):
-    """Asks: where do you stand in this operation?"""
+    """Asks a peer how far it is in this operation."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

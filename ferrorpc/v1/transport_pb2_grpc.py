@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """What each rank serves to its peers. One stream per ordered pair of ranks, dialled by the sender at first use: frames go
-    with it, control messages come back on it. A sender may open further streams to the same peer and deal the chunks of a
-    message out to them; control messages come back on the first.
+    """The service of each rank for its peers. One stream per ordered pair of ranks, opened by the sender at first use, carries
+    frames; control messages come back on it. A sender may open further streams to the same peer and distribute the chunks of a
+    message over them; control messages come back on the first.
     """
 
     def __init__(self, channel):
@@ -45,9 +45,9 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """What each rank serves to its peers. One stream per ordered pair of ranks, dialled by the sender at first use: frames go
-    with it, control messages come back on it. A sender may open further streams to the same peer and deal the chunks of a
-    message out to them; control messages come back on the first.
+    """The service of each rank for its peers. One stream per ordered pair of ranks, opened by the sender at first use, carries
+    frames; control messages come back on it. A sender may open further streams to the same peer and distribute the chunks of a
+    message over them; control messages come back on the first.
     """
 
     def Stream(self, request_iterator, context):
@@ -73,9 +73,9 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """What each rank serves to its peers. One stream per ordered pair of ranks, dialled by the sender at first use: frames go
-    with it, control messages come back on it. A sender may open further streams to the same peer and deal the chunks of a
-    message out to them; control messages come back on the first.
+    """The service of each rank for its peers. One stream per ordered pair of ranks, opened by the sender at first use, carries
+    frames; control messages come back on it. A sender may open further streams to the same peer and distribute the chunks of a
+    message over them; control messages come back on the first.
     """
 
     @staticmethod

@@ -42,9 +42,9 @@ _WorkerServiceStreamType = typing_extensions.TypeVar(
 )
 
 class WorkerServiceStub(typing.Generic[_WorkerServiceStreamType]):
-    """What each rank serves to its peers. One stream per ordered pair of ranks, dialled by the sender at first use: frames go
-    with it, control messages come back on it. A sender may open further streams to the same peer and deal the chunks of a
-    message out to them; control messages come back on the first.
+    """The service of each rank for its peers. One stream per ordered pair of ranks, opened by the sender at first use, carries
+    frames; control messages come back on it. A sender may open further streams to the same peer and distribute the chunks of a
+    message over them; control messages come back on the first.
     """
 
     @typing.overload
@@ -73,9 +73,9 @@ WorkerServiceAsyncStub: typing_extensions.TypeAlias = WorkerServiceStub[
 ]
 
 class WorkerServiceServicer(metaclass=abc.ABCMeta):
-    """What each rank serves to its peers. One stream per ordered pair of ranks, dialled by the sender at first use: frames go
-    with it, control messages come back on it. A sender may open further streams to the same peer and deal the chunks of a
-    message out to them; control messages come back on the first.
+    """The service of each rank for its peers. One stream per ordered pair of ranks, opened by the sender at first use, carries
+    frames; control messages come back on it. A sender may open further streams to the same peer and distribute the chunks of a
+    message over them; control messages come back on the first.
     """
 
     @abc.abstractmethod

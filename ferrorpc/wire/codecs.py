@@ -1,4 +1,4 @@
-"""Lossy codecs for messages of float32: what `wire="bf16"`, "f16" and "int8" put on the network. Sums stay in float32.
+"""Lossy codecs for messages of float32, as `wire="bf16"`, "f16" and "int8" put them on the network. Sums stay in float32.
 
 | name | bytes per value | error of a finite value |
 |------|-----------------|-------------------------|
@@ -6,13 +6,13 @@
 | f16  | 2               | half of the last of 11 significant bits; beyond 65504 it becomes infinite |
 | int8 | 1 + 4 / 256     | half a scale, which is the block's largest magnitude / 127 (at least 2**-126) |
 
-Each is a pure function of the values, so every rank that encodes or decodes the same ones gets the same bits. Rounding is to
-nearest, ties to even. NaN and infinity stay visible: bf16 and f16 keep them, and a block of int8 that holds either decodes to
-NaN throughout, so that looking for an overflow after the exchange still finds it.
+Each codec is a pure function of the values, so all ranks that encode or decode the same values get the same bits. Rounding is
+to nearest, ties to even. NaN and infinity are preserved: bf16 and f16 keep them, and an int8 block that contains either decodes
+to all NaN, so that a check for overflow after the exchange still finds them.
 
-A message may be coded in pieces, each a message of its own, when all but the last hold a multiple of `BLOCK_VALUES`: the values
-that come out, and the bytes in sum, are those of one message. Work goes through scratch that fits the cache; `encode_into`,
-`decode_into` and `decoded` allocate nothing.
+A message may be encoded in pieces, if all but the last contain a multiple of `BLOCK_VALUES` values: decoded values and total
+size are the same as for the whole message. All work uses scratch that fits the cache; `encode_into`, `decode_into` and
+`decoded` allocate nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy as np
 
 from ferrorpc.errors import CodecError, UsageError
 from ferrorpc.kernels.registry import converter
-from ferrorpc.kernels.workplace import WORKPLACE
+from ferrorpc.kernels.thread_state import THREAD_STATE
 from ferrorpc.types import DType
 
 BLOCK_VALUES: Final = 256
 """Values of int8 that share one scale."""
 
 _STEP_VALUES: Final = 96 * BLOCK_VALUES
-"""Values of int8 worked on at a time: 96 KiB of float32."""
+"""Values that int8 encodes or decodes at a time: 96 KiB of float32."""
 
 _LARGEST: Final = np.array(127, np.float32)
 _SMALLEST_SCALE: Final = np.array(2.0**-126, np.float32)
@@ -46,7 +46,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Codec(ABC):
-    """float32 to bytes and back. Arrays are one-dimensional and contiguous."""
+    """Converts float32 to bytes and back. Arrays are one-dimensional and contiguous."""
 
     name: str
 
@@ -89,9 +89,9 @@ class Codec(ABC):
             values[start : start + piece.size] = piece
 
     def decoded(self, encoded: Array, count: int) -> Iterator[tuple[int, Array]]:
-        """The values piece by piece, to be folded while in the cache: the index of the first, and float32 of shape (m,).
+        """The values piece by piece, to be reduced while in the cache: the index of the first, and float32 of shape (m,).
 
-        A piece is scratch of this thread, good until the next one is asked for, or anything else is encoded or decoded.
+        A piece is scratch of this thread. It is valid until the next one is requested or anything else is encoded or decoded.
 
         Raises:
             CodecError: the bytes are not those of `count` values.
@@ -115,7 +115,7 @@ class Codec(ABC):
 
 
 class _Half(Codec):
-    """A half type: IEEE 754 binary16, or bfloat16, the upper half of a float32, rounded."""
+    """A half-precision type: IEEE 754 binary16 or bfloat16."""
 
     def __init__(self, name: str, dtype: DType) -> None:
         self.name = name
@@ -159,15 +159,15 @@ class _Blocks(Codec):
         scales, integers = _parts(encoded, count)
         for start, stop, length in _steps(count):
             first = start // BLOCK_VALUES
-            values = WORKPLACE.scratch["f"][: stop - start]
+            values = THREAD_STATE.scratch["f"][: stop - start]
             np.copyto(values, integers[start:stop])
             blocks = values.reshape(-1, length)
-            WORKPLACE.run(np.multiply, blocks, scales[first : first + len(blocks), None], out=blocks)
+            THREAD_STATE.run(np.multiply, blocks, scales[first : first + len(blocks), None], out=blocks)
             yield start, values
 
 
 def _steps(count: int) -> Iterator[tuple[int, int, int]]:
-    """Start and stop of what is coded at a time, and the values of each block there: 256, or what is left in the last one."""
+    """Start and stop of each step, and the block length in it: 256, or the rest in the last step."""
     whole = count // BLOCK_VALUES * BLOCK_VALUES
     for start in range(0, whole, _STEP_VALUES):
         yield start, min(start + _STEP_VALUES, whole), BLOCK_VALUES
@@ -176,13 +176,13 @@ def _steps(count: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _encode_blocks(values: Array, scales: Array, integers: Array) -> None:
-    """Blocks of shape (b, n): scales of shape (b,) and integers of shape (b, n) are written."""
+    """Encodes blocks of shape (b, n): writes scales of shape (b,) and integers of shape (b, n)."""
     count = values.size
-    bits = WORKPLACE.scratch["I"][:count].reshape(values.shape)
-    peaks = WORKPLACE.scratch["I"][count : count + len(values)]
+    bits = THREAD_STATE.scratch["I"][:count].reshape(values.shape)
+    peaks = THREAD_STATE.scratch["I"][count : count + len(values)]
     np.bitwise_and(values.view(np.uint32), _MAGNITUDE, out=bits)
-    np.maximum.reduce(bits, axis=1, out=peaks)  # as integers: magnitudes have the same order, and it takes half the time
-    run = WORKPLACE.run
+    np.maximum.reduce(bits, axis=1, out=peaks)  # as integers, which have the same order, in half the time
+    run = THREAD_STATE.run
     run(np.divide, peaks.view(np.float32), _LARGEST, out=scales)
     run(np.maximum, scales, _SMALLEST_SCALE, out=scales)
     run(np.minimum, scales, _LARGEST_SCALE, out=scales)
@@ -192,7 +192,7 @@ def _encode_blocks(values: Array, scales: Array, integers: Array) -> None:
     run(np.copyto, integers, quotients, casting="unsafe")
     if np.maximum.reduce(peaks) >= _INFINITY:
         damaged = peaks >= _INFINITY
-        # A scale of NaN is enough: every product with it is NaN. The integers are zeroed, so that the bytes are defined.
+        # A NaN scale makes every product NaN. The integers are zeroed so that the bytes are deterministic.
         scales[damaged] = np.nan
         integers[damaged] = 0
 

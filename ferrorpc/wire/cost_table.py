@@ -1,15 +1,15 @@
-"""The cost table: what messages and folding cost on each lane, as JSON that people and `ferrorpc bench --fit` write.
+"""The cost table: what messages and reductions cost on each lane, as JSON, written by hand or by `ferrorpc bench --fit`.
 
     {"version": 2, "name": "four hosts, 10 Gbit/s",
      "lanes": {"grpc": [{"ranks": 4, "alpha_seconds": 9e-5, "message_seconds": 2e-5,
                          "beta_seconds_per_byte": 6.5e-10, "gamma_seconds_per_byte": 1.5e-10}]}}
 
-A lane has a row for every number of ranks that was measured; for other numbers the row of the nearest one (by ratio) holds. A
-table of one host says how many "processors" its ranks share. Its figures are then what things take of a processor, and how
-long a rank waits for one follows from what all of them do. Without it every rank has its links to itself.
-The coordinator publishes one table for each generation, so that all ranks choose by the same figures.
+A lane has a row for every number of ranks that was measured. For other numbers the row of the nearest one (by ratio) is used. A
+table for one host says how many "processors" its ranks share. Its figures are then processor times, and how long a rank waits
+for a processor follows from what all ranks do. Without "processors" every rank has its own links. The coordinator publishes one
+table for each generation, so that all ranks select algorithms by the same figures.
 
-Version 1, which says no version, is read too; but its "processors" stood for another model, and are refused.
+Version 1, which has no "version", is read too, but its "processors" belonged to another model and are refused.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 LANES: Final = ("grpc",)
-"""Lanes that run plans. In shared memory sizes decide, not a table (collectives.arena.select)."""
+"""Lanes that run plans. In shared memory sizes decide, not the table (collectives.arena.select)."""
 VERSION: Final = 2
 TABLE_BYTES_MAX: Final = 16 << 10
 RANKS_MAX: Final = 1 << 20
 _FIGURES: Final = ("alpha_seconds", "message_seconds", "beta_seconds_per_byte", "gamma_seconds_per_byte")
 _FIGURE_MAX: Final = 1e3
-"""Seconds; more is a mistake of units."""
+"""In seconds; larger figures are probably in wrong units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What things cost on one lane.
+    """The costs on one lane.
 
     Attributes:
-        alpha_seconds: what passes before a message reaches its receiver while nobody works on it: wires, wakes.
-        message_seconds: how long each message keeps its sender from the next, and its receiver likewise.
-        beta_seconds_per_byte: of a message, on the link of its sender and on that of its receiver.
-        gamma_seconds_per_byte: of folding one array into another.
-        processors: what all ranks share, each message and each fold keeping one of them; None where none is short.
+        alpha_seconds: latency of a message in which no processor works on it: network and wake-ups.
+        message_seconds: how long each message occupies its sender, and likewise its receiver.
+        beta_seconds_per_byte: transfer time of a message on the link of its sender and on that of its receiver.
+        gamma_seconds_per_byte: of reducing one array into another.
+        processors: number that all ranks share, where each message and reduction occupies one; None where there are enough.
     """
 
     alpha_seconds: float
@@ -49,7 +49,7 @@ class Costs:
     processors: int | None = None
 
     def figures(self) -> dict[str, float]:
-        """Those that are measured, by name."""
+        """The measured figures by name."""
         return {name: getattr(self, name) for name in _FIGURES}
 
     def __str__(self) -> str:
@@ -65,9 +65,9 @@ class CostTable:
     """Costs by lane and number of ranks.
 
     Attributes:
-        name: whose figures these are, in words.
-        lanes: lane -> number of ranks -> costs; each lane has one row or more.
-        processors: what all ranks share, however many they are; None where none is short.
+        name: a description of where it was measured.
+        lanes: lane -> number of ranks -> costs; each lane has at least one row.
+        processors: number that all ranks share; None where there are enough.
     """
 
     name: str
@@ -75,13 +75,13 @@ class CostTable:
     processors: int | None = None
 
     def costs(self, lane: str, ranks: int) -> Costs:
-        """The costs of a lane in a group of so many ranks: measured there, or with the nearest number of ranks."""
+        """The costs of a lane in a group of so many ranks, measured with that or the nearest number of ranks."""
         rows = self.lanes[lane]
         nearest = min(rows, key=lambda measured: (abs(math.log(measured / max(ranks, 1))), measured))
         return replace(rows[nearest], processors=self.processors)
 
     def text(self) -> str:
-        """The table as `parse` reads it."""
+        """The table as JSON, as `parse` reads it."""
         lanes = {
             lane: [{"ranks": ranks, **costs.figures()} for ranks, costs in sorted(rows.items())]
             for lane, rows in self.lanes.items()
@@ -91,10 +91,10 @@ class CostTable:
 
 
 def parse(text: str) -> CostTable:
-    """Reads a table.
+    """Parses a table.
 
     Raises:
-        ValueError: it is none; the message says where and what was expected.
+        ValueError: the text is no valid table; the message says where and what was expected.
     """
     if len(text.encode()) > TABLE_BYTES_MAX:
         raise ValueError(f"a cost table has at most {TABLE_BYTES_MAX} bytes, this has {len(text.encode())}")

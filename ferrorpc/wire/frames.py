@@ -1,14 +1,14 @@
 """Tensor frames: one chunk of one message of one operation, and its bytes on the wire.
 
 The bytes are those of `DataMessage{frame: TensorFrame}` in protos/ferrorpc/v1, and any protobuf library reads and writes them.
-They are put together by hand because generated code copies a bytes field four or five times on its way, and this code
-once. Everything but the payload, the operation's number and the chunk's offset is the same from call to call: that is the
-`Skeleton`, laid out once with every fixed-width field present. A filler puts the payload at a multiple of 16 bytes from the
-start of the message, because sums over unaligned arrays take twice as long.
+They are encoded by hand because generated code copies a bytes field four or five times, and this code copies it once. From call
+to call only the payload, the operation's number and the chunk's offset change. The rest is the `Skeleton`, which is laid out
+once with every fixed-width field present. Padding puts the payload at a multiple of 16 bytes from the start of the message,
+because sums over unaligned arrays take twice as long.
 
-`scan` reads a frame from foreign bytes. It allocates nothing that the bytes could choose the size of, and believes nothing:
-the dtype is from the closed list, the shape's byte count (in Python integers, which do not wrap) equals `total`, the chunk
-lies within it. So the message of a compressed array describes its encoded bytes: dtype uint8, shape (encoded bytes,).
+`scan` parses a frame from untrusted bytes. It allocates nothing whose size the bytes could choose, and checks everything: the
+dtype is in the closed list, the byte count of the shape (in Python integers, which do not wrap) equals `total`, and the chunk
+lies within it. Therefore the message of a compressed array describes its encoded bytes: dtype uint8, shape (encoded bytes,).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ALIGNMENT_BYTES: Final = 16
 _CACHED_SKELETONS: Final = 4096
 _CACHED_HEADERS: Final = 512
 _CACHED_LAYOUTS: Final = 256
-"""Times SIGNATURE_BYTES_MAX, these bound what strange peers can make this process remember."""
+"""Times SIGNATURE_BYTES_MAX, these limit the memory that a misbehaving peer can make the caches take."""
 
 _FIELD_MAX: Final = (1 << 29) - 1
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FRAME: Final = 4 << 3 | _BYTES
-"""The tag of DataMessage.frame, the first byte of every message made here."""
+"""The tag of DataMessage.frame: the first byte of every message that is encoded here."""
 
 _OTHER_BODIES: Final = (1, 2, 3)
 _GROUP, _STREAM, _NUMBER, _SLOT, _OFFSET, _TOTAL, _SIGNATURE, _DTYPE, _SHAPE = range(1, 10)
@@ -52,10 +52,10 @@ _WIRE_TYPES: Final = {
     _PAD: _BYTES,
     _PAYLOAD: _BYTES,
 }
-"""Shape is not in it: repeated integers may come packed or one by one."""
+"""Without shape, because repeated integers may be packed or not."""
 
 _FIXED: Final = struct.Struct("<BQBIBQBQBQBQ")
-"""Fields 1 to 6 as every ferrorpc writes them: tag, value, tag, value, ..."""
+"""Fields 1 to 6 as ferrorpc writes them: tag, value, tag, value, ..."""
 _FIXED_TAGS: Final = tuple(field << 3 | _WIRE_TYPES[field] for field in range(_GROUP, _TOTAL + 1))
 _U64: Final = struct.Struct("<Q")
 _U32: Final = struct.Struct("<I")
@@ -63,11 +63,11 @@ _Bytes: TypeAlias = bytes | memoryview
 
 
 POINT_TO_POINT: Final = 0xFFFFFFFF
-"""The stream number of send and recv; DDP, synchronisers and pipelines count up from 1, program order is 0."""
+"""The stream number of send and recv. Stream 0 is program order; DDP, synchronisers and pipelines count up from 1."""
 
 
 class Key(NamedTuple):
-    """One operation of one generation. Stale generations never get this far: the stream they come on is refused."""
+    """Names one operation of a generation. Frames of other generations never get here: their stream is refused."""
 
     group: int
     stream: int
@@ -75,10 +75,10 @@ class Key(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What all chunks of one message have in common. Built once per prepared call and slot, used for every number."""
+    """What all chunks of one message have in common. Built once per prepared call and slot, and used for every number."""
 
     slot: int
-    """Which message of the operation: the plan's label, or the tag of send and recv."""
+    """Which message of the operation it is: the plan's label, or the tag of send and recv."""
     signature: str
     dtype: DType
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class Header(NamedTuple):
 
 
 class Frame:
-    """One chunk as it arrived. `payload` is a read-only view of the bytes the network (or the sender) gave us."""
+    """One chunk as it arrived. `payload` is a read-only view of the received bytes."""
 
     __slots__ = ("header", "key", "offset", "payload", "source")
 
@@ -100,7 +100,7 @@ class Frame:
 
 
 class Skeleton:
-    """The bytes around number, offset and payload of one message's chunks of one size."""
+    """The bytes of a chunk's message without number, offset and payload; the same for all chunks of one size."""
 
     __slots__ = ("_after_number", "_before_number", "_before_payload")
 
@@ -112,19 +112,19 @@ class Skeleton:
         tail = _payload_tag(length, size_bytes)
         before_number = bytes([_FIXED_TAGS[0]]) + _U64.pack(group)
         before_number += bytes([_FIXED_TAGS[1]]) + _U32.pack(stream) + bytes([_FIXED_TAGS[2]])
-        opening = bytes([_FRAME]) + _varint(length + len(tail) + size_bytes)
-        self._before_number = opening + before_number
+        frame_tag = bytes([_FRAME]) + _varint(length + len(tail) + size_bytes)
+        self._before_number = frame_tag + before_number
         self._after_number = after_number
         self._before_payload = bytes([_FIXED_TAGS[5]]) + _U64.pack(header.total) + described + tail
 
     def message(self, number: int, offset: int, payload: _Bytes) -> bytes:
-        """The chunk's message: the one copy of its payload (any contiguous buffer of the skeleton's size)."""
+        """The message of a chunk. Copies the payload (any contiguous buffer of the skeleton's size) once."""
         return b"".join(
             (self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload, payload)
         )
 
-    def opening(self, number: int, offset: int) -> bytes:
-        """All of the chunk's message but its payload, with which it ends."""
+    def prefix(self, number: int, offset: int) -> bytes:
+        """The message of a chunk up to its payload, which comes last."""
         return b"".join((self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload))
 
 
@@ -148,23 +148,23 @@ def encode(key: Key, header: Header, offset: int, payload: _Bytes) -> bytes:
     return skeleton(key.group, key.stream, header, len(payload)).message(key.number, offset, payload)
 
 
-def opening(key: Key, header: Header, offset: int, size_bytes: int) -> bytes:
-    """What `encode` puts before a payload of `size_bytes`, for whoever copies the payload itself."""
-    return skeleton(key.group, key.stream, header, size_bytes).opening(key.number, offset)
+def frame_prefix(key: Key, header: Header, offset: int, size_bytes: int) -> bytes:
+    """What `encode` puts before a payload of `size_bytes`, for callers that copy the payload themselves."""
+    return skeleton(key.group, key.stream, header, size_bytes).prefix(key.number, offset)
 
 
 def is_frame(message: _Bytes) -> bool:
-    """Whether these bytes begin as those of a frame; what does not goes to the generated DataMessage."""
+    """Whether these bytes begin like a frame that `scan` reads. Others are parsed by the generated DataMessage."""
     return len(message) > 0 and message[0] == _FRAME
 
 
 def scan(message: _Bytes, source: int) -> Frame:
-    """The frame in these bytes, which came from rank `source`. The payload is a view of them.
+    """Parses the frame in these bytes, which came from rank `source`. Its payload is a view of them.
 
-    Fields may come in any order and unknown ones are skipped, as everywhere in protobuf.
+    Fields may come in any order and unknown ones are skipped, as usual in protobuf.
 
     Raises:
-        CodecError: anything else than one sound frame.
+        CodecError: the bytes are not exactly one valid frame.
     """
     known = _layouts.get(len(message))
     frame = None if known is None else known.scan(message, source)
@@ -186,7 +186,7 @@ def scan(message: _Bytes, source: int) -> Frame:
 
 
 def _read(message: _Bytes) -> tuple[int, _Fields, Header]:
-    """Where the frame begins, its fields, and what they say together. IndexError or struct.error where the bytes end early."""
+    """Where the frame begins, its fields, and its header. IndexError or struct.error where the bytes end early."""
     start, end = _frame_in(message)
     fields = _Fields(message, start, end)
     header = fields.header()
@@ -199,22 +199,22 @@ def _read(message: _Bytes) -> tuple[int, _Fields, Header]:
 
 
 class _Layout:
-    """What the last message of some length said besides operation and offset: one that says the same is not read again."""
+    """The last message of some length, without number and offset. A message with the same layout is not parsed again."""
 
-    __slots__ = ("_description", "_first", "_header", "_opening", "_start", "_where")
+    __slots__ = ("_description", "_first", "_frame_tag", "_header", "_start", "_where")
 
     def __init__(self, message: _Bytes, start: int, where: int, first: int, header: Header) -> None:
         self._start = start
         self._where = where
         self._first = first
         self._header = header
-        self._opening = bytes(message[:start])
+        self._frame_tag = bytes(message[:start])
         self._description = bytes(message[where:first])
 
     def scan(self, message: _Bytes, source: int) -> Frame | None:
-        """The frame in a message of this length; None where it has to be read field by field."""
+        """The frame in a message of this length; None where it has to be parsed field by field."""
         first, header = self._first, self._header
-        if message[self._where : first] != self._description or message[: self._start] != self._opening:
+        if message[self._where : first] != self._description or message[: self._start] != self._frame_tag:
             return None
         one, group, two, stream, three, number, four, slot, five, offset, six, total = _FIXED.unpack_from(message, self._start)
         if (one, two, three, four, five, six, slot, total) != (*_FIXED_TAGS, header.slot, header.total):
@@ -228,7 +228,7 @@ _layouts: Final[dict[int, _Layout]] = {}
 
 
 class _Fields:
-    """The fields of one TensorFrame, as they stand in the bytes. Nothing is compared with anything yet."""
+    """The fields of one TensorFrame as they are in the bytes, not checked against each other yet."""
 
     __slots__ = ("described", "dtype", "group", "number", "offset", "payload", "shape", "signature", "slot", "stream", "total")
 
@@ -239,7 +239,7 @@ class _Fields:
         self.shape: tuple[int, ...] = ()
         self.payload = (end, end)
         self.described = 0
-        """Where the other fields begin, where 1 to 6 stand as ferrorpc writes them and nowhere else; else 0."""
+        """Where the fields after 6 begin, if fields 1 to 6 are only at the front as ferrorpc writes them; else 0."""
         position = self._fixed(message, position, end)
         while position < end:
             position = self._field(message, position, end)
@@ -247,7 +247,7 @@ class _Fields:
             raise CodecError("the last field of a frame is longer than the frame")
 
     def _fixed(self, message: _Bytes, position: int, end: int) -> int:
-        """Fields 1 to 6 at once, where they stand as ferrorpc writes them; else they are read one by one."""
+        """Reads fields 1 to 6 at once if they are as ferrorpc writes them. Returns the position after them, else the same."""
         if end - position < _FIXED.size:
             return position
         first, group, second, stream, third, number, fourth, slot, fifth, offset, sixth, total = _FIXED.unpack_from(
@@ -305,7 +305,7 @@ class _Fields:
         return position + 8
 
     def _dimensions(self, message: _Bytes, position: int, end: int, wire_type: int) -> int:
-        """Dimensions, all in one field or one by one."""
+        """Reads dimensions, packed or one by one."""
         if wire_type == _BYTES:
             position, last = _extent(message, position, end)
         elif wire_type == _VARINT:
@@ -324,7 +324,7 @@ class _Fields:
         return position
 
     def header(self) -> Header:
-        """Dtype, shape and size, once they agree with each other."""
+        """The header, once dtype, shape and size agree with each other."""
         return _header(self.slot, self.signature, self.dtype, self.shape, self.total)
 
 
@@ -365,7 +365,7 @@ def _frame_in(message: _Bytes) -> tuple[int, int]:
 
 
 def _skip(message: _Bytes, position: int, field: int, wire_type: int) -> int:
-    """The end of an unknown field. Groups, which protobuf gave up long ago, are refused."""
+    """The end of an unknown field. Groups, which are deprecated in protobuf, are refused."""
     if not 1 <= field <= _FIELD_MAX:
         raise CodecError(f"there is no field number {field}")
     if wire_type == _VARINT:
@@ -426,10 +426,10 @@ def _description(header: Header) -> bytes:
 
 
 def _payload_tag(length: int, size_bytes: int) -> bytes:
-    """What stands between the description and the payload: a filler where one is needed, tag and length.
+    """The bytes between the description and the payload: padding where it is needed, then tag and length of the payload.
 
-    `length` is that of the fields before it. Adding a filler can lengthen the frame's own length by a byte, so the first
-    that fits is looked for. An empty payload is left out.
+    `length` is that of the fields before it. Padding can make the frame's own length field a byte longer, so paddings are tried
+    until one fits. An empty payload is left out.
     """
     if size_bytes == 0:
         return b""
@@ -437,7 +437,7 @@ def _payload_tag(length: int, size_bytes: int) -> bytes:
     fillers = [b""] + [_varint(_PAD << 3 | _BYTES) + _varint(count) + bytes(count) for count in range(1, 2 * ALIGNMENT_BYTES)]
     for filler in fillers:
         body = length + len(filler) + len(tag)
-        opening = 1 + len(_varint(body + size_bytes))
-        if (opening + body) % ALIGNMENT_BYTES == 0:
+        frame_tag = 1 + len(_varint(body + size_bytes))
+        if (frame_tag + body) % ALIGNMENT_BYTES == 0:
             return filler + tag
-    raise AssertionError("no filler aligns the payload")
+    raise AssertionError("no padding aligns the payload")

@@ -1,8 +1,8 @@
-"""Who a certificate or a token speaks for: a role in a job.
+"""The identity that a certificate or token proves: a role in a job.
 
-A certificate says it in a SAN of kind URI, `ferrorpc://JOB/ROLE`; `*` for JOB is every job. What listens has a DNS name of the
-same meaning, `JOB.ROLE.ferrorpc`, and whoever dials asks for that name instead of the host's. So both ends of a connection
-know the other's job and role, and certificates need not name hosts, which change with every pod.
+A certificate contains it as a URI in its subject alternative names, `ferrorpc://JOB/ROLE`, where `*` for JOB means every job. A
+server's certificate also contains the DNS name `JOB.ROLE.ferrorpc`, and clients verify that name instead of the host's. So both
+ends of a connection know the job and role of the other, and certificates need not name hosts, which change with every pod.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ SCHEME: Final = "ferrorpc://"
 EVERY_JOB: Final = "*"
 _PLAIN: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _HASHED: Final = "x--"
-"""Begins the label of a job whose name is no label of DNS. A name that begins so is hashed as well."""
+"""Prefix of the label of a job whose name is no valid DNS label. Names that begin with it are hashed as well."""
 
 
 class Role(StrEnum):
-    """What somebody may do; each of the first three may do what those before it may."""
+    """What a process may do. Each of the first three may also do what those before it may do."""
 
     OBSERVER = "observer"
-    """Look."""
+    """Read the status."""
     WORKER = "worker"
-    """Take part: join, use the store and barriers, report the end of processes; listen to peers."""
+    """Take part: join, use the store and barriers, report exits of processes; serve peers."""
     ADMIN = "admin"
     """Remove members."""
     COORDINATOR = "coordinator"
-    """Answer as the job's coordinator."""
+    """Be the coordinator of the job."""
 
     def may(self, needed: Role) -> bool:
-        """Whether this role may do what needs that one."""
+        """Whether this role may do what the needed role may do."""
         ladder = (Role.OBSERVER, Role.WORKER, Role.ADMIN)
         return self in ladder and needed in ladder and ladder.index(self) >= ladder.index(needed)
 
 
 def label(job: str) -> str:
-    """The job as certificates write it: its name, or a hash where that cannot be part of a DNS name."""
+    """The job as it is written in certificates: its name, or a hash where the name is no valid DNS label."""
     if _PLAIN.fullmatch(job) and not job.startswith(_HASHED):
         return job
     return _HASHED + hashlib.sha256(job.encode("utf-8", "replace")).hexdigest()[:32]
 
 
 def server_name(job: str, role: Role) -> str:
-    """The DNS name that a listener of this role must have in its certificate; for EVERY_JOB a wildcard."""
+    """The DNS name in the certificate of a server with this role; a wildcard for EVERY_JOB."""
     return f"{EVERY_JOB if job == EVERY_JOB else label(job)}.{role}.ferrorpc"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A role in a job, whose name is written as `label` does, or EVERY_JOB."""
+    """A role in a job. `job` is its label (see `label`), or EVERY_JOB."""
 
     job: str
     role: Role
@@ -63,21 +63,21 @@ class Identity:
 
     @classmethod
     def of(cls, job: str, role: Role) -> Identity:
-        """In the job of this name; EVERY_JOB is every job."""
+        """The identity of a role in the job of this name; EVERY_JOB stands for every job."""
         return cls(EVERY_JOB if job == EVERY_JOB else label(job), role)
 
     @property
     def uri(self) -> str:
-        """As a certificate says it."""
+        """The URI in a certificate."""
         return f"{SCHEME}{self.job}/{self.role}"
 
     def covers(self, job: str) -> bool:
-        """Whether it says anything about the job of this name."""
+        """Whether it is valid for the job of this name."""
         return self.job in (EVERY_JOB, label(job))
 
 
 def identities(uris: Iterable[str]) -> frozenset[Identity]:
-    """What the URIs of a certificate say; those that are none of ours say nothing."""
+    """The identities in the URIs of a certificate. Other URIs are ignored."""
     found = set()
     for uri in uris:
         job, _, role = uri.removeprefix(SCHEME).partition("/")
@@ -87,12 +87,12 @@ def identities(uris: Iterable[str]) -> frozenset[Identity]:
 
 
 def peer_identities(context: Mapping[str, Iterable[bytes]]) -> frozenset[Identity] | None:
-    """Of whoever is at the other end of a call, from gRPC's `auth_context`; None without a verified certificate."""
+    """The identities of the other end of a call, from gRPC's `auth_context`; None without a verified certificate."""
     if "x509_pem_cert" not in context:
         return None
     return identities(uri.decode("utf-8", "replace") for uri in context.get("peer_uri", ()))
 
 
 def described(found: Iterable[Identity]) -> str:
-    """For messages: "worker of job a"."""
+    """Text for messages, such as "worker of job a"."""
     return " and ".join(sorted(map(str, found))) or "nobody that ferrorpc knows (no URI ferrorpc://JOB/ROLE)"

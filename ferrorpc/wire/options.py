@@ -1,8 +1,8 @@
-"""gRPC's options: every row mends something that gRPC's defaults do to a training job.
+"""gRPC channel and server options. Each of them replaces a default of gRPC that harms a training job.
 
-Four kinds of ends: a worker's channel to the coordinator (`session_channel`), the coordinator's server (`control_server`), a
-worker's channel to a peer (`data_channel`) and the server its peers dial (`data_server`). The one thing that no option mends,
-gRPC's fork handlers, is seen to where ferrorpc is imported.
+There are four sets: for a worker's channel to the coordinator (`session_channel`), the coordinator's server (`control_server`),
+a worker's channel to a peer (`data_channel`) and the server that its peers dial (`data_server`). gRPC's fork handlers, which no
+option turns off, are disabled where ferrorpc is imported.
 """
 
 from __future__ import annotations
@@ -15,41 +15,43 @@ DATA_MESSAGE_BYTES_MAX: Final = 4 << 20
 CONTROL_MESSAGE_BYTES_MAX: Final = 2 << 20
 
 FLOODS_BOUNDED_SINCE: Final = (1, 82)
-"""The grpcio since which no flood of benchmarks/floods.py makes a server grow by 100 MiB. Under 1.76 to 1.80 two seconds of
-pings cost up to 1 GiB, under 1.81 messages 200 MiB."""
+"""The first grpcio with which no flood of benchmarks/floods.py makes a server grow by 100 MiB. With 1.76 to 1.80 two seconds of
+pings cost up to 1 GiB; with 1.81 messages cost 200 MiB."""
 
 
-def _alive(silent_ms: int, acknowledged_ms: int, answered_ms: int) -> Options:
-    """Ends a connection, pinged after so long a silence, once what was sent is not acknowledged or a ping not answered.
+def _keepalive(silent_ms: int, acknowledged_ms: int, answered_ms: int) -> Options:
+    """Keepalive: ends a connection when sent data is not acknowledged, or a ping is not answered.
 
     Args:
-        acknowledged_ms: how long the other host's kernel may take: a cut cable, a host that vanished.
-        answered_ms: how long the other process may take as well, and all that was sent before the ping: a process that was
-            stopped, or a link on which much waits.
+        silent_ms: silence after which a ping is sent.
+        acknowledged_ms: how long the other host's kernel may take to acknowledge. Detects cut cables and vanished hosts.
+        answered_ms: how long the answer to a ping may take, which includes the other process and all data that was sent before
+            the ping. Detects stopped processes; must allow for links on which much data waits.
     """
     return [
         ("grpc.keepalive_time_ms", silent_ms),
-        # In effect TCP_USER_TIMEOUT: gRPC's own watch of this length is never set.
+        # In effect TCP_USER_TIMEOUT; gRPC's own timer of this length is never set.
         ("grpc.keepalive_timeout_ms", acknowledged_ms),
         # Its default is 60 s.
         ("grpc.http2.ping_timeout_ms", answered_ms),
-        # Between two calls as well, or an idle connection breaks unseen.
+        # Also between calls, or a broken idle connection is not detected.
         ("grpc.keepalive_permit_without_calls", 1),
-        # No limit on pings that carry no data: a barrier that waits for a minute has none.
+        # No limit on pings without data: a barrier that waits for a minute sends none.
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
-_MEMBER_WATCHED: Final = _alive(1000, 1500, 1500)
-"""By the coordinator: so a member that was stopped, or whose host vanished, is noticed. One that was only slow takes its
-session up again. Members beat more often than it pings, so only one whose beats do not come is pinged."""
-_COORDINATOR_WATCHED: Final = _alive(1000, 1500, 3000)
-"""By a member, which hears nothing as long as nothing happens, and so pings all the time. On a slow link ping and answer both
-wait behind tensors: were it as impatient as the coordinator, it would end the session of a rank whose beats arrive."""
-_PEER_WATCHED: Final = _alive(1000, 3500, 20_000)
-"""So a cut cable is noticed within five seconds. Of the dead, and of the stopped, the coordinator tells sooner, and a stream
-between two ranks that live must not end: it cannot be taken up again. A ping waits behind what was sent before it on this very
-connection: some megabytes, which take 7 s at 10 Mbit/s."""
+_MEMBER_KEEPALIVE: Final = _keepalive(1000, 1500, 1500)
+"""On the coordinator's server: detects a member that was stopped, or whose host vanished. A member that was only slow resumes
+its session. Members send beats more often than it pings, so it pings only those whose beats do not arrive."""
+_COORDINATOR_KEEPALIVE: Final = _keepalive(1000, 1500, 3000)
+"""On a member's channel to the coordinator, which is silent while nothing happens, so pings are sent all the time. On a slow
+link ping and answer both wait behind tensors: with the coordinator's timeout a rank whose beats arrive would lose its
+session."""
+_PEER_KEEPALIVE: Final = _keepalive(1000, 3500, 20_000)
+"""Between workers: detects a cut cable within five seconds. Dead and stopped processes are reported sooner by the coordinator.
+A stream between two live ranks must not end, because it cannot be resumed. A ping waits behind the data that was sent before it
+on the same connection: some megabytes, which take 7 s at 10 Mbit/s."""
 
 _CHANNEL: Final = (
     # http_proxy would otherwise send even 127.0.0.1 through the proxy.
@@ -60,7 +62,7 @@ _CHANNEL: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.min_reconnect_backoff_ms", 3000),
-    # Addresses are host:port; a lookup of service configurations in DNS only costs time.
+    # Addresses are host:port; looking up service configurations in DNS only costs time.
     ("grpc.service_config_disable_resolution", 1),
 )
 
@@ -71,53 +73,53 @@ _SERVER: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     # A connection that never finishes its handshake is dropped.
     ("grpc.server_handshake_timeout_ms", 5000),
-    # Calls that nobody has taken up yet keep what came with them, those of connections that ended too: under a flood they are
-    # most of the memory. Two thousand may wait (by default some of so many are cancelled); members that are cut off dial again.
+    # Calls that are not accepted yet keep the data they came with, even when their connection has ended: under a flood they are
+    # most of the memory. Two thousand may wait (by default some of them are cancelled); members that are cut off dial again.
     ("grpc.server.max_pending_requests", 2200),
     ("grpc.server.max_pending_requests_hard_limit", 3000),
-    # Nobody of ours compresses: what is packed is no message, and is not unpacked to find that out. Before grpcio 1.84 that was
-    # done whole, and only then was the size looked at.
+    # ferrorpc does not compress, so compressed messages are invalid and need not be decompressed. Before grpcio 1.84 they were
+    # decompressed completely before their size was checked.
     ("grpc.per_message_decompression", 0),
 )
 
 
 def session_channel() -> Options:
-    """For a channel to the coordinator."""
-    return [*_COORDINATOR_WATCHED, *_CHANNEL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX)]
+    """Options of a channel to the coordinator."""
+    return [*_COORDINATOR_KEEPALIVE, *_CHANNEL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX)]
 
 
 def control_server() -> Options:
-    """For the coordinator's server. A client that resets streams in a loop is held to 64 of them at a time."""
+    """Options of the coordinator's server. A client that resets streams in a loop is limited to 64 of them at a time."""
     return [
-        *_MEMBER_WATCHED,
+        *_MEMBER_KEEPALIVE,
         *_SERVER,
         ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_concurrent_streams", 64),
-        # Of a message that is not read yet so much is taken in, and not more on faster connections: what waits stays small.
+        # Buffered bytes of a message that is not read yet; the bandwidth probe would raise it on fast connections.
         ("grpc.http2.lookahead_bytes", 8 << 10),
         ("grpc.http2.bdp_probe", 0),
     ]
 
 
 _DATA: Final = (
-    # Never an unlimited size: one message would fill the memory.
+    # Never unlimited: one message could fill the memory.
     ("grpc.max_receive_message_length", DATA_MESSAGE_BYTES_MAX),
-    # A chunk is one frame of HTTP/2 instead of 64, between which there would be headers to be found and cut out. Nothing else
-    # waits behind it: no other stream shares the connection.
+    # A chunk is one HTTP/2 frame instead of 64, whose headers would have to be found and removed. It delays nothing else,
+    # because no other stream shares the connection.
     ("grpc.http2.max_frame_size", DATA_MESSAGE_BYTES_MAX),
 )
 
 
 def data_channel() -> Options:
-    """For a channel to a peer."""
-    return [*_PEER_WATCHED, *_CHANNEL, *_DATA]
+    """Options of a channel to a peer."""
+    return [*_PEER_KEEPALIVE, *_CHANNEL, *_DATA]
 
 
 def data_server() -> Options:
-    """For a worker's server: one stream per peer and generation, on a connection of its own."""
-    return [*_PEER_WATCHED, *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
+    """Options of a worker's server. Each stream of a peer has a connection of its own."""
+    return [*_PEER_KEEPALIVE, *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
 
 
 def bounds_floods(grpcio_version: str) -> bool:
-    """Whether a server on this grpcio ("1.85.1") keeps what strangers flood it with within bounds, see FLOODS_BOUNDED_SINCE."""
+    """Whether a server with this grpcio (such as "1.85.1") limits its memory under floods, see FLOODS_BOUNDED_SINCE."""
     return tuple(int(part) for part in grpcio_version.split(".")[:2]) >= FLOODS_BOUNDED_SINCE

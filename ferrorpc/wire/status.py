@@ -1,6 +1,7 @@
-"""Errors across a call: ours travel whole in the trailing metadata, those of gRPC itself are translated by a table.
+"""Conversion between errors and gRPC statuses. Errors of ferrorpc travel whole in the trailing metadata of a call.
 
-This is the one place where foreign errors become ours. It serves grpc and grpc.aio alike, which raise the same shape.
+Errors of gRPC itself are translated by a table. This is the only place where they become errors of ferrorpc. It works for grpc
+and grpc.aio, whose exceptions have the same interface.
 """
 
 from __future__ import annotations
@@ -22,15 +23,13 @@ from ferrorpc.errors import (
     VersionMismatchError,
 )
 from ferrorpc.v1 import error_pb2
-from ferrorpc.wire.details import detail_of, restore
-
-__all__ = ["STATUS_OF", "TRAILER", "detail_of", "error_of", "restore", "to_status"]
+from ferrorpc.wire.error_detail import detail_of, restore
 
 TRAILER: Final = "ferrorpc-error-bin"
 """The metadata key of the ErrorDetail."""
 
 TRAILER_BYTES_MAX: Final = 6 << 10
-"""gRPC refuses metadata beyond 8 to 16 KiB: a longer error loses its fields and the end of its message."""
+"""gRPC refuses metadata of more than 8 to 16 KiB. A longer error loses its fields and the end of its message."""
 
 _DETAILS_CHARACTERS_MAX: Final = 512
 
@@ -61,7 +60,7 @@ STATUS_OF: Final = {
     ErrorCode.BACKEND_UNAVAILABLE: grpc.StatusCode.FAILED_PRECONDITION,
     ErrorCode.NCCL: grpc.StatusCode.ABORTED,
 }
-"""What foreign clients and proxies see of each error; ours look at the trailer."""
+"""The status that other clients and proxies see of each error. Clients of ferrorpc read the trailer instead."""
 
 _FOREIGN: Final[dict[grpc.StatusCode, tuple[type[FerroError], str]]] = {
     grpc.StatusCode.UNAVAILABLE: (CoordinatorUnavailableError, "cannot be reached"),
@@ -75,15 +74,15 @@ _FOREIGN: Final[dict[grpc.StatusCode, tuple[type[FerroError], str]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (UsageError, "refused the request"),
     grpc.StatusCode.FAILED_PRECONDITION: (UsageError, "refused the request in its present state"),
 }
-"""Statuses made by gRPC or by something that is not ferrorpc. What is not listed is an error of the root class."""
+"""Errors for statuses without a trailer, from gRPC itself or other servers. Statuses not listed become the root class."""
 
 Trailers: TypeAlias = tuple[tuple[str, bytes], ...]
 
 
 def to_status(error: FerroError) -> tuple[grpc.StatusCode, str, Trailers]:
-    """Status, text and trailing metadata of the call that this error ends.
+    """Status, text and trailing metadata for a call that ends with this error.
 
-    grpc.aio's `context.abort` takes all three; that of grpc takes the first two, after `set_trailing_metadata`.
+    `context.abort` of grpc.aio takes all three; that of grpc takes the first two, after `set_trailing_metadata`.
     """
     data = detail_of(error).SerializeToString()
     if len(data) > TRAILER_BYTES_MAX:
@@ -98,10 +97,10 @@ def to_status(error: FerroError) -> tuple[grpc.StatusCode, str, Trailers]:
 
 
 def error_of(source: error_pb2.ErrorDetail | grpc.RpcError, who: str = "the other side") -> FerroError:
-    """The error that came in a message or as the end of a call.
+    """The error in a message or at the end of a call.
 
     Args:
-        who: subject of the sentence where gRPC itself failed, such as "the coordinator at host:29700".
+        who: subject of the error message where gRPC itself failed, such as "the coordinator at host:29700".
     """
     if isinstance(source, error_pb2.ErrorDetail):
         return restore(source)
@@ -114,7 +113,7 @@ def error_of(source: error_pb2.ErrorDetail | grpc.RpcError, who: str = "the othe
 
 
 def _status(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
-    """Status and text. The bare RpcError that a server's request iterator raises has neither: its caller went away."""
+    """Status and text. The bare RpcError of a server's request iterator has neither; its caller has gone."""
     code = error.code() if hasattr(error, "code") else None
     text = error.details() if hasattr(error, "details") else None
     return code or grpc.StatusCode.CANCELLED, text or "no details"

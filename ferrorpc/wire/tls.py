@@ -1,10 +1,11 @@
-"""TLS on every connection: from files that are looked at for each dial and each handshake, so that they may be renewed.
+"""TLS for all connections, from files that are checked at each dial and each handshake, so that they may be renewed.
 
-Where they change, they are taken over once they are sound together: certificate and key a pair, of the authority, valid now.
-Until then both ends go on with what they had, and say so once; so files may be replaced one after the other, and slowly.
+Changed files take effect once they are valid together: certificate and key are a pair, issued by the authority, and valid now.
+Until then the previous ones stay in use, which is logged once. So the files may be replaced one after the other.
 
-With an authority, a certificate and a key both ends prove who they are (mutual TLS), and the name that is asked for is that of
-the job and the role (identity.py). With an authority alone a caller checks the host's name, as browsers do, and brings a token.
+With an authority, a certificate and a key both ends authenticate each other (mutual TLS), and clients verify the server's job
+and role (identity.py). With an authority alone a client verifies the host's name, as browsers do, and authenticates with a
+token.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from ferrorpc.wire.options import Options
 _log = logging.getLogger("ferrorpc.tls")
 Made = TypeVar("Made")
 _STEPS_MAX: Final = 8
-"""More than a handshake in memory takes."""
+"""More rounds than a handshake in memory takes."""
 _READS_MAX: Final = 5
-"""How often files that change while they are read are read again at the start."""
+"""How often files that change while they are read at the start are read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files; what is not given is None. A certificate and its key come together."""
+    """Paths of PEM files, None where not given. A certificate and its key are given together."""
 
     authority: str | None
     certificate: str | None = None
@@ -42,7 +43,7 @@ class TlsFiles:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> TlsFiles | None:
-        """What the tls_* settings name; None where they name nothing.
+        """The files of the tls_* settings; None where none is set.
 
         Raises:
             ConfigError: a certificate without its key, or a key without its certificate.
@@ -54,11 +55,11 @@ class TlsFiles:
 
     @property
     def mutual(self) -> bool:
-        """Whether both ends prove who they are."""
+        """Whether both ends authenticate each other."""
         return self.authority is not None and self.certificate is not None
 
     def check(self, *, listening: bool) -> frozenset[Identity]:
-        """Holds the files to what the other end will hold them to, by a handshake in memory; returns who they speak for.
+        """Checks the files as the other end will, by a handshake in memory. Returns the identities in the certificate.
 
         Raises:
             ConfigError: a file cannot be read, is no PEM, or key and certificate are no pair.
@@ -71,7 +72,7 @@ class TlsFiles:
         return identities(value for kind, value in names if kind == "URI")
 
     def ends_at(self, *, listening: bool) -> float | None:
-        """When the certificate ends, in seconds since the epoch; None without an authority, which is what makes it readable.
+        """When the certificate expires, in seconds since the epoch; None without an authority, which is needed to read it.
 
         Raises:
             ConfigError, AuthenticationError: as `check`.
@@ -80,16 +81,16 @@ class TlsFiles:
         return None if end is None else ssl.cert_time_to_seconds(end)
 
     def _seen(self, *, listening: bool) -> Mapping[str, Any]:
-        """What the other end sees in the certificate; nothing where it has no authority to judge by."""
+        """The certificate as the other end sees it; empty where there is no authority to verify it."""
         if self.certificate is None:
             return {}
         near, far = (ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
         far.check_hostname = False
         far.verify_mode = ssl.CERT_NONE
-        judge = far if listening else near
+        verifier = far if listening else near
         if self.authority is not None:
-            judge.verify_mode = ssl.CERT_REQUIRED
-            self._trust(judge)
+            verifier.verify_mode = ssl.CERT_REQUIRED
+            self._trust(verifier)
         try:
             near.load_cert_chain(self.certificate, self.key, password=lambda: b"")
             far.load_cert_chain(self.certificate, self.key, password=lambda: b"")
@@ -117,7 +118,7 @@ class TlsFiles:
             ) from None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For dialling, as the files are now; `Dialer` keeps and renews them.
+        """Credentials for dialling, from the files as they are now. `Dialer` keeps and renews them.
 
         Raises:
             ConfigError: a file cannot be read, or there is no authority.
@@ -128,32 +129,32 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(authority, key, certificate)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For listening. Whoever dials must have a certificate of the authority, where there is one.
+        """Credentials for a server. Clients must have a certificate of the authority, where there is one.
 
         Raises:
             ConfigError, AuthenticationError: as `check`.
         """
-        kept = _Kept(self, self._configuration, listening=True)
+        reloaded = _Reloaded(self, self._configuration, listening=True)
         return grpc.dynamic_ssl_server_credentials(
-            kept.made,
-            kept.renewed,  # type: ignore[arg-type]  # None is allowed: no news
+            reloaded.made,
+            reloaded.renewed,  # type: ignore[arg-type]  # None is allowed: nothing has changed
             require_client_authentication=self.authority is not None,
         )
 
     def server_context(self) -> ssl.SSLContext:
-        """For listening to browsers and the like, which bring no certificate. Renewed in the same way.
+        """Context for a server of browsers and the like, which have no certificate. Renewed in the same way.
 
         Raises:
             ConfigError, AuthenticationError: as `check`.
         """
-        kept = _Kept(self, self._context, listening=True)
+        reloaded = _Reloaded(self, self._context, listening=True)
 
-        def greeted(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            kept.renewed()
-            connection.context = kept.made
+        def renew(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            reloaded.renewed()
+            connection.context = reloaded.made
 
-        kept.made.sni_callback = greeted
-        return kept.made
+        reloaded.made.sni_callback = renew
+        return reloaded.made
 
     def _context(self) -> ssl.SSLContext:
         assert self.certificate is not None
@@ -162,7 +163,7 @@ class TlsFiles:
         return context
 
     def stamps(self) -> tuple[tuple[int, int, int], ...]:
-        """Changes whenever one of the files does. Raises ConfigError where one is not there."""
+        """A value that changes whenever one of the files does. Raises ConfigError where one is missing."""
         try:
             states = [os.stat(path) for path in (self.authority, self.certificate, self.key) if path is not None]
         except OSError as error:
@@ -187,15 +188,15 @@ class TlsFiles:
         return ConfigError(f"cannot read {name}: {error.strerror}", hint="check FERRORPC_TLS_*")
 
 
-class _Kept(Generic[Made]):
-    """What was made of the files when they were last sound. Files that are wrong, or half written, leave it as it was.
+class _Reloaded(Generic[Made]):
+    """Something made from the files, made again whenever they change. Invalid or half-written files leave it as it was.
 
     Args:
         make: reads the files and makes it.
-        listening: which end the files are for.
+        listening: whether the files are for a server.
 
     Raises:
-        ConfigError, AuthenticationError: they are not sound to begin with.
+        ConfigError, AuthenticationError: the files are not valid at the start.
     """
 
     def __init__(self, files: TlsFiles, make: Callable[[], Made], *, listening: bool) -> None:
@@ -213,7 +214,7 @@ class _Kept(Generic[Made]):
         self._stamps, self.made = found
 
     def renewed(self) -> Made | None:
-        """Asked at each handshake; None where nothing is new."""
+        """Called at each handshake. The new one where the files have changed, else None."""
         with self._lock:
             stamps: tuple[object, ...] = ()
             try:
@@ -233,16 +234,16 @@ class _Kept(Generic[Made]):
         return self.made
 
     def current(self) -> Made:
-        """What to dial with: the renewed, or what there was.
+        """What to dial with, renewed where the files have changed.
 
         Raises:
-            ConfigError, AuthenticationError: the files are those that it was made of, and are not sound any more.
+            ConfigError, AuthenticationError: the files have not changed, but are not valid any more.
         """
         if self.renewed() is None and self._is_of_these_files():
             try:
                 self._files.check(listening=self._listening)
             except (ConfigError, AuthenticationError):
-                if self._is_of_these_files():  # and not of others that are being written at this moment
+                if self._is_of_these_files():  # unless others are being written right now
                     raise
         return self.made
 
@@ -253,14 +254,14 @@ class _Kept(Generic[Made]):
             return False
 
     def _read(self) -> tuple[tuple[object, ...], Made] | None:
-        """Their stamps and what was made of them; None where they changed meanwhile, so that nobody knows what was read."""
+        """The stamps of the files and what was made of them; None where the files changed meanwhile."""
         before = self._files.stamps()
         self._files.check(listening=self._listening)
         made = self._make()
         return (before, made) if self._files.stamps() == before else None
 
     def _tell(self, stamps: object, error: Exception) -> None:
-        """Once of the same files and the same reason, however many handshakes ask."""
+        """Logs an error once for the same files and reason, however many handshakes there are."""
         reason = str(error).partition("\n")[0]
         if (stamps, reason) != self._told:
             self._told = stamps, reason
@@ -268,30 +269,30 @@ class _Kept(Generic[Made]):
 
 
 class Dialer:
-    """Makes channels with a process's own files, renewed as they are."""
+    """Makes channels with the TLS files of this process, which may be renewed."""
 
     def __init__(self, files: TlsFiles) -> None:
         self.files = files
         self._lock = threading.Lock()
-        self._kept: _Kept[grpc.ChannelCredentials] | None = None
+        self._reloaded: _Reloaded[grpc.ChannelCredentials] | None = None
 
     def channel(self, address: str, job: str, role: Role, options: Options) -> grpc.Channel:
         """A channel to a listener that must be the `role` of `job`.
 
         Raises:
-            ConfigError, AuthenticationError: the files were never sound, or are not any more; see `TlsFiles.check`. Where they
-                have changed and do not fit yet, what they were is used.
+            ConfigError, AuthenticationError: the files were never valid, or are not any more (see `TlsFiles.check`). Where they
+                have changed and are not valid yet, the previous ones are used.
         """
         with self._lock:
-            if self._kept is None:
-                self._kept = _Kept(self.files, self.files.channel_credentials, listening=False)
+            if self._reloaded is None:
+                self._reloaded = _Reloaded(self.files, self.files.channel_credentials, listening=False)
         named = self.files.mutual
         name: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", server_name(job, role))] if named else []
-        return grpc.secure_channel(address, self._kept.current(), options=[*options, *name])
+        return grpc.secure_channel(address, self._reloaded.current(), options=[*options, *name])
 
 
 def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) -> Mapping[str, Any]:
-    """Lets the two meet in memory; returns what the judging one saw in the other's certificate."""
+    """Does a handshake in memory. Returns the certificate that the verifying end saw."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     client, server = far.wrap_bio(down, up), near.wrap_bio(up, down, server_side=True)
     open_ends = [client, server]

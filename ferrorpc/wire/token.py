@@ -1,4 +1,4 @@
-"""The secret that a process brings, from a file that may be replaced while it runs."""
+"""The token with which a process authenticates itself, from a file that may be replaced while the process runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _log = logging.getLogger("ferrorpc.token")
 
 
 class Token:
-    """What the file says, looked at whenever it is needed; in no repr.
+    """A token that is read from its file whenever it is needed. It never appears in a repr.
 
     Args:
-        path: None for no secret, or for one that stays.
-        fixed: the one that stays.
+        path: None for no token, or for a constant one.
+        fixed: the constant one.
 
     Raises:
         ConfigError: the file cannot be read, or is a coordinator's list of tokens.
@@ -30,7 +30,7 @@ class Token:
         self._told = ""
 
     def current(self) -> str:
-        """The secret to bring now. A file that cannot be used leaves it as it was, and is told of once."""
+        """The current token. Where the file cannot be used, the last token is kept, and that is logged once."""
         if self._path is None:
             return self._value
         try:
@@ -49,18 +49,18 @@ class Token:
         return value
 
     def accepts(self, given: str) -> bool:
-        """Whether it is what the file says, or what it said before that; takes as long whichever it is."""
+        """Whether it is the current token or the one before it. Compares in constant time."""
         text = given.encode("utf-8", "replace")
         now, before = (hmac.compare_digest(one.encode(), text) for one in (self.current(), self._before))
         return now or before
 
 
 NO_TOKEN: Final = Token()
-"""Of processes that bring none."""
+"""The token of processes that have none."""
 
 
 def read_token(path: str | None) -> str:
-    """The secret in a file; empty without one.
+    """The token in a file; empty without a path.
 
     Raises:
         ConfigError: the file cannot be read, or is a coordinator's list of tokens.

@@ -1,8 +1,8 @@
 """The coordinator's process: `python -m ferrorpc_coordinator --listen 127.0.0.1:29700 --data-dir DIR`.
 
-When it is ready it writes one line to stdout: `listening HOST:PORT cluster CLUSTER_ID`, and then ` http HOST:PORT` where it has
-such a port. SIGTERM drains it and it exits 0.
-Exit code 64: it was told something that cannot work. 70: it failed; with a data directory a restart loses nothing.
+When it is ready it writes one line to stdout: `listening HOST:PORT cluster CLUSTER_ID`, followed by ` http HOST:PORT` if it has
+an HTTP port. At SIGTERM it drains and exits with code 0.
+Exit code 64: invalid configuration. 70: it failed; with a data directory, a restart loses nothing.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import NoReturn
 
-from ferrorpc_coordinator import handshakes  # noqa: F401 (first of all)
+from ferrorpc_coordinator import grpc_verbosity  # noqa: F401 (must be the first import)
 
 # isort: split
 from ferrorpc.config import Config
-from ferrorpc.errors import AuthenticationError, ConfigError
+from ferrorpc.errors import ConfigError
+from ferrorpc.exit_codes import CONFIGURATION_ERRORS, EXIT_CONFIG, EXIT_FAILED
 from ferrorpc.logs import set_up_logging
 from ferrorpc.versions import own_version
 from ferrorpc.wire.cost_table import parse
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.server import Announcement, Options, serve
 from ferrorpc_coordinator.state.settings import SECOND, Settings
-from ferrorpc_coordinator.tokens import grants_in
+from ferrorpc_coordinator.tokens import read_token_file
 
-EXIT_CONFIG: Final = 64
-EXIT_FAILED: Final = 70
 logger = logging.getLogger("ferrorpc.coordinator")
 
 
@@ -43,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = Config({name: value for name, value in vars(arguments).items() if name not in ("announce_fd", "transient")})
         set_up_logging(config)
-        _take_descriptors()
+        _raise_descriptor_limit()
         options = options_from(config)
         forgets = options.data_dir is None and not arguments.transient
         asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd, forgets)))
-    except (ConfigError, AuthenticationError) as error:
+    except CONFIGURATION_ERRORS as error:
         sys.stderr.write(f"ferrorpc coordinator: {error}\n")
         return EXIT_CONFIG
     except Exception:
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options_from(config: Config) -> Options:
-    """What the settings mean for a coordinator.
+    """The coordinator's options from the settings.
 
     Raises:
         ConfigError: they contradict each other, or a file they name cannot be read.
@@ -77,17 +76,17 @@ def options_from(config: Config) -> Options:
         ),
         data_dir=None if data_dir is None else Path(data_dir),
         tls=_tls(config),
-        grants=() if token_file is None else grants_in(token_file),
+        grants=() if token_file is None else read_token_file(token_file),
         token_file=token_file,
         insecure=config["insecure"],
         http_port=config["http_port"],
     )
 
 
-def _take_descriptors() -> None:
-    """As many files and sockets as the system lets it have: each member takes one, and the usual limit is 1,024."""
+def _raise_descriptor_limit() -> None:
+    """Raises the limit of file descriptors to the maximum: each member needs one, and the usual limit is 1,024."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+    with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -133,18 +132,18 @@ def _announce(announcement: Announcement, descriptor: int | None, forgets: bool)
     http = f" http {announcement.http_address}" if announcement.http_address else ""
     line = f"listening {announcement.address} cluster {announcement.cluster_id}{http}\n"
     try:
-        if sys.stdout is not None:  # it may have been started without one
+        if sys.stdout is not None:  # the process may have no stdout
             sys.stdout.write(line)
             sys.stdout.flush()
         if descriptor is not None:
             os.write(descriptor, line.encode())
             os.close(descriptor)
-    except OSError as error:  # whoever reads it is gone, or its disk is full: no reason not to serve
-        logger.warning("%s (but nobody could be told: %s)", line.strip(), error.strerror)
+    except OSError as error:  # its reader is gone, or its disk is full: serve anyway
+        logger.warning("%s (could not be announced: %s)", line.strip(), error.strerror)
     page = f"; status page at {announcement.page}" if announcement.page else ""
     logger.info("epoch %d%s", announcement.epoch, page)
     if forgets:
-        logger.warning("all is in memory: without --data-dir a restart forgets it")
+        logger.warning("everything is kept in memory: without --data-dir a restart forgets it")
 
 
 def _tls(config: Config) -> TlsFiles | None:
@@ -155,7 +154,7 @@ def _tls(config: Config) -> TlsFiles | None:
 
 
 def _cost_table(path: str | None) -> str:
-    """The table as it travels, without the blanks of its file."""
+    """The cost table as compact JSON."""
     if path is None:
         return ""
     try:

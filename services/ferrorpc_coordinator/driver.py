@@ -1,15 +1,15 @@
-"""The one place where decisions meet the world: it owns the clock, steps the state, and carries out what was decided.
+"""The driver: owns the clock, steps the state machine, and carries out its effects.
 
     gRPC frame, call, end of stream --> event --> Coordinator.step(event, now) --> effects
     effects: Persist -> the group being filled;  Send, Reply, Close -> out, once durable
 
-What a frame tells must never be forgotten again. So each Send, Reply and Close waits until every Persist decided before it
-(in its own step or an earlier one) is durable. While one group is being written the next is filled, and everything decided
-within one turn of the event loop shares a group. Without a journal nothing waits.
+Nothing that a client was told may be lost. So each Send, Reply and Close waits until every Persist of its own step and earlier
+ones is durable. While one group is being written the next is filled, and all rows of one turn of the event loop share a group.
+Without a journal nothing waits.
 
-Everything here runs on one event loop and runs to completion: no locks, no task per message. An exception from the state is a
-bug that may have left memory and journal apart, one on the way out has left somebody without an answer; the driver then stops
-at once (`failure`), and a restart goes on from what is durable.
+Everything here runs on one event loop, without locks and without a task per message. An exception from the state machine is a
+bug that may have left memory and journal inconsistent; an exception while sending has left somebody without an answer. The
+driver then stops at once (`failure`), and a restart continues from what is durable.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc_coordinator.journal import Journal, Row
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.outbox import Outbox
+from ferrorpc_coordinator.send_queue import SendQueue
 from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, SendMany, UnaryResponse
 from ferrorpc_coordinator.state.events import (
-    NOBODY,
+    UNKNOWN_CALLER,
     Called,
     Caller,
     Cancelled,
@@ -42,52 +42,52 @@ from ferrorpc_coordinator.state.events import (
 )
 
 _log = logging.getLogger("ferrorpc.coordinator.driver")
-_story = logging.getLogger("ferrorpc.coordinator.job")
-_CALM: Final = frozenset({"generation", "ended", "left", "back", "forgotten"})
-"""Kinds of notes that are no cause for concern."""
+_job_log = logging.getLogger("ferrorpc.coordinator.job")
+_ROUTINE: Final = frozenset({"generation", "ended", "left", "back", "forgotten"})
+"""Kinds of notes that are logged at level INFO, others at WARNING."""
 
 SLOW_COMMIT_NS: Final = 5_000_000_000
-"""A group that takes longer to reach the disk is told of, once: until then everybody waits for it."""
+"""A group that takes longer to reach the disk is logged, once: until then, everybody waits for it."""
 
-STOOD_STILL_NS: Final = 1_000_000_000
-"""A timer that rings later than that is told of: the log explains what members saw meanwhile."""
+LATE_TIMER_NS: Final = 1_000_000_000
+"""A timer that fires later than this is logged, which explains what members saw meanwhile."""
 
 Outgoing = Send | SendMany | Reply | Close
 
 
-class Decider(Protocol):
-    """What the driver needs of the state machine."""
+class StateMachine(Protocol):
+    """The state machine, as the driver uses it."""
 
     def step(self, event: Event, now_ns: int) -> list[Effect]:
-        """Decides."""
+        """Handles one event."""
 
     def next_deadline(self) -> int | None:
-        """When it wants a Tick at the latest."""
+        """When it must get a Tick at the latest."""
 
 
 class Driver:
     """Drives one coordinator on the running event loop.
 
     Args:
-        decider: the state machine, already recovered.
+        state_machine: already recovered.
         journal: where Persist effects go; None keeps everything in memory.
-        counters: what is counted on the way.
+        counters: the metrics that it updates.
         now_ns: the monotonic clock; replaced in tests.
     """
 
     def __init__(
         self,
-        decider: Decider,
+        state_machine: StateMachine,
         journal: Journal | None,
         counters: Counters,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._decider = decider
+        self._state_machine = state_machine
         self._journal = journal
         self._counters = counters
         self._now_ns = now_ns
-        self._outboxes: dict[int, Outbox] = {}
+        self._queues: dict[int, SendQueue] = {}
         self._calls: dict[int, asyncio.Future[UnaryResponse | error_pb2.ErrorDetail]] = {}
         self._numbers = 0
         self._rows: dict[tuple[str, str], Row] = {}
@@ -95,9 +95,9 @@ class Driver:
         self._written = 0
         self._durable = 0
         self._flushed_ns = 0
-        self._told_of = 0
-        """The last group that was told to be slow."""
-        self._held: deque[tuple[int, Outgoing, list[tuple[Outbox, int]]]] = deque()
+        self._reported_slow = 0
+        """The last group that was logged as slow."""
+        self._held: deque[tuple[int, Outgoing, list[tuple[SendQueue, int]]]] = deque()
         self._settle_scheduled = False
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -105,50 +105,50 @@ class Driver:
         self._idle = asyncio.Event()
         self._idle.set()
         self.failure: asyncio.Future[None] = self._loop.create_future()
-        """Fails when the coordinator cannot go on."""
+        """Fails when the coordinator cannot continue."""
         if journal is not None:
             journal.start(self._journal_failed)
 
     @property
     def refuses_writes(self) -> bool:
-        """Whether the journal's disk is full: nothing ought to be decided that makes it larger."""
+        """Whether the journal's disk is full, so that requests that would enlarge it must be refused."""
         return self._journal is not None and self._journal.full
 
     @property
     def sessions(self) -> int:
-        """Streams that are open."""
-        return len(self._outboxes)
+        """The number of open streams."""
+        return len(self._queues)
 
     def tick(self) -> None:
-        """Lets time pass: first of all, so that what recovery decided becomes durable; then for whoever looks at ages."""
+        """Sends a Tick: once at the start, so that what recovery decided becomes durable, and before ages are read."""
         self._step(Tick())
 
-    def connect(self, hello: session_pb2.Hello, caller: Caller = NOBODY) -> Outbox:
-        """A new stream of this caller, whose first frame was `hello`."""
+    def connect(self, hello: session_pb2.Hello, caller: Caller = UNKNOWN_CALLER) -> SendQueue:
+        """Opens a stream for this caller, whose first frame was `hello`; returns its queue."""
         self._numbers += 1
-        outbox = Outbox(self._numbers)
+        queue = SendQueue(self._numbers)
         if self._closed:
-            outbox.finish()
-            return outbox
-        self._outboxes[outbox.stream] = outbox
-        self._step(Connected(outbox.stream, hello, caller))
-        return outbox
+            queue.finish()
+            return queue
+        self._queues[queue.stream] = queue
+        self._step(Connected(queue.stream, hello, caller))
+        return queue
 
     def receive(self, stream: int, frame: session_pb2.ClientFrame) -> None:
-        """A further frame of a stream."""
+        """Handles another frame of a stream."""
         self._counters.frames_received += 1
         self._step(Received(stream, frame, self.refuses_writes))
 
     def disconnect(self, stream: int) -> None:
-        """The stream has ended, whoever ended it. Later frames for it are dropped."""
-        if self._outboxes.pop(stream, None) is not None:
+        """Handles the end of a stream, whoever ended it. Later frames for it are dropped."""
+        if self._queues.pop(stream, None) is not None:
             self._step(Disconnected(stream))
 
-    async def call(self, request: UnaryRequest, caller: Caller = NOBODY) -> UnaryResponse | error_pb2.ErrorDetail:
-        """One unary request of this caller; the answer may be long in coming.
+    async def call(self, request: UnaryRequest, caller: Caller = UNKNOWN_CALLER) -> UnaryResponse | error_pb2.ErrorDetail:
+        """Handles a unary request; the answer may take long.
 
         Raises:
-            CoordinatorUnavailableError: the coordinator ends before there is an answer.
+            CoordinatorUnavailableError: the coordinator stops before there is an answer.
         """
         if self._closed:
             raise CoordinatorUnavailableError("the coordinator is stopping")
@@ -166,31 +166,31 @@ class Driver:
             self._calls.pop(number, None)
 
     def drain(self, within_ms: int) -> None:
-        """Tells every session that the coordinator stops within so many milliseconds."""
+        """Tells every session that the coordinator will stop within this many milliseconds."""
         self._step(Drain(within_ms))
 
     async def settled(self) -> None:
-        """Returns once everything decided so far is durable and handed to the streams."""
+        """Returns once everything decided so far is durable and passed to the streams."""
         await self._idle.wait()
 
     def close(self) -> None:
-        """Stops the timer, ends every stream and fails every call, those to come included."""
+        """Stops the timer, ends every stream, and fails every call, including later ones."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for outbox in self._outboxes.values():
-            outbox.finish()
+        for queue in self._queues.values():
+            queue.finish()
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(CoordinatorUnavailableError("the coordinator is stopping"))
 
-    # -- deciding ------------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> None:
         if self._closed:
             return
         try:
-            self._carry_out(self._decider.step(event, self._now_ns()))
+            self._carry_out(self._state_machine.step(event, self._now_ns()))
         except Exception as error:
             self._stop(error)
             raise
@@ -200,23 +200,23 @@ class Driver:
             self._loop.call_soon(self._settle)
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        outgoing = self._keep(effects)
+        outgoing = self._buffer_rows(effects)
         needs = self._filling if self._rows else self._written
         for effect in outgoing:
             if needs > self._durable:
-                debts = self._debts(effect)
-                for outbox, size_bytes in debts:
-                    outbox.owe(size_bytes)
-                self._held.append((needs, effect, debts))
+                recipients = self._recipients(effect)
+                for queue, size_bytes in recipients:
+                    queue.reserve(size_bytes)
+                self._held.append((needs, effect, recipients))
             else:
                 self._release(effect)
 
-    def _keep(self, effects: list[Effect]) -> list[Outgoing]:
-        """Takes what stays in this process, rows and notes; returns the rest."""
+    def _buffer_rows(self, effects: list[Effect]) -> list[Outgoing]:
+        """Logs the notes and buffers the rows; returns the other effects."""
         outgoing: list[Outgoing] = []
         for effect in effects:
             if isinstance(effect, Note):
-                _tell(effect)
+                _log_note(effect)
             elif not isinstance(effect, Persist):
                 outgoing.append(effect)
             elif self._journal is not None:
@@ -224,15 +224,15 @@ class Driver:
         return outgoing
 
     def _settle(self) -> None:
-        """Once a turn of the event loop: hands over a group of rows and arms the timer."""
+        """Once per turn of the event loop: passes a group of rows to the journal and arms the timer."""
         self._settle_scheduled = False
         self._flush()
         self._arm()
         self._note_idle()
 
     def _arm(self) -> None:
-        """Sees to it that the loop wakes by the next deadline. A timer that fires too early arms itself again."""
-        deadline_ns = self._decider.next_deadline()
+        """Arms the timer for the next deadline. A timer that fires too early is armed again."""
+        deadline_ns = self._state_machine.next_deadline()
         if deadline_ns is None or self._closed:
             return
         if self._timer is not None:
@@ -240,21 +240,21 @@ class Driver:
                 return
             self._timer.cancel()
         self._armed_ns = deadline_ns
-        self._timer = self._loop.call_later(max(0, deadline_ns - self._now_ns()) / 1e9, self._ring)
+        self._timer = self._loop.call_later(max(0, deadline_ns - self._now_ns()) / 1e9, self._on_timer)
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         now_ns = self._now_ns()
         late_ns = max(0, now_ns - self._armed_ns)
         self._counters.loop_lag.observe(late_ns / 1e9)
-        if late_ns > STOOD_STILL_NS:
+        if late_ns > LATE_TIMER_NS:
             _log.warning(
-                "this coordinator stood still for %.1f s (suspended, or without a processor); nobody is given up for that",
+                "this coordinator stood still for %.1f s (suspended, or without a processor); no member is declared dead",
                 late_ns / 1e9,
             )
         self._flushed_ns += late_ns
-        self._tell_of_a_slow_commit(now_ns)
-        deadline_ns = self._decider.next_deadline()
+        self._report_slow_commit(now_ns)
+        deadline_ns = self._state_machine.next_deadline()
         if deadline_ns is not None and deadline_ns > now_ns:
             self._arm()
             return
@@ -272,20 +272,20 @@ class Driver:
         self._flushed_ns = self._now_ns()
         self._journal.write(rows, self._journal_wrote)
 
-    def _tell_of_a_slow_commit(self, now_ns: int) -> None:
+    def _report_slow_commit(self, now_ns: int) -> None:
         waited_ns = now_ns - self._flushed_ns
-        if self._written > max(self._durable, self._told_of) and waited_ns > SLOW_COMMIT_NS:
-            self._told_of = self._written
+        if self._written > max(self._durable, self._reported_slow) and waited_ns > SLOW_COMMIT_NS:
+            self._reported_slow = self._written
             _log.error(
                 "the journal's disk has been stuck for %.0f s: nothing that must be durable is answered", waited_ns / 1e9
             )
 
     def _journal_wrote(self) -> None:
-        """On the journal's thread."""
+        """Called on the journal's thread."""
         self._loop.call_soon_threadsafe(self._made_durable)
 
     def _journal_failed(self, error: Exception) -> None:
-        """On the journal's thread."""
+        """Called on the journal's thread."""
         self._loop.call_soon_threadsafe(self._stop, error)
 
     def _made_durable(self) -> None:
@@ -293,11 +293,11 @@ class Driver:
         held = self._held
         try:
             while held and held[0][0] <= self._durable:
-                _, effect, debts = held.popleft()
-                for outbox, size_bytes in debts:
-                    outbox.owe(-size_bytes)
+                _, effect, recipients = held.popleft()
+                for queue, size_bytes in recipients:
+                    queue.reserve(-size_bytes)
                 self._release(effect)
-        except Exception as error:  # what was decided is not told to some: as bad as a decision that failed
+        except Exception as error:  # somebody misses an answer: as bad as a failed step
             self._stop(error)
             raise
         self._flush()
@@ -312,12 +312,12 @@ class Driver:
             self.failure.set_exception(error)
         self.close()
 
-    # -- carrying out --------------------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def _release(self, effect: Outgoing) -> None:
         if isinstance(effect, Send):
             self._counters.observe(effect.frame)
-            if effect.stream in self._outboxes:
+            if effect.stream in self._queues:
                 self._write(effect.stream, effect.frame.SerializeToString())
         elif isinstance(effect, SendMany):
             self._counters.observe(effect.frame)
@@ -327,26 +327,26 @@ class Driver:
             answer = self._calls.get(effect.call)
             if answer is not None and not answer.done():
                 answer.set_result(effect.message)
-        elif effect.stream in self._outboxes:
-            self._outboxes[effect.stream].finish()
+        elif effect.stream in self._queues:
+            self._queues[effect.stream].finish()
 
-    def _debts(self, effect: Outgoing) -> list[tuple[Outbox, int]]:
-        """To whom an effect will write, and how many bytes."""
+    def _recipients(self, effect: Outgoing) -> list[tuple[SendQueue, int]]:
+        """The queues that an effect will write to, and how many bytes to each."""
         if not isinstance(effect, Send | SendMany):
             return []
         recipients = ((effect.stream, b""),) if isinstance(effect, Send) else effect.recipients
         shared = effect.frame.ByteSize()
-        return [(self._outboxes[stream], shared + len(overlay)) for stream, overlay in recipients if stream in self._outboxes]
+        return [(self._queues[stream], shared + len(overlay)) for stream, overlay in recipients if stream in self._queues]
 
     def _write(self, stream: int, data: bytes) -> None:
-        outbox = self._outboxes.get(stream)
-        if outbox is not None and not outbox.overflowed and not outbox.push(data):
-            _log.warning("stream %d leaves too much unread and is cut off; it may resume", stream)
+        queue = self._queues.get(stream)
+        if queue is not None and not queue.overflowed and not queue.push(data):
+            _log.warning("stream %d leaves too much unread and is disconnected; it may resume", stream)
             self._loop.call_soon(self.disconnect, stream)
 
 
-def _tell(note: Note) -> None:
-    """Writes a note to the log, with what it is about as fields."""
-    level = logging.INFO if note.kind in _CALM else logging.WARNING
+def _log_note(note: Note) -> None:
+    """Logs a note, with its fields as `extra`."""
+    level = logging.INFO if note.kind in _ROUTINE else logging.WARNING
     about = {"event": note.kind, "job": note.job, "rank": None if note.rank < 0 else note.rank, "generation": note.generation}
-    _story.log(level, "job %s: %s", note.job, note.text, extra=about)
+    _job_log.log(level, "job %s: %s", note.job, note.text, extra=about)

@@ -1,4 +1,4 @@
-"""grpc.health.v1, as probes of Kubernetes and `ferrorpc health` ask for it.
+"""The service grpc.health.v1, for probes of Kubernetes and `ferrorpc health`.
 
 grpcio's own servicer leaves its Watch streams open at shutdown, which delays it and logs a cancellation for each; here they
 end after their last answer.
@@ -19,24 +19,24 @@ Context = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.Hea
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """SERVING for the given names until `stop`, then NOT_SERVING for good."""
+    """Reports SERVING for the given names until `stop`, then NOT_SERVING."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(services)
         self._stopped = asyncio.Event()
 
     def stop(self) -> None:
-        """From now on the answer is NOT_SERVING."""
+        """From now on, reports NOT_SERVING."""
         self._stopped.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Response:
-        """The present status; NOT_FOUND for a service that is not here."""
+        """The current status; NOT_FOUND for an unknown service."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service is called {request.service!r} here")
         return Response(status=self._status(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """The present status, and the last one, if that is another."""
+        """The current status, and the last one if it differs."""
         first = self._status(request.service)
         await context.write(Response(status=first))
         await self._stopped.wait()

@@ -1,18 +1,17 @@
-"""What survives a restart: rows of (table, key, value) in SQLite, written by one thread in groups.
+"""The journal: rows of (table, key, value) in SQLite that survive a restart, written in groups by one thread.
 
-The driver hands over everything that was decided while the last group was being written, so a slow disk makes groups
-larger instead of answers later. A group is one transaction in write-ahead mode with synchronous=FULL: when `done` is
-called, it has reached the disk.
+The driver passes all rows that were decided while the last group was being written, so a slow disk makes groups larger.
+A group is one transaction in write-ahead mode with synchronous=FULL: when `done` is called, it has reached the disk.
 
-A full disk is expected to happen once. The journal keeps a reserve file beside the database and gives it up then: what was
-decided already can still be written, `full` tells the driver to refuse new writes, and the reserve is taken again once
-there is room. Any other failure to write is final (a second fsync may lie about the first): `failed` is called and the
-coordinator stops, because it must not promise what it cannot keep.
+The journal is prepared for a full disk. It keeps a reserve file beside the database and deletes it when the disk is full: the
+rows already decided can still be written, and `full` tells the driver to refuse requests that write. The reserve is created
+again once there is room. Any other write error is final (after a failed fsync a second one may report success for lost data):
+`failed` is called and the coordinator stops.
 
-A row carries a checksum of its own, because the database would read a bit that the disk has turned over as if it had been
-written so. One that does not match refuses the start: nobody knows what else it was.
+Every row has a checksum of its own, because SQLite does not notice a flipped bit in a value. If one does not match, the
+coordinator does not start.
 
-Several coordinators must never write one journal, so opening takes a lock that the kernel frees when its holder dies.
+Opening takes a file lock, which the kernel releases when its holder dies, so two coordinators never write one journal.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ Row = tuple[str, str, bytes | None]
 """Table, key and value; a value of None removes the row."""
 
 SCHEMA_VERSION: Final = 2
-"""Format 1 had no checksums: it is read, and is of this format from then on."""
+"""Format 1 had no checksums; it is converted when it is opened."""
 RESERVE_BYTES: Final = 4 << 20
 _RESERVE: Final = "reserve"
 _RETRY_SECONDS: Final = 0.25
 _SHRINK_PAGES: Final = 64
-"""A step writes about as many pages anew, which takes room, too."""
+"""Pages freed in one step. The step writes about as many pages to the write-ahead log, so it must be small on a full disk."""
 _TRANSIENT: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY)
 _log = logging.getLogger("ferrorpc.coordinator.journal")
 
@@ -49,7 +48,7 @@ class Journal:
     """The rows on disk, and the thread that writes them.
 
     Invariants: 1. Only one process has a journal's directory open. 2. Groups are written in the order they were given.
-    3. `done` of a group is called once, after it is durable. 4. Rows read at opening are those of a prefix of the groups.
+    3. `done` of a group is called once, after it is durable. 4. The rows read at opening are those of a prefix of the groups.
     """
 
     def __init__(self, directory: Path, lock: int, connection: sqlite3.Connection, reserve_bytes: int) -> None:
@@ -62,13 +61,13 @@ class Journal:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.full = False
-        """Whether the disk is full: what was decided is still written, new writes ought to be refused."""
+        """Whether the disk is full: what was decided is still written, requests that write must be refused."""
         self.commits = 0
-        """Groups made durable since opening."""
+        """Groups written since opening."""
 
     @classmethod
     def open(cls, directory: Path, *, reserve_bytes: int = RESERVE_BYTES) -> Journal:
-        """Opens or creates the journal in `directory`; `reserve_bytes` are set aside for the day the disk is full.
+        """Opens or creates the journal in `directory`, with a reserve of `reserve_bytes` for a full disk.
 
         Raises:
             ConfigError: another coordinator has it open, it cannot be written, or it is damaged.
@@ -87,11 +86,11 @@ class Journal:
             raise
         journal = cls(directory, lock, connection, reserve_bytes)
         if not journal._take_reserve():
-            journal._run_out()
+            journal._mark_full()
         return journal
 
     def rows(self) -> list[tuple[str, str, bytes]]:
-        """Everything that is durable. To be called before `start`.
+        """All rows. To be called before `start`.
 
         Raises:
             ConfigError: the database is damaged.
@@ -99,36 +98,36 @@ class Journal:
         try:
             found = list(self._connection.execute("SELECT tab, key, value, checksum FROM rows ORDER BY tab, key"))
         except sqlite3.DatabaseError as error:
-            raise _refused(self._directory, error) from None
+            raise _open_error(self._directory, error) from None
         for table, key, value, checksum in found:
             if checksum != _checksum(table, key, value):
                 raise damaged(self._directory, f"the row {key!r} of {table!r} in journal.sqlite is not what was written")
         return [(table, key, value) for table, key, value, _ in found]
 
     def start(self, failed: Callable[[Exception], None]) -> None:
-        """Starts the writer. `failed` is called on its thread, once, when a group can never be written."""
+        """Starts the writer thread. It calls `failed`, once, when a group cannot be written."""
         self._thread = threading.Thread(target=self._write_groups, args=(failed,), name="ferrorpc-journal", daemon=True)
         self._thread.start()
 
     def write(self, group: Sequence[Row], done: Callable[[], None]) -> None:
-        """Queues one group; `done` is called on the writer's thread once it is durable. Never blocks."""
+        """Queues one group; the writer thread calls `done` once it is durable. Never blocks."""
         self._groups.put((group, done))
 
     def close(self, seconds: float = 5.0) -> None:
-        """Writes what was queued, waiting at most `seconds`, and frees the directory."""
+        """Writes what is queued, waiting at most `seconds`, and releases the directory."""
         if self._thread is not None:
             self._groups.put(None)
             self._thread.join(seconds)
             self._closing.set()
             self._thread.join(2 * _RETRY_SECONDS)
-            if self._thread.is_alive():  # inside a system call that does not return: leave its connection alone
+            if self._thread.is_alive():  # it hangs in a system call: its connection cannot be closed
                 return
             self._thread = None
         self._connection.close()
         os.close(self._lock)
 
     def commit(self, group: Sequence[Row]) -> None:
-        """Writes one group and returns when it is durable. `write` does this on the writer's thread.
+        """Writes one group and returns when it is durable. The writer thread calls this for `write`.
 
         Raises:
             sqlite3.Error: it was not written; the rows are as before.
@@ -151,7 +150,7 @@ class Journal:
         while (item := self._next_group()) is not None:
             group, done = item
             try:
-                written = self._commit_patiently(group)
+                written = self._commit_with_retries(group)
             except sqlite3.Error as error:
                 _log.critical("the journal in %s cannot be written: %s", self._directory, error)
                 failed(error)
@@ -161,7 +160,7 @@ class Journal:
             done()
 
     def _next_group(self) -> tuple[Sequence[Row], Callable[[], None]] | None:
-        """The next group; None to end. While the disk is full it looks for room meanwhile."""
+        """The next group; None to stop. While the disk is full, checks for room meanwhile."""
         while self.full:
             with contextlib.suppress(queue.Empty):
                 return self._groups.get(timeout=_RETRY_SECONDS)
@@ -171,8 +170,8 @@ class Journal:
                 _log.warning("there is room for the journal in %s again", self._directory)
         return self._groups.get()
 
-    def _commit_patiently(self, group: Sequence[Row]) -> bool:
-        """Commits, waiting out a full disk. False when the journal was closed meanwhile."""
+    def _commit_with_retries(self, group: Sequence[Row]) -> bool:
+        """Commits, and waits while the disk is full. False if the journal was closed meanwhile."""
         held = False
         while not self._closing.is_set():
             try:
@@ -181,7 +180,7 @@ class Journal:
                 if error.sqlite_errorcode not in _TRANSIENT:
                     raise
                 if error.sqlite_errorcode == sqlite3.SQLITE_FULL and not self.full:
-                    self._run_out()
+                    self._mark_full()
                     self._reserve.unlink(missing_ok=True)
                     self._shrink()
                     continue
@@ -195,12 +194,12 @@ class Journal:
                 return True
         return False
 
-    def _run_out(self) -> None:
+    def _mark_full(self) -> None:
         self.full = True
         _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
 
     def _shrink(self) -> None:
-        """Gives the disk back what removed rows have left, as far as there is room to do so."""
+        """Truncates the log and frees unused pages of the database, as far as there is room to do so."""
         before = 0
         with contextlib.suppress(sqlite3.Error):
             while True:
@@ -212,7 +211,7 @@ class Journal:
                 before = free
 
     def _take_reserve(self) -> bool:
-        if self._reserve_bytes == 0 or not hasattr(os, "posix_fallocate"):  # macOS has no such promise of room
+        if self._reserve_bytes == 0 or not hasattr(os, "posix_fallocate"):  # macOS has no posix_fallocate
             return True
         try:
             handle = os.open(self._reserve, os.O_CREAT | os.O_RDWR, 0o600)
@@ -245,7 +244,7 @@ def _take_lock(directory: Path) -> int:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # The file holds token hashes and the job's values: its owner alone may read it.
+    # The file holds token hashes and values of jobs: only its owner may read it.
     try:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except OSError as error:
@@ -256,7 +255,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         with contextlib.suppress(sqlite3.Error):
             connection.close()
-        raise _refused(path.parent, error) from None
+        raise _open_error(path.parent, error) from None
     except ConfigError:
         connection.close()
         raise
@@ -265,7 +264,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA busy_timeout = 1000")
-    if not path.stat().st_size:  # only then does it count; what came before it never gives room back
+    if not path.stat().st_size:  # it must be set before the first table is created
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
@@ -275,10 +274,10 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
             f"the journal {path} has format {version}, this version reads formats up to {SCHEMA_VERSION}",
             hint="run the version of ferrorpc that wrote it, or give another --data-dir",
         )
-    if version == 0 and (path.parent / _RESERVE).exists():  # it is made beside a database that is there
+    if version == 0 and (path.parent / _RESERVE).exists():  # the reserve is only created beside a database
         raise damaged(path.parent, f"nothing is left in {path.name}")
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":  # a file that was cut off can be read all the same: as one with fewer rows
+    if found != "ok":  # SQLite can read a truncated file, with fewer rows
         raise damaged(path.parent, " ".join(found.split()))
     if version == SCHEMA_VERSION:
         return
@@ -298,15 +297,15 @@ def _checksum(table: str, key: str, value: bytes) -> int:
 
 
 def damaged(directory: Path, what: object) -> ConfigError:
-    """The error for a journal whose content makes no sense."""
+    """The error for a journal with invalid content."""
     return ConfigError(
         f"the journal in {directory} cannot be read: {what}",
         hint="restore the directory from a copy, or start with an empty --data-dir (a new cluster: every member joins again)",
     )
 
 
-def _refused(directory: Path, error: sqlite3.Error) -> ConfigError:
-    """What the database itself does not read, and what only the world around it does not allow now."""
+def _open_error(directory: Path, error: sqlite3.Error) -> ConfigError:
+    """The error for a database that SQLite cannot read, or cannot open at present."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return damaged(directory, error)

@@ -1,7 +1,7 @@
-"""What the coordinator counts, and how Prometheus gets to read it.
+"""The coordinator's metrics for Prometheus.
 
-Counting is an addition to a plain attribute on the event loop. The Prometheus client is loaded only when an HTTP port is
-given; it reads the numbers when it is scraped, and changes nothing.
+A count is an addition to a plain attribute on the event loop. The Prometheus client is loaded only if an HTTP port is
+given; it reads the numbers when it is scraped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ferrorpc_coordinator.state.job import Job
 
 _BOUNDS_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 MEMBERS_BY_RANK_MAX: Final = 256
-"""Of a larger job there is no series for each rank: the status page shows those."""
+"""Larger jobs have no series per rank; the status page shows their ranks."""
 
 
 class Histogram:
-    """Counts of values by upper bound, as Prometheus wants them."""
+    """Counts of values by upper bound, as in a Prometheus histogram."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -37,7 +37,7 @@ class Histogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many were at most that), the last being "+Inf"."""
+        """(upper bound, number of values up to it); the last bound is "+Inf"."""
         running, result = 0, []
         for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             running += count
@@ -47,25 +47,25 @@ class Histogram:
 
 @dataclass
 class Counters:
-    """Everything that is counted. Written on the event loop only."""
+    """All counters. Written on the event loop only."""
 
     frames_received: int = 0
     heartbeats: int = 0
     handled: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(method, gRPC status code) -> how many calls ended so."""
+    """(method, gRPC status code) -> number of calls."""
     generations_broken: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
-    """Error code of the first cause -> how many generations it ended."""
+    """Error code of the first cause -> number of generations it ended."""
     member_changes: Counter[str] = field(default_factory=lambda: _zeros(map(state_label, identity_pb2.MemberState.values())))
-    """State a member of a living generation went into -> how often."""
+    """New state of a member of an open generation -> number of changes."""
     request_errors: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
-    """Error code -> how many requests of sessions were answered with it."""
+    """Error code -> number of session requests answered with it."""
     barrier_spread: Histogram = field(default_factory=Histogram)
-    """Seconds between first and last arrival of a released barrier."""
+    """Seconds between the first and last arrival at released barriers."""
     loop_lag: Histogram = field(default_factory=Histogram)
-    """Seconds the event loop was late."""
+    """How late timers fired, in seconds."""
 
     def observe(self, frame: session_pb2.ServerFrame) -> None:
-        """Counts what an answer or event tells. To be called once for a frame, however many it is sent to."""
+        """Counts an answer or event. To be called once per frame, however many recipients it has."""
         if frame.HasField("result"):
             if frame.result.HasField("barrier"):
                 self.barrier_spread.observe(frame.result.barrier.spread_ms / 1e3)
@@ -80,7 +80,7 @@ class Counters:
 
 
 def _zeros(labels: Iterable[str]) -> Counter[str]:
-    """Counts from 0 that are there from the start: Prometheus sees no increase in a first value."""
+    """Counters that start at 0: Prometheus sees no increase in a first value."""
     return Counter(dict.fromkeys((label for label in labels if label != "unspecified"), 0))
 
 
@@ -90,7 +90,7 @@ def state_label(state: identity_pb2.MemberState.ValueType) -> str:
 
 
 def code_label(code: error_pb2.ErrorCode.ValueType) -> str:
-    """An error's code as a label; those of later versions, which a member may report, share one."""
+    """An error's code as a label. Codes of later versions, which a member may report, share one label."""
     if code not in error_pb2.ErrorCode.values():
         return "unknown"
     return error_pb2.ErrorCode.Name(code).removeprefix("ERROR_CODE_").lower()
@@ -98,30 +98,30 @@ def code_label(code: error_pb2.ErrorCode.ValueType) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobGauges:
-    """What a job looks like at the moment of a scrape."""
+    """A job's gauges at the time of a scrape."""
 
     members: Mapping[str, int]
     generation: int
     world_size: int
     beat_age_seconds: Mapping[int, float]
-    """Rank -> seconds since the last frame from it. Empty beyond MEMBERS_BY_RANK_MAX members."""
+    """Rank -> seconds since its last frame. Empty if there are more than MEMBERS_BY_RANK_MAX members."""
     open_barriers: int
     longest_barrier_seconds: float
-    """How long ago the first rank came to the open barrier that waits longest; 0 when none is open."""
+    """Age of the oldest open barrier since its first arrival; 0 if none is open."""
     store_keys: int
     store_bytes: int
 
     @classmethod
     def of(cls, job: Job) -> JobGauges:
-        """Counted here and not from the job's status: jobs that ended know many names, and each scrape takes the event loop."""
-        states = Counter(job.roster.state(member, job.rendezvous.joining(member)) for member in job.roster)
-        alive = [member for member in job.roster if member.rank >= 0 and member.alive]
+        """Reads the job directly: its full status also lists former members, and each scrape takes time on the event loop."""
+        states = Counter(job.members.state(member, job.rendezvous.joining(member)) for member in job.members)
+        alive = [member for member in job.members if member.rank >= 0 and member.alive]
         newest, barriers = job.generations.newest, job.barriers.status()
         return cls(
             members={state_label(state): count for state, count in states.items()},
             generation=0 if newest is None else newest.number,
-            world_size=0 if newest is None else len(newest.seats),
-            beat_age_seconds={member.rank: max(0, job.desk.now - member.heard) / 1e9 for member in alive}
+            world_size=0 if newest is None else len(newest.members),
+            beat_age_seconds={member.rank: max(0, job.context.now - member.last_heard) / 1e9 for member in alive}
             if len(alive) <= MEMBERS_BY_RANK_MAX
             else {},
             open_barriers=len(barriers),
@@ -133,25 +133,25 @@ class JobGauges:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What the coordinator looks like at the moment of a scrape."""
+    """The coordinator's gauges at the time of a scrape."""
 
     sessions: int
     journal_commits: int
     journal_full: bool
     certificate_ends_at: float | None
-    """In seconds since the epoch; None where that is not known."""
+    """In seconds since the epoch; None if unknown."""
     jobs: Mapping[str, JobGauges]
 
 
 class Collector:
-    """The metric families, as a registry of the Prometheus client asks for them at each scrape. On the event loop only."""
+    """Collects the metric families for a registry of the Prometheus client, at each scrape. On the event loop only."""
 
     def __init__(self, counters: Counters, gauges: Callable[[], Gauges]) -> None:
         self._counters = counters
         self._gauges = gauges
 
     def collect(self) -> Iterator[Any]:
-        """The metric families, as a Prometheus collector yields them."""
+        """Yields the metric families."""
         yield build_info()
         yield from self._collect_counters()
         now = self._gauges()
@@ -159,7 +159,7 @@ class Collector:
         yield from _collect_jobs(now.jobs)
 
     def describe(self) -> list[Any]:
-        """Nothing: the registry need not collect at registration."""
+        """Returns nothing, so that the registry does not collect at registration."""
         return []
 
     def _collect_counters(self) -> Iterator[Any]:
@@ -186,7 +186,7 @@ class Collector:
 
 
 def build_info() -> Any:
-    """A gauge of 1 that tells versions by its labels."""
+    """A gauge of 1 with the versions as labels."""
     from prometheus_client.core import GaugeMetricFamily
 
     family = GaugeMetricFamily("ferrorpc_build_info", "1, with versions as labels", labels=("version", "grpcio", "protobuf"))

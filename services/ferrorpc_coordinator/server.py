@@ -1,7 +1,7 @@
-"""One coordinator process: puts journal, state, driver and gRPC server together, and takes them apart in order.
+"""The coordinator's server: starts and stops journal, state, driver and gRPC server in order.
 
 start: lock and read the journal -> recover the state -> bind the port -> first commit (epoch) -> serve -> announce
-stop:  say Draining -> health NOT_SERVING -> what was decided becomes durable and is written -> streams end -> journal
+stop:  send Draining -> health NOT_SERVING -> pending rows become durable and answers are written -> streams end -> journal
 """
 
 from __future__ import annotations
@@ -36,48 +36,52 @@ from ferrorpc_coordinator.state.effects import Row
 from ferrorpc_coordinator.state.settings import Settings
 from ferrorpc_coordinator.tokens import TokenFile
 from ferrorpc_coordinator.web.server import HttpServer
-from ferrorpc_coordinator.web.source import Source
+from ferrorpc_coordinator.web.view import CoordinatorView
 
 DRAIN_SECONDS: Final = 1.0
-"""How long streams may take to be written out and closed before they are cut."""
+"""How long streams may take to be written out and closed before they are cancelled."""
 
 _log = logging.getLogger("ferrorpc.coordinator")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Everything one coordinator process is told."""
+    """The options of one coordinator process."""
 
     listen: str
     """host:port; port 0 for a free one."""
     settings: Settings
     data_dir: Path | None = None
     tls: TlsFiles | None = None
-    """With an authority every client must have a certificate of it."""
+    """If it has an authority, every client needs a certificate of it."""
     grants: tuple[Grant, ...] = ()
-    """The tokens that clients may bring."""
+    """The tokens that clients may use."""
     token_file: Path | None = None
-    """Where they come from, and where others may come from later."""
+    """The file with the tokens, which is watched for changes."""
     insecure: bool = False
-    """Allows listening beyond loopback without TLS."""
+    """Whether to allow listening beyond loopback without TLS."""
     http_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What is known once the coordinator answers."""
+    """Where the coordinator can be reached, once it serves."""
 
     address: str
     cluster_id: str
     epoch: int
     http_address: str = ""
-    """Of the status page; empty for none."""
+    """Address of the status page; empty if there is none."""
     page: str = ""
     """Its URL."""
 
 
 def require_safe(options: Options) -> None:
-    """Raises ConfigError where anyone on the network could reach a coordinator that protects nothing."""
+    """Checks that not everyone on the network can reach an unprotected coordinator.
+
+    Raises:
+        ConfigError: they could.
+    """
     if options.insecure or is_loopback(_host_of(options)):
         return
     if options.tls is not None:
@@ -99,7 +103,7 @@ def require_safe(options: Options) -> None:
 
 
 def warn_of_floods(options: Options, grpcio_version: str) -> None:
-    """Says so where strangers get as far as gRPC, and this gRPC's memory is theirs to fill."""
+    """Logs a warning if clients without a certificate reach a gRPC version whose memory they can fill."""
     members_only = options.tls is not None and options.tls.authority is not None
     if members_only or is_loopback(_host_of(options)) or wire_options.bounds_floods(grpcio_version):
         return
@@ -115,7 +119,7 @@ async def serve(options: Options, announce: Callable[[Announcement], None]) -> N
     """Runs a coordinator until SIGTERM or SIGINT, then drains it.
 
     Raises:
-        ConfigError: it cannot start as told.
+        ConfigError: it cannot start with these options.
     """
     require_safe(options)
     warn_of_floods(options, grpc.__version__)
@@ -130,7 +134,7 @@ async def serve(options: Options, announce: Callable[[Announcement], None]) -> N
 
 
 class _Service:
-    """The running parts."""
+    """The running parts of the coordinator."""
 
     def __init__(self, options: Options, coordinator: Coordinator, access: Access, journal: Journal | None) -> None:
         self._options = options
@@ -157,7 +161,7 @@ class _Service:
         try:
             self._driver.tick()
             await self._or_failure(self._first(self._driver.settled(), self._stopping.wait()))
-            if self._stopping.is_set():  # told to end while it waited for room on the journal's disk
+            if self._stopping.is_set():  # stopped while it waited for room on the journal's disk
                 return
             await self._server.start()
             self._http = self._start_http()
@@ -177,7 +181,7 @@ class _Service:
             await self._server.stop(grace=DRAIN_SECONDS)
 
     async def _first(self, *awaited: Coroutine[None, None, object]) -> None:
-        """Waits until one of them is done."""
+        """Waits until one of them is done, and cancels the others."""
         tasks = [asyncio.ensure_future(one) for one in awaited]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -186,7 +190,7 @@ class _Service:
                 task.cancel()
 
     async def _or_failure(self, awaited: Coroutine[None, None, object]) -> None:
-        """Waits, but raises at once what makes the driver stop."""
+        """Waits, but raises the driver's failure as soon as it fails."""
         task = asyncio.ensure_future(awaited)
         await asyncio.wait((task, self._driver.failure), return_when=asyncio.FIRST_COMPLETED)
         if self._driver.failure.done():
@@ -205,8 +209,10 @@ class _Service:
         if self._options.http_port is None:
             return None
         collector = Collector(self._counters, self._gauges)
-        source = Source(self._coordinator, collector, lambda: not self._stopping.is_set(), self._access, self._driver.tick)
-        return HttpServer.start(source, _host_of(self._options), self._options.http_port, self._options.tls)
+        view = CoordinatorView(
+            self._coordinator, collector, lambda: not self._stopping.is_set(), self._access, self._driver.tick
+        )
+        return HttpServer.start(view, _host_of(self._options), self._options.http_port, self._options.tls)
 
     def _gauges(self) -> Gauges:
         journal = self._journal
@@ -220,7 +226,7 @@ class _Service:
 
 
 class _Certificate:
-    """When the coordinator's certificate ends, as its file says, or last said while it made sense."""
+    """When the coordinator's certificate expires, by its file, or by the last version of the file that could be read."""
 
     def __init__(self, files: TlsFiles | None) -> None:
         self._files = files
@@ -228,7 +234,7 @@ class _Certificate:
         self._ends_at: float | None = None
 
     def ends_at(self) -> float | None:
-        """In seconds since the epoch. A file that has not changed is not read again: each scrape takes the event loop."""
+        """In seconds since the epoch. An unchanged file is not read again, since each scrape takes time on the event loop."""
         if self._files is not None:
             with contextlib.suppress(ConfigError, AuthenticationError):
                 stamps = self._files.stamps()
@@ -238,8 +244,11 @@ class _Certificate:
 
 
 def _recovered(options: Options, rows: list[Row], access: Access) -> Coordinator:
-    """The state, with what the journal holds; it empties `rows`, so that values are in memory once. What it does not understand
-    in there it would not understand next time either."""
+    """The state, recovered from the journal's rows.
+
+    Empties `rows`, so that values are not in memory twice. An error here would recur at every start, so it is reported as a
+    damaged journal.
+    """
     known = bool(rows)
     rows.reverse()
 

@@ -1,7 +1,7 @@
-"""gRPC in, events out: the only file that knows both the RPCs and the driver.
+"""The gRPC service: turns RPCs into events of the driver.
 
-Messages are taken and given as bytes: a frame that goes to a thousand sessions is encoded once, and what cannot be parsed
-becomes a CodecError here and not an INTERNAL from inside gRPC.
+Messages are received and sent as bytes: a frame for a thousand sessions is encoded once, and a request that cannot be parsed is
+a CodecError and not an INTERNAL error of gRPC.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ferrorpc.wire import status
 from ferrorpc.wire.identity import peer_identities
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.outbox import OUTBOX_BYTES_MAX, Outbox
+from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
 HELLO_SECONDS: Final = 10.0
-"""A stream that does not say who it is for so long is ended."""
+"""A stream without a Hello for this long is closed."""
 
 _UNARY: Final[dict[str, type[UnaryRequest]]] = {
     "Status": session_pb2.StatusRequest,
@@ -40,14 +40,14 @@ UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
 
 
 class CoordinatorServicer:
-    """The coordinator's RPCs on one driver."""
+    """The RPCs of the coordinator, on one driver."""
 
     def __init__(self, driver: Driver, counters: Counters) -> None:
         self._driver = driver
         self._counters = counters
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a server needs to be given."""
+        """The handler to register with a gRPC server."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Session": grpc.stream_stream_rpc_method_handler(self._session)}
         for name, request_type in _UNARY.items():
             methods[name] = grpc.unary_unary_rpc_method_handler(self._unary(name, request_type))
@@ -58,8 +58,8 @@ class CoordinatorServicer:
     async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
         try:
             hello = await _read_hello(context)
-            outbox = self._driver.connect(hello, _caller(context))
-            await _Stream(self._driver, self._counters, context, outbox).run()
+            queue = self._driver.connect(hello, _caller(context))
+            await _Stream(self._driver, self._counters, context, queue).run()
         except FerroError as error:
             await self._abort("Session", context, error)
         self._counters.handled["Session", "OK"] += 1
@@ -90,56 +90,56 @@ class CoordinatorServicer:
 
 
 class _Stream:
-    """One open Session: this task writes, a second one reads, and whichever ends first ends the other."""
+    """One open Session stream. This task writes and a second one reads; whichever ends first ends the other."""
 
-    def __init__(self, driver: Driver, counters: Counters, context: Context, outbox: Outbox) -> None:
+    def __init__(self, driver: Driver, counters: Counters, context: Context, queue: SendQueue) -> None:
         self._driver = driver
         self._counters = counters
         self._context = context
-        self._outbox = outbox
+        self._queue = queue
         self._problem: FerroError | None = None
 
     async def run(self) -> None:
-        """Until either side ends the stream.
+        """Runs until either side ends the stream.
 
         Raises:
-            CodecError: the client sent what is no frame.
-            CoordinatorUnavailableError: it did not read what it was sent; it may resume.
+            CodecError: the client sent bytes that are no frame.
+            CoordinatorUnavailableError: it left too much unread; it may resume.
         """
         reader = asyncio.create_task(self._read())
         try:
-            await self._outbox.drain(self._context.write)
+            await self._queue.drain(self._context.write)
         finally:
             reader.cancel()
-            self._driver.disconnect(self._outbox.stream)
+            self._driver.disconnect(self._queue.stream)
         if self._problem is not None:
             raise self._problem
-        if self._outbox.overflowed:
+        if self._queue.overflowed:
             raise CoordinatorUnavailableError(
-                f"the coordinator cut this session off, which left more than {OUTBOX_BYTES_MAX >> 20} MiB unread",
-                hint="nothing, if this process was only busy: the session resumes by itself",
+                f"the coordinator closed this session because it left more than {SEND_QUEUE_BYTES_MAX >> 20} MiB unread",
+                hint="nothing to do if this process was only busy: the session resumes by itself",
             )
 
     async def _read(self) -> None:
-        read, stream, counters = self._context.read, self._outbox.stream, self._counters
+        read, stream, counters = self._context.read, self._queue.stream, self._counters
         parse = session_pb2.ClientFrame.FromString
         try:
-            while isinstance(data := await read(), bytes):  # the end is an object of its own
+            while isinstance(data := await read(), bytes):  # the end of the stream is grpc.aio.EOF
                 frame = parse(data)
                 if frame.HasField("beat"):
                     counters.heartbeats += 1
                 self._driver.receive(stream, frame)
-                await self._outbox.room()
+                await self._queue.wait_for_room()
         except DecodeError:
-            self._problem = CodecError("a session sent bytes that are no ClientFrame")
+            self._problem = CodecError("a session sent bytes that are not a ClientFrame")
         finally:
-            # The end of the stream without a Leave is the fastest sign of death: tell it before anything is written.
+            # The end of the stream without a Leave is the fastest sign of death: report it before anything is written.
             self._driver.disconnect(stream)
-            self._outbox.finish()
+            self._queue.finish()
 
 
 def _caller(context: Context) -> Caller:
-    """Who calls, by what the handshake proved."""
+    """The caller, with the identities that its handshake proved."""
     return Caller(context.peer(), peer_identities(context.auth_context()))
 
 
@@ -161,4 +161,4 @@ def _parse(message_type: type[M], data: bytes) -> M:
     try:
         return message_type.FromString(data)
     except DecodeError:
-        raise CodecError(f"bytes that are no {message_type.__name__}") from None
+        raise CodecError(f"bytes that are not a {message_type.__name__}") from None

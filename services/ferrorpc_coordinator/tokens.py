@@ -1,4 +1,4 @@
-"""A coordinator's file of tokens, read anew when it is replaced, so that tokens can be changed without a restart."""
+"""The coordinator's token file, which is read again when it changes, so that tokens can be replaced without a restart."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Final
 from ferrorpc.errors import ConfigError
 from ferrorpc_coordinator.state.access import Access, Grant, read_grants
 
-LOOK_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 1.0
 _log = logging.getLogger("ferrorpc.coordinator")
 
 
-def grants_in(path: Path) -> tuple[Grant, ...]:
-    """What the file says.
+def read_token_file(path: Path) -> tuple[Grant, ...]:
+    """Reads a token file.
 
     Raises:
-        ConfigError: it cannot be read, or is not what such a file is. It tells no token.
+        ConfigError: it cannot be read, or has errors. The message contains no token.
     """
     try:
         text = path.read_text(encoding="ascii")
@@ -29,28 +29,28 @@ def grants_in(path: Path) -> tuple[Grant, ...]:
 
 
 class TokenFile:
-    """Keeps `access` as the file says. One that cannot be used changes nothing, and is told of once."""
+    """Updates `access` when the token file changes. A file with errors changes nothing, and is logged once."""
 
     def __init__(self, path: Path, access: Access) -> None:
         self._path = path
         self._access = access
-        self._told = ""
+        self._reported = ""
 
     async def watch(self) -> None:
-        """Looks every LOOK_SECONDS until it is cancelled."""
+        """Checks the file every POLL_SECONDS until it is cancelled."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            self.look()
+            await asyncio.sleep(POLL_SECONDS)
+            self.reload()
 
-    def look(self) -> None:
-        """Takes over what is new."""
+    def reload(self) -> None:
+        """Reads the file, and replaces the tokens if they changed."""
         try:
-            grants = grants_in(self._path)
+            grants = read_token_file(self._path)
         except ConfigError as error:
-            if error.message != self._told:
-                self._told = error.message
+            if error.message != self._reported:
+                self._reported = error.message
                 _log.warning("the tokens in use are kept: %s", error.message)
             return
-        self._told = ""
+        self._reported = ""
         if self._access.replace(grants):
             _log.warning("%s was read anew: %d tokens", self._path, len(grants))

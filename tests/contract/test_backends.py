@@ -8,7 +8,7 @@ from typing import Any
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import BackendContract, BasicBackendContract, FaultPlan, run_groups, run_world
-from ferrorpc.testing.contract_moves import MoveContract
+from ferrorpc.testing.contract_data_movement import DataMovementContract
 from ferrorpc.testing.contract_reductions import ReductionContract
 from ferrorpc.transports.routed import RoutedTransport
 from tests.contract.queues import MeetingBackend, queue_backends
@@ -52,7 +52,7 @@ class TestSharedMemoryMessages(BackendContract):
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with GrpcWorld(size, transport="shared_memory") as world:
             for backend in world.backends:
-                backend.board = backend._arena = None
+                backend.control = backend._arena = None
                 assert (backend.arena, type(backend.transport) is RoutedTransport) == (None, size > 1)
             return run_groups([ProcessGroup(backend) for backend in world.backends], fn)
 
@@ -73,7 +73,7 @@ class TestThirdParty(BasicBackendContract):
         return run_groups([ProcessGroup(backend, timeout=20.0) for backend in queue_backends(size)], fn)
 
 
-class TestThirdPartyWhoseSendsWait(ReductionContract, MoveContract):
+class TestThirdPartyWhoseSendsWait(ReductionContract, DataMovementContract):
     """One whose send waits until the peer receives: its collectives must not send to one peer after the other."""
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:

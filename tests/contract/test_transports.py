@@ -24,7 +24,7 @@ from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Frame, Header, Key
 from ferrorpc.wire.token import Token
-from tests.unit.transports.shared_memory.meetings import Meeting
+from tests.unit.transports.shared_memory.host_worlds import HostWorld
 from tests.waiting import eventually
 
 SECONDS = 15.0
@@ -103,9 +103,9 @@ def leave_after_one_look(transport: Transport, peer: int) -> None:
     if isinstance(transport, RoutedTransport):
         transport = transport._lanes[peer]
     if isinstance(transport, SharedMemoryTransport):
-        transport._neighbours._left = Leaving()  # type: ignore[assignment]
+        transport._host_peers._left = Leaving()  # type: ignore[assignment]
     elif isinstance(transport, InprocTransport):
-        transport._said_goodbye = Leaving()  # type: ignore[assignment]
+        transport._departed = Leaving()  # type: ignore[assignment]
     else:
         assert isinstance(transport, GrpcTransport)
         transport._left = Leaving()
@@ -386,9 +386,9 @@ def grpc_transport(end: End, servers: list[WorkerServer]) -> GrpcTransport:
     return GrpcTransport(servers[end.rank], assignment, end.mailbox, end.latch, SYSTEM_CLOCK, end.lose)
 
 
-def near_transport(end: End, meeting: Meeting) -> SharedMemoryTransport:
-    assignment = meeting.sessions[end.rank].membership.assignment
-    return SharedMemoryTransport(meeting[end.rank], assignment, end.mailbox, end.latch, end.lose)
+def near_transport(end: End, world: HostWorld) -> SharedMemoryTransport:
+    assignment = world.sessions[end.rank].membership.assignment
+    return SharedMemoryTransport(world[end.rank], assignment, end.mailbox, end.latch, end.lose)
 
 
 class TestGrpc(BoundedTransportContract):
@@ -421,8 +421,8 @@ class TestGrpc(BoundedTransportContract):
     def test_a_stream_that_breaks_after_its_rank_has_said_goodbye_is_no_loss(self, pair: tuple[End, End]) -> None:
         first, second = pair
         assert isinstance(first.transport, GrpcTransport)
-        first.transport.inlet_ended(second.rank, 2, "")
-        first.transport.inlet_ended(second.rank, 0, "its stream broke")
+        first.transport.incoming_ended(second.rank, 2, "")
+        first.transport.incoming_ended(second.rank, 0, "its stream broke")
         assert first.lost == []
 
 
@@ -439,10 +439,10 @@ class TestSharedMemory(BoundedTransportContract):
 
     @contextmanager
     def ends(self) -> Iterator[tuple[End, End]]:
-        with Meeting(2, listening=False) as meeting:
+        with HostWorld(2, listening=False) as world:
             first, second = End(0), End(1)
             for end in (first, second):
-                end.transport = near_transport(end, meeting)
+                end.transport = near_transport(end, world)
             yield first, second
 
 
@@ -467,12 +467,12 @@ class Routed(BoundedTransportContract):
     def ends(self) -> Iterator[tuple[End, End]]:
         with ExitStack() as stack:
             servers = stack.enter_context(grpc_servers(3))
-            meeting = stack.enter_context(Meeting(3, ["auto", "auto", "grpc"], listening=False))
+            world = stack.enter_context(HostWorld(3, ["auto", "auto", "grpc"], listening=False))
             ends = [End(rank) for rank in range(3)]
             for end in ends:
                 end.transport = grpc_transport(end, servers)
             for end in ends[:2]:
-                near = near_transport(end, meeting)
+                near = near_transport(end, world)
                 end.transport = RoutedTransport(near, near.peers, end.transport, SYSTEM_CLOCK)
             yield ends[self.ranks[0]], ends[self.ranks[1]]
             for end in ends:
@@ -480,7 +480,7 @@ class Routed(BoundedTransportContract):
 
 
 @pytest.mark.shared_memory
-class TestRoutedToNeighbours(Routed):
+class TestRoutedToHostPeers(Routed):
     kind = "shared_memory"
     ranks = (0, 1)
 

@@ -20,8 +20,8 @@ import yaml
 from ferrorpc_coordinator.__main__ import _parser, options_from
 from ferrorpc_coordinator.server import require_safe
 
-from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_RETRY
 from ferrorpc.config import SETTINGS, Config
+from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_RETRY
 from tests.deploy.kustomize import Manifest, identity, render
 from tests.house.tree import ROOT
 

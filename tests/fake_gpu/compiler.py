@@ -10,6 +10,8 @@ import pytest
 
 from ferrorpc.kernels.cuda.program import OPTIONS, source
 
+ARITHMETIC: Final = ("-ftz=true", "--fmad=false", "--prec-div=false")
+"""Options with which a program may have its kernels compiled, each of which changes how floats are computed."""
 _SECTION_HEADER: Final = struct.Struct("<IIQQQQ")
 """Of ELF64: name, type, flags, address, offset, size; more follows."""
 

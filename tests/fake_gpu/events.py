@@ -30,7 +30,7 @@ def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, pool_bytes: int
     for index, staging in enumerate(stagings):
         vars(device_of(cupy, index))["staging"] = staging
     yield
-    rings = [ring for staging in stagings for ring in (staging.descents, staging.ascents)]
+    rings = [ring for staging in stagings for ring in (staging.downloads, staging.uploads)]
     parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
     while any(taken(ring) for ring in rings) and SYSTEM_CLOCK.now() < until:  # a progress thread may just be ending what failed
         parker.park(SYSTEM_CLOCK.now() + 0.01)
@@ -55,7 +55,7 @@ def lent_bytes(pool: Pool) -> int:
 def _lent_bytes(cupy: StandIn, staging: Staging) -> int:
     """How much is on loan once the GPUs have finished everything."""
     cupy.machine.settle()
-    for ring in (staging.descents, staging.ascents):
+    for ring in (staging.downloads, staging.uploads):
         ring.let_go()
     return lent_bytes(staging.pool)
 

@@ -9,7 +9,7 @@ from typing import Any
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from tests.integration.test_grpc_backend import GrpcWorld
-from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.unit.transports.shared_memory.host_worlds import in_threads
 
 
 @contextmanager

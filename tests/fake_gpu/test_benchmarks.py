@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import __main__ as everything, buckets, copies, one_rank, shared_gpu, stage_pair, staged_pair, turns
+from benchmarks.gpu import (
+    __main__ as everything,
+    buckets,
+    copies,
+    one_rank,
+    pipeline_messages,
+    shared_gpu,
+    staged_all_reduce,
+    timing,
+)
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -25,8 +34,8 @@ from tests.fake_gpu.test_launcher import RawModule
 
 
 def test_a_missed_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (turns.judged({"fast": True}), capsys.readouterr().out) == (0, "")
-    assert (turns.judged({"fast": True, "small": False}), capsys.readouterr().out) == (1, "missed: small\n")
+    assert (timing.exit_code({"fast": True}), capsys.readouterr().out) == (0, "")
+    assert (timing.exit_code({"fast": True, "small": False}), capsys.readouterr().out) == (1, "missed: small\n")
 
 
 def test_one_rank(cupy: StandIn) -> None:
@@ -47,10 +56,10 @@ def test_copies(cupy: StandIn, kernels: HostKernels) -> None:
     assert min(by_events.values()) > 0
 
 
-@pytest.mark.parametrize("wire", staged_pair.WIRES)
-def test_a_staged_pair(cupy: StandIn, wire: str | None) -> None:
+@pytest.mark.parametrize("wire", staged_all_reduce.WIRES)
+def test_a_staged_all_reduce(cupy: StandIn, wire: str | None) -> None:
     def body(group: Any) -> tuple[float, float]:
-        return staged_pair.compare(cupy, group, 1 << 16, 2, wire)
+        return staged_all_reduce.compare(cupy, group, 1 << 16, 2, wire)
 
     assert all(min(times) > 0 for times in run_world(2, body, clock=SYSTEM_CLOCK))
 
@@ -83,10 +92,10 @@ def test_buckets(cupy: StandIn) -> None:
 
 @pytest.mark.shared_memory
 @pytest.mark.parametrize("apart", [True, False], ids=["cuda_ipc", "host lanes"])
-def test_a_pair_of_stages(cupy: StandIn, apart: bool) -> None:
+def test_pipeline_messages(cupy: StandIn, apart: bool) -> None:
     def body(group: ProcessGroup) -> float:
         with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
-            return stage_pair.measure(cupy, group, 1 << 12, 3, 1)
+            return pipeline_messages.measure(cupy, group, 1 << 12, 3, 1)
 
     if not apart:
         assert min(run_world(2, body, clock=SYSTEM_CLOCK)) > 0
@@ -109,10 +118,10 @@ def test_all_that_wants_a_gpu_runs_to_its_end_whatever_becomes_of_the_others(
     runs = {"hangs": ("timeit", "-n1", "import time; time.sleep(60)"), "fails": ("no_such_module",), "works": ("this",)}
     monkeypatch.setattr(everything, "RUNS", runs)
     assert everything.main(["--seconds", "3"]) == 1
-    assert re.findall(r"^(\w+) +(given up|exit code 1|holds) ", capfd.readouterr().out, re.MULTILINE) == [
-        ("hangs", "given up"),
+    assert re.findall(r"^(\w+) +(timed out|exit code 1|passed) ", capfd.readouterr().out, re.MULTILINE) == [
+        ("hangs", "timed out"),
         ("fails", "exit code 1"),
-        ("works", "holds"),
+        ("works", "passed"),
     ]
     assert everything.main(["--only", "works"]) == 0
 

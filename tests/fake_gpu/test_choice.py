@@ -26,22 +26,22 @@ def peer(rank: int, uuid: str | None = None, nccl: str = "22809") -> Peer:
 
 
 def test_auto_takes_nccl_where_every_rank_has_a_gpu_of_its_own_and_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
-    assert gpu.suits_all([peer(0, "GPU-a"), peer(1, "GPU-b")])
+    assert gpu.nccl_usable([peer(0, "GPU-a"), peer(1, "GPU-b")])
     with caplog.at_level(logging.WARNING):
-        assert not gpu.suits_all([peer(0), peer(1)])
+        assert not gpu.nccl_usable([peer(0), peer(1)])
         assert not caplog.records, "where nobody has a GPU there is nothing to say"
-        assert not gpu.suits_all([peer(0, "GPU-a"), peer(1)])
+        assert not gpu.nccl_usable([peer(0, "GPU-a"), peer(1)])
         assert "ranks 1 have no GPU" in caplog.text
-        assert not gpu.suits_all([peer(0, "GPU-a"), peer(1, "GPU-a")])
+        assert not gpu.nccl_usable([peer(0, "GPU-a"), peer(1, "GPU-a")])
         assert "ranks 0 and 1 are on one GPU" in caplog.text
-        assert not gpu.suits_all([peer(0, "GPU-a"), peer(1, "GPU-b", "23000")])
+        assert not gpu.nccl_usable([peer(0, "GPU-a"), peer(1, "GPU-b", "23000")])
         assert "different versions" in caplog.text
 
 
 def test_a_program_without_cupy_says_nothing_of_gpus_when_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    assert gpu.said_at_join("auto", None, 0) == {}
-    assert gpu.said_at_join("grpc", None, 0) == {}
+    assert gpu.join_labels("auto", None, 0) == {}
+    assert gpu.join_labels("grpc", None, 0) == {}
     assert "cupy" not in sys.modules
 
 
@@ -52,17 +52,17 @@ def test_what_lacks_is_an_error_where_it_was_asked_for_and_a_warning_under_auto(
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", None)
     for backend in ("nccl", "hybrid"):
         with pytest.raises(BackendUnavailableError) as raised:
-            gpu.said_at_join(backend, None, 0)
+            gpu.join_labels(backend, None, 0)
         assert "pip install 'ferrorpc[gpu]'" in raised.value.hint
     with caplog.at_level(logging.WARNING):
-        assert gpu.said_at_join("auto", None, 0) == {}
+        assert gpu.join_labels("auto", None, 0) == {}
     assert "backend 'auto' is gRPC, because NCCL needs a binding" in caplog.text
     assert "pip install 'ferrorpc[gpu]'" in caplog.text
 
 
 def test_a_member_says_its_gpu_and_its_nccl(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "open_nccl", lambda: FakeNccl(cupy.machine).api(0))
-    assert gpu.said_at_join("auto", None, 3) == {"gpu": "GPU-66616b6520475055-at-0000:1A:00.0", "nccl": "22809"}
+    assert gpu.join_labels("auto", None, 3) == {"gpu": "GPU-66616b6520475055-at-0000:1A:00.0", "nccl": "22809"}
 
 
 @pytest.mark.parametrize(("asked", "local_rank", "index"), [(None, None, 0), (5, 1, 5), (None, 2, 2), (None, 9, 1)])

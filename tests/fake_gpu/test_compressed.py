@@ -201,7 +201,7 @@ def test_a_peer_that_dies_leaves_nothing_behind(cupy: StandIn, monkeypatch: pyte
         events.clear({})
         while memory.live_blocks > blocks[0] and SYSTEM_CLOCK.now() < until:
             parker.park(SYSTEM_CLOCK.now() + 0.01)
-            device_of(cupy, 0).staging.down(cupy.asarray(floats(8, 0)))  # what is still read is let go of by the next copy
+            device_of(cupy, 0).staging.to_host(cupy.asarray(floats(8, 0)))  # what is still read is let go of by the next copy
             cupy.machine.settle()
         blocks.append(memory.live_blocks)
         return None

@@ -72,6 +72,8 @@ class TestNccl(BackendContract):
 class TestHybrid(BackendContract):
     """Host arrays in a group that also has NCCL: bit for bit as without it, compression and algorithms included."""
 
+    largest_world = 4
+
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with stand_in(Machine(size)) as cupy:
             return run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, size, kind=HybridBackend)], fn)
@@ -80,6 +82,8 @@ class TestHybrid(BackendContract):
 class TestNcclOnGpuArrays(TestNccl):
     """The same with arrays that are on the GPU already, in whatever layout."""
 
+    largest_world = 4
+
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         return on_gpus(NcclBackend, size, fn)
 
@@ -87,6 +91,7 @@ class TestNcclOnGpuArrays(TestNccl):
 class TestHybridOnGpuArrays(TestHybrid):
     """GPU arrays in a hybrid group: by NCCL, or by the host lanes where NCCL has nothing."""
 
+    largest_world = 4
     in_rank_order = False
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
@@ -95,6 +100,8 @@ class TestHybridOnGpuArrays(TestHybrid):
 
 class TestStagedGpuArrays(BackendContract):
     """GPU arrays where there is no NCCL: through pinned memory and the host lanes, bit for bit as host arrays."""
+
+    largest_world = 4
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with stand_in(Machine(size)) as cupy:

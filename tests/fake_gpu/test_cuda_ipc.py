@@ -38,7 +38,7 @@ from tests.fake_gpu.operations import every_operation
 from tests.fake_gpu.shared_worlds import ipc_backends
 from tests.fake_gpu.worlds import host_lanes, sessions
 from tests.integration.test_grpc_backend import GrpcWorld
-from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.unit.transports.shared_memory.host_worlds import in_threads
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.shared_memory
@@ -264,19 +264,19 @@ def peer(rank: int, uuid: str | None, host: str = "host") -> Peer:
 
 
 def test_auto_shares_memory_where_ranks_of_one_host_have_one_gpu() -> None:
-    assert gpu.share_one([peer(0, "a"), peer(1, "a")])
-    assert gpu.share_one([peer(0, "a"), peer(1, "a"), peer(2, "b")])
-    assert not gpu.share_one([peer(0, "a"), peer(1, "b")]), "each has its own: that is NCCL's"
-    assert not gpu.share_one([peer(0, "a"), peer(1, None)])
-    assert not gpu.share_one([peer(0, "a"), peer(1, "a", "elsewhere")])
+    assert gpu.shares_gpu([peer(0, "a"), peer(1, "a")])
+    assert gpu.shares_gpu([peer(0, "a"), peer(1, "a"), peer(2, "b")])
+    assert not gpu.shares_gpu([peer(0, "a"), peer(1, "b")]), "each has its own: that is NCCL's"
+    assert not gpu.shares_gpu([peer(0, "a"), peer(1, None)])
+    assert not gpu.shares_gpu([peer(0, "a"), peer(1, "a", "elsewhere")])
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
 def test_auto_and_what_it_does_where_memory_cannot_be_shared(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
 ) -> None:
-    monkeypatch.setattr(gpu, "share_one", lambda peers: True)
-    monkeypatch.setattr(gpu, "suits_all", lambda peers: False)
+    monkeypatch.setattr(gpu, "shares_gpu", lambda peers: True)
+    monkeypatch.setattr(gpu, "nccl_usable", lambda peers: False)
     with caplog.at_level(logging.WARNING), GrpcWorld(2, transport=transport) as world:
         shares = transport == "shared_memory"
         assert [backend.name for backend in world.backends] == ["cuda_ipc" if shares else "grpc"] * 2

@@ -106,7 +106,7 @@ def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at(cupy: StandI
         assert mark.done
     x = cupy.asarray(np.ones(3, np.float32))
     with pytest.raises(BackendUnavailableError, match="started again"):
-        device.staging.down(x)
+        device.staging.to_host(x)
     cupy.machine.failure = 0
 
 

@@ -39,27 +39,27 @@ def test_every_dtype_survives_the_way_there_and_back(cupy: StandIn) -> None:
 
 def test_a_near_view_copies_nothing_and_a_strided_one_is_made_contiguous(cupy: StandIn) -> None:
     x = cupy.asarray(values(FLOAT, (6, 4), 0))
-    near = view(x, near=True)
+    near = view(x, on_device=True)
     assert (near.data.data.ptr, near.borrowed, near.device_origin is x) == (x.data.ptr, True, True)
-    strided = view(x[::2, 1:], near=True)
+    strided = view(x[::2, 1:], on_device=True)
     assert not strided.borrowed
     check_same(cupy.asnumpy(strided.data), values(FLOAT, (6, 4), 0)[::2, 1:].copy(), "strided")
 
 
 def test_out_on_the_device_is_checked_like_any_other(cupy: StandIn) -> None:
     x = cupy.asarray(np.zeros(6, np.float32))
-    source = view(x, near=True)
+    source = view(x, on_device=True)
 
     def out(array: Any) -> Any:
-        return view_out(array, view(array, near=True).spec, near=True)
+        return view_out(array, view(array, on_device=True).spec, on_device=True)
 
     assert out(x).shares(source)
     assert not out(cupy.asarray(np.zeros(6, np.float32))).shares(source)
     with pytest.raises(UsageError, match="overlaps"):
-        out(x[1:5]).shares(view(x[:4], near=True))
+        out(x[1:5]).shares(view(x[:4], on_device=True))
     with pytest.raises(TensorMismatchError):
-        view_out(x, view(np.zeros(5, np.float32)).spec, near=True)
-    shared = kind_of(x).out_near
+        view_out(x, view(np.zeros(5, np.float32)).spec, on_device=True)
+    shared = kind_of(x).out_on_device
     broadcast = cupy.ndarray((4,), np.float32, x.data, (0,))
     with pytest.raises(TensorMismatchError, match="share memory"):
         shared(broadcast, view(np.zeros(4, np.float32)).spec)

@@ -15,9 +15,9 @@ import pytest
 import ferrorpc
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.kinds import kind_of, spec_of
-from ferrorpc.ddp import fleet
+from ferrorpc.ddp import bucket_set
 from ferrorpc.ddp.bucket import lay_out
-from ferrorpc.ddp.device_memory import DeviceMemory, Gpu
+from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -112,7 +112,7 @@ def test_buckets_leave_while_the_gpu_still_computes_and_the_host_goes_on(cupy: S
     def body(group: ProcessGroup) -> Any:
         like = {name: cupy.asarray(np.zeros(300)) for name in "abcdef"}
         sync = ferrorpc.GradientSynchronizer(like, group, bucket_cap_mb=0.004)
-        flying = group._dispatch._flying
+        flying = group._dispatch._in_flight
         released: list[bool] = []
         with cupy.cuda.Stream(non_blocking=True) as stream:
             stream.fake.enqueue(lambda: bool(released))  # what the gradients wait for takes long
@@ -375,15 +375,15 @@ def test_a_bucket_that_is_given_up_leaves_its_header_to_the_gpu_until_that_has_r
     bucket = lay_out([("a", spec_of(x))], 1 << 20).buckets[0]
     released: list[bool] = []
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        memory = DeviceMemory(bucket, Gpu(kind_of(x), SYSTEM_CLOCK))
+        memory = DeviceBucketMemory(bucket, DeviceContext(kind_of(x), SYSTEM_CLOCK))
         stream.fake.enqueue(lambda: bool(released))
         memory.begin(None)
-        memory.leave()
+        memory.pack()
         del memory
         live = cupy.machine.pinned.live_blocks
         released.append(True)
     cupy.machine.settle()  # the fixture fails where pinned memory had gone
-    device_of(cupy, 0).staging.up(np.ones(1))
+    device_of(cupy, 0).staging.to_device(np.ones(1))
     assert cupy.machine.pinned.live_blocks == live  # a slot more, a header less
 
 
@@ -443,7 +443,7 @@ def test_ranks_with_and_without_a_gpu_average_over_host_lanes(cupy: StandIn) -> 
 def test_buckets_on_gpus_that_go_through_the_host_are_told_of_once(
     cupy: StandIn, lanes: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "_told", threading.Lock())
+    monkeypatch.setattr(bucket_set, "_warned", threading.Lock())
 
     def body(group: ProcessGroup) -> None:
         for _ in range(2):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import ferrorpc
-from ferrorpc.ddp.device_memory import DeviceMemory
-from ferrorpc.ddp.hooks.base import Plain as PlainHook
-from ferrorpc.ddp.memory import HostMemory
+from ferrorpc.ddp.bucket_memory import HostBucketMemory
+from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory
+from ferrorpc.ddp.hooks.base import PlainAllReduce
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
@@ -28,7 +28,7 @@ def feedback(wire: str) -> ferrorpc.hooks.ErrorFeedback:
 HOOKS = {
     **{wire: partial(ferrorpc.hooks.Compress, wire) for wire in ("bf16", "f16", "int8")},
     **{f"{wire} with feedback": partial(feedback, wire) for wire in ("bf16", "f16", "int8")},
-    "feedback alone": lambda: ferrorpc.hooks.ErrorFeedback(PlainHook()),
+    "feedback alone": lambda: ferrorpc.hooks.ErrorFeedback(PlainAllReduce()),
 }
 
 
@@ -43,13 +43,13 @@ def test_hooks_that_compress_do_so_on_the_gpu_with_the_bits_of_the_host(
         hook = HOOKS[name]()
         like = {"a": place(np.zeros(700, np.float32)), "b": place(np.zeros((3, 5), np.float16)), "c": place(np.zeros(2))}
         sync, found = ferrorpc.GradientSynchronizer(like, group, hook=hook), []
-        kind = HostMemory if place is np.asarray else DeviceMemory
+        kind = HostBucketMemory if place is np.asarray else DeviceBucketMemory
         assert {type(memory) for memory in sync._reducer.memory} == {kind}
         for number in range(4):
             chance = np.random.default_rng([group.rank, number])
             mine = {each: chance.standard_normal(like[each].shape) * 10.0 ** chance.choice([0, -41]) for each in like}
             mine["a"][600:] *= np.inf if number == 1 else 1
-            with nullcontext() if kind is HostMemory else cupy.cuda.Stream(non_blocking=True):
+            with nullcontext() if kind is HostBucketMemory else cupy.cuda.Stream(non_blocking=True):
                 with np.errstate(all="ignore"):
                     means = sync({each: place(mine[each].astype(like[each].dtype)) for each in like})
                 found += [home(means[each]).tobytes() for each in like]
@@ -67,9 +67,9 @@ def test_with_a_hook_that_works_there_buckets_lie_on_the_host_and_means_still_co
     def body(group: ProcessGroup) -> Any:
         like, hook = {"a": cupy.asarray(np.zeros(300, np.float32))}, ferrorpc.hooks.TopK(1.0)
         sync = ferrorpc.GradientSynchronizer(like, group, hook=hook)
-        assert {type(memory) for memory in sync._reducer.memory} == {HostMemory}
+        assert {type(memory) for memory in sync._reducer.memory} == {HostBucketMemory}
         plain = ferrorpc.GradientSynchronizer(like, group)
-        assert {type(memory) for memory in plain._reducer.memory} == {DeviceMemory}
+        assert {type(memory) for memory in plain._reducer.memory} == {DeviceBucketMemory}
         found = sync({"a": cupy.asarray(np.full(300, 2.0 * group.rank, np.float32))})["a"]
         assert type(found) is cupy.ndarray
         return float(found[299])

@@ -22,7 +22,7 @@ from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.groups import Ranks, end_of
 from tests.fake_gpu.shared_worlds import ipc_backends
 from tests.fake_gpu.worlds import host_lanes, nccl_backends
-from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.unit.transports.shared_memory.host_worlds import in_threads
 from tests.waiting import eventually
 
 OPERATIONS = (
@@ -123,7 +123,7 @@ def end_by_abort(group: ProcessGroup, seconds: float) -> None:
 
 def end_by_leaving(group: ProcessGroup, seconds: float) -> None:
     SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + seconds)
-    group._say_goodbye("ValueError: gone")
+    group._leave("ValueError: gone")
 
 
 def form_again(cupy: StandIn, group: ProcessGroup, program: Sequence[Call]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ferrorpc.kernels.cuda import fold_reference
 from ferrorpc.kernels.cuda.folds import ELEMENTS, FOLDS, OPERATORS, folds_source
-from tests.fake_gpu.compiler import compiled, machine_code
+from tests.fake_gpu.compiler import ARITHMETIC, compiled, machine_code
 from tests.fake_gpu.folding import check_fold, drawn
 from tests.fake_gpu.host_kernels import HostKernels, addresses, build
 
@@ -29,9 +29,9 @@ def test_every_fold_compiles(architecture: str) -> None:
     assert sorted(machine_code(image)) == sorted(f".text.{name}" for name in FOLDS)
 
 
-@pytest.mark.parametrize("option", ["-ftz=true", "--fmad=false", "--prec-div=false"])
-def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic(option: str) -> None:
-    assert machine_code(compiled("sm_90", option, text=folds_source())) == machine_code(compiled("sm_90", text=folds_source()))
+def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic() -> None:
+    text = folds_source()
+    assert machine_code(compiled("sm_90", *ARITHMETIC, text=text)) == machine_code(compiled("sm_90", text=text))
 
 
 @pytest.mark.parametrize("element", ELEMENTS)

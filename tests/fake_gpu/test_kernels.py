@@ -17,7 +17,7 @@ from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, QUANTISE_THREADS, ROWS,
 from ferrorpc.kernels.cuda.program import KERNELS, source
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import codec
-from tests.fake_gpu.compiler import compiled, machine_code
+from tests.fake_gpu.compiler import ARITHMETIC, compiled, machine_code
 from tests.fake_gpu.host_kernels import HostKernels, addresses, rows
 
 DTYPES = tuple(reference.NAMES)
@@ -31,10 +31,9 @@ def test_every_kernel_compiles(architecture: str) -> None:
     assert sorted(machine_code(image)) == sorted(f".text.{name}" for name in KERNELS)
 
 
-@pytest.mark.parametrize("option", ["-ftz=true", "--fmad=false", "--prec-div=false"])
-def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic(option: str) -> None:
+def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic() -> None:
     """CuPy adds -ftz=true: subnormal floats would be zero."""
-    assert machine_code(compiled("sm_90", option)) == machine_code(compiled("sm_90"))
+    assert machine_code(compiled("sm_90", *ARITHMETIC)) == machine_code(compiled("sm_90"))
 
 
 def test_the_text_and_its_launcher_agree_on_sizes() -> None:

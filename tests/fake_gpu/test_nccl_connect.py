@@ -19,7 +19,7 @@ from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.worlds import host_lanes, nccl_backends, sessions
-from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.unit.transports.shared_memory.host_worlds import in_threads
 
 INIT = 0.4
 VERDICT = 0.5

@@ -86,7 +86,7 @@ def test_what_two_threads_wait_for_is_brought_to_the_host_once(cupy: StandIn, mo
         backend: Any = group._backend
         staging = backend.context.device.staging
         copies: list[str] = []
-        second, down = threading.Event(), staging.down
+        second, down = threading.Event(), staging.to_host
 
         def slow(source: Any) -> Any:
             copies.append(threading.current_thread().name)
@@ -95,7 +95,7 @@ def test_what_two_threads_wait_for_is_brought_to_the_host_once(cupy: StandIn, mo
             second.wait(0.2)
             return down(source)
 
-        monkeypatch.setattr(staging, "down", slow)
+        monkeypatch.setattr(staging, "to_host", slow)
         work = group.all_gather(np.full(2, group.rank), async_op=True)
         backend.synchronize(SYSTEM_CLOCK.now() + 10.0)
         return [each.tolist() for each in work.wait()], len(copies), len(set(copies))

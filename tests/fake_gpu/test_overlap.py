@@ -283,7 +283,7 @@ def test_a_peer_that_dies_in_mid_operation_leaves_nothing_behind(
         parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
         while memory.live_blocks > blocks[0] and SYSTEM_CLOCK.now() < until:  # a thread that brought news may just be leaving
             parker.park(SYSTEM_CLOCK.now() + 0.01)
-            staging(cupy, 0).down(cupy.asarray(floats(8, 0)))  # what the GPU still read is let go of by the next copy
+            staging(cupy, 0).to_host(cupy.asarray(floats(8, 0)))  # what the GPU still read is let go of by the next copy
             cupy.machine.settle()
         blocks.append(memory.live_blocks)
         return None
@@ -316,7 +316,7 @@ def test_shared_memory_overlaps_too(cupy: StandIn, monkeypatch: pytest.MonkeyPat
         assert not left
         for rank, execution in enumerate(executions):
             with cupy.cuda.Device(rank):
-                execution.arrive()
+                execution.make_stream_wait()
                 assert execution.results[0] is outs[rank]
                 same(cupy, outs[rank], total, f"rank {rank}")
             execution.finish()

@@ -114,64 +114,64 @@ def test_results_on_their_way_up_keep_their_memory_until_the_gpu_is_past_it(cupy
     allowed: list[bool] = []
     cupy.machine.copying = lambda direction, gpu, size_bytes: bool(allowed)
     staging = Staging(device_of(cupy, 0), slot_bytes=1000, slots=2)
-    data = staging.room((5000,), BYTES)
+    data = staging.host_memory((5000,), BYTES)
     data[:] = 7
-    ascent = staging.ascent()
-    ascent.allow(data, 0, 5000 if way == "complete" else 3000)
-    ascent.advance()
-    assert ascent.is_complete == (way == "complete")
-    there, address = ascent.target, data.ctypes.data
-    ascent.finish()
-    del data, ascent
+    upload = staging.start_upload()
+    upload.allow(data, 0, 5000 if way == "complete" else 3000)
+    upload.advance()
+    assert upload.is_complete == (way == "complete")
+    there, address = upload.target, data.ctypes.data
+    upload.finish()
+    del data, upload
     cupy.machine.settle()
-    other = staging.room((5000,), BYTES)
+    other = staging.host_memory((5000,), BYTES)
     assert other.ctypes.data != address
     other[:] = 1
     allowed.append(True)
     cupy.machine.settle()
     assert cupy.asnumpy(there)[:3000].tobytes() == bytes([7]) * 3000
-    assert staging.room((5000,), BYTES).ctypes.data == address
+    assert staging.host_memory((5000,), BYTES).ctypes.data == address
 
 
 def test_an_array_that_nobody_wants_any_more_keeps_its_place_until_the_gpu_has_written_there(cupy: StandIn) -> None:
     allowed: list[bool] = []
     cupy.machine.copying = lambda direction, gpu, size_bytes: bool(allowed)
     staging = Staging(device_of(cupy, 0), slot_bytes=1000, slots=2)
-    descent = staging.descent(cupy.asarray(np.full(5000, 7, np.uint8)))
+    download = staging.start_download(cupy.asarray(np.full(5000, 7, np.uint8)))
     for _ in range(10):
-        descent.advance()
-    address = descent.data.ctypes.data
-    descent.finish()
-    del descent
-    other = staging.room((5000,), BYTES)
+        download.advance()
+    address = download.data.ctypes.data
+    download.finish()
+    del download
+    other = staging.host_memory((5000,), BYTES)
     assert other.ctypes.data != address
     other[:] = 1
     allowed.append(True)
     cupy.machine.settle()
     assert (other == 1).all()
-    assert staging.room((5000,), BYTES).ctypes.data == address
+    assert staging.host_memory((5000,), BYTES).ctypes.data == address
 
 
 def test_what_is_late_holds_up_its_own_memory_alone(cupy: StandIn) -> None:
     staging = Staging(device_of(cupy, 0))
     stuck = device_of(cupy, 0).new_stream()
     cupy.gpu.stream(stuck.pointer).enqueue(lambda: False)
-    late, soon = staging.room((8,), BYTES), staging.room((8,), BYTES)
+    late, soon = staging.host_memory((8,), BYTES), staging.host_memory((8,), BYTES)
     address = soon.ctypes.data
-    staging.ascents.keep(late, stuck.record())
-    staging.ascents.keep(soon, staging.kernels.record())
+    staging.uploads.keep(late, stuck.record())
+    staging.uploads.keep(soon, staging.kernels.record())
     del late, soon
     for _ in range(5):
-        staging.ascents.let_go()
-    assert staging.room((8,), BYTES).ctypes.data == address
+        staging.uploads.let_go()
+    assert staging.host_memory((8,), BYTES).ctypes.data == address
     cupy.gpu.stream(stuck.pointer).tasks.clear()
 
 
 def test_copies_for_those_who_may_keep_them_are_not_lent(cupy: StandIn) -> None:
     staging = Staging(device_of(cupy, 0))
-    found = staging.down(cupy.asarray(np.arange(10)))
+    found = staging.to_host(cupy.asarray(np.arange(10)))
     assert (found.flags.owndata, staging.pool.pinned_bytes) == (True, 0)
-    assert staging.pool.holds(staging.lent(cupy.asarray(np.arange(10))))
+    assert staging.pool.holds(staging.to_pinned(cupy.asarray(np.arange(10))))
 
 
 def test_a_sum_takes_the_place_of_what_came_down(cupy: StandIn) -> None:

@@ -23,12 +23,12 @@ from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import FerroError, GroupAbortedError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.pipeline.direct import lanes_of
+from ferrorpc.pipeline.device_lanes import open_lanes
 from ferrorpc.pipeline.exchange import Exchange
-from ferrorpc.pipeline.messages import Letter, pack, unpack
+from ferrorpc.pipeline.messages import Envelope, pack, parse
 from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.pipeline.stage import Piece
-from ferrorpc.pipeline.wire import Sort, Wire
+from ferrorpc.pipeline.transfers import Transfer, TransferKind
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.contract.test_pipelines import SCHEDULES
@@ -40,7 +40,7 @@ from tests.unit.pipeline.stages import batch, descend, half_square
 
 RANKS = 3
 MICROBATCHES = 7
-STEPS = 3
+STEPS = 2
 ROWS = 2 * MICROBATCHES + 3
 LANES = ["simulated", "grpc", "nccl", "hybrid", "cuda_ipc"]
 
@@ -144,23 +144,23 @@ def test_a_stage_goes_on_while_its_gpu_has_not_made_what_it_sends(
     cupy: StandIn, lanes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "COPY_SECONDS", 2.0)  # for whoever waits for the GPU
-    wires = [Wire(0, 1, Sort.FORWARD, number) for number in range(3)]
+    transfers = [Transfer(0, 1, TransferKind.FORWARD, number) for number in range(3)]
 
     def body(group: ProcessGroup) -> Any:
-        arrivals = wires if group.rank == 1 else []
+        receives = transfers if group.rank == 1 else []
         released: list[bool] = []
         with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
-            direct = lanes_of(group, {(0, 1)}, [kind_of(cupy.zeros(1))])
-            exchange = Exchange(group, range(RANKS), arrivals, "gpipe", 0, 20.0, direct, {0: wires})
+            device_lanes = open_lanes(group, {(0, 1)}, [kind_of(cupy.zeros(1))])
+            exchange = Exchange(group, range(RANKS), receives, "gpipe", 0, 20.0, device_lanes, {0: transfers})
             if group.rank == 0:
                 stream.fake.enqueue(lambda: bool(released))  # what the stage computes takes long
                 y = cupy.asarray(np.zeros(5000))
-                for wire in wires:
+                for transfer in transfers:
                     y += 1
-                    exchange.send(wire, (y, None))
+                    exchange.send(transfer, (y, None))
                 assert not released, "the host got here although no GPU has begun"
                 released.append(True)
-            found = [exchange.receive(wire, kind_of(cupy.zeros(1))) for wire in arrivals]
+            found = [exchange.receive(transfer, kind_of(cupy.zeros(1))) for transfer in receives]
             exchange.finish()
             return [(cupy.asnumpy(y), nothing) for y, nothing in found]
 
@@ -234,9 +234,10 @@ def test_arrays_of_several_gpus_and_of_the_host_go_in_one_message(cupy: StandIn)
     with cupy.cuda.Device(1):
         far = cupy.asarray(np.arange(7.0))
     near, here = cupy.asarray(np.arange(3, dtype=np.int16)), np.arange(4) > 1
-    letter = Letter("gpipe", 3, "0SEND_F1")
-    found, values = unpack(pack(letter, (near, far, here)), kind_of(here))
-    assert found == letter
+    envelope = Envelope("gpipe", 3, "0SEND_F1")
+    found = parse(pack(envelope, (near, far, here)))
+    assert found.envelope == envelope
+    values = found.value(found.payload, kind_of(here))
     for value, wanted in zip(values, (np.arange(3, dtype=np.int16), np.arange(7.0), here), strict=True):
         np.testing.assert_array_equal(value, wanted)
 

@@ -26,15 +26,15 @@ def small(cupy: StandIn) -> Staging:
 def test_what_goes_down_and_up_again_is_the_same_whatever_its_size(cupy: StandIn, size_bytes: int) -> None:
     values = np.random.default_rng(size_bytes).integers(0, 255, size_bytes, np.uint8)
     staging = small(cupy)
-    there = staging.up(values)
+    there = staging.to_device(values)
     values_then, values[:] = values.copy(), 0  # `up` has read it when it returns
-    assert staging.down(there).tobytes() == values_then.tobytes()
+    assert staging.to_host(there).tobytes() == values_then.tobytes()
 
 
 def test_pinned_memory_is_bounded_by_the_slots_and_used_again(cupy: StandIn) -> None:
     staging = small(cupy)
     for _ in range(3):
-        staging.down(staging.up(np.arange(1000.0)))
+        staging.to_host(staging.to_device(np.arange(1000.0)))
     assert cupy.machine.pinned.live_blocks == 2 * 3
 
 
@@ -45,13 +45,13 @@ def test_a_copy_to_the_host_waits_for_the_callers_stream_alone(cupy: StandIn) ->
         y = x * 2 + 1
         stuck = cupy.cuda.Stream(non_blocking=True)
         stuck.fake.enqueue(lambda: False)
-        np.testing.assert_array_equal(staging.down(y), np.arange(100, dtype=np.float32) * 2 + 1)
+        np.testing.assert_array_equal(staging.to_host(y), np.arange(100, dtype=np.float32) * 2 + 1)
         stuck.fake.tasks.clear()
 
 
 def test_the_callers_stream_goes_on_after_the_upload_and_the_host_does_not_wait(cupy: StandIn) -> None:
     staging = small(cupy)
-    there = staging.up(np.arange(8.0))  # one slot: nothing has to come free
+    there = staging.to_device(np.arange(8.0))  # one slot: nothing has to come free
     assert cupy.machine.gpus[0].bytes_at(there.data.ptr, 8).tolist() == [FREED] * 8, "it is still in the queue"
     np.testing.assert_array_equal(cupy.asnumpy(there + 1), np.arange(8.0) + 1)
 
@@ -59,8 +59,8 @@ def test_the_callers_stream_goes_on_after_the_upload_and_the_host_does_not_wait(
 def test_an_array_dropped_at_once_and_its_memory_used_again_does_no_harm(cupy: StandIn) -> None:
     staging = small(cupy)
     for turn in range(20):
-        there = staging.up(np.full(50, turn, np.int64))
-        found = staging.down(there * 3)
+        there = staging.to_device(np.full(50, turn, np.int64))
+        found = staging.to_host(there * 3)
         del there
         np.testing.assert_array_equal(found, np.full(50, 3 * turn, np.int64))
 
@@ -98,30 +98,30 @@ def test_parts_of_a_result_go_up_in_whatever_order_they_are_ready(cupy: StandIn)
     values = np.random.default_rng(3).integers(0, 255, 7 * SLOT + 9, np.uint8)
     cuts = [0, 5, SLOT, 3 * SLOT + 1, 3 * SLOT + 2, 7 * SLOT, values.size]
     parts = list(itertools.pairwise(cuts))
-    ascent = staging.ascent()
+    upload = staging.start_upload()
     for start, stop in (*parts[3:], *parts[:2], parts[2]):
-        assert not ascent.is_complete
-        ascent.allow(values, start, stop)
+        assert not upload.is_complete
+        upload.allow(values, start, stop)
         for _ in range(100):
-            ascent.advance()
+            upload.advance()
             cupy.machine.step()
-    assert ascent.is_complete
-    ascent.arrive()
-    assert cupy.asnumpy(ascent.target).tobytes() == values.tobytes()
+    assert upload.is_complete
+    upload.make_stream_wait()
+    assert cupy.asnumpy(upload.target).tobytes() == values.tobytes()
 
 
 def test_two_arrays_share_the_slots_and_come_down_side_by_side(cupy: StandIn) -> None:
     staging = small(cupy)
     arrays = [np.arange(10 * SLOT, dtype=np.uint8) + salt for salt in range(2)]
-    descents = [staging.descent(cupy.asarray(array)) for array in arrays]
+    downloads = [staging.start_download(cupy.asarray(array)) for array in arrays]
     looks = 0
-    while not all(descent.is_complete for descent in descents):
-        for descent, array in zip(descents, arrays, strict=True):
-            descent.advance()
-            assert descent.data[: descent.here].tobytes() == array[: descent.here].tobytes()
+    while not all(download.is_complete for download in downloads):
+        for download, array in zip(downloads, arrays, strict=True):
+            download.advance()
+            assert download.data[: download.valid_bytes].tobytes() == array[: download.valid_bytes].tobytes()
         looks += 1
         assert looks < 1000
-    assert taken(staging.descents) == 0
+    assert taken(staging.downloads) == 0
     assert cupy.machine.pinned.live_blocks <= 3
 
 
@@ -131,10 +131,10 @@ def test_an_array_that_is_late_leaves_the_slots_to_others(cupy: StandIn) -> None
     stuck = cupy.cuda.Stream(non_blocking=True)
     stuck.fake.enqueue(lambda: False)
     with stuck:
-        late = staging.descent(x)
+        late = staging.start_download(x)
     for _ in range(20):
         assert not late.advance()
-    assert staging.down(y).tobytes() == bytes([1]) * 10 * SLOT
+    assert staging.to_host(y).tobytes() == bytes([1]) * 10 * SLOT
     stuck.fake.tasks.popleft()
     while not late.is_complete:
         late.advance()

@@ -16,7 +16,7 @@ import pytest
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.machine import GpuFault
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.unit.transports.shared_memory.host_worlds import in_threads
 
 OWN = {"fake", "driver", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "seen"}
 """What the stand-in has for itself."""

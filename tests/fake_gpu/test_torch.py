@@ -62,7 +62,7 @@ def world(gpus: TorchGpus, lanes: str, size: int, fn: Callable[[ProcessGroup, in
 def test_every_dtype_is_seen_where_it_is_and_comes_back(gpus: TorchGpus, dtype: DType, shape: tuple[int, ...]) -> None:
     bits = np.arange(np.prod(shape, dtype=int) * dtype.itemsize, dtype=np.uint8) % 2
     x = gpus.from_numpy(bits).view(getattr(torch, dtype.label)).reshape(shape)
-    seen = view(x, near=True)
+    seen = view(x, on_device=True)
     assert (seen.spec, seen.borrowed) == (TensorSpec(dtype, shape), True)
     assert isinstance(seen.data, gpus.cupy.ndarray)
     assert seen.data.data.ptr == x.data_ptr()
@@ -84,7 +84,7 @@ def test_tensors_are_seen_in_any_layout_and_kept(gpus: TorchGpus) -> None:
     assert np.array_equal(view(x.expand(2, 3, 4)).data, np.broadcast_to(host, (2, 3, 4)))
     whole = gpus.from_numpy(host.astype(np.complex64) * 1j)
     assert np.array_equal(view(whole.conj()).data, (host * 1j).conj())
-    seen = view(x, near=True).data
+    seen = view(x, on_device=True).data
     del x
     gpus.cupy.machine.settle()
     assert np.array_equal(gpus.cupy.asnumpy(seen), host), "the tensor is kept by what sees it"
@@ -93,7 +93,7 @@ def test_tensors_are_seen_in_any_layout_and_kept(gpus: TorchGpus) -> None:
 def test_what_cannot_be_passed_is_refused_as_on_the_host(gpus: TorchGpus) -> None:
     x = gpus.from_numpy(np.zeros(6, np.float32))
     with pytest.raises(UsageError, match="requires a gradient"):
-        view(x.detach().requires_grad_(), near=True)
+        view(x.detach().requires_grad_(), on_device=True)
     lazy = gpus.from_numpy(np.zeros(2, np.complex64)).conj()
     for near in (True, False):
         with pytest.raises(TensorMismatchError, match="conjugated"):
@@ -103,8 +103,8 @@ def test_what_cannot_be_passed_is_refused_as_on_the_host(gpus: TorchGpus) -> Non
         with pytest.raises(TensorMismatchError, match="share memory"):
             view_out(x[:1].expand(4), TensorSpec(DType.FLOAT32, (4,)), near)
     with pytest.raises(UsageError, match="overlaps"):
-        view_out(x[1:5], TensorSpec(DType.FLOAT32, (4,)), near=True).shares(view(x[:4], near=True))
-    assert view_out(x, TensorSpec(DType.FLOAT32, (6,)), near=True).shares(view(x, near=True))
+        view_out(x[1:5], TensorSpec(DType.FLOAT32, (4,)), on_device=True).shares(view(x[:4], on_device=True))
+    assert view_out(x, TensorSpec(DType.FLOAT32, (6,)), on_device=True).shares(view(x, on_device=True))
 
 
 def test_the_callers_stream_is_cupys_or_else_torchs(gpus: TorchGpus) -> None:
@@ -184,7 +184,7 @@ def test_means_of_gradients_have_the_bits_of_one_process(
 
 def test_bits_are_laid_out_for_a_message_on_their_gpu(gpus: TorchGpus) -> None:
     x, tail = gpus.from_numpy(np.arange(4, dtype=np.float32)), np.arange(3, dtype=np.uint8)
-    whole = laid_out([(slice(0, 16), view(x, near=True))], 16, tail)
+    whole = laid_out([(slice(0, 16), view(x, on_device=True))], 16, tail)
     assert isinstance(whole, gpus.cupy.ndarray)
     assert gpus.cupy.asnumpy(whole).tobytes() == np.arange(4, dtype=np.float32).tobytes() + tail.tobytes()
 
@@ -199,8 +199,8 @@ def test_where_cupy_cannot_be_had_torch_copies_them_and_the_log_says_so(
     kinds._torch_kind.cache_clear()
     with caplog.at_level(logging.WARNING):
         x = gpus.from_numpy(np.arange(4, dtype=np.float32))
-        seen = view(x, near=True)
-        view(x, near=True)
+        seen = view(x, on_device=True)
+        view(x, on_device=True)
     assert [record.message for record in caplog.records] == [
         "torch's tensors on fakegpu:0 are copied through the host by torch: there is no CuPy; install it"
     ]
@@ -230,9 +230,9 @@ def test_auto_looks_for_a_gpu_where_torch_has_begun_to_use_one(
 ) -> None:
     monkeypatch.setattr(gpu, "open_nccl", lambda: SimpleNamespace(version=FakeNccl(cupy.machine).api(0).version))
     monkeypatch.setattr(gpu, "sys", SimpleNamespace(modules={}))
-    assert gpu.said_at_join("auto", None, 1)["gpu"] == device_of(cupy, 1).uuid
+    assert gpu.join_labels("auto", None, 1)["gpu"] == device_of(cupy, 1).uuid
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert gpu.said_at_join("auto", None, 1) == {}
+    assert gpu.join_labels("auto", None, 1) == {}
 
 
 def test_a_ranks_gpu_is_the_one_that_torch_was_told_to_use(gpus: TorchGpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.unit.transports.shared_memory.host_worlds import in_threads
 
 SECONDS = 20.0
 
@@ -25,7 +25,7 @@ def sessions(size: int) -> list[LocalSession]:
 
 def host_lanes(size: int) -> list[SimulatedBackend]:
     """The ranks' backends for host memory."""
-    lanes = Lanes(SYSTEM_CLOCK, None, 0)
+    lanes = Networks(SYSTEM_CLOCK, None, 0)
     return [SimulatedBackend(session, lanes, SECONDS) for session in sessions(size)]
 
 

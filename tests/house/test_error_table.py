@@ -9,6 +9,7 @@ import pytest
 from ferrorpc import errors
 from ferrorpc.errors import ErrorCode, FerroError, type_of
 from ferrorpc.v1 import error_pb2
+from ferrorpc.wire import error_detail
 
 PREFIX = "ERROR_CODE_"
 
@@ -57,7 +58,7 @@ FIELDS = {
 def test_an_error_crosses_the_wire_unchanged(code: ErrorCode) -> None:
     status = pytest.importorskip("ferrorpc.wire.status")
     sent = FerroError.restore(code, "rank 3 said so", "look at its log", True, FIELDS)
-    detail = error_pb2.ErrorDetail.FromString(status.detail_of(sent).SerializeToString())
+    detail = error_pb2.ErrorDetail.FromString(error_detail.detail_of(sent).SerializeToString())
     received = status.error_of(detail)
     assert type(received) is type(sent)
     assert str(received) == str(sent)

@@ -9,9 +9,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tests.house.tree import GENERATED, PACKAGES, ROOT, module_of, name_of, package_files, syntax_of
+from tests.house.tree import COORDINATOR_MAY_IMPORT, GENERATED, PACKAGES, ROOT, module_of, name_of, package_files, syntax_of
 
-COORDINATOR_MAY_IMPORT = {"wire", "v1", "guard", "logs", "errors", "types", "versions", "config"}
 DECIDES_ONLY = (
     "ferrorpc_coordinator.state",
     "ferrorpc.collectives.algorithms",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
-from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES
+from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES
 from ferrorpc.config import NAME_BYTES_MAX, SETTINGS
 from ferrorpc.coordination import limits as client
 from ferrorpc.transports.credit import CHUNK_BYTES

@@ -40,8 +40,8 @@ def test_nothing_private_is_on_the_page() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        '- returns: name -> array: "slot0/a/b" is the first of what the rule remembers of the weights "a/b", in their shape. '
-        "What has no elements is left out.",
+        '- returns: name -> array: "slot0/a/b" is the first state array of the rule for the weights "a/b", in their shape. '
+        "Arrays without elements are left out.",
         "- `rank, size`: of this group.",
         "`TensorSpec(dtype, shape)`",
         "`StepTimes(compute_seconds, exposed_seconds, hidden_seconds)`",

@@ -9,6 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (ROOT / "ferrorpc", ROOT / "services" / "ferrorpc_coordinator")
 GENERATED = ROOT / "ferrorpc" / "v1"
+COORDINATOR_MAY_IMPORT = {
+    *("wire", "v1", "guard", "logs", "config", "types", "versions"),
+    *("errors", "exit_codes", "generation_errors"),
+}
+"""Modules and packages of ferrorpc that the coordinator imports."""
 
 
 def package_files() -> list[Path]:

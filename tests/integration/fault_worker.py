@@ -30,7 +30,7 @@ import numpy as np
 
 import ferrorpc.backends.registry
 import ferrorpc.coordination.session
-import ferrorpc.transports.shared_memory.greeting
+import ferrorpc.transports.shared_memory.handshake
 from ferrorpc import PeerLostError, ProcessGroup
 
 Array = np.ndarray[Any, Any]

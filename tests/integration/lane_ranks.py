@@ -60,11 +60,11 @@ def assignment_of(
 
 
 @contextlib.contextmanager
-def two_servers(lanes: int = 1, patience_seconds: float = 2.0) -> Iterator[list[WorkerServer]]:
+def two_servers(lanes: int = 1, open_timeout_seconds: float = 2.0) -> Iterator[list[WorkerServer]]:
     """The servers of two ranks of one job, whose secret is "secret"."""
     token = Token(fixed="secret")
     made = [
-        WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, token, lanes=lanes, patience_seconds=patience_seconds)
+        WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, token, lanes=lanes, open_timeout_seconds=open_timeout_seconds)
         for _ in range(2)
     ]
     yield made

@@ -102,7 +102,7 @@ def coordinator_of(launcher: int, timeout: float = 10) -> tuple[int, str]:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         for pid, command in children_of(launcher).items():
-            if "-m ferrorpc_coordinator" in command and "shim.py" not in command:
+            if "-m ferrorpc_coordinator" in command and "exec_shim.py" not in command:
                 return pid, command.partition("--listen ")[2].split()[0]
         time.sleep(0.02)
     raise AssertionError(f"no coordinator within {timeout} s")

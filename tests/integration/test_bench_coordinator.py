@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ferrorpc.cli.bench import barrier, rendezvous, torch_peers
+from ferrorpc.cli.bench import barrier, rendezvous, torch_baseline
 
 
 def test_rendezvous_reports_connecting_joining_and_the_journal_apart():
@@ -40,6 +40,6 @@ def test_each_runs_by_itself_and_prints_json(module):
 
 
 def test_torch_is_measured_beside_it_or_the_reason_is_given():
-    result = torch_peers.measure("barrier", 3, limit_seconds=60)
+    result = torch_baseline.measure("barrier", 3, limit_seconds=60)
     assert ("skipped" in result) != ("median_ms" in result)
-    assert torch_peers.describe(result)
+    assert torch_baseline.describe(result)

@@ -13,7 +13,7 @@ CASES = (
     "all_gather:direct:64",
     "reduce_scatter:direct:64",
     "all_reduce:two_shot:64",
-    "send:there_and_back:64",
+    "send:round_trip:64",
 )
 
 

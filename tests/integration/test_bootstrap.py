@@ -117,15 +117,15 @@ def test_ranks_that_are_started_again_at_once_meet_again(port):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_coordinator_that_rank_0_started_ends_with_its_keeper(number):
-    command = [sys.executable, "-P", "-m", "ferrorpc.coordination.keeper", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
+def test_a_coordinator_that_rank_0_started_ends_with_its_watchdog(number):
+    command = [sys.executable, "-P", "-m", "ferrorpc.bootstrap.coordinator_watchdog", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as watchdog:
         try:
-            assert keeper.stdout.readline().startswith(b"listening")
-            (coordinator,) = children_of(keeper.pid)
+            assert watchdog.stdout.readline().startswith(b"listening")
+            (coordinator,) = children_of(watchdog.pid)
         finally:
-            keeper.send_signal(number)
-        assert keeper.wait(20) == (0 if number == signal.SIGTERM else -number)
+            watchdog.send_signal(number)
+        assert watchdog.wait(20) == (0 if number == signal.SIGTERM else -number)
         assert wait_until_gone([coordinator]) == []
 
 

@@ -138,11 +138,11 @@ class Bench:
 
     def revive(self):
         """Streams that the coordinator ended come again, as another process."""
-        for number, outbox in enumerate(self.streams):
-            outbox._frames.clear()
-            outbox._held_bytes = 0
-            if outbox._finished:
-                self.driver.disconnect(outbox.stream)
+        for number, queue in enumerate(self.streams):
+            queue._frames.clear()
+            queue._queued_bytes = 0
+            if queue._finished:
+                self.driver.disconnect(queue.stream)
                 self.streams[number] = self.connect(number)
 
 

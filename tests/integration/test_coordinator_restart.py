@@ -153,7 +153,7 @@ def test_every_commit_leaves_a_journal_that_recovers(tmp_path):
         if values:
             keyspace = recovered.jobs["job"].store.keyspace
             assert {key: keyspace.get(key).value for key in values} == values
-            assert sorted(m.rank for m in recovered.jobs["job"].roster) == [0, 1, 2]
+            assert sorted(m.rank for m in recovered.jobs["job"].members) == [0, 1, 2]
         shutil.rmtree(directory)
 
 

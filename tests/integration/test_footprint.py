@@ -152,5 +152,5 @@ def test_synchronisers_and_subgroups_that_are_over_give_their_shared_memory_back
 
 @pytest.mark.shared_memory
 def test_generations_that_were_broken_off_within_a_step_leave_no_mapping(tmp_path: Path) -> None:
-    """Only this rank's own segment and its neighbour's are there."""
+    """Only this rank's own segment and its peer's are there."""
     assert numbers_of_two(tmp_path, BROKEN_OFF) == [2, 2]

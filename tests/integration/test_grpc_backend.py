@@ -30,10 +30,10 @@ class Announced(LocalSession):
 
     addresses: dict[str, str]
 
-    def enter(self, membership: Membership) -> None:
+    def assign(self, membership: Membership) -> None:
         assignment = membership.assignment
         peers = tuple(dataclasses.replace(peer, address=self.addresses.get(peer.name, "")) for peer in assignment.peers)
-        super().enter(Membership(dataclasses.replace(assignment, peers=peers), membership.latch))
+        super().assign(Membership(dataclasses.replace(assignment, peers=peers), membership.latch))
 
 
 class GrpcWorld:
@@ -55,7 +55,7 @@ class GrpcWorld:
             session = self.world.session(rank)
             session.__class__ = Announced
             session.addresses = addresses
-            session.enter(session.membership)
+            session.assign(session.membership)
             places.append(Place(session, server, transports[rank], timeout=SECONDS))
         with ThreadPoolExecutor(size) as pool:
             self.backends: list[Backend] = list(pool.map(lambda place: create("auto", place), places))
@@ -127,7 +127,7 @@ def test_large_messages_are_dealt_out_to_several_lanes_and_the_bits_stay_the_sam
             assert sent_bytes == 2 * 4 * size
             lanes = backend.transport._lanes
             assert sorted(lanes) == [(1 - backend.rank, number) for number in range(3)]
-            assert all(lane.outbox.carried_bytes > sent_bytes // 5 for lane in lanes.values())
+            assert all(lane.queue.sent_bytes > sent_bytes // 5 for lane in lanes.values())
 
 
 @pytest.mark.parametrize("wire", ["bf16", "f16", "int8"])

@@ -21,11 +21,11 @@ from ferrorpc.errors import (
 )
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.credit import CHUNK_BYTES
-from ferrorpc.transports.grpc.outbox import FRAME_BYTES_MAX, FRAMES_MAX
+from ferrorpc.transports.grpc.send_queue import FRAME_BYTES_MAX, FRAMES_MAX
 from ferrorpc.transports.grpc.server import METHOD, PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
-from ferrorpc.wire.details import restore
+from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Key, encode
 from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, header_of, pair_of, random_bytes, send, two_servers
 from tests.integration.slow_link import slow_link
@@ -72,15 +72,15 @@ def test_all_of_a_peer_that_left_is_here_once_each_of_its_streams_has_ended(pair
     box = pair[1].box(key)
     send(pair[0], 1, key, random_bytes(3 * CHUNK_BYTES))
     eventually(lambda: len(box.frames.get((0, 0), ())) == 3, "all chunks")
-    inlets = list(pair[1].transport._inlets.values())
-    assert len(inlets) == 3
+    streams = list(pair[1].transport._incoming.values())
+    assert len(streams) == 3
     # The goodbye of the first stream overtakes the end of the others.
-    pair[1].transport.inlet_ended(0, 3, "")
+    pair[1].transport.incoming_ended(0, 3, "")
     for _ in range(3):
         pair[1].transport.probe(0, key, "a()")
     assert pair[1].lost == []
     for _ in range(2):
-        pair[1].transport.inlet_ended(0, 3, "")
+        pair[1].transport.incoming_ended(0, 3, "")
     pair[1].transport.probe(0, key, "a()")
     assert pair[1].lost == []
     pair[1].transport.probe(0, key, "a()")
@@ -225,7 +225,7 @@ def test_a_stream_that_says_nothing_is_ended(servers: list[WorkerServer]) -> Non
 
 def test_bytes_that_are_no_message_end_the_generation_with_a_codec_error_on_both_sides(pair: list[Rank]) -> None:
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
-    pair[0].transport._lanes[1, 0].outbox.put(b"\x22\x03\x09\x09\x09")
+    pair[0].transport._lanes[1, 0].queue.put(b"\x22\x03\x09\x09\x09")
     eventually(lambda: pair[0].failures and pair[1].failures, "the codec error")
     assert [type(rank.failures[0]) for rank in pair] == [CodecError, CodecError]
     time.sleep(0.1)
@@ -235,7 +235,7 @@ def test_bytes_that_are_no_message_end_the_generation_with_a_codec_error_on_both
 
 def test_a_message_over_the_limit_ends_its_stream_and_nothing_else(pair: list[Rank]) -> None:
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
-    pair[0].transport._lanes[1, 0].outbox.put(bytes(options.DATA_MESSAGE_BYTES_MAX + 1))
+    pair[0].transport._lanes[1, 0].queue.put(bytes(options.DATA_MESSAGE_BYTES_MAX + 1))
     eventually(lambda: pair[0].lost and pair[1].lost, "the lost links")
     assert "RESOURCE_EXHAUSTED" in pair[0].lost[0][1]
     assert type(refusal_of(pair[1].server, token="guess")) is AuthenticationError
@@ -245,7 +245,7 @@ def test_a_frame_that_generated_code_made_arrives_like_our_own(pair: list[Rank])
     box = pair[1].box(Key(0, 0, 1))
     parsed = transport_pb2.DataMessage.FromString(encode(Key(0, 0, 1), header_of(3), 0, b"abc"))
     send(pair[0], 1, Key(0, 0, 2), random_bytes(1))
-    pair[0].transport._lanes[1, 0].outbox.put(parsed.SerializeToString())
+    pair[0].transport._lanes[1, 0].queue.put(parsed.SerializeToString())
     eventually(lambda: box.frames, "the frame")
     assert bytes(box.frames[0, 0][0].payload) == b"abc"
 

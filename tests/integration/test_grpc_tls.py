@@ -17,7 +17,7 @@ from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.grpc.server import METHOD, PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
-from ferrorpc.wire.details import restore
+from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.tls import Dialer

@@ -12,13 +12,13 @@ import pytest
 from ferrorpc.errors import AuthenticationError, CodecError, PermissionDeniedError
 from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES
-from ferrorpc.transports.grpc.doorstep import STRANGERS_MAX
+from ferrorpc.transports.grpc.pending_streams import PENDING_MAX
 from ferrorpc.transports.grpc.server import METHOD, PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import tensor_pb2, transport_pb2
 from ferrorpc.wire import options
-from ferrorpc.wire.details import restore
+from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Key
-from ferrorpc.wire.refusals import TOLD_MAX
+from ferrorpc.wire.refusal_log import LOGGED_MAX
 from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, pair_of, random_bytes, send, two_servers
 from tests.waiting import eventually
 
@@ -28,7 +28,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 @pytest.fixture
 def servers() -> Iterator[list[WorkerServer]]:
-    with two_servers(patience_seconds=3.0) as made:
+    with two_servers(open_timeout_seconds=3.0) as made:
         yield made
 
 
@@ -71,12 +71,12 @@ def test_refusals_are_told_in_short_lines_and_not_all_of_them(
     pair: list[Rank], servers: list[WorkerServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    strange = [opening(job="x\n" * 1_000_000), opening(token="guess")] + [opening(source_rank=7)] * (2 * TOLD_MAX)
+    strange = [opening(job="x\n" * 1_000_000), opening(token="guess")] + [opening(source_rank=7)] * (2 * LOGGED_MAX)
     refused = [restore(converse(servers[1], [message])[0].refused) for message in strange]
     assert {type(error) for error in refused} == {AuthenticationError, PermissionDeniedError}
     assert max(len(error.message) for error in refused) < 500
     lines = [record.getMessage() for record in caplog.records if record.name == "ferrorpc.transports"]
-    assert len(lines) == TOLD_MAX
+    assert len(lines) == LOGGED_MAX
     assert all(len(line) < 500 and "\n" not in line and "secret" not in line and "guess" not in line for line in lines)
     exchange(pair)
 
@@ -99,12 +99,12 @@ def test_streams_that_never_say_whose_they_are_make_room_for_those_that_do(serve
         release.wait(SECONDS)
         yield from ()
 
-    channels = [grpc.insecure_channel(servers[1].address, options=options.data_channel()) for _ in range(STRANGERS_MAX // 12)]
+    channels = [grpc.insecure_channel(servers[1].address, options=options.data_channel()) for _ in range(PENDING_MAX // 12)]
     calls = [channel.stream_stream(METHOD)(nothing()) for channel in channels for _ in range(16)]
-    assert len(calls) > STRANGERS_MAX + 16
-    eventually(lambda: sum(call.done() for call in calls) >= len(calls) - STRANGERS_MAX, "those that have waited longest end")
-    ours = [one for one in threading.enumerate() if one.name.startswith("ferrorpc-inlet")]
-    assert len(ours) <= STRANGERS_MAX + 8
+    assert len(calls) > PENDING_MAX + 16
+    eventually(lambda: sum(call.done() for call in calls) >= len(calls) - PENDING_MAX, "those that have waited longest end")
+    ours = [one for one in threading.enumerate() if one.name.startswith("ferrorpc-incoming")]
+    assert len(ours) <= PENDING_MAX + 8
     exchange([Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)])
     eventually(lambda: all(call.done() for call in calls), "the rest, when the patience is over")
     release.set()
@@ -200,6 +200,6 @@ def test_a_dial_that_is_repeated_takes_the_place_of_a_stream_that_said_nothing(
 def test_a_stream_that_breaks_before_it_said_anything_is_no_lost_link(pair: list[Rank], servers: list[WorkerServer]) -> None:
     with stream_of_rank_0(servers[1]) as first:
         first.cancel()
-        eventually(lambda: not pair[1].transport._inlets, "the end of the stream")
+        eventually(lambda: not pair[1].transport._incoming, "the end of the stream")
         exchange(pair)
     assert [rank.failures + rank.lost for rank in pair] == [[], []]

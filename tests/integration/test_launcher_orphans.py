@@ -58,7 +58,7 @@ def test_kill_9_of_the_launcher_or_of_its_group_leaves_no_orphan(family, mode, k
 def test_without_a_guard_process_workers_still_end_with_the_launcher(family):
     launcher, pids = family("stubborn")
     helpers = children_of(launcher.pid)
-    (guard,) = [pid for pid, command in helpers.items() if "guardian.py" in command]
+    (guard,) = [pid for pid, command in helpers.items() if "cleanup.py" in command]
     os.kill(guard, signal.SIGKILL)
     launcher.kill()
     assert wait_until_gone([*pids[:2], *helpers]) == []
@@ -67,7 +67,7 @@ def test_without_a_guard_process_workers_still_end_with_the_launcher(family):
 def test_the_guard_process_outlives_signals_that_everybody_gets(family):
     launcher, pids = family("stubborn")
     helpers = children_of(launcher.pid)
-    (guard,) = [pid for pid, command in helpers.items() if "guardian.py" in command]
+    (guard,) = [pid for pid, command in helpers.items() if "cleanup.py" in command]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(guard, number)
     launcher.kill()

@@ -9,7 +9,7 @@ import pytest
 
 from ferrorpc.cli import doctor
 from ferrorpc.cli.main import run
-from ferrorpc.coordination import link
+from ferrorpc.coordination import connection
 from ferrorpc.errors import (
     AuthenticationError,
     BarrierTimeoutError,
@@ -31,7 +31,7 @@ from ferrorpc.guard import Latch
 from ferrorpc.v1.identity_pb2 import Position
 from ferrorpc.v1.session_pb2 import Event, GenerationBroken, Result
 from ferrorpc.versions import own_version
-from ferrorpc.wire.status import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from tests.integration.service import Service, join, join_all, together
 from tests.waiting import eventually
 
@@ -93,7 +93,7 @@ def test_nobody_at_the_address_is_said_within_the_timeout():
 
 def test_a_name_in_use_is_refused_naming_its_holder_until_the_timeout(service, world, request, caplog, monkeypatch):
     """Meanwhile the log does not say that the coordinator is away: it is there, and refuses."""
-    monkeypatch.setattr(link, "EXPLAIN_FIRST_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "EXPLAIN_FIRST_SECONDS", 0.3)
     with pytest.raises(FerroError, match="member-1"):
         join(service.address, 1, 3, job=request.node.name[:100], timeout=0.6)
     assert world[0].membership.latch.cause is None
@@ -146,7 +146,7 @@ def test_a_clean_leave_breaks_nothing(world):
 def test_what_a_seat_carries_is_closed_before_a_clean_goodbye_and_after_one_with_a_reason(world):
     causes = []
     for session in world[:2]:
-        session.at_leave(lambda session=session: causes.append(session.membership.latch.cause))
+        session.on_leave(lambda session=session: causes.append(session.membership.latch.cause))
     world[0].leave()
     world[1].leave("ValueError: bad batch")
     assert causes[0] is None
@@ -333,14 +333,14 @@ def test_joiners_are_pending_and_break_nothing(service):
 def test_a_place_that_was_given_after_its_rank_gave_up_is_found_by_the_next_attempt(service, monkeypatch):
     """The others count on it: to ask for the generation after that one would be to wait for them in vain."""
     session = join(service.address, 0, 1, job="late")
-    ask = session._link.ask
+    ask = session._connection.ask
 
     def gives_up(label, seconds, late, latch=None, **body):
         ask(label, seconds, late, latch, **body)
         raise late("too late")
 
     with monkeypatch.context() as patch:
-        patch.setattr(session._link, "ask", gives_up)
+        patch.setattr(session._connection, "ask", gives_up)
         with pytest.raises(RendezvousTimeoutError, match="too late"):
             session.rejoin(20)
     assert session.rejoin(20).assignment.generation == 2

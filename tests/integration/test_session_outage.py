@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from ferrorpc.config import Config
-from ferrorpc.coordination import link
-from ferrorpc.coordination.channel import Connector
+from ferrorpc.coordination import connection
+from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.errors import (
     CoordinatorUnavailableError,
     GroupAbortedError,
@@ -122,7 +122,7 @@ class Mute(session_pb2_grpc.CoordinatorServiceServicer):
 
 def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(monkeypatch):
     """As after a network swallowed the first frames: nobody else would ever end such a wait."""
-    monkeypatch.setattr(link, "WELCOME_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "WELCOME_SECONDS", 0.5)
     mute, server = Mute(), grpc.server(ThreadPoolExecutor(4), options=control_server())
     session_pb2_grpc.add_CoordinatorServiceServicer_to_server(mute, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -133,15 +133,21 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
         welcomed=lambda: None,
         session_ended=lambda cause: None,
     )
-    line = link.Link(
-        address, Connector(address, "job", Config()), listener, SYSTEM_CLOCK, patience=20, max_outage=20, heartbeat_interval=0.1
+    connected = connection.Connection(
+        address,
+        ChannelFactory(address, "job", Config()),
+        listener,
+        SYSTEM_CLOCK,
+        initial_outage=20,
+        max_outage=20,
+        heartbeat_interval=0.1,
     )
     try:
-        line.start()
-        eventually(lambda: line.standing() == "" or None)
+        connected.start()
+        eventually(lambda: connected.outage() == "" or None)
         assert mute.streams == 2
     finally:
-        line.close(GroupClosedError("the test is over"))
+        connected.close(GroupClosedError("the test is over"))
         server.stop(0)
 
 
@@ -224,7 +230,7 @@ def test_a_report_is_made_though_another_cluster_had_one_in_a_generation_of_this
     eventually(lambda: all(session.membership.latch.cause for session in sessions))
     volatile.kill()
     volatile.start()
-    eventually(lambda: all(session._link.cluster_id == volatile.cluster_id for session in sessions))
+    eventually(lambda: all(session._connection.cluster_id == volatile.cluster_id for session in sessions))
     memberships = together([lambda s=s: s.rejoin(20) for s in sessions])
     assert [m.assignment.generation for m in memberships] == [1, 1]
     if what == "failure":
@@ -285,7 +291,7 @@ def test_a_coordinator_that_stays_away_is_an_error_after_max_outage(volatile):
     session.leave()
 
 
-def test_who_is_told_that_the_line_is_over_finds_the_generation_broken(volatile, monkeypatch):
+def test_who_is_told_that_the_connection_has_ended_finds_the_generation_broken(volatile, monkeypatch):
     session = join(volatile.address, 0, 1, max_outage=0.5)
     ended = session.session_ended
     monkeypatch.setattr(session, "session_ended", lambda cause: (time.sleep(0.2), ended(cause)))
@@ -337,7 +343,7 @@ def test_a_failure_ends_the_generation_at_home_though_the_coordinator_says_nothi
 
 
 def test_waiting_is_explained_after_a_while(durable, caplog, monkeypatch):
-    monkeypatch.setattr(link, "EXPLAIN_FIRST_SECONDS", 0.4)
+    monkeypatch.setattr(connection, "EXPLAIN_FIRST_SECONDS", 0.4)
     sessions = join_all(durable.address, 2)
     with caplog.at_level(logging.WARNING, logger="ferrorpc.coordination"):
         outcome = together([lambda: sessions[0].barrier("epoch", timeout=0.8)])  # the next line is due at 1.2 s

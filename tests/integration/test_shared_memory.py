@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.integration.launching import run, write_script
 
 
-def test_a_script_that_never_closes_says_goodbye_to_its_neighbours(tmp_path: Path) -> None:
+def test_a_script_that_never_closes_says_goodbye_to_its_host_peers(tmp_path: Path) -> None:
     body = """
     import time
     import ferrorpc
@@ -16,11 +16,11 @@ def test_a_script_that_never_closes_says_goodbye_to_its_neighbours(tmp_path: Pat
     group.all_reduce(1.0)
     if group.rank == 0:
         assert float(group.recv(1)) == 5.0
-        neighbours = group._backend.transport._near._neighbours
+        host_peers = group._backend.transport._near._host_peers
         deadline = time.monotonic() + 10
-        while not neighbours.has_left(1) and time.monotonic() < deadline:
+        while not host_peers.has_left(1) and time.monotonic() < deadline:
             time.sleep(0.01)
-        print(neighbours.has_left(1), neighbours._lost, group._backend.latch.cause)
+        print(host_peers.has_left(1), host_peers._lost, group._backend.latch.cause)
     else:
         group.send(5.0, 0)
     """

@@ -95,7 +95,7 @@ _ROW = (
 
 def headline(browser, text, seconds=15.0):
     browser.until(f"document.querySelector('#headline').textContent.includes({text!r})", seconds)
-    return browser.evaluate("document.querySelector('#verdict').className")
+    return browser.evaluate("document.querySelector('#summary').className")
 
 
 def test_a_healthy_job(browser, process, job):
@@ -103,7 +103,7 @@ def test_a_healthy_job(browser, process, job):
     working = Working(crowd, slow=2)
     try:
         picture = show(browser, process, job, "healthy")
-        assert headline(browser, "All 4 ranks work") == "verdict good"
+        assert headline(browser, "All 4 ranks work") == "summary good"
         browser.until("document.querySelector('#subline').textContent.includes('The slowest is rank 2')")
         browser.until("document.querySelector('#link-hint').textContent.includes('Busiest: rank')")
         browser.until(f"{cell(0, 'ops/s')} > 1")
@@ -113,7 +113,7 @@ def test_a_healthy_job(browser, process, job):
         # who needs longest between operations comes first
         browser.until("document.querySelector('#steps .row span').textContent === 'rank 2'")
         assert "4 of 4 joined" in browser.text("#generations")
-        assert browser.text("#line") == "live"
+        assert browser.text("#connection") == "live"
         picture()
     finally:
         working.stop()
@@ -151,7 +151,7 @@ def test_a_barrier_that_waits_for_a_rank(browser, process, job):
         picture = show(browser, process, job, "barrier")
         crowd.ranks[2].activity = "recv(src=1)"
         crowd.barrier("epoch", [0, 1, 3])
-        assert headline(browser, "Barrier epoch has waited") == "verdict warn"
+        assert headline(browser, "Barrier epoch has waited") == "summary warn"
         browser.until("document.querySelector('#subline').textContent.includes('was last seen in recv(src=1)')")
         assert "for rank 2" in browser.text("#headline")
         assert "missing: rank 2" in browser.text("#barriers")
@@ -160,7 +160,7 @@ def test_a_barrier_that_waits_for_a_rank(browser, process, job):
         browser.until("[...document.querySelectorAll('#ranks th')].some(head => head.textContent === 'behind for')")
         picture()
         crowd.barrier("epoch", [2])
-        assert headline(browser, "All 4 ranks work") == "verdict good"
+        assert headline(browser, "All 4 ranks work") == "summary good"
         browser.until("document.querySelector('#stragglers').textContent.includes('rank 2')")
     finally:
         crowd.close()
@@ -172,18 +172,18 @@ MODEL = """(async () => {
   const [steps, ages, state] = %s;
   const all = (value) => steps.map(() => value);
   const ranks = [...steps.keys()];
-  model.take({
+  model.update({
     cluster_id: "c", epoch: 1, generation: 1, at_ms: 0, barriers: [], links: [], waiting: "",
     generations: [{ generation: 1, end_reason: "" }],
     members: { name: ranks.map((rank) => `w${rank}`), rank: ranks, state: all(state), host: all("h"), step: steps,
       step_age_ms: ages, beat_age_ms: all(0), operation_ms: all(0), activity: all("all_reduce #20"), training: all(null) },
   });
-  return [...model.verdict(), model.members.map((member) => member.lateMs)];
+  return [...model.summary(), model.members.map((member) => member.lateMs)];
 })()"""
 
 
 @pytest.mark.parametrize(
-    ("steps", "ages", "state", "late", "mood"),
+    ("steps", "ages", "state", "late", "level"),
     [
         ([21, 20, 21], [13_000, 13_000, 13_000], "active", [0, 13_000, 0], "warn"),  # all stand: the others wait for rank 1
         ([21, 20, 21], [10, 13_000, 10], "active", [0, 13_000, 0], "warn"),
@@ -193,12 +193,12 @@ MODEL = """(async () => {
         ([21, 20, 21], [13_000, 13_000, 13_000], "left", [0, 0, 0], "good"),  # nobody waits for those who said goodbye
     ],
 )
-def test_who_is_behind(browser, process, steps, ages, state, late, mood):
+def test_who_is_behind(browser, process, steps, ages, state, late, level):
     browser.open(f"http://{process.http_address}/")
     browser.until("document.readyState === 'complete' && location.protocol === 'http:'")
     found, head, more, behind = browser.evaluate(MODEL % [steps, ages, state])
-    assert (found, behind) == (mood, late)
-    if mood == "warn":
+    assert (found, behind) == (level, late)
+    if level == "warn":
         assert head == "Rank 1 has been behind for 13 s"
         assert more == "others are at step 21 · rank 1 on h is at step 20, its last operation: all_reduce #20"
 
@@ -207,7 +207,7 @@ def test_a_coordinator_without_a_job_says_so(browser, process):
     with coordinator("--http-port", "0") as idle:
         browser.open(f"http://{idle.http_address}/")
         headline(browser, "There is no job yet")
-        browser.until("document.querySelector('#line').textContent === 'live'")
+        browser.until("document.querySelector('#connection').textContent === 'live'")
         assert "ferrorpc run --coordinator" in browser.text("#subline")
         browser.open(f"http://{idle.http_address}/?job=other")
         headline(browser, "Nobody has joined the job other yet")
@@ -220,7 +220,7 @@ def test_a_death(browser, process, job):
         picture = show(browser, process, job, "death")
         headline(browser, "All 4 ranks work")
         crowd.cut(1)
-        assert headline(browser, "Rank 1 (w0001 on host-2) was lost") == "verdict bad"
+        assert headline(browser, "Rank 1 (w0001 on host-2) was lost") == "summary bad"
         assert browser.text("#subline").startswith("its session ended")
         assert browser.text("#subline").endswith(" · generation 1 is over")
         dead = cells(browser, 1)
@@ -243,7 +243,7 @@ def test_a_job_that_ends_well_is_no_alarm_and_goes_at_no_rate(browser, process, 
         browser.until(f"{cell(0, 'ops/s')} > 1")
         working.stop()
         crowd.leave()
-        assert headline(browser, "The job is over: all its members left") == "verdict idle"
+        assert headline(browser, "The job is over: all its members left") == "summary idle"
         assert browser.text("#generations .end") == "ended: all its members left"
         assert browser.evaluate("document.querySelectorAll('#generations .broken').length") == 0
         row = cells(browser, 0)
@@ -276,9 +276,9 @@ def test_a_coordinator_that_ends_is_not_shown_as_live(browser, tmp_path, job):
         crowd = Crowd(ending.address, 2, job)
         try:
             show(browser, ending, job, "gone")
-            browser.until("document.querySelector('#line').textContent === 'live'")
+            browser.until("document.querySelector('#connection').textContent === 'live'")
             ending.kill()
-            browser.until("document.querySelector('#line').textContent.startsWith('no news for')")
+            browser.until("document.querySelector('#connection').textContent.startsWith('no news for')")
             assert browser.evaluate("document.body.classList.contains('stale')")
         finally:
             crowd.close()

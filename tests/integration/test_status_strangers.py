@@ -18,8 +18,8 @@ pytest.importorskip("starlette", reason="the status page needs the extra ui")
 pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
 
 from ferrorpc_coordinator.state.access import Access
-from ferrorpc_coordinator.web import patience, server as http_server
-from ferrorpc_coordinator.web.source import Source
+from ferrorpc_coordinator.web import connection_limits, server as http_server
+from ferrorpc_coordinator.web.view import CoordinatorView
 
 from ferrorpc.wire.identity import Role
 
@@ -59,7 +59,7 @@ def test_connections_that_ask_for_nothing_or_never_finish_asking_keep_nobody_out
             with dialled(process.http_address) as rude, contextlib.suppress(ConnectionError):
                 rude.sendall(beginning)
                 assert rude.recv(100).startswith(b"HTTP/1.1 400")
-        assert sum(hung_up(one) for one in silent) >= MANY - patience.IDLE_MAX
+        assert sum(hung_up(one) for one in silent) >= MANY - connection_limits.IDLE_MAX
         assert len(process.stop()[1].splitlines()) < 10
 
 
@@ -82,8 +82,8 @@ def test_paths_out_of_the_page_and_pages_without_end_lead_nowhere():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(patience, "REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(patience, "UNREAD_SECONDS", 0.5)
+    monkeypatch.setattr(connection_limits, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(connection_limits, "UNREAD_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -105,7 +105,9 @@ def server(impatient):
 
     ended = threading.Event()
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(answer, http=patience.PatientProtocol, log_config=None, log_level="critical", lifespan="off")
+    config = uvicorn.Config(
+        answer, http=connection_limits.LimitedHttpProtocol, log_config=None, log_level="critical", lifespan="off"
+    )
     running = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: running.run(sockets=[listening]), daemon=True)
     thread.start()
@@ -128,7 +130,7 @@ def test_who_does_not_get_on_with_the_tls_handshake_is_cut_off(monkeypatch, tmp_
     files = Issuer(tmp_path / "authority").issue(Role.COORDINATOR, "a")
 
     async def body():
-        source = Source(SimpleNamespace(jobs={}), None, lambda: True, Access(()), lambda: None)
+        source = CoordinatorView(SimpleNamespace(jobs={}), None, lambda: True, Access(()), lambda: None)
         running = http_server.HttpServer.start(source, "127.0.0.1", 0, files)
         await asyncio.sleep(0.1)
         with dialled(f"127.0.0.1:{running.port}") as silent, dialled(f"127.0.0.1:{running.port}") as slow:

@@ -1,4 +1,4 @@
-"""What must hold in every run, whatever breaks. Told of everything that is seen; raises at the first contradiction.
+"""Invariants that must hold in every run. The checker receives what processes see, and raises at the first violation.
 
 1  one membership per generation: all who are told of a generation are told the same peers
 2  at most one owner of a rank in a generation
@@ -6,9 +6,9 @@
 4  a barrier that was released for one has not timed out for another
 5  an acknowledged write is durable, and stays
 6  counters are linearizable: results are distinct, in the order of real time; a client's own counter counts by ones
-7  nothing of a dead or departed process is applied, and what was bound to it vanishes; nothing of a stale generation is
+7  nothing of a dead or departed process is applied, and what was bound to it is deleted; nothing of a stale generation is
    accepted
-8  nobody is declared dead without having given cause
+8  no process is declared dead without a reason
 9  generation, and (epoch, revision), never go backwards for an observer
 """
 
@@ -36,7 +36,7 @@ class Addition:
 
 @dataclass(slots=True)
 class Checker:
-    """Holds what was seen so far."""
+    """The observations so far."""
 
     peers: dict[int, tuple[str, ...]] = field(default_factory=dict)
     owners: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Checker:
     own_counts: dict[str, int] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     excused: set[str] = field(default_factory=set)
-    """Instances that gave cause to be declared dead."""
+    """Instances that may be declared dead."""
 
     # -- membership ----------------------------------------------------------------------------------------------------
 

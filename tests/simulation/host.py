@@ -1,4 +1,4 @@
-"""The machine a coordinator runs on: a journal that takes its time, pauses, crashes and restarts."""
+"""The simulated machine of the coordinator: a journal with random delays, pauses, crashes and restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """Carries out effects as a driver does: answers wait until every row before them is durable; commits are grouped."""
+    """Carries out effects like the driver: answers wait until every earlier row is durable, and commits are grouped."""
 
     def __init__(
         self, simulation: Simulation, settings: Settings, deliver: Callable[[int, session_pb2.ServerFrame], None]
@@ -42,11 +42,11 @@ class Host:
 
     @property
     def up(self) -> bool:
-        """Whether anybody answers here; a paused process still has its sockets open."""
+        """Whether a coordinator runs; a paused process still has its sockets open."""
         return self.coordinator is not None
 
     def start(self) -> None:
-        """Starts a coordinator on what is durable."""
+        """Starts a coordinator from the durable rows."""
         recovered = [(table, key, value) for (table, key), value in self.rows.items()]
         now = self._simulation.now
         self.coordinator = Coordinator(
@@ -56,7 +56,7 @@ class Host:
         self.take(Tick())
 
     def crash(self) -> None:
-        """kill -9: what is not durable is lost, and so is every answer that waited for it."""
+        """kill -9: rows that are not durable are lost, and so are the answers that waited for them."""
         self._simulation.note(lambda: f"coordinator crashes, {self._emitted - self._durable} rows are lost")
         self._life += 1
         self.coordinator = None

@@ -1,4 +1,4 @@
-"""Five bugs to plant, each one that real coordinators have had. The simulation is only worth something if it finds them."""
+"""Five bugs for mutation tests, each of which real coordinators have had. The simulation must find them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-from ferrorpc_coordinator.state.barriers import Barrier, Barriers, Key, Parties
-from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.barriers import Barrier, Barriers, Key, Participants
+from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.keyspace import TABLE, Entry, Keyspace
-from ferrorpc_coordinator.state.lifetime import Lifetime
 from ferrorpc_coordinator.state.member import Member
-from ferrorpc_coordinator.state.writes import Writes
+from ferrorpc_coordinator.state.running_time import RunningTime
+from ferrorpc_coordinator.state.write_results import WriteResults
 
 from ferrorpc.v1 import store_pb2
 
 
 @contextmanager
 def no_fencing() -> Iterator[None]:
-    """Whatever generation a member speaks of, the newest is meant."""
+    """Requests that name any generation are taken for the newest."""
 
     def require(self: Generations, member: Member, number: int) -> Generation:
         assert self.newest is not None
@@ -34,25 +34,25 @@ def no_fencing() -> Iterator[None]:
 def no_dedupe() -> Iterator[None]:
     """A repeated request is carried out again."""
 
-    def find(self: Writes, client: str, request_id: int) -> store_pb2.StoreResponse | None:
+    def find(self: WriteResults, client: str, request_id: int) -> store_pb2.StoreResponse | None:
         return None
 
-    def repeat(self: Desk, member: Member, number: int) -> bool:
+    def resend(self: JobContext, member: Member, number: int) -> bool:
         return False
 
-    with mock.patch.object(Writes, "find", find), mock.patch.object(Desk, "repeat", repeat):
+    with mock.patch.object(WriteResults, "find", find), mock.patch.object(JobContext, "resend", resend):
         yield
 
 
 @contextmanager
 def wall_clock() -> Iterator[None]:
-    """Leases go by the clock, also while the coordinator itself stood still."""
+    """Leases expire by the clock, even while the coordinator itself was stopped."""
 
-    def advance(self: Lifetime, now_ns: int, *, called_for: bool = True) -> int:
+    def advance(self: RunningTime, now_ns: int, *, tick_requested: bool = True) -> int:
         self._last = max(now_ns, self._last)
         return self._last
 
-    with mock.patch.object(Lifetime, "advance", advance):
+    with mock.patch.object(RunningTime, "advance", advance):
         yield
 
 
@@ -61,11 +61,11 @@ def early_release() -> Iterator[None]:
     """A barrier is released when all but one have arrived."""
 
     def complete(self: Barrier) -> bool:
-        return len(self.arrivals) >= max(1, self.parties.size - 1)
+        return len(self.arrivals) >= max(1, self.participants.size - 1)
 
     def release(self: Barriers, key: Key, barrier: Barrier) -> None:
-        if barrier.parties.ranks:
-            barrier.parties = Parties(tuple(sorted(barrier.arrivals)), len(barrier.arrivals))  # type: ignore[arg-type]
+        if barrier.participants.ranks:
+            barrier.participants = Participants(tuple(sorted(barrier.arrivals)), len(barrier.arrivals))  # type: ignore[arg-type]
         honest(self, key, barrier)
 
     honest = Barriers._release
@@ -82,7 +82,7 @@ def lost_write() -> Iterator[None]:
         existed = self.get(key) is not None
         entry = honest(self, key, *rest)
         if existed:
-            self._desk.ledger._written.pop((TABLE, f"{self._desk.job}/{key}"), None)
+            self._context.durable_state._written.pop((TABLE, f"{self._context.job}/{key}"), None)
         return entry
 
     with mock.patch.object(Keyspace, "set", set_):

@@ -1,5 +1,7 @@
-"""A worker as small as it can be: it joins, meets the others in barriers, writes, counts, and re-forms when its generation
-ends. It keeps the client's side of every promise: numbers, request ids, resume by token, nothing sent from a stale life."""
+"""A minimal worker: it joins, meets the others in barriers, writes, counts, and joins again when its generation ends.
+
+It keeps the client's side of the protocol: numbered requests, request ids, resume by token, no requests for former generations.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, PROTOCOL_VERSION, S
 
 from ferrorpc.errors import ErrorCode, GroupAbortedError
 from ferrorpc.v1 import barrier_pb2, rendezvous_pb2, session_pb2, store_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation, Wire
@@ -107,7 +109,7 @@ class Process:
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def receive(self, wire: Wire, frame: session_pb2.ServerFrame) -> None:
-        """A frame of the coordinator."""
+        """Handles a frame from the coordinator."""
         if wire is not self.wire:
             return
         self.simulation.checker.position(self.instance, frame.position)
@@ -145,7 +147,7 @@ class Process:
     # -- membership ----------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Asks for a place in the next generation, unless it is asking already."""
+        """Asks for a place in the next generation, unless it has asked already."""
         if self.joining:
             return
         self.joining = True
@@ -175,7 +177,7 @@ class Process:
             self.work()
 
     def _speak_of(self, generation: int) -> None:
-        """A late report of the life before: what a process that slept through a change might send."""
+        """Sends a late report about a former generation, like a process that was stopped during the change."""
         failure = detail_of(GroupAbortedError(self.rank, "late news"))
         report = session_pb2.ReportRequest(generation=generation, failure=failure)
 
@@ -268,7 +270,7 @@ class Process:
         self.ask(answered, store=self._request(add=operation))
 
     def report_link(self, peer: int) -> None:
-        """Tells that the data stream to another rank broke."""
+        """Reports that the data stream to another rank broke."""
         lost = session_pb2.LinkLost(peer_rank=peer, reason="connection reset")
         self.ask(lambda result: None, report=session_pb2.ReportRequest(generation=self.generation, link_lost=lost))
 

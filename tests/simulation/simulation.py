@@ -1,8 +1,8 @@
-"""One run: a few processes and a coordinator on a virtual clock, with everything that can go wrong chosen by a seed.
+"""One run: a few processes and a coordinator on a virtual clock, with all faults chosen by a seed.
 
-For twenty seconds processes crash, stop, hold their interpreter lock and leave; streams break, lag and repeat frames; the
-coordinator pauses, and is killed and restarted with what was durable at that moment. Then all faults heal, and within a
-minute the processes must stand in one generation and meet in barriers again.
+For twenty seconds processes crash, stop, hold their interpreter lock and leave; streams break, are delayed and repeat frames;
+the coordinator pauses, and is killed and restarted from what was durable then. Then the faults end, and within 75 seconds the
+processes must be in one generation and complete barriers again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.events import Called, Connected, Disconnected, Received
-from ferrorpc_coordinator.state.member import Standing
+from ferrorpc_coordinator.state.member import Liveness
 from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, Settings
 
 from ferrorpc.v1 import session_pb2
@@ -30,7 +30,7 @@ BARRIERS_TO_MEET = 2
 
 @dataclass(eq=False, slots=True)
 class Wire:
-    """One stream. Each direction keeps its order; `up_at` and `down_at` say when its last frame arrives."""
+    """One stream. Frames keep their order in each direction; `up_at` and `down_at` are the arrival times of the last ones."""
 
     number: int
     process: Process
@@ -40,7 +40,7 @@ class Wire:
 
 
 class Simulation:
-    """A seeded run. `trace` receives a line for everything that happens."""
+    """A seeded run. `trace` gets a line for every event."""
 
     def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
         self.seed = seed
@@ -96,7 +96,7 @@ class Simulation:
         self.checker.finished(self.host.rows)
 
     def _has_moved_on(self) -> bool:
-        """Whether enough processes for a world met in one generation, often enough since everything healed."""
+        """Whether enough processes for a world have completed enough barriers in one generation since the faults ended."""
         assert self.host.coordinator is not None or not self.healed or self.now <= FAULTS_NS + HEALING_NS
         newest = max((process.generation for process in self.processes.values()), default=0)
         met = [p for p in self.processes.values() if p.alive and p.met_in == newest and p.barriers_met >= BARRIERS_TO_MEET]
@@ -118,11 +118,11 @@ class Simulation:
         self.processes[name] = Process(self, name, next(self._numbers))
 
     def excuse(self, process: Process) -> None:
-        """From now on nobody wonders if this process is declared dead."""
+        """From now on this process may be declared dead."""
         self.checker.excused.add(process.instance)
 
     def process_ended(self, process: Process, how: str) -> None:
-        """A process is over; another one takes its name after a while."""
+        """A process ended; after a while another one starts with its name."""
         if not process.alive:
             return
         self.note(lambda: f"{process.who or process.name} {how}")
@@ -136,7 +136,7 @@ class Simulation:
     # -- network -------------------------------------------------------------------------------------------------------
 
     def dial(self, process: Process, hello: session_pb2.Hello) -> Wire | None:
-        """Opens a stream, if anybody listens."""
+        """Opens a stream; None if no coordinator runs."""
         if not self.host.up:
             return None
         wire = Wire(next(self._numbers), process)
@@ -146,7 +146,7 @@ class Simulation:
         return wire
 
     def send(self, wire: Wire, frame: session_pb2.ClientFrame) -> None:
-        """A frame to the coordinator; sometimes the network brings it twice."""
+        """Sends a frame to the coordinator; sometimes the network duplicates it."""
         for _ in range(2 if not self.healed and self.random.random() < 0.03 else 1):
             copy = session_pb2.ClientFrame.FromString(frame.SerializeToString())
             self._upwards(wire, lambda copy=copy: self.host.take(Received(wire.number, copy)))  # type: ignore[misc]
@@ -177,7 +177,7 @@ class Simulation:
         return (self.random.randint(100, 300) if slow else self.random.randint(1, 8)) * MILLISECOND
 
     def cut(self, wire: Wire) -> None:
-        """A stream breaks; what is under way in either direction is lost. Each side notices a little later."""
+        """A stream breaks; frames under way in either direction are lost. Each side notices a little later."""
         if wire.broken:
             return
         wire.broken = True
@@ -190,7 +190,7 @@ class Simulation:
         self.after(noticed, lambda: wire.process.awake(lambda: wire.process.line_ended(wire)))
 
     def close(self, stream: int) -> None:
-        """The coordinator ends a stream, after what it sent on it before."""
+        """The coordinator closes a stream, after what it sent on it before."""
         wire = self._wires.get(stream)
         if wire is not None:
             self.at(wire.down_at + MILLISECOND, lambda: self.cut(wire))
@@ -223,7 +223,7 @@ class Simulation:
             self.cut(process.wire)
 
     def _partition(self, process: Process) -> None:
-        """Nothing passes any more; keepalive tells both sides after a while."""
+        """No frames pass any more; keepalive ends the stream on both sides after a while."""
         wire = process.wire
         if wire is not None and not wire.broken:
             self.note(lambda: f"{process.name} is cut off silently")
@@ -232,7 +232,7 @@ class Simulation:
             self.after(self.random.randint(1_000, 2_500) * MILLISECOND, lambda: self._noticed(wire))
 
     def _lose_link(self, process: Process) -> None:
-        """The data stream to another rank broke, says this one."""
+        """This rank reports that its data stream to another broke."""
         if process.generation and not process.joining and process.size > 1:
             peer = (process.rank + 1) % process.size
             self.note(lambda: f"{process.name} lost its link to rank {peer}")
@@ -248,14 +248,14 @@ class Simulation:
             self.after(50 * MILLISECOND, lambda: self.host.take(Called(call, report)))
 
     def _stop(self, process: Process) -> None:
-        """SIGSTOP: after 2.5 s the coordinator's transport gives the stream up."""
+        """SIGSTOP: after 2.5 s keepalive ends the stream at the coordinator."""
         wire = process.wire
         if wire is not None:
             self._freeze(process, "is stopped")
             self.after(2_500 * MILLISECOND, lambda: self.cut(wire) if process.frozen else None)
 
     def _hold(self, process: Process) -> None:
-        """A call that holds the interpreter lock: the stream stays open, nothing moves."""
+        """The process holds the interpreter lock: the stream stays open, nothing moves."""
         self._freeze(process, "holds its interpreter lock")
 
     def _freeze(self, process: Process, how: str) -> None:
@@ -275,7 +275,7 @@ class Simulation:
             process.awake(action)
 
     def _leave(self, process: Process) -> None:
-        """A clean departure, as far as it gets: the process does not wait for the answer."""
+        """A clean Leave, but the process does not wait for the answer."""
         if process.wire is None or process.frozen:
             return
         wire = process.wire
@@ -285,7 +285,7 @@ class Simulation:
         self.note(lambda: f"{process.name} leaves on stream {wire.number}")
 
     def _pause_coordinator(self) -> None:
-        """Half of the time while a stream has just broken: what its process says when it resumes is not read in time."""
+        """Half of the time just after a stream broke, so that the process's resume is not read in time."""
         if self.host.up and not self.host.paused:
             wire = self.random.choice(list(self._wires.values()) or [None])
             if wire is not None and self.random.random() < 0.5:
@@ -315,14 +315,14 @@ class Simulation:
     # -- structure -----------------------------------------------------------------------------------------------------
 
     def check_structure(self, coordinator: Coordinator) -> None:
-        """What must hold inside the coordinator after each step."""
+        """Invariants of the coordinator's state after each step."""
         for job in coordinator.jobs.values():
             newest = job.generations.newest
-            for member in job.roster:
-                connected = member.standing in (Standing.PRESENT, Standing.STALLED)
+            for member in job.members:
+                connected = member.liveness in (Liveness.PRESENT, Liveness.STALLED)
                 if connected != (member.stream is not None):
-                    raise Violation(f"{member} is {member.standing.value} with stream {member.stream}")
-                if member.rank >= 0 and (newest is None or not newest.holds(member)):
+                    raise Violation(f"{member} is {member.liveness.value} with stream {member.stream}")
+                if member.rank >= 0 and (newest is None or not newest.includes(member)):
                     raise Violation(f"{member} has rank {member.rank}, which is not its own")
-            if newest is not None and not newest.over and any(m.standing is Standing.DEAD for m in newest.seats):
+            if newest is not None and not newest.over and any(m.liveness is Liveness.DEAD for m in newest.members):
                 raise Violation(f"generation {newest.number} goes on with a dead member")

@@ -1,4 +1,4 @@
-"""A thousand seeds, each a different disaster, and nothing promised is broken in any of them.
+"""A thousand seeds, each with other faults; no invariant may be violated in any of them.
 
 FERRORPC_SEEDS=N runs N of them. A failing seed is replayed with `python -m tests.simulation.replay SEED`.
 """

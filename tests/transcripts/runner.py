@@ -1,7 +1,7 @@
-"""Replays a transcript: commands at the margin, what the coordinator did in answer indented below them.
+"""Replays a transcript: commands at the margin, and the frames that the coordinator sent in response indented below them.
 
-    join a b world=2            commands; words with = are options, all others are who and what
-      a b <- ...                what these clients were sent, in order
+    join a b world=2            commands; words with "=" are options, all others are names and values
+      a b <- ...                the frames sent to these clients, in order
 
 Commands: hello join beat freeze thaw cut resume leave exit barrier gather set get add cas wait delete keys watch report
 link nccl describe status story tick pause restart drain. Each is a method below.
@@ -19,7 +19,7 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, Settings
 
 from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError
 from ferrorpc.v1 import barrier_pb2, error_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from tests.transcripts.words import error_words, frame_words, member_words
 from tests.transcripts.world import World
 
@@ -39,7 +39,7 @@ def duration(text: str) -> int:
 
 
 def replay(path: Path) -> str:
-    """The transcript as it comes out now: the same commands and comments, fresh answers."""
+    """The transcript as it is now: the same commands and comments with the current output."""
     lines = []
     transcript = Transcript()
     for line in path.read_text().splitlines():
@@ -52,7 +52,7 @@ def replay(path: Path) -> str:
 
 
 class Transcript:
-    """One run: a world, and the words that act on it."""
+    """One run: a world, and one method per command."""
 
     def __init__(self) -> None:
         self.world = World(Settings(durable=True))
@@ -61,7 +61,7 @@ class Transcript:
         self._telling: list[str] = []
 
     def run(self, line: str) -> list[str]:
-        """Carries out one command; returns what came of it."""
+        """Runs one command; returns its output."""
         command, *rest = shlex.split(line)
         options = dict(word.split("=", 1) for word in rest if _OPTION.match(word))
         words = [word for word in rest if not _OPTION.match(word)]
@@ -71,7 +71,7 @@ class Transcript:
         return telling + self._seen()
 
     def _seen(self) -> list[str]:
-        """What was sent; the same thing in a row to several clients is one line."""
+        """The frames that were sent; the same frame to several clients in a row is one line."""
         lines: list[tuple[list[str], str]] = []
         for name, frame in self.world.take():
             text = frame_words(frame)
@@ -248,7 +248,7 @@ class Transcript:
             self._telling.append(f"waiting: {reply.waiting_reason}")
 
     def do_story(self, words: list[str], options: dict[str, str]) -> None:
-        """What happened since it was last told, and who came last to barriers."""
+        """The log entries since the last `story`, and the stragglers."""
         status = self.world.coordinator.jobs[self.world.job].status("", durable=True)
         for entry in status.occurrences:
             if entry.number > self._told:

@@ -1,7 +1,7 @@
-"""A coordinator with a few clients, in one thread and on a clock that only the test moves.
+"""A coordinator with a few clients, in one thread, on a clock that only the test advances.
 
-Clients do what real ones do: they beat while time passes (unless frozen), number their requests, and after a resume send
-again what was not answered. The journal keeps every row, so `restart` recovers from all of them.
+Clients behave like real ones: they send heartbeats while time passes (unless frozen), number their requests, and after a resume
+send unanswered ones again. The journal keeps every row, so `restart` recovers from all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BEAT_NS = SECOND // 2
 
 @dataclass(slots=True)
 class Client:
-    """One process as the world plays it."""
+    """One simulated process."""
 
     name: str
     host: str = ""
@@ -53,7 +53,7 @@ class Client:
 
 
 class World:
-    """Steps a coordinator and hands out what it sends; `seen` lists it as (who, frame) until it is taken."""
+    """Steps a coordinator and delivers its frames; `seen` lists them as (client, frame) until `take`."""
 
     def __init__(self, settings: Settings | None = None, job: str = "job", access: Access | None = None) -> None:
         self.access = access
@@ -80,7 +80,7 @@ class World:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def step(self, event: Event) -> list[Effect]:
-        """One step at the present time, with everything that follows from it."""
+        """One step at the current time, including everything it causes."""
         effects = self.coordinator.step(event, self.now)
         self.effects = effects
         for effect in effects:
@@ -126,14 +126,14 @@ class World:
                 client.generation, client.rank = frame.result.join.generation, frame.result.join.rank
 
     def take(self) -> list[tuple[str, session_pb2.ServerFrame]]:
-        """What was sent since the last time."""
+        """The frames sent since the last `take`."""
         seen, self.seen = self.seen, []
         return seen
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def tick(self, duration_ns: int) -> None:
-        """Lets time pass: the coordinator is called when it wants to be, clients beat."""
+        """Lets time pass: the coordinator is called at its deadlines, clients send heartbeats."""
         until = self.now + duration_ns
         while True:
             deadline = self.coordinator.next_deadline()
@@ -150,7 +150,7 @@ class World:
                 return
 
     def pause(self, duration_ns: int) -> None:
-        """The coordinator stands still; beats pile up and are read at once when it wakes."""
+        """The coordinator is stopped; heartbeats pile up and are read at once when it continues."""
         self.now += duration_ns
         self.step(Tick())
         self._beat()
@@ -165,7 +165,7 @@ class World:
     # -- clients -------------------------------------------------------------------------------------------------------
 
     def hello(self, name: str, host: str = "", resume: bool = False, instance: str = "1", **more: object) -> Client:
-        """Connects a client of this name: a new process, or (resume) the one that was cut off."""
+        """Connects a client of this name: a new process, or (resume) the one that was disconnected."""
         client = self.clients.get(name)
         if client is None or not resume:
             client = self.clients[name] = Client(name, host, instance)
@@ -192,7 +192,7 @@ class World:
         return client
 
     def cut(self, name: str) -> None:
-        """The client's stream ends without a goodbye."""
+        """The client's stream ends without a Leave."""
         client = self.clients[name]
         if client.stream is not None:
             stream, client.stream = client.stream, None
@@ -210,13 +210,13 @@ class World:
         return client.sequence
 
     def call(self, request: UnaryRequest) -> int:
-        """Makes a unary call; its answer is in `replies` once there is one."""
+        """Makes a unary call; its answer will be in `replies`."""
         number = next(self._numbers)
         self.step(Called(number, request))
         return number
 
     def restart(self) -> None:
-        """The coordinator dies and starts again on its journal; every stream has ended."""
+        """The coordinator dies and starts again on its journal; all streams end."""
         for client in self.clients.values():
             client.stream = None
         self.streams.clear()

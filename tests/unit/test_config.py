@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrorpc.config import LAUNCH, SETTINGS, Config, seconds, size_bytes, strangers, world_size
+from ferrorpc.config import LAUNCH_VARIABLE, SETTINGS, Config, seconds, size_bytes, unknown_settings, world_size
 from ferrorpc.errors import ConfigError
 
 
@@ -130,5 +130,5 @@ def test_variables_that_are_called_like_settings_and_are_none_come_with_what_is_
         "FERRORPC_SEED": "",  # a program's own
         "FERRORPC_COORDINATOR_PORT": "",  # Kubernetes sets it for a service called ferrorpc-coordinator
     }
-    others = dict.fromkeys([LAUNCH, "PATH", "NCCL_DEBUG", *(setting.variable for setting in SETTINGS)], "1")
-    assert strangers(given | others) == sorted(given.items())
+    others = dict.fromkeys([LAUNCH_VARIABLE, "PATH", "NCCL_DEBUG", *(setting.variable for setting in SETTINGS)], "1")
+    assert unknown_settings(given | others) == sorted(given.items())

@@ -20,8 +20,8 @@ from ferrorpc import (
     ProcessGroup,
     RendezvousTimeoutError,
 )
-from ferrorpc.coordination.causes import REFORMED_HINT
 from ferrorpc.coordination.local import LocalWorld
+from ferrorpc.generation_errors import REFORMED_HINT
 from ferrorpc.testing import FaultPlan, World, run_world
 
 X = np.ones(3, np.float32)

@@ -6,12 +6,12 @@ import logging
 import pytest
 
 from ferrorpc import logs
-from ferrorpc.logs import JsonFormatter, TextFormatter, say_where
+from ferrorpc.logs import JsonFormatter, TextFormatter, set_log_origin
 
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch):
-    monkeypatch.setattr(logs, "_here", {})
+    monkeypatch.setattr(logs, "_origin", {})
 
 
 def record(**extra):
@@ -31,14 +31,14 @@ def test_a_line_before_the_job_is_joined_names_none():
 
 
 def test_a_members_lines_name_its_job_rank_and_generation():
-    say_where("digits", 0, 3)
+    set_log_origin("digits", 0, 3)
     entry = json.loads(JsonFormatter().format(record()))
     assert (entry["job"], entry["rank"], entry["generation"]) == ("digits", 0, 3)
     assert TextFormatter().format(record()).endswith("WARNING ferrorpc.test [job=digits rank=0 generation=3]: rank 2 was late")
 
 
 def test_a_line_about_another_job_names_that_one_alone():
-    say_where("digits", 0, 3)
+    set_log_origin("digits", 0, 3)
     entry = json.loads(JsonFormatter().format(record(job="other", rank=None, generation=7)))
     assert {name: entry[name] for name in ("job", "rank", "generation") if name in entry} == {"job": "other", "generation": 7}
 

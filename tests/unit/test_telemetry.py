@@ -10,7 +10,7 @@ import pytest
 
 import ferrorpc
 from ferrorpc.errors import BackendUnavailableError
-from ferrorpc.telemetry import Telemetry, operation_of, set_up_telemetry, telemetry
+from ferrorpc.telemetry import OpenTelemetryObserver, operation_of, set_up_telemetry, telemetry
 from ferrorpc.testing import run_world
 
 pytest.importorskip("opentelemetry.sdk")
@@ -161,7 +161,7 @@ def test_nothing_is_told_unless_it_is_switched_on(sdk):
 def test_without_the_package_the_setting_is_an_error_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(BackendUnavailableError, match="ferrorpc\\[otel\\]"):
-        Telemetry()
+        OpenTelemetryObserver()
 
 
 def test_importing_ferrorpc_does_not_load_it():

@@ -104,8 +104,8 @@ def test_a_forked_child_writes_nothing_into_its_parents_trace(tmp_path, monkeypa
         child.setattr(os, "getpid", lambda: -1)
         trace.stepped(1.0, 0.0, 0.0)
         trace.close()
-        assert not trace.goes_to(str(tmp_path))
-    assert trace.goes_to(str(tmp_path))
+        assert not trace.writes_to(str(tmp_path))
+    assert trace.writes_to(str(tmp_path))
     trace.close()
     assert json.loads(trace.path.read_text()) == []
 

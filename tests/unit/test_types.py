@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.types import DType, ReduceOp, dtype_given, dtype_named, dtype_of, refusal
+from ferrorpc.types import DType, ReduceOp, as_dtype, dtype_named, dtype_of, refusal
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.label)
@@ -48,10 +48,10 @@ def test_the_table_of_what_fits_together() -> None:
 
 @pytest.mark.parametrize("given", ["float32", "f4", "single", np.float32, np.dtype("f4"), DType.FLOAT32, "torch.float32"])
 def test_a_caller_may_name_a_dtype_as_usual(given: Any) -> None:
-    assert dtype_given(given) is DType.FLOAT32
+    assert as_dtype(given) is DType.FLOAT32
 
 
 @pytest.mark.parametrize("given", [">f4", "float8", "U3", object, "nonsense", ["f4", "f8"], 3])
 def test_what_is_no_dtype_is_refused_with_the_list(given: Any) -> None:
     with pytest.raises(TensorMismatchError, match="bfloat16"):
-        dtype_given(given)
+        as_dtype(given)

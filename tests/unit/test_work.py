@@ -221,7 +221,7 @@ def test_a_result_on_a_device_is_waited_for_on_the_host_only_where_that_is_asked
 
 def test_a_result_is_made_once_however_often_it_is_waited_for() -> None:
     handle: Work[list[int]] = Work(SYSTEM_CLOCK, "all_reduce #1")
-    handle.bring = lambda left: [left]
+    handle.make_result = lambda left: [left]
     handle.complete(3)  # type: ignore[arg-type]  what it is made of
     first = handle.wait()
     assert first == [3]

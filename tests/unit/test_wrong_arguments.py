@@ -165,8 +165,8 @@ def test_it_is_a_usage_error_that_says_what_to_pass(case: str) -> None:
 TORCHS = {
     "device_ids": "to the device",
     "output_device": "to the device",
-    "find_unused_parameters": "leave it away",
-    "static_graph": "leave it away",
+    "find_unused_parameters": "leave it out",
+    "static_graph": "leave it out",
     "broadcast_buffers": 'buffers="local"',
     "process_group": "group=",
     "mixed_precision": "hooks.Compress",

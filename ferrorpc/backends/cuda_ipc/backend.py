@@ -45,13 +45,13 @@ class CudaIpcBackend(DeviceBackend):
         slot_bytes: int = SLOT_BYTES,
         process: str | None = None,
     ) -> None:
-        if lanes.size > 1 and (lanes.board is None or lanes.arena is None):
+        if lanes.size > 1 and (lanes.control is None or lanes.arena is None):
             raise BackendUnavailableError(
                 "GPU memory is shared among ranks of one host that share its memory, and these do not",
                 "use backend='grpc', or give each rank a GPU of its own and use backend='hybrid'",
             )
         process = this_process() if process is None else process
-        memory = None if lanes.board is None else lanes.board.memory
+        memory = None if lanes.control is None else lanes.control.memory
         connector = IpcConnector(device, session_of(lanes), memory, process, slot_bytes)
         super().__init__(lanes, device, connector, stream=stream, ending=ending)
 

@@ -19,7 +19,7 @@ from ferrorpc.backends.cuda_ipc.communicator import IpcCommunicator
 from ferrorpc.backends.cuda_ipc.control_block import ControlBlock, block_bytes
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer
 from ferrorpc.backends.device.communicator import Communicator, State, failed
-from ferrorpc.collectives.arena.board import Array, Memory
+from ferrorpc.collectives.arena.control_blocks import Array, Memory
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import NcclError
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from ferrorpc.arrays.cupy_sharing import HANDLE_BYTES
-from ferrorpc.collectives.arena.board import Array, Words, words_of
+from ferrorpc.collectives.arena.control_blocks import Array, Words, words_of
 
 SLOTS: Final = 2
 """How many rounds a rank may be ahead of the ranks that read its slab."""

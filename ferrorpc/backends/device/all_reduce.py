@@ -1,7 +1,7 @@
 """all_reduce in its most frequent form: of one contiguous array of this GPU, into another or in place.
 
-The communicator then needs an address and a count alone, and nothing is announced, allocated or copied. So the shortest way
-(`ferrorpc.operations.device_shortcut`) calls `start_at` with addresses; all other forms call `start`.
+The communicator then needs an address and a count alone, and nothing is announced, allocated or copied. So the fast path
+(`ferrorpc.operations.device_fast_path`) calls `start_at` with addresses; all other forms call `start`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ferrorpc.backends.device.collective import CollectivePrepared
 from ferrorpc.backends.device.communicator import DataType, Op
 from ferrorpc.backends.device.execution import ImmediateExecution
 from ferrorpc.backends.device.in_flight import wake_nobody
-from ferrorpc.collectives.execution import Bare, Execution
+from ferrorpc.collectives.execution import Execution, PointerAllReduce
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
 
@@ -30,15 +30,15 @@ class AllReducePrepared(CollectivePrepared):
         op, datatype, factor = self.reduction
         return factor * self.call.inputs[0].elements, datatype, op
 
-    def bare(self, device: Device) -> Bare | None:
+    def for_pointers(self, device: Device) -> PointerAllReduce | None:
         return self if device is self.context.device else None
 
     def start_at(self, key: Key, source: int, target: int, keeps: Any, guard: Guard) -> Execution:
-        """As `Bare.start_at`."""
+        """As `PointerAllReduce.start_at`."""
         return AllReduceExecution(self, key, source, target, keeps, guard)
 
     def ran(self, execution: Execution) -> bool:
-        """As `Bare.ran`."""
+        """As `PointerAllReduce.ran`."""
         if not isinstance(execution, AllReduceExecution) or not execution.begin():
             return False
         execution.join(execution.caller)
@@ -57,7 +57,7 @@ class AllReduceExecution(ImmediateExecution):
         self._mailbox = prepared.context.lanes.transport.mailbox
         self._is_probing = False
         super().__init__(prepared.context, guard)
-        self._mailbox.note(key, prepared.signature)
+        self._mailbox.record(key, prepared.signature)
 
     @property
     def label(self) -> str:

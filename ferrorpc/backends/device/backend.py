@@ -37,8 +37,8 @@ from ferrorpc.backends.device.work import DeviceWork
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.collectives import select
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import Bare, Execution, Prepared, as_it_is
+from ferrorpc.collectives.call import Call, Operation, in_ranks
+from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import CollectiveTimeoutError, FerroError
@@ -147,7 +147,7 @@ class DeviceBackend(RawOperations, Backend):
     def explain_on_device(self, call: Call) -> str:
         """As `explain`, for arrays that go by the communicator. Raises as `prepare`."""
         self.prepare(call)
-        return f"{call.signature} on {self.size} ranks: {self._connector.explanation}"
+        return f"{call.signature} on {in_ranks(self.size)}: {self._connector.explanation}"
 
     def empty(self, spec: TensorSpec) -> np.ndarray[Any, Any]:
         return self.lanes.empty(spec)
@@ -166,7 +166,7 @@ class DeviceBackend(RawOperations, Backend):
         if not isinstance(execution, DeviceExecution):
             return self.lanes.submit(execution, convert)
 
-        if convert is not as_it_is:
+        if convert is not return_execution:
             convert = partial(self._converted, convert)
         execution.until_done = not execution.gives_device_arrays
         begun = not execution.until_done and execution.begin()
@@ -324,8 +324,8 @@ class RoutedPrepared(Prepared):
         self.host = host
         self.near = near
 
-    def bare(self, device: Device) -> Bare | None:
-        return None if self.near is None else self.near.bare(device)
+    def for_pointers(self, device: Device) -> PointerAllReduce | None:
+        return None if self.near is None else self.near.for_pointers(device)
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         if self.near is None or all(is_host(array) for array in inputs):

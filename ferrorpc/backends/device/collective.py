@@ -128,7 +128,7 @@ class CollectiveExecution(DeviceExecution):
         return self._announcement is None and super().begin()
 
     def _uploaded(self, array: Any) -> DeviceArray:
-        return self.context.device.staging.up(array) if is_host(array) else array
+        return self.context.device.staging.to_device(array) if is_host(array) else array
 
     @property
     def label(self) -> str:
@@ -266,7 +266,7 @@ class CollectiveExecution(DeviceExecution):
         return True
 
     def _copy_to_host(self) -> None:
-        down = self.context.device.staging.down
+        down = self.context.device.staging.to_host
         wanted = list(self._outputs or ())
         self.results = []
         for item, (target, spec) in enumerate(zip(self._targets, self.specs, strict=True)):

@@ -135,7 +135,7 @@ class GroupContext:
     def copying_to_host(self) -> AbstractContextManager[None]:
         """A context for copying finished results to the host. Its current stream holds copies alone, so these do not wait for
         the program's blocking streams, as they would in the null stream."""
-        return self.device.on(self.device.staging.descents.stream)
+        return self.device.on(self.device.staging.downloads.stream)
 
     def explain(self, label: str) -> str:
         """What a launched operation may wait for. NCCL does not say which rank it is."""

@@ -9,7 +9,7 @@ from ferrorpc.arrays.device import Device, Event, Stream
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.in_flight import InFlightExecution, first_cause
 from ferrorpc.backends.device.launch_queue import LaunchQueue
-from ferrorpc.collectives.execution import overdue
+from ferrorpc.collectives.execution import deadline_error
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
@@ -55,7 +55,7 @@ class DeviceExecution(InFlightExecution):
         return self.context.explain(self.label)
 
     def timeout_error(self) -> FerroError:
-        return overdue(self, self.context.lanes.describe)
+        return deadline_error(self, self.context.lanes.describe)
 
     def probe_others(self, key: Key, signature: str, number: int) -> None:
         """Asks the other ranks what they call under this key. Where that is something else, the generation ends with both

@@ -70,7 +70,7 @@ class DeviceWork(Work[Any]):
 
     def wait(self, timeout: float | None = None, host: bool = False) -> Any:
         execution = self._execution
-        if host or self._done or (self.bring is None and self._follow is None):
+        if host or self._done or (self.make_result is None and self._order_stream is None):
             return super().wait(timeout)
         if self._queued is not None:
             self._queued.wait(timeout)
@@ -87,7 +87,7 @@ class DeviceWork(Work[Any]):
 
     def complete(self, result: Any) -> None:
         """Sets the result, unless `wait` has made it already."""
-        with self._bringing:
-            if self.bring is not None or self._result is None:
+        with self._result_lock:
+            if self.make_result is not None or self._result is None:
                 self._result = result
         self._end()

@@ -24,7 +24,7 @@ from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.api import NcclApi
 from ferrorpc.backends.nccl.identity import exchange, own_identity
 from ferrorpc.coordination.base import Session
-from ferrorpc.coordination.bootstrap import agree_on_ids
+from ferrorpc.coordination.nccl_ids import agree_on_ids
 from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError, NcclError, StoreTimeoutError
 
 INIT_SECONDS: Final = 30.0

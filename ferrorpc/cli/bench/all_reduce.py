@@ -1,6 +1,6 @@
-"""`ferrorpc bench all_reduce`: ferrorpc's transports beside Gloo and MPICH, size by size, in turns.
+"""`ferrorpc bench all_reduce`: compares ferrorpc's transports with Gloo and MPICH, size by size, in turns.
 
-`benchmarks/compare.py` measures more with the same means, and says how much is hoped for.
+`benchmarks/compare.py` measures more in the same way, and compares the results with targets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import click
 
 from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, MPICH, REGISTERED, Case, Contender, ferrorpc_system
-from ferrorpc.cli.bench.rounds import Comparison
+from ferrorpc.cli.bench.comparison import Comparison
 from ferrorpc.cli.system import require_linux
 from ferrorpc.config import size_bytes
 
@@ -27,14 +27,14 @@ PEERS: Final = (GLOO, MPICH)
 @click.option("--sizes", default=SIZES, show_default=True, help="Bytes of float32, separated by commas.")
 @click.option("--seconds", type=click.FloatRange(min=0.001), default=0.2, show_default=True, help="Length of a turn.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Turns of each system at each size.")
-@click.option("--transports", default=TRANSPORTS, show_default=True, help="Of ferrorpc, separated by commas.")
-@click.option("--peers/--no-peers", default=True, show_default=True, help="Measure Gloo and MPICH beside it, if installed.")
+@click.option("--transports", default=TRANSPORTS, show_default=True, help="Transports of ferrorpc, separated by commas.")
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Also measure Gloo and MPICH, if installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(processes: int, sizes: str, seconds: float, rounds: int, transports: str, peers: bool, as_json: bool) -> int:
-    """Compare sums in place on this machine.
+    """Compare in-place sums on this machine.
 
-    The systems take turns while the others are blocked. A time is that of the slowest rank; the table has the median of all
-    blocks of repetitions, CPU seconds of all ranks together, and memory beyond the arrays. Results are checked.
+    The systems take turns while the others are blocked. A time is that of the slowest rank. The table shows the median of all
+    blocks of repetitions, CPU seconds of all ranks together, and memory beyond the arrays. Results are verified.
     """
     try:
         counts = [size_bytes(size) for size in sizes.split(",")]
@@ -48,7 +48,7 @@ def command(processes: int, sizes: str, seconds: float, rounds: int, transports:
 
 
 def contenders(transports: Sequence[str], *, peers: bool = False) -> list[Contender]:
-    """Each transport with ordinary arrays, those that can map memory also with registered ones; then the peers."""
+    """Each transport with ordinary arrays, and with registered ones if it can map memory; then the peers."""
     found = []
     for transport in transports:
         system = ferrorpc_system(transport)
@@ -68,7 +68,7 @@ def run(
     peers: bool,
     quiet: bool = True,
 ) -> dict[str, Any]:
-    """Measures every size.
+    """Measures all sizes.
 
     Returns:
         {"machine": {...}, "loads": [...], "rows": [{"case": {...}, "results": {label: {"median_seconds", ...}}}]}.
@@ -84,7 +84,7 @@ def run(
 
 
 def describe(results: dict[str, Any]) -> str:
-    """The results as a table, and what they were measured on."""
+    """The results as a table, with a line about the machine."""
     facts = machine.line(results["machine"], results["loads"])
     return f"{report.describe(results['rows'], [peer.name for peer in PEERS])}\n{facts}"
 

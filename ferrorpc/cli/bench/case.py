@@ -1,4 +1,4 @@
-"""What is measured, and on whom: values that the side that drives and the ranks share."""
+"""What is measured and on which systems, as values that the driver and the rank processes share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to measure: an operation on so many ranks, with an array of so many bytes on each.
+    """One measurement: an operation, the number of ranks, and the size of the array on each.
 
     Attributes:
         operation: "barrier"; "all_reduce" (a sum, in place); "broadcast" (from rank 0, in place); "all_gather" (of equal
             pieces); "reduce_scatter" (a sum, of which each rank gets an equal piece); "all_to_all"; "send" (rank 0 to rank 1,
-            until the answer that all arrays are there); "round_trip" (an array, and an answer to each).
-        size_bytes: bytes of a rank's array, of its larger one where there are two; 0 for a barrier.
+            until rank 1 confirms all arrays); "round_trip" (rank 0 to rank 1, with a reply to each array).
+        size_bytes: bytes of a rank's array, of the larger one if there are two; 0 for a barrier.
         dtype: float32, float16 or bfloat16.
     """
 
@@ -39,17 +39,17 @@ class Case:
 
     @property
     def count(self) -> int:
-        """Elements of a rank's array: at least one."""
+        """Elements of a rank's array, at least one."""
         return max(1, self.size_bytes // ITEM_BYTES[self.dtype])
 
     @property
     def title(self) -> str:
-        """As tables name it: "all_reduce 16 MiB float32, 2 ranks"."""
+        """Its name in tables: "all_reduce 16 MiB float32, 2 ranks"."""
         what = f" {size_text(self.size_bytes)} {self.dtype}" if self.size_bytes else ""
         return f"{self.operation}{what}, {self.ranks} ranks"
 
     def to_json(self) -> dict[str, Any]:
-        """For the wire between driver and ranks, and for result files."""
+        """As JSON, for the rank processes and for result files."""
         return asdict(self)
 
 
@@ -58,10 +58,10 @@ class System:
     """How the ranks of one system are started.
 
     Attributes:
-        name: as tables name it.
-        runner: "module:Class" of its side in the rank processes, a `runners.base.Runner`.
-        settings: what that class is told.
-        through_mpiexec: its ranks are started by MPI's launcher.
+        name: its name in tables.
+        runner: "module:Class" of the `runners.base.Runner` that runs in the rank processes.
+        settings: arguments of that class.
+        through_mpiexec: whether MPI's launcher starts its ranks.
         needs: modules that must be installed.
     """
 
@@ -74,7 +74,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A system as it is used in one column: with ordinary or registered arrays, with or without compressed messages."""
+    """A system in one configuration: with ordinary or registered arrays, with or without compressed messages."""
 
     system: System
     memory: str = ORDINARY
@@ -82,13 +82,13 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """As tables name it: "shared_memory registered", "grpc int8", "gloo"."""
+        """Its name in tables: "shared_memory registered", "grpc int8", "gloo"."""
         memory = [] if self.memory == ORDINARY else [self.memory]
         return " ".join((self.system.name, *memory, *([self.wire] if self.wire else [])))
 
 
 def size_text(size_bytes: int) -> str:
-    """A size as `config.size_bytes` reads it, with a space: "64 B", "16 KiB", "1 MiB"."""
+    """A size in the format of `config.size_bytes`, with a space: "64 B", "16 KiB", "1 MiB"."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:g} {name}"
@@ -96,7 +96,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def ferrorpc_system(transport: str) -> System:
-    """ferrorpc with this transport, called by its name."""
+    """ferrorpc with this transport, named after it."""
     return System(transport, "ferrorpc.cli.bench.runners.ferrorpc:FerrorpcRunner", {"transport": transport})
 
 

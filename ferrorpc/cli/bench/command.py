@@ -8,23 +8,23 @@ from typing import Any, Final
 
 import click
 
-from ferrorpc.cli.lazy import Entry, LazyGroup
+from ferrorpc.cli.lazy_group import Entry, LazyGroup
 
 MEASUREMENTS: Final = {
-    "all_reduce": Entry("ferrorpc.cli.bench.all_reduce", "all_reduce, size by size, beside Gloo and MPICH."),
+    "all_reduce": Entry("ferrorpc.cli.bench.all_reduce", "all_reduce, size by size, compared with Gloo and MPICH."),
     "rendezvous": Entry("ferrorpc.cli.bench.rendezvous", "Many members joining one round."),
     "barrier": Entry("ferrorpc.cli.bench.barrier", "Named barriers of many members."),
 }
 FIRST: Final = "all_reduce"
-"""What is measured where `--json` stands alone."""
+"""The measurement run for `--json` without a command."""
 
 
 @click.pass_context
 def _measure(context: click.Context, fit: Path | None, ranks: str, as_json: bool) -> Any:
-    """Runs where options of the group itself are given."""
+    """Handles the options of the group itself."""
     if fit is not None:
         if context.invoked_subcommand is not None or as_json:
-            raise click.UsageError("--fit is a measurement of its own: leave --json and other measurements away")
+            raise click.UsageError("--fit is a separate measurement: leave out --json and other measurements")
         _fit(fit, ranks)
     elif not as_json:
         if context.invoked_subcommand is None:
@@ -40,11 +40,11 @@ def _measure(context: click.Context, fit: Path | None, ranks: str, as_json: bool
 
 def _fit(fit: Path, ranks: str) -> None:
     if not os.access(fit.absolute().parent, os.W_OK):
-        raise click.BadParameter(f"nothing can be written beside {fit}", param_hint="--fit")
+        raise click.BadParameter(f"the directory of {fit} is not writable", param_hint="--fit")
     from ferrorpc.cli.bench.fit import cases, measure, table_of
 
     if not all(part.strip().isdecimal() and int(part) >= 2 for part in ranks.split(",")):
-        raise click.BadParameter("expected numbers of ranks from 2 on, separated by commas", param_hint="--ranks")
+        raise click.BadParameter("expected numbers of ranks of at least 2, separated by commas", param_hint="--ranks")
     table = table_of(measure({each: cases() for each in sorted({int(part) for part in ranks.split(",")})}))
     fit.write_text(table.text(), encoding="utf-8")
     for lane, rows in table.lanes.items():
@@ -56,16 +56,16 @@ def _fit(fit: Path, ranks: str) -> None:
 command = LazyGroup(
     MEASUREMENTS,
     name="bench",
-    help="Measure on this machine. Each takes --json, and runs its counterparts beside it where they are installed.",
+    help="Measure on this machine, beside comparable systems if they are installed. Each command takes --json.",
     invoke_without_command=True,
     callback=_measure,
     params=[
         click.Option(
             ["--fit"],
             type=click.Path(dir_okay=False, path_type=Path),
-            help="Measure what messages and folding cost between processes here, and write the cost table into this file.",
+            help="Measure the cost of messages and reductions between processes here, and write the cost table to this file.",
         ),
-        click.Option(["--ranks"], default="2,4", show_default=True, help="With --fit: numbers of ranks to measure with."),
-        click.Option(["--json", "as_json"], is_flag=True, help=f"Print JSON; of {FIRST}, where no command is named."),
+        click.Option(["--ranks"], default="2,4", show_default=True, help="With --fit: the numbers of ranks to measure."),
+        click.Option(["--json", "as_json"], is_flag=True, help=f"Print JSON; without a command, of {FIRST}."),
     ],
 )

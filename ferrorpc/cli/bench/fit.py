@@ -1,19 +1,20 @@
-"""`ferrorpc bench --fit FILE`: measures what messages and folding cost here, and writes that as a cost table.
+"""`ferrorpc bench --fit FILE`: measures the cost of messages and reductions here, and writes it as a cost table.
 
-Ranks are real processes and talk over gRPC. They bring arrays to each other one round after the other (all_gather by ring) and
-all at once (direct), and fold them (reduce_scatter, direct); and two of them send one there and back, while all processors
-are free: how long a message takes, and how much of that is work, are told apart by what is under way beside it. Three figures
-are fitted to all times, none below 0. The fourth, folding, would drown in them, and is measured by itself; how many
-processors the ranks share is known.
+Ranks are real processes that communicate over gRPC. The cases are all_gather by ring (messages one after the other) and direct
+(all at once), reduce_scatter (direct), and a round trip between two ranks while all other CPUs are idle. The mix is needed to
+separate a message's latency from the CPU time it costs. Three parameters are fitted to all times, none below 0. The fourth,
+the cost of a reduction, is too small to be fitted beside them and is measured separately. The number of CPUs that the ranks
+share is known.
 
-Idea. What is fitted is what will predict (`collectives.predict`), by Gauss-Newton: a predicted time is a sum of the figures,
-each as often as it stands on the longest way through the plan, so around any table it is linear; least squares of relative
-errors on those numbers give the next table. The way may change with the table, so the best table met is kept.
+Idea. The fit uses the model that later predicts (`collectives.predict`), by Gauss-Newton. A predicted time is a sum of the
+parameters, each multiplied by how often it occurs on the critical path through the plan, so near any given table it is
+linear. Least squares of relative errors on these counts give the next table. The critical path may change with the table, so
+the best table seen is kept.
 
-Source. The figures are those of LogGP (Alexandrov et al., 1995): its latency, overhead and gap per byte; that ranks of one
-host work on shared processors is added here.
+Source. The parameters are those of LogGP (Alexandrov et al., 1995): latency, overhead and gap per byte. Sharing of CPUs by the
+ranks of one host is added here.
 
-Cost: some 15 s for each number of ranks.
+Cost: about 15 s for each number of ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ferrorpc.cli.run import launch, make_plan
-from ferrorpc.collectives.algorithms.entry import Cost, Entry
+from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost
 from ferrorpc.collectives.algorithms.plan import Buffer, Plan, Receive, Region, Send
-from ferrorpc.collectives.basis import LANE, Basis
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.collectives.predict import predict
+from ferrorpc.collectives.tuning import LANE, Tuning
 from ferrorpc.config import size_bytes
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.kernels.reduction import kernel
@@ -44,61 +45,62 @@ from ferrorpc.types import DType, ReduceOp
 from ferrorpc.wire.cost_table import Costs, CostTable
 
 SIZES: Final = ("1KiB", "32KiB", "256KiB", "1MiB", "8MiB")
-"""Bytes that each rank brings."""
-MOVES: Final = (("all_gather", "ring"), ("all_gather", "direct"), ("reduce_scatter", "direct"))
+"""Bytes that each rank contributes."""
+COLLECTIVES: Final = (("all_gather", "ring"), ("all_gather", "direct"), ("reduce_scatter", "direct"))
 SEND: Final = "send"
-THERE_AND_BACK: Final = "there_and_back"
+ROUND_TRIP: Final = "round_trip"
 SECONDS: Final = 0.6
-"""About how long each case is repeated."""
+"""For about this long each case is repeated."""
 PASSES: Final = 3
-"""How often the processes are started anew."""
-ROUNDS: Final = 8
-"""Tables that are tried; the error hardly falls after the third."""
-FIRST: Final = (1e-4, 1e-4, 1e-9)
-"""Alpha, message and beta that are tried first: of the order that machines have."""
+"""How often the processes are restarted."""
+ITERATIONS: Final = 8
+"""Of Gauss-Newton; the error hardly decreases after the third."""
+INITIAL: Final = (1e-4, 1e-4, 1e-9)
+"""Initial alpha, message and beta: typical orders of magnitude."""
 STEPS: Final = (1e-7, 1e-7, 1e-13)
-"""By which each figure is changed to see what a prediction makes of it: small against any that are met."""
+"""Step of each parameter for the numerical derivative: small compared with any realistic value."""
 FOLDED_BYTES: Final = 32 << 20
 FOLDS: Final = 15
 _WORKER: Final = "ferrorpc.cli.bench.fit_worker"
 
 
 class Case(NamedTuple):
-    """One collective of float32 by one algorithm, `nbytes` of each rank; or SEND by THERE_AND_BACK."""
+    """One collective of float32 by one algorithm, with `nbytes` from each rank; or SEND by ROUND_TRIP."""
 
     operation: str
     algorithm: str
     nbytes: int
 
     @property
-    def entry(self) -> Entry:
-        """Its place in the catalogue, or what stands for one."""
+    def entry(self) -> Algorithm:
+        """Its entry in the catalogue of algorithms, or one made for the round trip."""
         if self.operation == SEND:
-            return Entry(self.algorithm, _there_and_back, lambda size, nbytes: Cost(2, nbytes, filling_bytes=nbytes))
-        return next(found for found in Basis().entries(Operation(self.operation)) if found.name == self.algorithm)
+            return Algorithm(self.algorithm, _round_trip, lambda size, nbytes: Cost(2, nbytes, filling_bytes=nbytes))
+        return next(found for found in Tuning().algorithms_of(Operation(self.operation)) if found.name == self.algorithm)
 
     def call(self, ranks: int) -> Call:
-        """As a rank makes it."""
+        """The call that a rank makes."""
         return example("all_gather" if self.operation == SEND else self.operation, self.nbytes, ranks)
 
 
-def _there_and_back(call: Call, rank: int, size: int) -> Plan:
-    """One array from rank 0 to rank 1, and from there back. It is followed as one chunk: the answer waits for the whole."""
+def _round_trip(call: Call, rank: int, size: int) -> Plan:
+    """One array from rank 0 to rank 1 and back. Simulated as one chunk: the reply is sent after the whole array has arrived."""
     mine, theirs = Region(Buffer.IN), Region(Buffer.OUT)
-    asks, answers = (Send(1, 0, mine), Receive(1, 0, theirs)), (Receive(0, 0, theirs), Send(0, 0, theirs))
-    return Plan(THERE_AND_BACK, (asks, answers, ())[min(rank, 2)])
+    request, reply = (Send(1, 0, mine), Receive(1, 0, theirs)), (Receive(0, 0, theirs), Send(0, 0, theirs))
+    return Plan(ROUND_TRIP, (request, reply, ())[min(rank, 2)])
 
 
 def measure(worlds: Mapping[int, Sequence[Case]], seconds: float = SECONDS, passes: int = PASSES) -> dict[int, list[float]]:
-    """How long each case takes, in seconds: the median, by number of ranks.
+    """The median time of each case in seconds, by number of ranks.
 
-    All cases of a world take turns, and worlds of new processes do: the same machine may be half as fast again a minute later.
+    The cases of a world take turns, and so do the worlds, each time in new processes: a machine's speed may change by half
+    within a minute.
 
     Args:
         seconds: how long each case is repeated, in all passes together.
 
     Raises:
-        BackendUnavailableError: the processes failed; their words are on standard error.
+        BackendUnavailableError: the processes failed; their errors are on standard error.
     """
     found: dict[int, list[list[float]]] = {ranks: [] for ranks in worlds}
     for _ in range(passes):
@@ -108,11 +110,11 @@ def measure(worlds: Mapping[int, Sequence[Case]], seconds: float = SECONDS, pass
 
 
 def _measured(ranks: int, cases: Sequence[Case], seconds: float) -> list[float]:
-    """The median time of each case in a new world of so many processes on this machine, in seconds."""
+    """The median time of each case in seconds, in a new world of `ranks` processes on this machine."""
     with tempfile.TemporaryDirectory(prefix="ferrorpc-fit-") as directory:
         out = Path(directory) / "times.json"
-        words = (":".join(map(str, case)) for case in cases)
-        target = (_WORKER, str(out), str(seconds), *words)
+        arguments = (":".join(map(str, case)) for case in cases)
+        target = (_WORKER, str(out), str(seconds), *arguments)
         code = launch(make_plan(target=target, module=True, processes=str(ranks), standalone=True))
         if code:
             raise BackendUnavailableError(
@@ -122,7 +124,7 @@ def _measured(ranks: int, cases: Sequence[Case], seconds: float) -> list[float]:
 
 
 def folding_seconds_per_byte() -> float:
-    """What folding one array into another takes here, both too large for caches."""
+    """The cost of adding one array to another here, both too large for the caches."""
     fold = kernel(ReduceOp.SUM, DType.FLOAT32, 2).fold
     into, arrived = (np.ones(FOLDED_BYTES // DType.FLOAT32.itemsize, np.float32) for _ in range(2))
     times = []
@@ -134,46 +136,48 @@ def folding_seconds_per_byte() -> float:
 
 
 def fit(ranks: int, cases: Sequence[Case], times: Sequence[float], gamma: float, processors: int | None) -> Costs:
-    """The costs that explain these times best.
+    """The costs that fit these times best.
 
     Args:
-        gamma: seconds a byte of folding.
-        processors: what all ranks share; None where none is short.
+        gamma: seconds per byte of a reduction.
+        processors: CPUs that all ranks share; None for unlimited.
     """
     measured = np.array(times, float)
-    figures = best = np.array(FIRST)
+    parameters = best = np.array(INITIAL)
     least = math.inf
-    for _ in range(ROUNDS):
-        predicted = np.array([_predicted(ranks, case, figures, gamma, processors) for case in cases])
+    for _ in range(ITERATIONS):
+        predicted = np.array([_predicted(ranks, case, parameters, gamma, processors) for case in cases])
         error = float(np.sum((predicted / measured - 1) ** 2))
         if error < least:
-            best, least = figures, error
-        rows = np.array([_slopes(ranks, case, figures, gamma, processors) for case in cases])
-        folding = predicted - rows @ figures
-        figures = least_squares(rows, measured - folding, measured)
-    alpha, message, beta, gamma = (float(f"{figure:.4g}") for figure in (*best, gamma))
+            best, least = parameters, error
+        rows = np.array([_slopes(ranks, case, parameters, gamma, processors) for case in cases])
+        folding = predicted - rows @ parameters
+        parameters = least_squares(rows, measured - folding, measured)
+    alpha, message, beta, gamma = (float(f"{value:.4g}") for value in (*best, gamma))
     return Costs(alpha, message, beta, gamma)
 
 
-def _predicted(ranks: int, case: Case, figures: np.ndarray, gamma: float, processors: int | None) -> float:
-    alpha, message, beta = map(float, figures)
+def _predicted(ranks: int, case: Case, parameters: np.ndarray, gamma: float, processors: int | None) -> float:
+    alpha, message, beta = map(float, parameters)
     return predict(case.entry, case.call(ranks), ranks, Costs(alpha, message, beta, gamma, processors)).seconds
 
 
-def _slopes(ranks: int, case: Case, figures: np.ndarray, gamma: float, processors: int | None) -> list[float]:
-    """How often each figure is paid, by the simulator around this table."""
-    base = _predicted(ranks, case, figures, gamma, processors)
+def _slopes(ranks: int, case: Case, parameters: np.ndarray, gamma: float, processors: int | None) -> list[float]:
+    """The derivative of the predicted time by each parameter, near this table."""
+    base = _predicted(ranks, case, parameters, gamma, processors)
     slopes = []
     for place, step in enumerate(STEPS):
-        moved = figures.copy()
+        moved = parameters.copy()
         moved[place] += step
         slopes.append((_predicted(ranks, case, moved, gamma, processors) - base) / step)
     return slopes
 
 
 def least_squares(rows: np.ndarray, targets: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """x >= 0 that makes rows @ x near the targets, errors counted as shares of the times: a figure that would be negative is
-    left out, and the others are fitted again."""
+    """The x >= 0 that minimises rows @ x - targets, with errors relative to the times.
+
+    A parameter that would be negative is set to 0, and the others are fitted again.
+    """
     scaled = rows / times[:, None]
     kept = [column for column in range(rows.shape[1]) if rows[:, column].any()]
     solution = np.zeros(rows.shape[1])
@@ -188,13 +192,13 @@ def least_squares(rows: np.ndarray, targets: np.ndarray, times: np.ndarray) -> n
 
 
 def cases() -> list[Case]:
-    """What a table is fitted to. What is sent there and back is one chunk at most."""
-    moves = [Case(operation, algorithm, size_bytes(size)) for operation, algorithm in MOVES for size in SIZES]
-    return moves + [Case(SEND, THERE_AND_BACK, nbytes) for nbytes in map(size_bytes, SIZES) if nbytes <= CHUNK_BYTES]
+    """The cases that a table is fitted to. Round trips are of one chunk at most."""
+    collectives = [Case(operation, algorithm, size_bytes(size)) for operation, algorithm in COLLECTIVES for size in SIZES]
+    return collectives + [Case(SEND, ROUND_TRIP, nbytes) for nbytes in map(size_bytes, SIZES) if nbytes <= CHUNK_BYTES]
 
 
 def table_of(times: Mapping[int, Sequence[float]]) -> CostTable:
-    """The table of this host that explains the times of all `cases()`, by number of ranks."""
+    """The table of this host that fits the times of all `cases()`, by number of ranks."""
     processors, gamma = len(os.sched_getaffinity(0)), folding_seconds_per_byte()
     rows = {ranks: fit(ranks, cases(), found, gamma, processors) for ranks, found in times.items()}
     name = "fitted on one host, " + ", ".join(map(str, rows)) + " ranks"

@@ -1,8 +1,8 @@
-"""One rank of what times collectives by algorithm and size, started through the launcher (`fit.measure`).
+"""One rank of the measurement behind `ferrorpc bench --fit`, started through the launcher (`fit.measure`).
 
 python -m ferrorpc.cli.bench.fit_worker RESULTS_FILE SECONDS OPERATION:ALGORITHM:BYTES [...]
 
-All cases take turns, again and again: a machine that is faster or slower for some seconds is so for all of them.
+All cases take turns repeatedly, so that a machine that is slower for some seconds affects all of them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ WARM_UPS: Final = 2
 ROUNDS_MIN: Final = 3
 ROUNDS_MAX: Final = 100
 BURST_SECONDS: Final = 0.05
-"""Of operations one after the other: how unevenly ranks leave the barrier before them counts for little then."""
+"""Length of a burst of operations. Long enough for an uneven start after the barrier to matter little."""
 BURST_MAX: Final = 32
 
 
 def main(results_file: str, seconds: str, *cases: str) -> None:
-    """Times all cases, alternating; rank 0 writes the medians of the slowest rank's time for one operation."""
+    """Times all cases in turns. Rank 0 writes, per case, the median of the slowest rank's time per operation."""
     with init_process_group(backend="grpc", transport="grpc") as group:
-        runs = [_operation(group, *_words(case)) for case in cases]
+        runs = [_operation(group, *_parsed(case)) for case in cases]
         for _ in range(WARM_UPS):
-            once = _slowest(group, [_timed(group, run, 1) for run in runs])
-        bursts = [min(max(round(BURST_SECONDS / each), 1), BURST_MAX) for each in once]
-        a_round = sum(each * burst for each, burst in zip(once, bursts, strict=True))
-        rounds = min(max(int(float(seconds) * len(runs) / a_round), ROUNDS_MIN), ROUNDS_MAX)
+            seconds_each = _slowest(group, [_timed(group, run, 1) for run in runs])
+        bursts = [min(max(round(BURST_SECONDS / each), 1), BURST_MAX) for each in seconds_each]
+        round_seconds = sum(each * burst for each, burst in zip(seconds_each, bursts, strict=True))
+        rounds = min(max(int(float(seconds) * len(runs) / round_seconds), ROUNDS_MIN), ROUNDS_MAX)
         times = [
             _slowest(group, [_timed(group, run, burst) for run, burst in zip(runs, bursts, strict=True)]) for _ in range(rounds)
         ]
@@ -56,16 +56,16 @@ def _slowest(group: ProcessGroup, times: list[float]) -> list[float]:
     return [float(each) for each in group.all_reduce(np.array(times), op="max")]
 
 
-def _words(case: str) -> tuple[str, str, int]:
+def _parsed(case: str) -> tuple[str, str, int]:
     operation, algorithm, nbytes = case.split(":")
     return operation, algorithm, int(nbytes) // 4
 
 
 def _operation(group: ProcessGroup, operation: str, algorithm: str, count: int) -> Callable[[], Any]:
-    """The call, with everything it needs allocated before."""
+    """The operation to time, with its arrays already allocated."""
     x = np.zeros(count, np.float32)
     if operation == "send":
-        return _there_and_back(group, x)
+        return _round_trip(group, x)
     if operation == "all_reduce":
         return lambda: group.all_reduce(x, out=x, algorithm=algorithm)
     if operation == "all_gather":
@@ -76,19 +76,19 @@ def _operation(group: ProcessGroup, operation: str, algorithm: str, count: int) 
     return lambda: group.reduce_scatter(parts, out=result, algorithm=algorithm)
 
 
-def _there_and_back(group: ProcessGroup, x: np.ndarray) -> Callable[[], Any]:
-    """Rank 0 sends to rank 1, which sends back what it got; the others have nothing to do."""
+def _round_trip(group: ProcessGroup, x: np.ndarray) -> Callable[[], Any]:
+    """Rank 0 sends to rank 1, which sends the array back; the others do nothing."""
     y = np.empty_like(x)
 
-    def asks() -> None:
+    def request() -> None:
         group.send(x, 1)
         group.recv(1, out=y)
 
-    def answers() -> None:
+    def reply() -> None:
         group.recv(0, out=y)
         group.send(y, 0)
 
-    return (asks, answers, lambda: None)[min(group.rank, 2)]
+    return (request, reply, lambda: None)[min(group.rank, 2)]
 
 
 if __name__ == "__main__":

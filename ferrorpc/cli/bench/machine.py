@@ -1,4 +1,4 @@
-"""What measurements were made on: figures without it say nothing."""
+"""The machine that measurements were made on, described in every result."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def describe() -> dict[str, Any]:
 
 
 def line(machine: dict[str, Any], loads: list[float]) -> str:
-    """The same in one line, with the load average while it was measured."""
+    """The same in one line, with the load average during the measurement."""
     seen = f"{min(loads):.1f} to {max(loads):.1f}" if loads else f"{machine['load_average'][0]:.1f}"
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items())
     return f"{machine['cpus']} CPUs ({machine['processor']}), load average {seen}; Python {machine['python']}, {versions}"
 
 
 def busy_seconds() -> float:
-    """Processor seconds since the start that went to processes, or to other guests of the host, but not to interrupts."""
+    """CPU seconds since boot used by processes or stolen by other guests of the host, without interrupts."""
     names = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
     user, nice, system, _, _, _, _, steal = map(int, names[:8])
     return (user + nice + system + steal) * _JIFFY_SECONDS

@@ -1,4 +1,4 @@
-"""Comparisons as tables. One that loses has its line like one that wins; one that was not measured, a note with the reason."""
+"""Comparisons as tables. Every contender gets a line; one that was not measured gets a note with the reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def describe(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> str:
 
     Args:
         rows: of `Comparison.run`.
-        peers: labels that get a column "x LABEL": how often a contender's median fits into this peer's.
+        peers: labels that get a column "x LABEL": this peer's median divided by the contender's.
 
-    The column "others" is what everything else on the machine took of one processor meanwhile.
+    The column "others" is the CPU use of all other processes meanwhile, as a percentage of one CPU.
     """
     shown = [peer for peer in peers if any("median_seconds" in row["results"].get(peer, {}) for row in rows)]
     numbers = ("median", "minimum", "p90", "CPU", "peak memory", "others", "blocks", *(f"x {peer}" for peer in shown))
@@ -37,13 +37,13 @@ def describe(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> str:
 
 
 def ratio(row: dict[str, Any], label: str, peer: str, figure: str = "median_seconds") -> float | None:
-    """The peer's median (or other figure) over this contender's, more is better; None where either was not measured."""
+    """The peer's median (or other figure) divided by this contender's; above 1 the contender wins. None if not measured."""
     ours, theirs = (row["results"].get(name, {}).get(figure) for name in (label, peer))
     return theirs / ours if ours and theirs else None
 
 
 def time_text(seconds: float) -> str:
-    """Three digits and a unit: "0.31 us", "12.4 ms"."""
+    """Three significant digits and a unit: "0.31 us", "12.4 ms"."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"

@@ -1,9 +1,9 @@
-"""What one rank repeats, and how it is known that the result was right.
+"""The operation that a rank repeats, and the check of its result.
 
-An all_reduce in place multiplies ones by the number of ranks, so its sums are known after any number of repetitions; they
-are refilled before each block of repetitions, outside the time. Other operations read one array and write another, so they may
-be repeated as they are. Every block is checked at three places; `verify` checks every element, with values that differ from
-element to element and from rank to rank.
+An in-place all_reduce of ones multiplies them by the number of ranks each time, so the result is known after any number of
+repetitions. The array is refilled before each block of repetitions, outside the timed part. Other operations read one array
+and write another, so they can be repeated as they are. Every block is checked at three elements; `verify` checks every
+element, with values that differ by element and by rank.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ferrorpc.cli.bench.runners.base import Action, Runner
 from ferrorpc.errors import FerroError, UsageError
 
 PATTERN: Final = np.arange(1, 8, dtype=np.float32)
-"""Values repeat; their sums over 8 ranks are exact in every dtype."""
+"""Repeated values whose sums over 8 ranks are exact in every dtype."""
 PIECE: Final = 7 * 8192
-"""Elements that are verified at a time: little memory, so that the peak is the system's own."""
+"""Elements verified at a time: few, so that verification does not raise the measured peak of memory."""
 LARGEST: Final = {"float32": 2.0**100, "float16": 2.0**15, "bfloat16": 2.0**100}
 QUANTISED_TOLERANCE: Final = 0.02
-"""Of the largest value, where messages are compressed."""
+"""Relative to the largest value, for compressed messages."""
 BARRIERS_MAX: Final = 1000
 SENDS_MAX: Final = 64
 SENDS_BYTES: Final = 128 << 20
-"""In a block, which is long enough for what flows before the first answer to be more than buffers hold."""
+"""Bytes sent in a block: more than buffers hold, so that the block measures throughput."""
 REPEATS_MAX: Final = 60
 
 
@@ -49,8 +49,8 @@ class Task(ABC):
     """One case on one rank.
 
     Attributes:
-        arrays_bytes: what its arrays take.
-        repeats_min, repeats_max: how often it is repeated in a block; after so many the values must be filled in again.
+        arrays_bytes: size of its arrays.
+        repeats_min, repeats_max: bounds on the repetitions in a block; after `repeats_max` the array must be refilled.
     """
 
     arrays_bytes: int = 0
@@ -59,27 +59,27 @@ class Task(ABC):
 
     @abstractmethod
     def refill(self) -> None:
-        """Puts the values in that a block of repetitions starts from."""
+        """Writes the values that a block of repetitions starts from."""
 
     @abstractmethod
     def run(self, count: int) -> None:
-        """Repeats the operation; this is what is timed."""
+        """Repeats the operation. Only this is timed."""
 
     @abstractmethod
     def check(self, count: int) -> None:
-        """Looks at some values after `run(count)`.
+        """Checks some values after `run(count)`.
 
         Raises:
-            FerroError: the system computed something else.
+            FerroError: a value is wrong.
         """
 
     @abstractmethod
     def verify(self) -> None:
-        """Runs it once more and looks at every value. Raises as `check` does."""
+        """Runs the operation once and checks every value. Raises as `check` does."""
 
 
 class Repeated(Task):
-    """One call, again and again.
+    """A task that repeats one call.
 
     Attributes:
         act: the call.
@@ -94,7 +94,7 @@ class Repeated(Task):
 
 
 class Barrier(Repeated):
-    """Barriers, one after the other. That they hold nobody back too little is shown by every other case."""
+    """Repeated barriers. They have no values to check."""
 
     repeats_max = BARRIERS_MAX
 
@@ -112,7 +112,7 @@ class Barrier(Repeated):
 
 
 class AllReduce(Repeated):
-    """Sums in place."""
+    """In-place sums."""
 
     def __init__(self, runner: Runner, case: Case, memory: str, wire: str | None) -> None:
         self._runner = runner
@@ -139,7 +139,7 @@ class AllReduce(Repeated):
 
 
 class Exchange(Repeated):
-    """Moves from one array to another, or within one: of as many equal pieces as there are ranks."""
+    """One of `EXCHANGES`, on arrays of as many equal pieces as there are ranks; a broadcast is in place."""
 
     repeats_max = REPEATS_MAX
 
@@ -148,7 +148,7 @@ class Exchange(Repeated):
         self._operation = case.operation
         self._piece = case.count // runner.size
         if not self._piece:
-            raise UsageError(f"{case.title}: there is no element for each rank", hint="measure larger arrays")
+            raise UsageError(f"{case.title}: fewer elements than ranks", hint="measure larger arrays")
         whole = self._piece * runner.size
         self._source = runner.array(self._piece if case.operation == ALL_GATHER else whole, case.dtype, memory)
         self._target = self._source
@@ -178,20 +178,20 @@ class Exchange(Repeated):
             _verify(self._runner, part, self._factor(start), 0.0, self._origin(start))
 
     def _factor(self, place: int) -> int:
-        """What the values at a place of the result were multiplied with: their rank and one, or the sum of those."""
+        """The factor of the pattern at an element of the result: the source rank plus one, or the sum of these."""
         if self._operation == REDUCE_SCATTER:
             return sum(range(1, self._runner.size + 1))
         return 1 if self._operation == BROADCAST else place // self._piece + 1
 
     def _origin(self, start: int) -> int:
-        """Where in the source the piece lay that begins there in the result."""
+        """The offset in the source of the piece that begins at `start` in the result."""
         if self._operation == ALL_GATHER:
             return 0
         return start if self._operation == BROADCAST else self._runner.rank * self._piece
 
 
 class Send(Task):
-    """Arrays from rank 0 to rank 1, all of them answered by one message, or each by its own."""
+    """Arrays from rank 0 to rank 1, with one reply to all of them or a reply to each."""
 
     def __init__(self, runner: Runner, case: Case, memory: str, *, answer_each: bool) -> None:
         if runner.size != 2:
@@ -238,7 +238,7 @@ def make(runner: Runner, case: Case, memory: str, wire: str | None) -> Task:
     """The task of a case.
 
     Raises:
-        BackendUnavailableError: the system has no such thing.
+        BackendUnavailableError: the system lacks the operation, dtype or kind of memory.
     """
     if case.operation == BARRIER:
         return Barrier(runner)
@@ -252,12 +252,12 @@ def make(runner: Runner, case: Case, memory: str, wire: str | None) -> Task:
 
 
 def _rounding(ranks: int) -> float:
-    """Powers of two are exact in floats; those of other numbers of ranks are rounded again and again."""
+    """Relative tolerance: powers of the number of ranks are exact if it is a power of two, else rounded at each step."""
     return 0.0 if ranks & (ranks - 1) == 0 else 0.05
 
 
 def _pieces(length: int, origin: int = 0) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
-    """The pieces of an array, each with the pattern's values there, which begins `origin` elements before it."""
+    """Slices of an array with the pattern's values there; the pattern begins `origin` elements before the array."""
     pattern = np.resize(np.roll(PATTERN, -origin), min(PIECE, length))
     for start in range(0, length, PIECE):
         stop = min(start + PIECE, length)

@@ -1,9 +1,9 @@
-"""One rank process of a measurement: does what the driver says, and waits for it in a read that takes no processor time.
+"""One rank process of a measurement: executes the driver's commands. Between commands it is blocked in a read, using no CPU.
 
     python -m ferrorpc.cli.bench.worker MODULE:CLASS SOCKET SETTINGS
 
-It speaks JSON lines over the driver's Unix socket, which crosses network namespaces. Its first line says which rank it is;
-each command gets one reply; the end of the socket ends the process, whatever the system underneath would like to do.
+It exchanges JSON lines over the driver's Unix socket, which works across network namespaces. Its first line states its rank;
+each command gets one reply. When the socket closes the process exits at once, without shutting down the measured system.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from ferrorpc.cli.bench import task, usage
+from ferrorpc.cli.bench import memory_usage, task
 from ferrorpc.cli.bench.case import Case
 from ferrorpc.cli.bench.runners.base import Runner
 from ferrorpc.errors import FerroError
@@ -27,11 +27,11 @@ class Worker:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._idle_bytes = usage.resident_bytes()
+        self._idle_bytes = memory_usage.resident_bytes()
         self._task: task.Task | None = None
 
     def prepare(self, case: dict[str, Any], memory: str, wire: str | None) -> dict[str, Any]:
-        """Makes a case's arrays."""
+        """Allocates a case's arrays."""
         self._task = task.make(self._runner, Case(**case), memory, wire)
         return {"repeats_min": self._task.repeats_min, "repeats_max": self._task.repeats_max}
 
@@ -39,16 +39,16 @@ class Worker:
         """Times blocks of `count` repetitions, after `warm_ups` blocks that are not counted.
 
         Returns:
-            This rank's seconds per operation of each block, its processor seconds per operation, those of the whole turn, and
-            the most memory it held beyond what it held when its world had met and the case's arrays.
+            This rank's seconds per operation in each block, its CPU seconds per operation and in the whole turn, and its peak
+            memory beyond the case's arrays and what it used once all ranks were connected.
         """
         assert self._task is not None
-        usage.reset_peak()
+        memory_usage.reset_peak()
         began = time.process_time()
         for _ in range(warm_ups):
             self._block(count)
         timed = [self._block(count) for _ in range(blocks)]
-        beyond = usage.peak_bytes() - self._idle_bytes - self._task.arrays_bytes
+        beyond = memory_usage.peak_bytes() - self._idle_bytes - self._task.arrays_bytes
         return {
             "seconds": [seconds / count for seconds, _ in timed],
             "cpu_seconds": sum(cpu for _, cpu in timed) / (count * blocks),
@@ -57,24 +57,24 @@ class Worker:
         }
 
     def verify(self) -> dict[str, Any]:
-        """Runs the case once with values that tell elements and ranks apart, and looks at all of them."""
+        """Runs the case once with values that differ by element and rank, and checks all of them."""
         assert self._task is not None
         self._task.verify()
         return {}
 
     def finish(self) -> dict[str, Any]:
-        """Lets go of the case's arrays."""
+        """Releases the case's arrays."""
         self._task = None
         return {}
 
     def settle(self) -> dict[str, Any]:
-        """From now on, memory is what is held beyond this moment's."""
-        self._idle_bytes = usage.resident_bytes()
+        """Takes the present memory use as the idle level."""
+        self._idle_bytes = memory_usage.resident_bytes()
         return {}
 
     def usage(self) -> dict[str, Any]:
-        """Memory now, and processor seconds since the start."""
-        return {"resident_bytes": usage.resident_bytes(), "cpu_seconds": time.process_time()}
+        """Memory in use, and CPU seconds since the start."""
+        return {"resident_bytes": memory_usage.resident_bytes(), "cpu_seconds": time.process_time()}
 
     def _block(self, count: int) -> tuple[float, float]:
         assert self._task is not None
@@ -90,12 +90,12 @@ class Worker:
 
 
 def describe(error: Exception) -> str:
-    """What happened, without what to try: the driver knows that better."""
+    """The error without its hint: the driver adds its own."""
     return error.message if isinstance(error, FerroError) else f"{type(error).__name__}: {error}"
 
 
 def pin() -> None:
-    """Binds this process, with all its threads to come, to the processor of its rank."""
+    """Pins this process, with its later threads, to the CPU of its rank."""
     rank = int(os.environ.get("RANK") or os.environ.get("PMI_RANK") or 0)
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {allowed[rank % len(allowed)]})
@@ -109,10 +109,10 @@ def _runner(path: str, settings: dict[str, str]) -> Runner:
 
 
 def main(path: str, address: str, settings: str) -> None:
-    """Serves one driver until it hangs up."""
-    line = socket.socket(socket.AF_UNIX)
-    line.connect(address)
-    stream = line.makefile("rw", encoding="utf-8")
+    """Executes the driver's commands until it closes the socket."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(address)
+    stream = sock.makefile("rw", encoding="utf-8")
 
     def reply(**fields: Any) -> None:
         stream.write(json.dumps(fields) + "\n")
@@ -123,7 +123,7 @@ def main(path: str, address: str, settings: str) -> None:
         pin()
     try:
         runner = _runner(path, given)
-    except Exception as error:  # noqa: BLE001 - whatever a system raises is why it is not measured
+    except Exception as error:  # noqa: BLE001 - the system may raise anything; the driver shows it as the reason
         reply(error=describe(error))
         return
     reply(rank=runner.rank, version=runner.version, pid=os.getpid())
@@ -137,10 +137,10 @@ def main(path: str, address: str, settings: str) -> None:
             return
         try:
             answer = getattr(worker, name)(**command)
-        except Exception as error:  # noqa: BLE001 - the driver decides what becomes of it
+        except Exception as error:  # noqa: BLE001 - the driver handles it
             answer = {"error": describe(error)}
         reply(**answer)
-    os._exit(1)  # the driver is gone: a clean end might wait for ranks that are gone too
+    os._exit(1)  # the driver is gone: a clean shutdown might wait for ranks that have ended too
 
 
 if __name__ == "__main__":

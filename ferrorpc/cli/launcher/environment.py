@@ -1,4 +1,4 @@
-"""The variables each worker finds: ferrorpc's own, and the contract that torchrun's users' scripts read."""
+"""The environment variables of each worker: ferrorpc's own, and those that torchrun sets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ferrorpc.cli.launcher.plan import Plan
-from ferrorpc.cli.system import processors
+from ferrorpc.cli.system import available_cpus
 from ferrorpc.config import PREFIX
 
 _TORCH: Final = (
@@ -19,21 +19,21 @@ _TORCH: Final = (
 )
 _FERRORPC: Final = ("COORDINATOR", "JOB", "NAME", "WORLD_SIZE", "RANK_HINT")
 _REPLACED: Final = frozenset((*_TORCH, *(PREFIX + name for name in _FERRORPC)))
-"""What an outer launcher may have set: never inherited."""
+"""Never inherited: an outer launcher may have set them."""
 
 
 def worker_environment(plan: Plan, worker: int, attempt: int, base: Mapping[str, str], errors_dir: Path) -> dict[str, str]:
-    """Everything worker number `worker` of this node is started with, on top of `base`.
+    """The whole environment of worker number `worker` of this node: `base` and the launcher's own variables.
 
-    In an elastic world, and without a node rank, ranks are not known before the rendezvous: RANK, WORLD_SIZE and their kin
-    are left out, and whatever `base` held of them is removed.
+    In an elastic world, or without a node rank, ranks are not known before the rendezvous. RANK, WORLD_SIZE and the like are
+    then not set, and removed if they are in `base`.
 
     TORCHELASTIC_USE_AGENT_STORE is never set: torch's rank 0 hosts its own store on MASTER_PORT.
     """
     environment = {name: value for name, value in base.items() if name not in _REPLACED}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, processors() // plan.processes)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cpus() // plan.processes)))
     environment.update(_ferrorpc(plan, worker), **_torch(plan, worker, attempt, errors_dir))
-    # Forking after gRPC started kills children; this must be there before `import grpc`.
+    # A fork after gRPC has started kills the child process. The variable takes effect only if set before `import grpc`.
     environment.update(GRPC_ENABLE_FORK_SUPPORT="0", PYTHONUNBUFFERED="1")
     return environment
 

@@ -1,4 +1,4 @@
-"""The pipes the launcher reads: one selector, a consumer per pipe."""
+"""The pipes that the launcher reads: one selector, and a consumer for each pipe."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import IO, Final, Protocol
 
 _CHUNK_BYTES: Final = 1 << 16
 _DRAIN_CHUNKS_MAX: Final = 256
-"""More than any pipe holds; somebody who writes without end must not keep the launcher from its other work."""
+"""More than any pipe holds. Bounded so that an endless writer cannot keep the launcher from its other work."""
 Consumer = Callable[[bytes, float], None]
-"""Takes bytes and the time; b"" for the end of the stream, once."""
+"""Takes bytes and the time; b"", once, is the end of the stream."""
 
 
 class HasDescriptor(Protocol):
-    """Anything select can wait on."""
+    """Anything that select can wait on."""
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Its file descriptor."""
 
 
 class Pipes:
-    """Waits for pipes to have something, and hands it to their consumers."""
+    """Waits for data on pipes and passes it to their consumers."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -34,35 +34,35 @@ class Pipes:
         self._selector.register(source.fileno(), selectors.EVENT_READ, action)
 
     def listen(self, pipe: IO[bytes], consumer: Consumer) -> None:
-        """Hands what comes through `pipe` to `consumer`, until its end."""
+        """Passes what is read from `pipe` to `consumer`, until its end."""
         os.set_blocking(pipe.fileno(), False)
         self._consumers[pipe] = consumer
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._read(pipe))
 
     def wait(self, seconds: float | None) -> None:
-        """Waits for the first thing to happen, at most `seconds`, and deals with all that has."""
+        """Waits until something is readable, at most `seconds`, and handles everything that is."""
         for key, _ in self._selector.select(seconds):
             key.data()
 
     def drain(self, pipe: IO[bytes]) -> None:
-        """Takes what is in the pipe now, without waiting for more."""
+        """Reads what is in the pipe now, without waiting for more."""
         for _ in range(_DRAIN_CHUNKS_MAX):
             if not self._read(pipe):
                 return
 
     def finish(self, pipe: IO[bytes]) -> None:
-        """Takes what is in the pipe now, and no more, whoever still holds its other end."""
+        """Reads what is in the pipe now and stops listening to it, even if a process still has its other end open."""
         self.drain(pipe)
         if pipe in self._consumers:
             self._end(pipe)
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening to all pipes."""
         self._consumers.clear()
         self._selector.close()
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Reads once. False when there is nothing now, or never again."""
+        """Reads once. False if there was nothing to read, or the pipe has ended."""
         if pipe not in self._consumers:
             return False
         try:

@@ -1,4 +1,4 @@
-"""What one `ferrorpc run` is going to do: the flags, checked and completed, as one value."""
+"""The plan of one `ferrorpc run`: its flags, checked and completed, as one value."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ferrorpc.cli.launcher.gang import Policy
-from ferrorpc.cli.system import processors
+from ferrorpc.cli.launcher.worker_group import FailurePolicy
+from ferrorpc.cli.system import available_cpus
 from ferrorpc.config import host_port, world_size
 from ferrorpc.errors import ConfigError
 
 LOOPBACK: Final = "127.0.0.1"
 DEFAULT_MASTER_PORT: Final = 29500
-"""torch.distributed's own port, for jobs of several nodes, where all must agree on one without talking."""
+"""torch.distributed's default, for jobs of several nodes, which must agree on a port without communicating."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,16 @@ class Plan:
         processes: workers on this node.
         nodes: (min, max) nodes.
         world: (min, max) members; equal for a fixed world.
-        node_rank: this node's number, which pins the ranks of a fixed world; None leaves all ranks to the coordinator.
+        node_rank: this node's number, which in a fixed world determines its workers' ranks; None: the coordinator gives out
+            all ranks.
         node: this node's name, the first half of its members' names.
         coordinator: host:port.
         owns_coordinator: whether this launcher starts it.
-        http_port: of its status page; None for FERRORPC_HTTP_PORT's, if any.
-        master: address and port for torch.distributed's own store.
-        log_dir: where to keep each worker's output as well; None for the console alone.
+        http_port: of its status page; None for that of FERRORPC_HTTP_PORT, if any.
+        master: address and port of torch.distributed's own store.
+        log_dir: where each worker's output is also written; None for the console alone.
         shown: workers whose output the console shows; None for all.
-        role: what ROLE_NAME says.
+        role: value of ROLE_NAME.
     """
 
     command: tuple[str, ...]
@@ -52,7 +53,7 @@ class Plan:
     owns_coordinator: bool
     job: str
     master: tuple[str, int]
-    policy: Policy
+    policy: FailurePolicy
     http_port: int | None = None
     log_dir: Path | None = None
     shown: frozenset[int] | None = None
@@ -60,21 +61,21 @@ class Plan:
 
     @property
     def elastic(self) -> bool:
-        """Whether the world may grow and shrink; then ranks come from the coordinator."""
+        """Whether the world may grow and shrink; the coordinator then gives out the ranks."""
         return self.world[0] != self.world[1]
 
     def rank(self, worker: int) -> int | None:
-        """World rank of a worker of this node, where that is known before the rendezvous."""
+        """World rank of a worker of this node, if known before the rendezvous."""
         if self.elastic or self.node_rank is None:
             return None
         return self.node_rank * self.processes + worker
 
     def name(self, worker: int) -> str:
-        """Its name as a member of the job."""
+        """A worker's name as a member of the job."""
         return f"{self.node}-{worker}"
 
     def label(self, worker: int) -> str:
-        """What its lines on the console begin with."""
+        """The prefix of a worker's lines on the console."""
         rank = self.rank(worker)
         if rank is None:
             return self.name(worker)
@@ -82,7 +83,7 @@ class Plan:
 
 
 def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple[str, ...]:
-    """The command line of a worker, from what followed the options.
+    """The command line of a worker, from the arguments after the options.
 
     Raises:
         ConfigError: there is nothing to run, or the script does not exist.
@@ -98,12 +99,12 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
     if module:
         return (sys.executable, "-m", *target)
     if not Path(target[0]).exists():
-        raise ConfigError(f"there is no file {target[0]!r}", hint=_meant(target))
+        raise ConfigError(f"there is no file {target[0]!r}", hint=_hint_for(target))
     return (sys.executable, *target)
 
 
-def _meant(target: Sequence[str]) -> str:
-    """What to write where the script is no file: mpirun and srun are given the interpreter, too."""
+def _hint_for(target: Sequence[str]) -> str:
+    """What to try where the script is not a file. Users of mpirun and srun may have named the interpreter too."""
     program = target[0]
     if shutil.which(program) is None:
         return f"check the path; this is {_here()}"
@@ -113,13 +114,13 @@ def _meant(target: Sequence[str]) -> str:
 
 
 def process_count(text: str, following: Sequence[str] = ()) -> int:
-    """Workers on this node: a number, "cpu" (one a core), "gpu" (one a device) or "auto" (gpu where there are any).
+    """Workers on this node: a number, "cpu" (one per CPU), "gpu" (one per device) or "auto" (gpu if there are any, else cpu).
 
     Args:
-        following: what comes after the options; mpirun's `-np 4` is read as `-n p`, followed by 4.
+        following: the arguments after the options; mpirun's `-np 4` arrives as `-n p` followed by 4.
 
     Raises:
-        ConfigError: for anything else, and for "gpu" without a device.
+        ConfigError: anything else, or "gpu" without a device.
     """
     if text[:1] == "p" and (count := text[1:] or next(iter(following), "")).isdecimal():
         script = " ".join(following if text[1:] else following[1:]) or "train.py"
@@ -130,7 +131,7 @@ def process_count(text: str, following: Sequence[str] = ()) -> int:
     if text in ("auto", "gpu") and devices:
         return devices
     if text in ("auto", "cpu"):
-        return processors()
+        return available_cpus()
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"-n {text}: expected a number of at least 1, auto, cpu or gpu", hint="ferrorpc run -n 4 train.py")
     return int(text)
@@ -147,14 +148,14 @@ def node_range(text: str) -> tuple[int, int]:
 def world_range(
     text: str | None, nodes: tuple[int, int], processes: int, variable: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """--world-size: "MIN:MAX", where a world may shrink within its nodes; without it all workers of all nodes.
+    """--world-size: "MIN:MAX" for a world that may lose members; without it all workers of all nodes.
 
     Args:
-        variable: FERRORPC_WORLD_SIZE, which stands for the flag where it is a range. A single number says no more than the
-            other flags do, which come first.
+        variable: FERRORPC_WORLD_SIZE, used instead of the flag if it is a range. A single number is ignored: the other flags
+            already determine it.
 
     Raises:
-        ConfigError: MAX is not what the nodes have together.
+        ConfigError: MAX is not the number of workers of all nodes.
     """
     together = nodes[1] * processes
     if text is not None:
@@ -174,13 +175,13 @@ def world_range(
     return low, high
 
 
-def place(
+def node_placement(
     nodes: tuple[int, int], node_rank: int | None, coordinator: str | None, *, standalone: bool
 ) -> tuple[int | None, str, str, bool]:
-    """Where this node stands: its rank, its name, the coordinator's address and whether this launcher starts it.
+    """This node's rank and name, the coordinator's address, and whether this launcher starts the coordinator.
 
     Raises:
-        ConfigError: several nodes and no common coordinator, or a node rank that cannot be.
+        ConfigError: several nodes without a common coordinator, or an invalid node rank.
     """
     single = nodes == (1, 1)
     if not single and (coordinator is None or standalone):
@@ -201,10 +202,10 @@ def place(
 
 
 def free_port(besides: str = "") -> int:
-    """A port of the loopback that nobody listens on, nor is about to on the address `besides`.
+    """A loopback port that nobody listens on, other than that of the address `besides`.
 
     Raises:
-        ConfigError: this machine has no such address, as a sandbox may.
+        ConfigError: this machine has no loopback address, as in some sandboxes.
     """
     while True:
         with socket.socket() as probe:

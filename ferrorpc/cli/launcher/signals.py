@@ -1,4 +1,4 @@
-"""Signals as readable bytes: the launcher's one loop selects on them like on any pipe."""
+"""Signals as bytes on a socket, so that the launcher's event loop can select on them as on any pipe."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Final
 
-STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Ask the job to end: forwarded, and the second one kills."""
-PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
-"""Mean something to the workers only (SLURM warns with them)."""
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Stop the job: the first is forwarded to the workers, the second kills them."""
+FORWARDED_SIGNALS: Final = (signal.SIGUSR1, signal.SIGUSR2)
+"""Only forwarded: they have a meaning for workers alone (SLURM warns with them)."""
 
 
 class SignalInbox:
-    """Collects signals while it is open. A signal that was ignored before (nohup, `&`) stays ignored; one that was blocked
-    is let through, here and in all children: without SIGCHLD no exit would be seen, without SIGTERM no stop.
+    """Collects signals while it is open.
+
+    A signal that was ignored before (nohup, `&`) stays ignored. Blocked signals are unblocked, here and in all children:
+    without SIGCHLD no exit would be seen, without SIGTERM nothing could be stopped.
 
     Args:
-        on_stop: called at once where one of STOPS comes, whatever the main thread is at.
+        on_stop: called in the signal handler of each of STOP_SIGNALS, even while the main thread is busy elsewhere.
     """
 
     def __init__(self, on_stop: Callable[[], None]) -> None:
@@ -32,11 +34,11 @@ class SignalInbox:
         self._mask_before: set[int] = set()
 
     def fileno(self) -> int:
-        """For select: readable when a signal came."""
+        """For select: readable when a signal has arrived."""
         return self._reader.fileno()
 
     def read(self) -> list[int]:
-        """The signals that came since the last call, in order."""
+        """The signals that have arrived since the last call, in order."""
         try:
             return list(self._reader.recv(4096))
         except BlockingIOError:
@@ -44,7 +46,7 @@ class SignalInbox:
 
     def __enter__(self) -> SignalInbox:
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        signals = (*STOPS, *PASSED_ON, signal.SIGCHLD)
+        signals = (*STOP_SIGNALS, *FORWARDED_SIGNALS, signal.SIGCHLD)
         for number in signals:
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
@@ -61,7 +63,7 @@ class SignalInbox:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The interpreter has already written the number to the wake-up socket."""
-        if number in STOPS:
+        if number in STOP_SIGNALS:
             self._on_stop()
 
 

@@ -1,7 +1,8 @@
-"""Barriers: nobody leaves before everyone has entered. Messages are empty; that they came is all they say.
+"""Barriers: no rank leaves before every rank has entered. Messages are empty: their arrival is the information.
 
-Idea. Direct: everyone tells everyone; one round, and whoever waits knows exactly who is missing. Dissemination: in round k tell
-the rank 2^k further on; after ceil(log2 p) rounds word of every rank has reached every rank, with log2(p) messages each.
+Idea. Direct: every rank sends to every other; one round, and a waiting rank knows exactly who is missing. Dissemination: in
+round k a rank sends to the one 2^k places on; after ceil(log2 p) rounds every rank has heard of every other, with log2(p)
+messages each.
 
 Source. Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
 
@@ -10,7 +11,7 @@ Cost: direct 1 round and p-1 messages a rank; dissemination ceil(log2 p) of both
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.cut import others
+from ferrorpc.collectives.algorithms.partition import others
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Plan, Receive, Region, Send
 
 _NOTHING = Region(Buffer.IN, 0, 0, 0)
@@ -18,14 +19,14 @@ _NOWHERE = Region(Buffer.OUT, 0, 0, 0)
 
 
 def direct(rank: int, size: int) -> Plan:
-    """Everyone tells everyone."""
+    """Every rank sends to every other."""
     actions: list[Action] = [Send(peer, 0, _NOTHING) for peer in others(rank, size)]
     actions += [Receive(peer, 0, _NOWHERE) for peer in others(rank, size)]
     return Plan("direct", tuple(actions), out_items=0)
 
 
 def dissemination(rank: int, size: int) -> Plan:
-    """Word spreads by doubling distances."""
+    """Every rank sends over doubling distances."""
     actions: list[Action] = []
     for step in range((size - 1).bit_length()):
         distance = 1 << step

@@ -1,4 +1,4 @@
-"""Every algorithm by operation and name: how its plan is built, what it costs, and in which order it folds."""
+"""All algorithms, by operation and name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ferrorpc.collectives.algorithms import (
     scatter_all_gather,
     tree,
 )
-from ferrorpc.collectives.algorithms.entry import Cost, Entry, Order
+from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost, Order
 from ferrorpc.collectives.call import Call, Operation
 
 CHUNK_BYTES: Final = 1 << 20
-"""What passes through a chain at a time: the executor's chunk (a test holds the two equal)."""
+"""The executor's chunk, which is what passes through a chain at a time (a test holds the two equal)."""
 
 
 def _count(call: Call) -> int:
@@ -47,7 +47,7 @@ def _log2(size: int) -> int:
 
 
 def _share(size: int) -> float:
-    """What is not one's own."""
+    """The share of an array that the other ranks own."""
     return (size - 1) / size
 
 
@@ -65,7 +65,7 @@ def _rabenseifner_cost(size: int, nbytes: int) -> Cost:
 
 
 def _rooted_cost(size: int, nbytes: int) -> Cost:
-    """The root exchanges as many bytes with everyone else."""
+    """The root exchanges `nbytes` with every other rank."""
     there = size - 1
     return Cost(1, there * nbytes, messages=there, all_messages=there, all_bytes=there * nbytes)
 
@@ -76,7 +76,7 @@ def _tree_cost(size: int, nbytes: int) -> Cost:
 
 
 def _tree_all_reduce_cost(size: int, nbytes: int) -> Cost:
-    """Up, and down again: the root's link is as busy inwards as it is outwards later."""
+    """Up the tree and down again: the root receives as much as it sends later."""
     rounds, edges = _log2(size), size - 1
     return Cost(2 * rounds, rounds * nbytes, rounds * nbytes, all_messages=2 * edges, all_bytes=2 * edges * nbytes)
 
@@ -103,7 +103,7 @@ def _broadcast_two_shot_cost(size: int, nbytes: int) -> Cost:
 
 
 def _scatter_all_gather_cost(size: int, nbytes: int) -> Cost:
-    """Down the tree each slice passes about half of its levels; round the ring each goes to everyone."""
+    """Each slice passes about half of the tree's levels, then goes round the ring to every rank."""
     others, depth = size - 1, _log2(size)
     return Cost(
         depth + others,
@@ -114,43 +114,43 @@ def _scatter_all_gather_cost(size: int, nbytes: int) -> Cost:
 
 
 def _bruck_all_to_all_cost(size: int, nbytes: int) -> Cost:
-    """A block takes a trip for every bit set in its number."""
+    """A block is sent once for every bit set in its number."""
     return Cost(_log2(size), nbytes / size * sum(block.bit_count() for block in range(size)))
 
 
 _ALL_REDUCE: Final = (
-    Entry(
+    Algorithm(
         "one_shot",
         lambda call, rank, size: direct.all_reduce_one_shot(_count(call), rank, size),
         lambda size, nbytes: Cost(1, (size - 1) * nbytes, (size - 1) * nbytes, messages=size - 1),
         Order.RANKS,
     ),
-    Entry(
+    Algorithm(
         "two_shot",
         lambda call, rank, size: direct.all_reduce_two_shot(_count(call), rank, size, compressed=call.wire is not None),
         lambda size, nbytes: Cost(2, 2 * _share(size) * nbytes, _share(size) * nbytes, messages=2 * (size - 1)),
         Order.RANKS,
         compresses=True,
     ),
-    Entry(
+    Algorithm(
         "ring",
         lambda call, rank, size: ring.all_reduce(_count(call), rank, size),
         lambda size, nbytes: Cost(2 * (size - 1), 2 * _share(size) * nbytes, _share(size) * nbytes),
         Order.RING,
     ),
-    Entry(
+    Algorithm(
         "recursive_doubling",
         lambda call, rank, size: recursive.all_reduce(_count(call), rank, size),
         _recursive_doubling_cost,
         Order.PAIRS,
     ),
-    Entry(
+    Algorithm(
         "rabenseifner",
         lambda call, rank, size: rabenseifner.all_reduce(_count(call), rank, size),
         _rabenseifner_cost,
         Order.PAIRS,
     ),
-    Entry(
+    Algorithm(
         "tree",
         lambda call, rank, size: tree.all_reduce(_count(call), rank, size),
         _tree_all_reduce_cost,
@@ -159,14 +159,14 @@ _ALL_REDUCE: Final = (
 )
 
 _REDUCE: Final = (
-    Entry(
+    Algorithm(
         "direct",
         lambda call, rank, size: direct.reduce(_count(call), rank, size, _root(call)),
         lambda size, nbytes: replace(_rooted_cost(size, nbytes), folded_bytes=(size - 1) * nbytes),
         Order.RANKS,
         compresses=True,
     ),
-    Entry(
+    Algorithm(
         "tree",
         lambda call, rank, size: tree.reduce(_count(call), rank, size, _root(call)),
         lambda size, nbytes: replace(_tree_cost(size, nbytes), folded_bytes=_log2(size) * nbytes),
@@ -175,14 +175,14 @@ _REDUCE: Final = (
 )
 
 _REDUCE_SCATTER: Final = (
-    Entry(
+    Algorithm(
         "direct",
         lambda call, rank, size: direct.reduce_scatter(_counts(call), rank, size),
         lambda size, nbytes: Cost(1, _share(size) * nbytes, _share(size) * nbytes, messages=size - 1),
         Order.RANKS,
         compresses=True,
     ),
-    Entry(
+    Algorithm(
         "ring",
         lambda call, rank, size: ring.reduce_scatter(_counts(call), rank, size),
         lambda size, nbytes: Cost(size - 1, _share(size) * nbytes, _share(size) * nbytes),
@@ -191,24 +191,24 @@ _REDUCE_SCATTER: Final = (
 )
 
 _BROADCAST: Final = (
-    Entry(
+    Algorithm(
         "tree",
         lambda call, rank, size: tree.broadcast(rank, size, _root(call)),
         _tree_cost,
     ),
-    Entry(
+    Algorithm(
         "direct",
         lambda call, rank, size: direct.broadcast(rank, size, _root(call)),
         _rooted_cost,
     ),
-    Entry("chain", lambda call, rank, size: chain.broadcast(rank, size, _root(call)), _chain_cost),
-    Entry(
+    Algorithm("chain", lambda call, rank, size: chain.broadcast(rank, size, _root(call)), _chain_cost),
+    Algorithm(
         "two_shot",
         lambda call, rank, size: direct.broadcast_two_shot(_count(call), rank, size, _root(call)),
         _broadcast_two_shot_cost,
         needs_size=True,
     ),
-    Entry(
+    Algorithm(
         "scatter_all_gather",
         lambda call, rank, size: scatter_all_gather.broadcast(_count(call), rank, size, _root(call)),
         _scatter_all_gather_cost,
@@ -217,17 +217,17 @@ _BROADCAST: Final = (
 )
 
 _ALL_GATHER: Final = (
-    Entry(
+    Algorithm(
         "direct",
         lambda call, rank, size: direct.all_gather(rank, size),
         lambda size, nbytes: Cost(1, (size - 1) * nbytes, messages=size - 1),
     ),
-    Entry(
+    Algorithm(
         "ring",
         lambda call, rank, size: ring.all_gather(rank, size),
         lambda size, nbytes: Cost(size - 1, (size - 1) * nbytes),
     ),
-    Entry(
+    Algorithm(
         "bruck",
         lambda call, rank, size: bruck.all_gather(_count(call), rank, size),
         lambda size, nbytes: Cost(_log2(size), (size - 1) * nbytes),
@@ -236,17 +236,17 @@ _ALL_GATHER: Final = (
 )
 
 _ALL_TO_ALL: Final = (
-    Entry(
+    Algorithm(
         "direct",
         lambda call, rank, size: direct.all_to_all(rank, size),
         lambda size, nbytes: Cost(1, _share(size) * nbytes, messages=size - 1),
     ),
-    Entry(
+    Algorithm(
         "pairwise",
         lambda call, rank, size: pairwise.all_to_all(rank, size),
         lambda size, nbytes: Cost(size - 1, _share(size) * nbytes),
     ),
-    Entry(
+    Algorithm(
         "bruck",
         lambda call, rank, size: bruck.all_to_all(_count(call), rank, size),
         _bruck_all_to_all_cost,
@@ -255,26 +255,28 @@ _ALL_TO_ALL: Final = (
 )
 
 _BARRIER: Final = (
-    Entry("direct", lambda call, rank, size: barrier.direct(rank, size), lambda size, nbytes: Cost(1, 0, messages=size - 1)),
-    Entry(
+    Algorithm(
+        "direct", lambda call, rank, size: barrier.direct(rank, size), lambda size, nbytes: Cost(1, 0, messages=size - 1)
+    ),
+    Algorithm(
         "dissemination",
         lambda call, rank, size: barrier.dissemination(rank, size),
         lambda size, nbytes: Cost(_log2(size), 0),
     ),
 )
 
-_GATHER: Final = Entry(
+_GATHER: Final = Algorithm(
     "direct",
     lambda call, rank, size: direct.gather(rank, size, _root(call)),
     _rooted_cost,
 )
-_SCATTER: Final = Entry(
+_SCATTER: Final = Algorithm(
     "direct",
     lambda call, rank, size: direct.scatter(rank, size, _root(call)),
     _rooted_cost,
 )
 
-CATALOGUE: Final[dict[Operation, tuple[Entry, ...]]] = {
+CATALOGUE: Final[dict[Operation, tuple[Algorithm, ...]]] = {
     Operation.ALL_REDUCE: _ALL_REDUCE,
     Operation.BROADCAST: _BROADCAST,
     Operation.REDUCE: _REDUCE,
@@ -288,11 +290,11 @@ CATALOGUE: Final[dict[Operation, tuple[Entry, ...]]] = {
 """The algorithms of each operation that any group can run, the preferred one first. `collectives.select` chooses among them."""
 
 
-def entries(operation: Operation, hosts: Sequence[object] = ()) -> tuple[Entry, ...]:
-    """The algorithms of an operation; those that follow the host layout too, where one is known.
+def algorithms_of(operation: Operation, hosts: Sequence[object] = ()) -> tuple[Algorithm, ...]:
+    """The algorithms of an operation, including the hierarchical ones where the hosts are known.
 
     Args:
-        hosts: for each group rank a value that says its host; () when that is not known.
+        hosts: the host of each group rank, as any value; () when that is not known.
     """
     layout = hierarchical.Layout(hosts) if hosts else None
     if layout is None or not layout.is_worth_it:
@@ -300,14 +302,14 @@ def entries(operation: Operation, hosts: Sequence[object] = ()) -> tuple[Entry, 
     return CATALOGUE[operation] + _hierarchical(operation, layout)
 
 
-def _hierarchical(operation: Operation, layout: hierarchical.Layout) -> tuple[Entry, ...]:
+def _hierarchical(operation: Operation, layout: hierarchical.Layout) -> tuple[Algorithm, ...]:
     largest = max(len(ranks) for ranks in layout.members)
     hosts, shards = len(layout.members), layout.shards
     across = _share(hosts) / shards
     if operation is Operation.ALL_REDUCE:
         holder = _share(shards) + 2 * across + (largest - 1) / shards
         return (
-            Entry(
+            Algorithm(
                 "hierarchical",
                 lambda call, rank, size: hierarchical.all_reduce(_count(call), rank, layout),
                 lambda size, nbytes: Cost(4, max(holder, 1.0) * nbytes, ((largest - 1) / shards + across) * nbytes),
@@ -316,7 +318,7 @@ def _hierarchical(operation: Operation, layout: hierarchical.Layout) -> tuple[En
         )
     if operation is Operation.BROADCAST:
         return (
-            Entry(
+            Algorithm(
                 "hierarchical",
                 lambda call, rank, size: hierarchical.broadcast(_count(call), rank, layout, _root(call)),
                 lambda size, nbytes: Cost(2 + _log2(hosts), (_share(shards) + (_log2(hosts) + largest - 1) / shards) * nbytes),

@@ -1,9 +1,9 @@
-"""Direct exchange: everyone who has something for another sends it there, with nobody in between.
+"""Direct exchange: every rank sends its data straight to the ranks that need it.
 
-Idea. Every pair of ranks has its own stream, so p-1 messages to p-1 peers travel side by side. Small arrays are sent whole to
-everyone and each rank reduces all of them (one round). Large ones are cut into p slices: slice r goes to rank r, which
-reduces it and sends the result to everyone (two rounds, the fewest bytes possible). Whoever reduces folds in rank order, so
-the result is canonical, and the same bits either way.
+Idea. Every pair of ranks has its own stream, so p-1 messages to p-1 peers travel in parallel. Small arrays are sent whole to
+all ranks, and each rank reduces all of them (one round). Large ones are cut into p slices: slice r goes to rank r, which
+reduces it and sends the result to all ranks (two rounds, the fewest bytes possible). Every fold is in rank order, so the
+result is canonical, with the same bits either way.
 
 Source. The all-to-all exchange of the MPI literature (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005, which calls the second form reduce-scatter and all-gather by pairwise exchange).
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.cut import alone, others, slices
+from ferrorpc.collectives.algorithms.partition import copy_plan, others, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -41,15 +41,15 @@ from ferrorpc.collectives.algorithms.plan import (
 )
 
 _PARTS = 0
-"""The slot of what ranks bring."""
+"""The slot of the inputs."""
 _RESULTS = 1
-"""The slot of what owners have reduced."""
+"""The slot of reduced slices."""
 
 
 def all_reduce_one_shot(count: int, rank: int, size: int) -> Plan:
-    """Everyone sends everything to everyone and reduces it all."""
+    """Every rank sends its array to every other and reduces all of them."""
     if size == 1:
-        return alone("one_shot")
+        return copy_plan("one_shot")
     if count == 0:
         return Plan("one_shot", ())
     own = Region(Buffer.IN, 0, 0, count)
@@ -61,14 +61,14 @@ def all_reduce_one_shot(count: int, rank: int, size: int) -> Plan:
 
 
 def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = False) -> Plan:
-    """Slice r of everyone goes to rank r, which reduces it and sends the result to everyone.
+    """Slice r of every rank goes to rank r, which reduces it and sends the result to all ranks.
 
     Args:
         compressed: the call has a wire codec: the owner then rounds its own slice as its messages were rounded, so that all
             ranks end with the same bits.
     """
     if size == 1:
-        return alone("two_shot")
+        return copy_plan("two_shot")
     cuts = slices(count, size)
     start, stop = cuts[rank]
     actions: list[Action] = [
@@ -88,9 +88,9 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
 
 
 def reduce(count: int, rank: int, size: int, root: int) -> Plan:
-    """Everyone sends everything to the root, which reduces it."""
+    """Every rank sends its array to the root, which reduces them."""
     if size == 1:
-        return alone("direct")
+        return copy_plan("direct")
     own = Region(Buffer.IN, 0, 0, count)
     if rank != root:
         return Plan("direct", (Send(root, _PARTS, own),) if count else (), out_items=0)
@@ -103,9 +103,9 @@ def reduce(count: int, rank: int, size: int, root: int) -> Plan:
 
 
 def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
-    """Part r of everyone goes to rank r, which reduces it. `counts`: elements of each part, the same on all ranks."""
+    """Part r of every rank goes to rank r, which reduces it. `counts`: elements of each part, the same on all ranks."""
     if size == 1:
-        return alone("direct")
+        return copy_plan("direct")
     actions: list[Action] = [
         Send(peer, _PARTS, Region(Buffer.IN, peer, 0, counts[peer])) for peer in others(rank, size) if counts[peer]
     ]
@@ -118,7 +118,7 @@ def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
 
 
 def gather(rank: int, size: int, root: int) -> Plan:
-    """Everyone sends its array to the root. Arrays may differ in size."""
+    """Every rank sends its array to the root. Arrays may differ in size."""
     if rank != root:
         return Plan("direct", (Send(root, _PARTS, Region(Buffer.IN)),), out_items=0)
     actions: list[Action] = [Copy(Region(Buffer.IN), Region(Buffer.OUT, rank))]
@@ -136,7 +136,7 @@ def scatter(rank: int, size: int, root: int) -> Plan:
 
 
 def all_gather(rank: int, size: int) -> Plan:
-    """Everyone sends its array to everyone. Arrays may differ in size."""
+    """Every rank sends its array to every other. Arrays may differ in size."""
     actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN)) for peer in others(rank, size)]
     actions.append(Copy(Region(Buffer.IN), Region(Buffer.OUT, rank)))
     actions += [Receive(peer, _PARTS, Region(Buffer.OUT, peer)) for peer in others(rank, size)]
@@ -144,7 +144,7 @@ def all_gather(rank: int, size: int) -> Plan:
 
 
 def all_to_all(rank: int, size: int) -> Plan:
-    """Everyone sends part r to rank r. Parts may differ in size."""
+    """Every rank sends part r to rank r. Parts may differ in size."""
     actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN, peer)) for peer in others(rank, size)]
     actions.append(Copy(Region(Buffer.IN, rank), Region(Buffer.OUT, rank)))
     actions += [Receive(peer, _PARTS, Region(Buffer.OUT, peer)) for peer in others(rank, size)]
@@ -152,7 +152,7 @@ def all_to_all(rank: int, size: int) -> Plan:
 
 
 def broadcast(rank: int, size: int, root: int) -> Plan:
-    """The root sends its array to everyone."""
+    """The root sends its array to every other rank."""
     if rank != root:
         return Plan("direct", (Receive(root, _PARTS, Region(Buffer.OUT)),))
     actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN)) for peer in others(rank, size)]
@@ -161,9 +161,9 @@ def broadcast(rank: int, size: int, root: int) -> Plan:
 
 
 def broadcast_two_shot(count: int, rank: int, size: int, root: int) -> Plan:
-    """The root's array of `count` elements: everyone else gets one slice, and sends it to everyone else."""
+    """The root's array of `count` elements: every other rank gets one slice, and sends it to the others."""
     if size == 1:
-        return alone("two_shot")
+        return copy_plan("two_shot")
     receivers = others(root, size)
     pieces = [(peer, cut) for peer, cut in zip(receivers, slices(count, size - 1), strict=True) if _holds(cut)]
     if rank == root:

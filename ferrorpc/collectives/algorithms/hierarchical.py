@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.cut import slices
+from ferrorpc.collectives.algorithms.partition import slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -32,21 +32,21 @@ from ferrorpc.collectives.algorithms.plan import (
     Region,
     Send,
 )
-from ferrorpc.collectives.algorithms.tree import family
+from ferrorpc.collectives.algorithms.tree import parent_and_children
 
 _PARTS = 0
-"""The slot of what a rank gives to the holder of a shard on its host."""
+"""The slot of what a rank sends to the holder of a shard on its host."""
 _ACROSS = 1
 _RESULTS = 2
 _INSIDE = 3
-"""The slot of finished shards that spread inside a host."""
+"""The slot of finished shards that are distributed inside a host."""
 
 
 class Layout:
     """Which ranks share a host.
 
     Args:
-        hosts: for each group rank a number (or any value) that says its host.
+        hosts: the host of each group rank, as a number or any other value.
 
     Attributes:
         members: the ranks of each host in order; hosts in the order of their first rank.
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether there is more than one host, and more than one rank on some."""
+        """Whether there are several hosts, and several ranks on one of them."""
         return 1 < len(self.members) < sum(len(ranks) for ranks in self.members)
 
     def host(self, rank: int) -> int:
@@ -68,7 +68,7 @@ class Layout:
         return next(place for place, ranks in enumerate(self.members) if rank in ranks)
 
     def column(self, shard: int) -> list[int]:
-        """Who holds a shard, host by host."""
+        """The ranks that hold a shard, host by host."""
         return [ranks[shard] for ranks in self.members]
 
 
@@ -99,7 +99,7 @@ def _fold_inside(own: Region, local: Sequence[int], rank: int) -> list[Action]:
 
 
 def _exchange(column: Sequence[int], rank: int, start: int, stop: int) -> list[Action]:
-    """The shard of all hosts, [start, stop) of OUT, by direct exchange: one slice for each host to fold and hand back."""
+    """The shard of all hosts, [start, stop) of OUT, by direct exchange: each host folds one slice and returns it."""
     here = column.index(rank)
     cuts = slices(stop - start, len(column))
     others = [(peer, cut) for peer, cut in zip(column, cuts, strict=True) if peer != rank]
@@ -134,7 +134,7 @@ def broadcast(count: int, rank: int, layout: Layout, root: int) -> Plan:
     if place < layout.shards and _holds(cuts[place]):
         shard = Region(source, 0, *cuts[place])
         column = layout.column(place)
-        parent, children = family(here, len(layout.members), origin)
+        parent, children = parent_and_children(here, len(layout.members), origin)
         if parent is not None:
             actions.append(Receive(column[parent], _ACROSS, shard))
         elif rank != root:
@@ -149,7 +149,7 @@ def broadcast(count: int, rank: int, layout: Layout, root: int) -> Plan:
 
 
 def _others(cuts: Sequence[tuple[int, int]], place: int) -> list[tuple[int, tuple[int, int]]]:
-    """The shards that other places hold, where there is anything in them."""
+    """The shards of other places that are not empty."""
     return [(shard, cut) for shard, cut in enumerate(cuts) if shard != place and _holds(cut)]
 
 

@@ -1,7 +1,7 @@
 """Pairwise exchange: in step s every rank sends to the one s places on and receives from the one s places back.
 
-Idea. An all-to-all by direct exchange lets everybody send to everybody at once, and a rank may meet p-1 senders at the same
-moment. Taken in steps, every rank has one sender and one receiver at a time: the same bytes, more rounds, and no crowd.
+Idea. In an all-to-all by direct exchange all ranks send at once, so a rank may receive from p-1 senders at the same time. In
+steps, every rank has one sender and one receiver at a time: the same bytes, more rounds, and no congestion.
 
 Source. Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 

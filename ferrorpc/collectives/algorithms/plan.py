@@ -1,12 +1,12 @@
 """A plan: what one rank does in one collective, as data.
 
 Every algorithm in this package is a pure function from (rank, size, element counts) to a `Plan`. One executor runs any plan
-on any transport; the validator below it proves plans right without running them.
+on any transport; the validator (validate.py) proves plans correct without running them.
 
-A rank has three lists of arrays: IN (what the caller brought; never written), WORK (accumulators of a reduction, in the
-kernel's work dtype: float32 for halves; in a move, room for blocks on their way, in the call's dtype) and OUT (results).
+A rank has three lists of arrays: IN (the caller's input; never written), WORK (accumulators of a reduction, in the
+kernel's work dtype: float32 for halves; in a move, blocks in transit, in the call's dtype) and OUT (results).
 A `Region` is a run of elements of one of them. Actions are done in order; sends do not wait for receipt, so "send all, then
-receive all" is sound. A send is over before the next action begins: what it sent may then be overwritten. OUT may be the
+receive all" is sound. A send ends before the next action begins: its region may then be overwritten. OUT may be the
 memory of IN, so no plan reads an element of IN after it has written the same element of OUT.
 
 Messages are self-describing. Those from IN and OUT hold the call's dtype, those from WORK the work dtype; an action on WORK
@@ -75,7 +75,10 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class FoldUnder:
-    """As Fold with the message as the *left* operand: region = message op region. For algorithms that meet lower ranks late."""
+    """As Fold with the message as the *left* operand: region = message op region.
+
+    For algorithms that receive from lower ranks late.
+    """
 
     peer: int
     slot: int
@@ -118,7 +121,7 @@ class Copy:
 class Quantise:
     """OUT region = decode(encode(region)) with the call's wire codec: the owner keeps the bits that the others receive.
 
-    It stands after the sends of the region: encoding twice need not give the same bits as encoding once.
+    It comes after the sends of the region: encoding twice may give other bits than encoding once.
     """
 
     region: Region
@@ -132,12 +135,12 @@ class Plan:
     """One rank's part.
 
     Attributes:
-        algorithm: name of the algorithm, true of what it does.
+        algorithm: its name.
         actions: in order.
         work_items: element counts of the WORK arrays (() when there are none).
         out_items: how many OUT arrays there are.
-        alike: in a move, every OUT array is known beforehand to have dtype and shape of the call's first input. Otherwise it
-            is described by the message that brings it.
+        alike: in a move, every OUT array has dtype and shape of the call's first input. Otherwise the message that brings it
+            describes it.
     """
 
     algorithm: str

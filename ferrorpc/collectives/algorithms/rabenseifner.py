@@ -14,19 +14,19 @@ by each rank; where p is no power of two, two more rounds, with n more bytes sen
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.cube import FIRST_ROUND, HAND_BACK, HAND_OVER, Cube, hand_over
-from ferrorpc.collectives.algorithms.cut import alone, slices
+from ferrorpc.collectives.algorithms.hypercube import FIRST_ROUND, HAND_BACK, HAND_OVER, Hypercube, hand_over
+from ferrorpc.collectives.algorithms.partition import copy_plan, slices
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Receive, Region, Send
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Any number of ranks; every rank ends with the same bits."""
     if size == 1:
-        return alone("rabenseifner")
+        return copy_plan("rabenseifner")
     if count == 0:
         return Plan("rabenseifner", ())
     own, result = Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count)
-    cube = Cube(size)
+    cube = Hypercube(size)
     place = cube.place(rank)
     if place is None:
         return Plan("rabenseifner", hand_over(rank, own, result))
@@ -44,7 +44,7 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
 class _Walk:
     """One place's way through the cube: the slices it has after each step, and those its partner has then."""
 
-    def __init__(self, cube: Cube, place: int, count: int) -> None:
+    def __init__(self, cube: Hypercube, place: int, count: int) -> None:
         self._cube = cube
         self._place = place
         self._cuts = slices(count, cube.count)

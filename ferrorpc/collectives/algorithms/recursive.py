@@ -1,8 +1,8 @@
-"""Recursive doubling: exchange everything with a partner at distance 1, 2, 4, ...; after log2(p) rounds all have all.
+"""Recursive doubling: exchange everything with a partner at distance 1, 2, 4, ...; log2(p) rounds complete the result.
 
 Idea. After round k every rank holds the reduction of its block of 2^k ranks. Both partners compute lower op upper, so they hold
-the same bits, and in the end everyone does. Where p is no power of two, the first 2(p - 2^k) ranks pair up beforehand: the
-odd one of each pair hands its array to the even one and gets the result back at the end. Partial results cover contiguous
+the same bits, and in the end all ranks do. Where p is no power of two, the first 2(p - 2^k) ranks pair up beforehand: the
+odd one of each pair sends its array to the even one and receives the result at the end. Partial results cover contiguous
 runs of ranks, in order, but this is no left fold: (x0 op x1) op (x2 op x3).
 
 Source. Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -13,19 +13,19 @@ power of two, two more rounds, one of them with a fold.
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.cube import FIRST_ROUND, HAND_BACK, HAND_OVER, Cube, hand_over
-from ferrorpc.collectives.algorithms.cut import alone
+from ferrorpc.collectives.algorithms.hypercube import FIRST_ROUND, HAND_BACK, HAND_OVER, Hypercube, hand_over
+from ferrorpc.collectives.algorithms.partition import copy_plan
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Region, Send
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Any number of ranks; every rank ends with the same bits."""
     if size == 1:
-        return alone("recursive_doubling")
+        return copy_plan("recursive_doubling")
     if count == 0:
         return Plan("recursive_doubling", ())
     own, total, result = (Region(buffer, 0, 0, count) for buffer in (Buffer.IN, Buffer.WORK, Buffer.OUT))
-    cube = Cube(size)
+    cube = Hypercube(size)
     place = cube.place(rank)
     if place is None:
         return Plan("recursive_doubling", hand_over(rank, own, result))

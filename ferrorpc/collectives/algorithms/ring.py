@@ -1,10 +1,9 @@
-"""Ring: every rank talks to its two neighbours only, and slices travel round.
+"""Ring: every rank exchanges messages with its two neighbours only, and slices travel round.
 
-Idea. Cut the array into p slices. Slice c sets out from rank c+1 and visits every rank, which folds its own part in, until it
-arrives, complete, at rank c. A second turn brings every complete slice to everyone. Each link carries the fewest bytes
-possible and nobody receives from more than one peer at a time, which is what large groups and narrow links need; the price
-is 2(p-1) rounds. The fold of slice c runs x_{c+1} op ... op x_{p-1} op x_0 ... op x_c: the same on every run, the same bits on
-all ranks, but not rank order.
+Idea. Cut the array into p slices. Slice c starts at rank c+1 and visits every rank, which folds its own part in, until it is
+complete at rank c. A second turn brings every complete slice to all ranks. Each link carries the fewest bytes possible, and a
+rank receives from one peer at a time, which suits large groups and slow links; the price is 2(p-1) rounds. The fold of slice c
+runs x_{c+1} op ... op x_{p-1} op x_0 ... op x_c: the same on every run, the same bits on all ranks, but not rank order.
 
 Source. Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.cut import alone, slices
+from ferrorpc.collectives.algorithms.partition import copy_plan, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -35,9 +34,9 @@ from ferrorpc.collectives.algorithms.plan import (
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
-    """A turn that reduces slices and a turn that hands them round."""
+    """A turn that reduces the slices, then a turn that distributes them."""
     if size == 1:
-        return alone("ring")
+        return copy_plan("ring")
     cuts = slices(count, size)
     parts = [Region(Buffer.IN, 0, *cut) for cut in cuts]
     results = [Region(Buffer.OUT, 0, *cut) for cut in cuts]
@@ -55,7 +54,7 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
 def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
     """The first turn alone, on given parts. `counts`: elements of each part, the same on all ranks."""
     if size == 1:
-        return alone("ring")
+        return copy_plan("ring")
     parts = [Region(Buffer.IN, item, 0, count) for item, count in enumerate(counts)]
     actions = _reduce_turn(parts, Region(Buffer.OUT, 0, 0, counts[rank]), rank, size)
     return Plan("ring", tuple(actions), work_items=(max(counts),))

@@ -12,9 +12,9 @@ Cost, for n bytes on p ranks: ceil(log2 p) + p-1 rounds; the root sends about 2 
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.cut import alone, slices
+from ferrorpc.collectives.algorithms.partition import copy_plan, slices
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Plan, Receive, Region, Send
-from ferrorpc.collectives.algorithms.tree import family
+from ferrorpc.collectives.algorithms.tree import parent_and_children
 
 _SCATTER = 0
 _FIRST_TURN = 1
@@ -23,10 +23,10 @@ _FIRST_TURN = 1
 def broadcast(count: int, rank: int, size: int, root: int) -> Plan:
     """The root's array of `count` elements, on every rank."""
     if size == 1:
-        return alone("scatter_all_gather")
+        return copy_plan("scatter_all_gather")
     place = (rank - root) % size
     cuts = slices(count, size)
-    parent, children = family(rank, size, root)
+    parent, children = parent_and_children(rank, size, root)
     source = Buffer.IN if place == 0 else Buffer.OUT
     actions: list[Action] = []
     if parent is not None and _length(cuts, _branch(place, size)):

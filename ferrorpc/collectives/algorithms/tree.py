@@ -1,4 +1,4 @@
-"""Binomial tree: in each round, everyone who has the message passes it to one who has not.
+"""Binomial tree: in each round, every rank that has the message passes it to one that has not.
 
 Idea. Number the ranks from the root on. Rank v's parent is v without its lowest set bit; its children are v plus each smaller
 power of two. Downwards this broadcasts in log2(p) rounds, with the root sending log2(p) times rather than p-1 times. Upwards it
@@ -16,7 +16,7 @@ Cost, in rounds, bytes sent (or received) and bytes folded by the busiest rank, 
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.cut import alone
+from ferrorpc.collectives.algorithms.partition import copy_plan
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Finish, Fold, Load, Plan, Receive, Region, Send
 
 _DOWN = 0
@@ -26,7 +26,7 @@ _UP = 1
 def broadcast(rank: int, size: int, root: int, slot: int = _DOWN) -> Plan:
     """The root's array goes down the tree, as message `slot`. Only the root needs to know its size."""
     whole = Region(Buffer.OUT)
-    parent, children = family(rank, size, root)
+    parent, children = parent_and_children(rank, size, root)
     if parent is None:
         # The root's own copy comes last: its children wait.
         actions: list[Action] = [Send(child, slot, Region(Buffer.IN)) for child in reversed(children)]
@@ -40,24 +40,24 @@ def broadcast(rank: int, size: int, root: int, slot: int = _DOWN) -> Plan:
 def reduce(count: int, rank: int, size: int, root: int) -> Plan:
     """Partial results go up the tree."""
     if size == 1:
-        return alone("tree")
+        return copy_plan("tree")
     if count == 0:
         return Plan("tree", (), out_items=int(rank == root))
     actions = _upwards(count, rank, size, root)
     if rank == root:
         actions.append(Finish(Region(Buffer.WORK, 0, 0, count), Region(Buffer.OUT, 0, 0, count)))
-    leaf = not family(rank, size, root)[1]
+    leaf = not parent_and_children(rank, size, root)[1]
     return Plan("tree", tuple(actions), work_items=() if leaf else (count,), out_items=int(rank == root))
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Up the tree of rank 0, and the result down again."""
     if size == 1:
-        return alone("tree")
+        return copy_plan("tree")
     if count == 0:
         return Plan("tree", ())
     result = Region(Buffer.OUT, 0, 0, count)
-    parent, children = family(rank, size, 0)
+    parent, children = parent_and_children(rank, size, 0)
     actions = _upwards(count, rank, size, 0)
     if parent is None:
         actions.append(Finish(Region(Buffer.WORK, 0, 0, count), result))
@@ -69,7 +69,7 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
 
 def _upwards(count: int, rank: int, size: int, root: int) -> list[Action]:
     own, total = Region(Buffer.IN, 0, 0, count), Region(Buffer.WORK, 0, 0, count)
-    parent, children = family(rank, size, root)
+    parent, children = parent_and_children(rank, size, root)
     if not children and parent is not None:
         return [Send(parent, _UP, own)]
     actions: list[Action] = [Load(own, total)]
@@ -79,7 +79,7 @@ def _upwards(count: int, rank: int, size: int, root: int) -> list[Action]:
     return actions
 
 
-def family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
+def parent_and_children(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
     """Parent (None for the root) and children, nearest first, of a rank."""
     place = (rank - root) % size
     lowest = place & -place if place else 1 << max(size - 1, 0).bit_length()

@@ -1,14 +1,14 @@
-"""Proving plans right without running them: all ranks together, on symbols instead of numbers.
+"""Proves plans correct without running them: all ranks together, on symbols instead of numbers.
 
-Ranks are advanced in turn, each through its actions in order, until nobody can go on. That shows deadlocks, messages that
-nobody takes or nobody sends, and, in the terms that arrive in OUT, whether each result holds every rank's part exactly once,
-in which order, and alike on all ranks. The whole is done a second time with OUT in the memory of IN, as for
+Ranks are advanced in turn, each through its actions in order, until none can continue. That finds deadlocks and messages that
+are never sent or never received. The terms in OUT show whether each result holds every rank's part exactly once, in which
+order, and whether all ranks agree. All of it is done a second time with OUT in the memory of IN, as for
 `all_reduce(x, out=x)`.
 
-Credit is part of it: a message of more than EAGER_BYTES is not over, and its sender goes no further, before its receiver has
-entered the operation. Ranks enter as late as they can: the next one only when no other can move. What can move can always
-move later too (nothing that happens takes a message or an entry away), so every other order of events ends in the same
-place, and one order proves them all.
+Credit is part of it: a message of more than EAGER_BYTES is not complete, and its sender does not continue, before its receiver
+has entered the operation. Ranks enter as late as possible: the next one only when no other can continue. A rank that can
+continue can also do so later (no event removes a message or an entry), so every other order of events has the same end, and one
+order proves them all.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from ferrorpc.collectives.algorithms.plan import (
     Region,
     Send,
 )
-from ferrorpc.collectives.algorithms.symbols import Run, Strip, Term, aligned, fold, length
+from ferrorpc.collectives.algorithms.symbolic import Run, SymbolicArray, Term, aligned, fold, length
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import UsageError
 
 EAGER_BYTES: Final = 4 << 20
-"""What may go of a message before its receiver has entered (a test holds it equal to the transports')."""
+"""What may be sent of a message before its receiver has entered (a test holds it equal to the transports')."""
 
 _IN_PLACE: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST, Operation.REDUCE_SCATTER)
 """Operations whose result may be the memory of their input. The others get copies of what overlaps."""
 
 
 class _Unsound(Exception):
-    """An action cannot be done at all; becomes a finding."""
+    """An action that is impossible; becomes a finding."""
 
 
 @dataclass
 class _Rank:
-    """One rank on its way through its plan."""
+    """The state of one rank in its plan."""
 
     plan: Plan
-    strips: dict[tuple[Buffer, int], Strip]
+    strips: dict[tuple[Buffer, int], SymbolicArray]
     compresses: bool
     heard: set[int]
     eager_items: int
@@ -81,7 +81,7 @@ class _Rank:
             raise _Unsound(f"{region} is written, which belongs to the caller")
         if region.buffer is Buffer.WORK and (Buffer.WORK, region.item) not in self.strips:
             raise _Unsound(f"{region} has no room")
-        strip = self.strips.setdefault((region.buffer, region.item), Strip())
+        strip = self.strips.setdefault((region.buffer, region.item), SymbolicArray())
         if region.stop is None:
             strip.become(piece)
             return
@@ -92,7 +92,7 @@ class _Rank:
         strip.paste(region.start, piece)
 
     def local(self, action: Action) -> None:
-        """An action that needs no message."""
+        """Does an action that needs no message."""
         if isinstance(action, Load | Copy):
             self.write(action.region, self.read(action.source))
         elif isinstance(action, Finish):
@@ -104,7 +104,7 @@ class _Rank:
             self.write(action.region, _rounded(self.read(action.region)))
 
     def take(self, action: Receive | Fold | FoldUnder) -> bool:
-        """An action that needs a message: False while it has not come."""
+        """Does an action that needs a message. Returns False if that has not arrived."""
         message = self.inbox.pop((action.peer, action.slot), None)
         if message is None:
             return False
@@ -125,7 +125,7 @@ def findings(calls: Sequence[Call], plans: Sequence[Plan], *, rank_order: bool =
     Args:
         calls: each rank's call, in rank order (they differ where parts are uneven, or where a root brings what others do not).
         plans: each rank's plan.
-        rank_order: whether the algorithm claims the canonical left fold in rank order.
+        rank_order: whether the algorithm promises the canonical left fold in rank order.
     """
     found = _run(calls, plans, rank_order, in_place=False)
     if found or calls[0].operation not in _IN_PLACE:
@@ -134,24 +134,24 @@ def findings(calls: Sequence[Call], plans: Sequence[Plan], *, rank_order: bool =
 
 
 def formulas(calls: Sequence[Call], plans: Sequence[Plan]) -> list[list[list[tuple[int, str]]]]:
-    """How each result of each rank comes about: runs of (elements, text), such as (4, "((x0+x1)+x2)").
+    """The formulas of each rank's results: runs of (elements, text), such as (4, "((x0+x1)+x2)").
 
     Raises:
-        UsageError: the plans are not sound.
+        UsageError: the plans are invalid.
     """
     ranks = _ranks(calls, plans, in_place=False)
     try:
         _advance_all(ranks)
     except _Unsound as problem:
         raise UsageError(str(problem)) from None
-    strips = [[rank.strips.get((Buffer.OUT, item), Strip()) for item in range(rank.plan.out_items)] for rank in ranks]
+    strips = [[rank.strips.get((Buffer.OUT, item), SymbolicArray()) for item in range(rank.plan.out_items)] for rank in ranks]
     return [
         [[(count, term.text if term else "") for count, _, term in strip.cut(0, len(strip))] for strip in results]
         for results in strips
     ]
 
 
-def held_up(calls: Sequence[Call], plans: Sequence[Plan], late: int) -> list[int]:
+def blocked_by(calls: Sequence[Call], plans: Sequence[Plan], late: int) -> list[int]:
     """The other ranks that cannot finish before rank `late` has entered: they need what it brings, or its credit."""
     ranks = _ranks(calls, plans, in_place=False)
     _advance_all(ranks, {late})
@@ -181,12 +181,12 @@ def _ranks(calls: Sequence[Call], plans: Sequence[Plan], in_place: bool) -> list
 
 
 def _rank(number: int, call: Call, plan: Plan, in_place: bool, itemsize: int) -> _Rank:
-    strips: dict[tuple[Buffer, int], Strip] = {}
+    strips: dict[tuple[Buffer, int], SymbolicArray] = {}
     for item, spec in enumerate(call.inputs):
         count = math.prod(spec.shape)
-        strips[Buffer.IN, item] = Strip([(count, 0, Term(f"x{number}", (number,), item))])
+        strips[Buffer.IN, item] = SymbolicArray([(count, 0, Term(f"x{number}", (number,), item))])
     for item, count in enumerate(plan.work_items):
-        strips[Buffer.WORK, item] = Strip([(count, 0, None)])
+        strips[Buffer.WORK, item] = SymbolicArray([(count, 0, None)])
     if in_place and call.inputs:
         brought = number if call.operation is Operation.REDUCE_SCATTER else 0
         strips[Buffer.OUT, 0] = strips[Buffer.IN, brought]
@@ -204,7 +204,7 @@ def _advance_all(ranks: Sequence[_Rank], absent: Container[int] = ()) -> None:
 
 
 def _advance(number: int, ranks: Sequence[_Rank]) -> list[int]:
-    """Takes one rank as far as it gets. Returns the ranks it has sent something, which may get further now."""
+    """Advances one rank as far as possible. Returns the ranks it has sent messages to, which may continue now."""
     rank = ranks[number]
     start = rank.position
     try:
@@ -256,7 +256,7 @@ def _wrong_results(calls: Sequence[Call], number: int, rank: _Rank, rank_order: 
         yield f"rank {number} has {rank.plan.out_items} results, not {len(expected)}"
     for item, (source, source_item) in enumerate(expected):
         where = f"rank {number}, result {item}"
-        strip = rank.strips.get((Buffer.OUT, item), Strip())
+        strip = rank.strips.get((Buffer.OUT, item), SymbolicArray())
         count = math.prod(calls[source or 0].inputs[source_item].shape)
         if len(strip) != count:
             yield f"{where} has {len(strip)} elements, not {count}"
@@ -269,7 +269,7 @@ def _wrong_results(calls: Sequence[Call], number: int, rank: _Rank, rank_order: 
 
 
 def _expected(calls: Sequence[Call], number: int) -> list[tuple[int | None, int]]:
-    """For each result of a rank: whose array it is (None: the reduction of all), and which of theirs."""
+    """For each result of a rank: the rank whose array it is (None: the reduction of all), and the index of that array."""
     everyone, root = range(len(calls)), calls[0].root
     table: dict[Operation, list[tuple[int | None, int]]] = {
         Operation.ALL_REDUCE: [(None, 0)],
@@ -304,7 +304,7 @@ def _wrong(run: Run, source: int | None, item: int, position: int, size: int, ra
 
 
 def _disagreements(ranks: Sequence[_Rank]) -> Iterator[str]:
-    results = [rank.strips.get((Buffer.OUT, 0), Strip()) for rank in ranks]
+    results = [rank.strips.get((Buffer.OUT, 0), SymbolicArray()) for rank in ranks]
     first = results[0].cut(0, len(results[0]))
     for number, result in enumerate(results):
         for (_, _, own), (_, _, other) in aligned(first, result.cut(0, len(result))):

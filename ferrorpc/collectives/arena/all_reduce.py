@@ -1,13 +1,13 @@
 """all_reduce in shared memory, in rank order: every rank folds the others' arrays where they lie.
 
-Idea. A small array (`select` says how small) is copied by everyone into its slot, and everyone folds all of them into its own
+Idea. A small array (`select` has the limit) is copied by every rank to its slot, and every rank folds all of them into its own
 result: one wait. A large one is cut into chunks that fit the cache, and each chunk into a slice a rank: stage a chunk, fold
 one's own slice of it, copy the others' slices. The ring holds two chunks, so that staging runs ahead of copying. An array that
-lies in the segment already (`group.empty`) is not staged but read in place, and a result that is written to such an array is
-copied from there; such an operation ends when the others have read what they need, because the caller may then write to its
-arrays again. An array that comes down from a device is staged as it comes, and a result that goes there goes up chunk by chunk.
+lies in the segment already (`group.empty`) is not staged but read in place, and a result written to such an array is copied
+from there. Such an operation ends when the others have read what they need, because the caller may then write to its arrays
+again. An array on a GPU is staged as its chunks arrive on the host, and a result for a GPU is copied there chunk by chunk.
 
-Source. The symmetric and the distributed form of DeepSpeed's all_reduce for CPUs (2024); chunking, reading in place and the
+Source. The symmetric and the distributed form of DeepSpeed's all_reduce for CPUs (2024). Chunking, reading in place and the
 fixed order of the fold are added here.
 
 Cost, in bytes that a rank moves for n bytes on p ranks: one_shot n to stage and p n to fold; two_shot 2 n (p-1)/p to stage and
@@ -20,14 +20,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from ferrorpc.collectives.algorithms.cut import slices
+from ferrorpc.collectives.algorithms.partition import slices
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import LEFT, REDUCED, RESULT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
+from ferrorpc.collectives.arena.control_blocks import LEFT, REDUCED, RESULT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.ferry import Ferry, ferry_for
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
 
@@ -36,7 +36,7 @@ RING_CHUNKS: Final = 2
 
 
 class OneShot(ArenaPrepared):
-    """The small form. Keeps views of everyone's slots, so that a call makes none."""
+    """The algorithm for small arrays. Caches views of all slots, so that a call creates none."""
 
     def __init__(self, arena: Arena, call: Call) -> None:
         super().__init__(arena, call)
@@ -53,42 +53,42 @@ class OneShot(ArenaPrepared):
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
-        line, done, digest = channel.line, base | 1, self._digest
-        in_doubt = False
+        block, done, digest = channel.block, base | 1, self._digest
+        checks_pending = False
         if not channel.is_free(before):
             yield from channel.enter(before)
         stage, sources = self._views.get(channel) or self._look(channel)
         source = inputs[0]
         stage[...] = source if self._is_flat else source.reshape(-1)
         if channel.signed != digest:
-            in_doubt = self.sign(channel)
-        line[STAGED] = done
+            checks_pending = self.publish_signature(channel)
+        block[STAGED] = done
         for other in channel.others:
             while other[STAGED] < done:
                 yield done
             if other[SIGNATURE] != digest:
                 raise self.mismatch(channel, base)
-        if in_doubt:
+        if checks_pending:
             channel.bank.settle()
         results = outputs or self.room(None)
         self._fold(sources, results[0] if self._is_flat else results[0].reshape(-1))
-        line[LEFT] = done
+        block[LEFT] = done
         return None if outputs else (results, self.specs)
 
     def _look(self, channel: Channel) -> tuple[Array, list[Array]]:
-        """Views of this rank's slot, and of everyone's in rank order."""
+        """Views of this rank's slot, and of all slots in rank order."""
         sources = [slot[: self._nbytes].view(self.specs[0].dtype.storage) for slot in channel.slots]
         found = self._views[channel] = sources[self.arena.rank], sources
-        channel.viewers.add(self)
+        channel.slot_users.add(self)
         return found
 
     def forget(self, channel: Channel) -> None:
-        """The channel's slots are given back."""
+        """Drops the views of a channel's slots, which are freed."""
         self._views.pop(channel, None)
 
 
 class TwoShot(ArenaPrepared):
-    """The large form."""
+    """The algorithm for large arrays."""
 
     def __init__(self, arena: Arena, call: Call) -> None:
         super().__init__(arena, call)
@@ -101,19 +101,19 @@ class TwoShot(ArenaPrepared):
         self.chunks = -(-self.count // self.chunk)
 
     def taken(self, peer: int) -> int:
-        """What the peer folds of this rank's array, and what this rank has folded."""
+        """The slice of this rank's array that the peer folds, and the slice that this rank has folded."""
         cuts = slices(self.count, self.arena.size)
         return sum(last - first for first, last in (cuts[peer], cuts[self.arena.rank])) * self.storage.itemsize
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        ferry = ferry_for(inputs, outputs, 1, in_place=0)
-        if ferry is None:
+        transfers = transfers_for(inputs, outputs, 1, in_place=0)
+        if transfers is None:
             return super().start(key, inputs, outputs, guard)
-        place = ferry.place(0, self.specs[0])
-        here = [each for each in ferry.outputs or () if each is not None] if place is None else [place]
-        channel, before, base = self.turn(self.arena.bank(key.stream), key.number)
-        steps = self.steps(channel, before, base, ferry.inputs, here, ferry)
-        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, ferry=ferry)
+        place = transfers.host_memory(0, self.specs[0])
+        here = [each for each in transfers.outputs or () if each is not None] if place is None else [place]
+        channel, before, base = self.claim(self.arena.bank(key.stream), key.number)
+        steps = self.steps(channel, before, base, transfers.inputs, here, transfers)
+        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, transfers=transfers)
 
     def steps(
         self,
@@ -122,15 +122,15 @@ class TwoShot(ArenaPrepared):
         base: int,
         inputs: Sequence[Array],
         outputs: Sequence[Array] | None,
-        ferry: Ferry | None = None,
+        transfers: DeviceTransfers | None = None,
     ) -> Steps:
         yield from channel.enter(before)
         results = self.room(outputs)
         run = _TwoShotRun(self, channel, inputs[0].reshape(-1), results[0].reshape(-1))
-        line, chunks = channel.line, self.chunks
-        self.sign(channel)
-        yield from self._landed(ferry, 0)
-        staged = line[STAGED] = base + (chunks if run.source_offset else run.stage(0))
+        block, chunks = channel.block, self.chunks
+        self.publish_signature(channel)
+        yield from self._wait_for_input(transfers, 0)
+        staged = block[STAGED] = base + (chunks if run.source_offset else run.stage(0))
         for chunk in range(chunks):
             passed = base + chunk + 1
             yield from channel.await_others(STAGED, passed)
@@ -138,44 +138,44 @@ class TwoShot(ArenaPrepared):
                 self.compare(channel, base)
                 run.look()
             run.reduce(chunk)
-            line[REDUCED] = passed
+            block[REDUCED] = passed
             if staged == passed < base + chunks:
                 if chunk:
                     yield from channel.await_others(LEFT, passed - 1)
-                yield from self._landed(ferry, chunk + 1)
-                staged = line[STAGED] = base + run.stage(chunk + 1)
+                yield from self._wait_for_input(transfers, chunk + 1)
+                staged = block[STAGED] = base + run.stage(chunk + 1)
             yield from channel.await_others(REDUCED, passed)
             run.copy(chunk)
-            line[LEFT] = passed
-            if ferry is not None:
-                ferry.lift(0, results[0], chunk * self.chunk, min((chunk + 1) * self.chunk, self.count))
+            block[LEFT] = passed
+            if transfers is not None:
+                transfers.allow_upload(0, results[0], chunk * self.chunk, min((chunk + 1) * self.chunk, self.count))
         if run.is_read_in_place:
             yield from channel.await_others(LEFT, base + chunks)
-        # What was read in place from a rank that failed meanwhile may not be what it brought: its line says so.
+        # What was read in place from a rank that failed meanwhile may not be what it brought: its control block says so.
         yield from channel.await_others(STAGED, base + chunks)
         return results, self.specs
 
-    def _landed(self, ferry: Ferry | None, chunk: int) -> Iterator[int]:
-        """Waits until a chunk has come down from a device."""
-        while ferry is not None and ferry.landed(0) < min((chunk + 1) * self.chunk, self.count):
-            yield ferry.position
+    def _wait_for_input(self, transfers: DeviceTransfers | None, chunk: int) -> Iterator[int]:
+        """Waits until a chunk has been copied from a device."""
+        while transfers is not None and transfers.downloaded(0) < min((chunk + 1) * self.chunk, self.count):
+            yield transfers.position
 
 
 class _TwoShotRun:
-    """Where everything of one operation lies.
+    """The memory of one operation.
 
     Attributes:
-        source_offset: of this rank's array in its segment; 0 where it has to be staged.
-        is_read_in_place: whether others read the caller's own arrays.
+        source_offset: offset of this rank's array in its segment; 0 where it has to be staged.
+        is_read_in_place: whether peers read the caller's own arrays.
     """
 
     def __init__(self, prepared: TwoShot, channel: Channel, source: Array, result: Array) -> None:
-        locate = channel.bank.board.memory.own.locate
+        locate = channel.bank.control.memory.own.locate
         self.source_offset, result_offset = locate(source) or 0, locate(result) or 0
         self.is_read_in_place = bool(self.source_offset or result_offset)
         if not (self.source_offset and result_offset):
             channel.widen(RING_CHUNKS * CHUNK_BYTES)
-        channel.line[SOURCE], channel.line[RESULT] = self.source_offset, result_offset
+        channel.block[SOURCE], channel.block[RESULT] = self.source_offset, result_offset
         self._prepared = prepared
         self._channel = channel
         self._rank = prepared.arena.rank
@@ -186,17 +186,17 @@ class _TwoShotRun:
         self._results: list[tuple[Array, bool]] = []
 
     def look(self) -> None:
-        """Finds the others' arrays, once they have staged. For each: elements, and whether they are those of a ring."""
+        """Finds the arrays of the peers, once they have staged. For each: elements, and whether they are in a ring."""
         channel, prepared = self._channel, self._prepared
-        for peer, line in enumerate(channel.others):
-            for places, offset in ((self._sources, line[SOURCE]), (self._results, line[RESULT])):
+        for peer, block in enumerate(channel.others):
+            for places, offset in ((self._sources, block[SOURCE]), (self._results, block[RESULT])):
                 nbytes = prepared.count * prepared.storage.itemsize if offset else RING_CHUNKS * CHUNK_BYTES
-                place = prepared.part(channel, peer, offset or line[RING], nbytes)
+                place = prepared.part(channel, peer, offset or block[RING], nbytes)
                 places.append((place.view(prepared.storage), not offset))
         self._sources.insert(self._rank, (self._source, False))
 
     def stage(self, chunk: int) -> int:
-        """Copies what the others will read of a chunk into the ring; returns how many chunks are staged now."""
+        """Copies to the ring what peers read of a chunk. Returns how many chunks are staged now."""
         start, cuts = self._cuts(chunk)
         ring = self._channel.ring.view(self._prepared.storage)[chunk % RING_CHUNKS * self._prepared.chunk :]
         for rank, (first, last) in enumerate(cuts):
@@ -205,7 +205,7 @@ class _TwoShotRun:
         return chunk + 1
 
     def reduce(self, chunk: int) -> None:
-        """Folds this rank's slice of a chunk, and puts it where the others read it."""
+        """Folds this rank's slice of a chunk, and puts it where the peers read it."""
         start, cuts = self._cuts(chunk)
         first, last = cuts[self._rank]
         sources = [self._piece(place, chunk, start, first, last) for place in self._sources]
@@ -218,7 +218,7 @@ class _TwoShotRun:
             result[...] = shared
 
     def copy(self, chunk: int) -> None:
-        """Takes the slices that the others have folded."""
+        """Copies the slices that the peers have folded."""
         start, cuts = self._cuts(chunk)
         del cuts[self._rank]
         for place, (first, last) in zip(self._results, cuts, strict=True):

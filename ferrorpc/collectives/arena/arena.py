@@ -1,58 +1,58 @@
-"""The shared-memory operations of one group: which of its operations runs on which channel, and what a peer may ask of them."""
+"""The shared-memory operations of one group: the channels they run on, and the answers to peers' probes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ferrorpc.collectives.arena.board import CHUNK_BITS, STAGED, TEXT, Bank, Board
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, STAGED, TEXT, Bank, ControlBlocks
 from ferrorpc.transports.base import Transport
-from ferrorpc.transports.mailbox import Entered
+from ferrorpc.transports.mailbox import CallRecord
 from ferrorpc.wire.frames import Key
 
 PROGRAM_CHANNELS: Final = 4
-"""Operations in program order that may be under way at once before the next waits for the oldest."""
+"""Operations in program order that may be in flight at once; the next waits for the oldest."""
 
 
 class Arena:
-    """Shared-memory operations of one group, all of whose ranks are neighbours.
+    """Shared-memory operations of one group, all of whose ranks share a host.
 
     Args:
-        board: this rank's board in this generation.
-        transport: lanes to the same ranks, by which those who are waited for are asked where they stand.
+        control: this rank's control in this generation.
+        transport: lanes to the same ranks, over which peers that it waits for are probed.
         group: the group's id.
         ranks: world rank of each group rank.
-        describe: what is known of world ranks, in words.
+        describe: what is known of world ranks, as text.
     """
 
     def __init__(
         self,
-        board: Board,
+        control: ControlBlocks,
         transport: Transport,
         group: int,
         ranks: Sequence[int],
         describe: Callable[[list[int]], str],
     ) -> None:
-        self.board = board
+        self.control = control
         self.transport = transport
         self.describe = describe
-        self.polling = board.polling
+        self.polling = control.polling
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
-        self.rank = self.ranks.index(board.rank)
+        self.rank = self.ranks.index(control.rank)
         self._group = group
         self._channels = {0: PROGRAM_CHANNELS}
         self._banks: dict[int, Bank] = {}
 
     def open_stream(self, stream: int, channels: int) -> None:
-        """A stream has so many channels; before its first operation. What is not said has PROGRAM_CHANNELS."""
+        """Sets the number of channels of a stream, before its first operation. The default is PROGRAM_CHANNELS."""
         self._channels[stream] = channels
 
     def let_go(self, stream: int) -> None:
-        """This rank starts no operation there any more: its memory is given back in time. May be called by a finaliser."""
+        """This rank starts no operation of the stream any more; its memory is freed later. A finaliser may call it."""
         bank = self._banks.get(stream)
         if bank is not None:
-            self.board.let_go(bank)
+            self.control.let_go(bank)
 
     def close(self) -> None:
         """This rank starts no operation of this group any more."""
@@ -64,19 +64,19 @@ class Arena:
         found = self._banks.get(stream)
         if found is None:
             channels = self._channels.get(stream, PROGRAM_CHANNELS)
-            found = self._banks[stream] = self.board.bank(self._group, stream, self.ranks, channels)
+            found = self._banks[stream] = self.control.bank(self._group, stream, self.ranks, channels)
         return found
 
-    def entered(self, key: Key) -> Entered:
-        """Which call of this rank has that place, and which was its last; a peer asks that is in another one.
+    def entered(self, key: Key) -> CallRecord:
+        """The answer to a peer's probe: this rank's call with that key, and the last one it entered.
 
-        An operation is known until the next one on its channel, which does not begin before every rank has left it.
+        A call is known until the next one on its channel, which does not begin before every rank has left it.
         """
         bank = self._banks.get(key.stream)
         if bank is None:
-            return Entered(None, 0, "")
-        ticket, signature = bank.latest(self.board.rank)
-        line = bank.channels[key.number % len(bank.channels)].line
-        known = line[STAGED] >> CHUNK_BITS == key.number + 1
-        text = self.board.read_text(self.board.rank, line[TEXT]) if known else None
-        return Entered(text, max(ticket - 1, 0), signature)
+            return CallRecord(None, 0, "")
+        ticket, signature = bank.latest(self.control.rank)
+        block = bank.channels[key.number % len(bank.channels)].block
+        known = block[STAGED] >> CHUNK_BITS == key.number + 1
+        text = self.control.read_text(self.control.rank, block[TEXT]) if known else None
+        return CallRecord(text, max(ticket - 1, 0), signature)

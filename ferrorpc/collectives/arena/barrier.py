@@ -1,6 +1,6 @@
-"""The barrier in shared memory: nobody leaves before everyone has entered.
+"""The barrier in shared memory: no rank leaves before every rank has entered.
 
-Idea. Each rank raises a word in its line, and reads those of the others until all are raised.
+Idea. Each rank raises a word in its control block, and polls those of the others until all are raised.
 
 Cost: p words read by each of p ranks, and no byte moved.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.arena.board import LEFT, SIGNATURE, STAGED, Array, Channel
+from ferrorpc.collectives.arena.control_blocks import LEFT, SIGNATURE, STAGED, Array, Channel
 from ferrorpc.collectives.arena.execution import Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 
@@ -23,18 +23,18 @@ class Barrier(ArenaPrepared):
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
-        line, done, digest = channel.line, base | 1, self._digest
-        in_doubt = False
+        block, done, digest = channel.block, base | 1, self._digest
+        checks_pending = False
         if channel.signed != digest or not channel.is_free(before):
             yield from channel.enter(before)
-            in_doubt = self.sign(channel)
-        line[STAGED] = done
+            checks_pending = self.publish_signature(channel)
+        block[STAGED] = done
         for other in channel.others:
             while other[STAGED] < done:
                 yield done
             if other[SIGNATURE] != digest:
                 raise self.mismatch(channel, base)
-        if in_doubt:
+        if checks_pending:
             channel.bank.settle()
-        line[LEFT] = done
+        block[LEFT] = done
         return None

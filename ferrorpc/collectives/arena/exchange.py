@@ -1,17 +1,17 @@
-"""Everything but all_reduce in shared memory: those who have something for others lay it out, those who need it read it.
+"""Everything but all_reduce and barrier in shared memory: senders publish their parts, receivers read them.
 
-Idea. Each rank that brings something lays out a *table*, one entry for each part: where it lies, dtype, shape. Parts follow.
-Where all of it fits the channel's slot, it goes there, and since slots do not move and tables repeat, nothing has to be worked
-out again. Else it goes into the ring: small parts as a whole, large ones in *rounds*, a chunk of each part in every round. The
-ring has SLOTS chunks of a part, which stay in the processor's cache, so an owner is ahead of its readers by that many rounds
-and then waits for them; and what lies in the segment already (`group.empty`) is not staged but read in place, and the operation
-then ends only when all readers have left. Whoever needs parts waits for their owners one by one, and copies or folds them.
+Idea. Each rank that sends something publishes a *table* with an entry for each part: where it lies, dtype, shape. The parts
+follow. If everything fits the channel's slot, it goes there; slots do not move and tables repeat, so nothing is computed again
+in the next call. Otherwise it goes to the ring: small parts whole, large ones in *rounds*, a chunk of each part in every round.
+The ring holds SLOTS chunks of a part, which stay in the processor's cache: an owner runs ahead of its readers by that many
+rounds, then waits for them. What lies in the segment already (`group.empty`) is not staged but read in place, and the operation
+then ends only when all readers have left. A receiver waits for the owners of its parts one by one, and copies or folds them.
 
-Source. One-sided publication as in Open MPI's components for XPMEM; the message-free counterpart of the direct algorithms in
-algorithms/direct.py, with the same results bit for bit. Rounds are to it what chunks are to the large all_reduce.
+Source. One-sided publication as in Open MPI's components for XPMEM. It is the shared-memory counterpart of the direct
+algorithms in algorithms/direct.py, with the same results bit for bit. Rounds correspond to the chunks of the large all_reduce.
 
-Cost, in bytes that a rank moves: what it brings to others once to stage (not at all in registered memory), what it needs
-once to copy or fold. Memory beyond the arrays: the ring, about RING_BYTES (among dozens of ranks SLOTS small chunks for each).
+Cost, in bytes that a rank moves: what it sends once to stage (nothing in registered memory), what it receives once to copy or
+fold. Memory beyond the arrays: the ring, about RING_BYTES (among dozens of ranks SLOTS small chunks for each).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import (
+from ferrorpc.collectives.arena.control_blocks import (
     CHUNK_BITS,
     LEFT,
     RING,
@@ -36,17 +36,17 @@ from ferrorpc.collectives.arena.board import (
     Wait,
     words_of,
 )
-from ferrorpc.collectives.arena.doubts import UnreadCalls
 from ferrorpc.collectives.arena.execution import Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
+from ferrorpc.collectives.arena.signature_check import SignatureCheck
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
 
 RING_BYTES: Final = 1 << 20
-"""What a rank lays out as a whole, all its parts together. More comes in rounds, through as much memory."""
+"""The most that a rank publishes at once, all its parts together. Larger parts come in rounds, through as much memory."""
 SLOTS: Final = 2
-"""Rounds that an owner may be ahead of its readers."""
+"""How many rounds an owner may be ahead of its readers."""
 CHUNK_BYTES_MIN: Final = 16 << 10
 """A smaller chunk would cost more time to wait for than to copy."""
 _PART_ROUNDS_MAX: Final = 1 << CHUNK_BITS - 2
@@ -56,28 +56,28 @@ _ENTRY_WORDS: Final = _IN_ROUNDS + 1
 """Offset, dtype, number of dimensions, dimensions, whether the part comes in rounds."""
 _ALIGNMENT: Final = 64
 ENTRIES_MAX: Final = 1024
-"""Entries of others' tables that a call remembers: one for each rank and channel, and more where their rings move."""
+"""Entries of peers' tables that a call caches: one for each rank and channel, and more where their rings move."""
 
 
 class _Part(NamedTuple):
-    """One part, on its way from one rank to another."""
+    """One part, from one rank to another."""
 
     spec: TensorSpec
     length: int
     """Elements in all."""
     chunk: int
-    """Elements that come in a round; all of them, and at least 1, where they come as a whole."""
+    """Elements of a round; all of them, and at least 1, where the part comes whole."""
     elements: Array
     """The elements, flat; in a ring SLOTS chunks of them."""
     in_ring: bool
 
     @property
     def rounds(self) -> int:
-        """How many it takes; none where it has no elements."""
+        """How many rounds it takes; 0 where it has no elements."""
         return -(-self.length // self.chunk)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """The elements [first, last) that come in a round; none after the last one."""
+        """The elements [first, last) of a round; none after the last one."""
         first = min(number * self.chunk, self.length)
         return first, min(first + self.chunk, self.length)
 
@@ -88,18 +88,18 @@ class _Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a part that has to be copied lies, seen from the beginning of the slot or the ring."""
+    """The place of a part that has to be staged, as an offset in the slot or the ring."""
 
     item: int
     """Which of the call's parts."""
     offset: int
     nbytes: int
     chunk_bytes: int
-    """Of a round; 0 where it lies there as a whole."""
+    """Bytes of a round; 0 where the part comes whole."""
 
 
 class _Entry:
-    """An entry of another rank's table, and the part that it described when it was last looked at."""
+    """An entry of a peer's table, and the part that it described when it was last read."""
 
     __slots__ = ("part", "place", "text")
 
@@ -109,60 +109,60 @@ class _Entry:
         self.part: _Part | None = None
 
 
-class _Seat(NamedTuple):
-    """Where small parts lie in the slot of a channel."""
+class _SlotLayout(NamedTuple):
+    """The places of small parts in the slot of a channel."""
 
     start: int
-    """Of the slot, in this rank's segment."""
+    """Offset of the slot in this rank's segment."""
     table: Array
-    """What the table says there."""
+    """The table with its offsets."""
     front: Array
-    """Where it says it."""
+    """The memory of the table in the slot."""
     stages: list[tuple[int, Array]]
-    """Which of the call's parts goes where."""
+    """For each of the call's parts that is sent: its index, and its memory in the slot."""
 
 
 class Exchange(ArenaPrepared):
     """Moves, and the reductions that end on one rank each."""
 
     chunks = (1 << CHUNK_BITS) - 1
-    """More than any rounds: how many there are is not known to ranks that do not know the others' shapes."""
+    """More than any number of rounds, which ranks that do not know the peers' shapes do not know."""
     _own: tuple[TensorSpec, int, int]
-    """The first fields of what this rank has for itself, where it reads parts."""
+    """The first fields of the `_Part` that this rank has for itself, where it reads parts."""
 
     def __init__(self, arena: Arena, call: Call) -> None:
         super().__init__(arena, call)
         rank, root, operation = arena.rank, call.root, call.operation
         to_root = operation in (Operation.GATHER, Operation.REDUCE)
         from_root = operation in (Operation.BROADCAST, Operation.SCATTER)
-        self._brings = rank == root if from_root else not (to_root and rank == root)
+        self._sends = rank == root if from_root else not (to_root and rank == root)
         self._sources: tuple[int, ...] = tuple(range(arena.size))
         if from_root and root is not None:
             self._sources = (root,)
         elif to_root and rank != root:
             self._sources = ()
-        self._unread = self._peers_that_none_reads(from_root)
+        self._to_check = self._peers_to_check(from_root)
         self._has_part_for_each = operation in (Operation.SCATTER, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
         self._mine = rank if self._has_part_for_each else 0
         self._fold = fold_of(call, arena.size) if call.op is not None and self._sources else None
         if self._fold is not None:
             self.specs = [call.inputs[self._mine]]
         readers = (root,) if to_root and root is not None else range(arena.size)
-        self._readers: frozenset[int] = frozenset(readers if self._brings else ())
+        self._readers: frozenset[int] = frozenset(readers if self._sends else ())
         self._reader_places = [reader - (reader > rank) for reader in self._readers if reader != rank]
         self._owner_places = [source - (source > rank) for source in self._sources if source != rank]
         parts = max(arena.size - 1, 1) if self._has_part_for_each else 1
         self._chunk_bytes = max(RING_BYTES // (SLOTS * parts), CHUNK_BYTES_MIN) // _ALIGNMENT * _ALIGNMENT
-        self._places, self._room_bytes = self._plan() if self._brings else ([], 0)
+        self._places, self._room_bytes = self._plan() if self._sends else ([], 0)
         self._is_small = self._room_bytes <= SLOT_BYTES and not any(place.chunk_bytes for place in self._places)
-        self._seats: dict[Channel, _Seat] = {}
+        self._slot_layouts: dict[Channel, _SlotLayout] = {}
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._table = self._describe()
         if rank in self._sources:
             self._own = self._describe_own()
 
-    def _peers_that_none_reads(self, from_root: bool) -> frozenset[int]:
-        """Whose call this rank must compare with its own some other way than by reading what they brought: their places.
+    def _peers_to_check(self, from_root: bool) -> frozenset[int]:
+        """The places of the peers whose calls this rank cannot compare with its own by reading their parts.
 
         Each rank compares with the root that it knows, so all agree if the roots do.
         """
@@ -172,7 +172,7 @@ class Exchange(ArenaPrepared):
         return frozenset(range(self.arena.size - 1)) if from_root else frozenset((root - (root > rank),))
 
     def _plan(self) -> tuple[list[_Place], int]:
-        """Where the parts for others come, behind the table; and how large all that is."""
+        """The places of the parts for other ranks, behind the table; and the size of everything."""
         sizes = [spec.nbytes for spec in self.call.inputs]
         if self._has_part_for_each:
             sizes[self._mine] = 0
@@ -186,7 +186,7 @@ class Exchange(ArenaPrepared):
         return places, offset
 
     def _describe(self) -> memoryview[int]:
-        """The table, but for the offsets, which differ from run to run."""
+        """The table without the offsets, which differ from run to run."""
         table = np.zeros((len(self.call.inputs), _ENTRY_WORDS), np.int64)
         for entry, spec in zip(table, self.call.inputs, strict=True):
             entry[1], entry[2] = spec.dtype, len(spec.shape)
@@ -194,13 +194,13 @@ class Exchange(ArenaPrepared):
         return words_of(table.reshape(-1).view(np.uint8))
 
     def _describe_own(self) -> tuple[TensorSpec, int, int]:
-        """The part that this rank has for itself: as it is, but in the rounds of others' parts, while the cache knows it."""
+        """The part that this rank has for itself. Where it is large it is processed in the rounds of the other parts."""
         spec = self.call.inputs[self._mine]
         length = math.prod(spec.shape)
         return spec, length, self._chunk_of(spec.nbytes) // spec.dtype.itemsize if spec.nbytes > RING_BYTES else max(length, 1)
 
     def _chunk_of(self, nbytes: int) -> int:
-        """Bytes that come in a round of a part of so many: the same for all ranks."""
+        """Bytes of a round, for a part of `nbytes`: the same on all ranks."""
         return max(self._chunk_bytes, _padded(nbytes // _PART_ROUNDS_MAX))
 
     def taken(self, peer: int) -> int:
@@ -211,15 +211,15 @@ class Exchange(ArenaPrepared):
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
-        line, digest, done = channel.line, self._digest, base | self.chunks
+        block, digest, done = channel.block, self._digest, base | self.chunks
         if not channel.is_free(before):
             yield from channel.enter(before)
-        staged, must_stay = self._lay_out(channel, inputs) if self._brings else ((), False)
-        self.sign(channel)
+        staged, must_stay = self._publish(channel, inputs) if self._sends else ((), False)
+        self.publish_signature(channel)
         bank = channel.bank
-        if self._unread:
-            bank.doubts.append(UnreadCalls(channel, self._unread, base, (digest, self._text), self.signature))
-        line[STAGED] = base + 1
+        if self._to_check:
+            bank.pending_checks.append(SignatureCheck(channel, self._to_check, base, (digest, self._text), self.signature))
+        block[STAGED] = base + 1
         found = yield from self._found(channel, base, inputs)
         specs = [part.spec for part in found] if self._fold is None else self.specs
         results = [self.room_for(item, spec, outputs) for item, spec in enumerate(specs)]
@@ -228,19 +228,19 @@ class Exchange(ArenaPrepared):
             yield from self._in_rounds(channel, base, staged, found, flat)
         else:
             self._take([part.elements for part in found], flat)
-        line[STAGED] = line[LEFT] = done
+        block[STAGED] = block[LEFT] = done
         if must_stay:
             yield from channel.await_others(LEFT, done)
-        # What was read in place from a rank that failed meanwhile may not be what it brought: its line says so.
+        # What was read in place from a rank that failed meanwhile may not be what it brought: its control block says so.
         for other in channel.others:
             while other[STAGED] < 0:
                 yield done
-        if bank.doubts:
+        if bank.pending_checks:
             bank.settle()
         return results, specs
 
     def _found(self, channel: Channel, base: int, inputs: Sequence[Array]) -> Generator[int, None, list[_Part]]:
-        """Waits for those who bring something for this rank; what that is, in rank order."""
+        """Waits for the ranks that have a part for this one. Returns the parts in rank order."""
         found: list[_Part] = []
         for source in self._sources:
             if source == self.arena.rank:
@@ -263,51 +263,51 @@ class Exchange(ArenaPrepared):
         found: Sequence[_Part],
         results: Sequence[Array],
     ) -> Wait:
-        """Lays out and takes round after round. The first is laid out already, everywhere."""
-        line = channel.line
+        """Stages and takes round after round. All ranks have staged the first already."""
+        block = channel.block
         self._land(found, results, 0)
         for number in range(1, max(part.rounds for part in (*found, *(part for _, part in staged)))):
-            line[LEFT] = base + number
+            block[LEFT] = base + number
             if number >= SLOTS and staged:
                 yield from channel.await_others(LEFT, base + number + 1 - SLOTS, self._reader_places)
             for source, part in staged:
                 _stage(source, part, number)
-            line[STAGED] = base + number + 1
+            block[STAGED] = base + number + 1
             yield from channel.await_others(STAGED, base + number + 1, self._owner_places)
             self._land(found, results, number)
 
     def _land(self, found: Sequence[_Part], results: Sequence[Array], number: int) -> None:
-        """Takes what came in a round. What is folded comes in equal rounds from all, unless it is there as a whole."""
+        """Takes the elements of a round. A reduction has equal rounds from all ranks, except from those whose part is whole."""
         alike = None if self._fold is None else min(found, key=lambda part: part.chunk).bounds(number)
         bounds = [alike or part.bounds(number) for part in found]
         pieces = [part.piece(*each) for part, each in zip(found, bounds, strict=True)]
         self._take(pieces, [result[first:last] for result, (first, last) in zip(results, bounds, strict=False)])
 
     def _take(self, pieces: Sequence[Array], results: Sequence[Array]) -> None:
-        """Folds them into the one result, or copies each to its own."""
+        """Folds the pieces into the one result, or copies each to its own."""
         if self._fold is not None:
             self._fold(pieces, results[0])
             return
         for result, piece in zip(results, pieces, strict=True):
             result[...] = piece
 
-    def _lay_out(self, channel: Channel, inputs: Sequence[Array]) -> tuple[Sequence[tuple[Array, _Part]], bool]:
-        """Puts the table, and what others cannot read in place, where they find it: into the slot if all of it is small, else
-        into the ring, of large parts the first round.
+    def _publish(self, channel: Channel, inputs: Sequence[Array]) -> tuple[Sequence[tuple[Array, _Part]], bool]:
+        """Publishes the table, and stages what peers cannot read in place: in the slot if all of it is small, else in the
+        ring, where large parts have their first round.
 
         Returns:
-            The large parts, and where they are laid out; whether this rank must wait until others have read its arrays.
+            The large parts with their sources; whether this rank must wait until peers have read its arrays.
         """
         if self._is_small:
-            seat = self._seats.get(channel) or self._sit(channel)
-            seat.front[...] = seat.table
-            for item, place in seat.stages:
+            layout = self._slot_layouts.get(channel) or self._lay_out_slot(channel)
+            layout.front[...] = layout.table
+            for item, place in layout.stages:
                 place[...] = inputs[item].reshape(-1)
-            channel.line[SOURCE] = seat.start
+            channel.block[SOURCE] = layout.start
             return (), False
-        locate = channel.bank.board.memory.own.locate
+        locate = channel.bank.control.memory.own.locate
         channel.widen(self._room_bytes)
-        ring, start = channel.ring, channel.line[RING]
+        ring, start = channel.ring, channel.block[RING]
         table = words_of(ring[: len(self._table) * 8])
         table[:] = self._table
         staged, must_stay = [], False
@@ -326,13 +326,13 @@ class Exchange(ArenaPrepared):
                 _stage(source, part, 0)
             else:
                 place[...] = source
-        channel.line[SOURCE] = start
+        channel.block[SOURCE] = start
         return staged, must_stay
 
-    def _sit(self, channel: Channel) -> _Seat:
-        """Where this call's small parts lie in the slot of a channel."""
+    def _lay_out_slot(self, channel: Channel) -> _SlotLayout:
+        """The layout of this call's small parts in the slot of a channel."""
         slot = channel.slots[self.arena.rank]
-        start = channel.bank.board.memory.own.locate(slot)
+        start = channel.bank.control.memory.own.locate(slot)
         if start is None:
             raise AssertionError("a slot lies in its rank's segment")
         table = np.array(self._table)
@@ -340,19 +340,19 @@ class Exchange(ArenaPrepared):
         for item, offset, nbytes, _ in self._places:
             table[item * _ENTRY_WORDS] = start + offset
             stages.append((item, slot[offset : offset + nbytes].view(self.call.inputs[item].dtype.storage)))
-        found = self._seats[channel] = _Seat(start, table, slot[: table.nbytes].view(np.int64), stages)
-        channel.viewers.add(self)
+        found = self._slot_layouts[channel] = _SlotLayout(start, table, slot[: table.nbytes].view(np.int64), stages)
+        channel.slot_users.add(self)
         return found
 
     def forget(self, channel: Channel) -> None:
-        """The channel's slots are given back."""
-        self._seats.pop(channel, None)
+        """Drops the layout for a channel's slots, which are freed."""
+        self._slot_layouts.pop(channel, None)
 
     def _read(self, channel: Channel, other: int) -> _Part:
-        """The part of another rank that is for this one, as its table says: as before, where it says what it said before.
+        """The part of a peer for this rank, from the peer's table, or from the cache if the entry is unchanged.
 
         Raises:
-            CodecError: it says what cannot be.
+            CodecError: the entry is invalid.
         """
         start = channel.others[other][SOURCE] + self._mine * _ENTRY_WORDS * 8
         entry = self._entries.get((other, start)) or self._find(channel, other, start)
@@ -362,14 +362,14 @@ class Exchange(ArenaPrepared):
         return entry.part
 
     def _find(self, channel: Channel, other: int, start: int) -> _Entry:
-        """The entry that lies there in another rank's segment."""
+        """The entry at an offset in a peer's segment."""
         if len(self._entries) >= ENTRIES_MAX:
             self._entries.clear()
         found = self._entries[other, start] = _Entry(self.part(channel, other, start, _ENTRY_WORDS * 8).data)
         return found
 
     def _described(self, channel: Channel, other: int, text: bytes) -> _Part:
-        """The part that an entry of another rank's table describes. Raises CodecError: it says what cannot be."""
+        """The part that an entry of a peer's table describes. Raises CodecError if it is invalid."""
         offset, number, dimensions, *shape, in_rounds = memoryview(text).cast("q").tolist()
         try:
             dtype = DType(number)
@@ -389,7 +389,7 @@ class Exchange(ArenaPrepared):
 
 
 def _stage(source: Array, part: _Part, number: int) -> None:
-    """Lays out what others read of a part in a round."""
+    """Stages the elements of a part that peers read in a round."""
     first, last = part.bounds(number)
     part.piece(first, last)[...] = source[first:last]
 

@@ -1,4 +1,4 @@
-"""A running shared-memory operation. Nobody can wake it: its driver polls it (`Execution.polling`)."""
+"""A running shared-memory operation. Nobody wakes it: its driver polls it (`Execution.polling`)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import STAGED, Array, Channel
+from ferrorpc.collectives.arena.control_blocks import STAGED, Array, Channel
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import Execution, absent, overdue
-from ferrorpc.collectives.ferry import Ferry
+from ferrorpc.collectives.device_transfers import DeviceTransfers
+from ferrorpc.collectives.execution import Execution, deadline_error, describe_absent
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 
 Outcome: TypeAlias = tuple[Sequence[Array], list[TensorSpec]]
-"""Results, and what they are."""
+"""Results and their specs."""
 Steps: TypeAlias = Generator[int, None, Outcome | None]
-"""A running operation: yields whenever it has to wait, and returns its results; or None, which a generator does in a fraction
-of the time, where they are what was known before."""
+"""A running operation: yields whenever it has to wait, and returns its results. Where they are known before, it returns None,
+which costs a generator a fraction of the time."""
 
 
 class ArenaExecution(Execution):
     """One run of a call.
 
     Args:
-        steps: the operation, as far as it has come.
+        steps: the operation.
         expected: its results, where the steps return none.
-        ferry: carries its arrays where some are on a device.
+        transfers: copies its arrays where some are on a device.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ArenaExecution(Execution):
         steps: Steps,
         guard: Guard,
         expected: Outcome = ((), []),
-        ferry: Ferry | None = None,
+        transfers: DeviceTransfers | None = None,
     ) -> None:
         self.guard = guard
-        self.ferry = ferry
+        self.transfers = transfers
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
         self.polling = arena.polling
@@ -62,9 +62,9 @@ class ArenaExecution(Execution):
         return f"{self._call.signature} #{self._key.number}"
 
     def advance(self) -> bool:
-        ferry = self.ferry
-        if ferry is not None:
-            ferry.land()
+        transfers = self.transfers
+        if transfers is not None:
+            transfers.advance_downloads()
         if not self._complete:
             try:
                 self.position = self._reached = next(self._steps)
@@ -72,34 +72,34 @@ class ArenaExecution(Execution):
                 results, self.specs = end.value or self._expected
                 self.results = list(results)
                 self._complete = True
-        return self._complete if ferry is None else self._brought(ferry)
+        return self._complete if transfers is None else self._finish_uploads(transfers)
 
-    def _brought(self, ferry: Ferry) -> bool:
-        """Takes on what goes up to a device; whether the operation is complete and its results are on their way."""
-        ferry.rise()
-        self.position = self._reached + ferry.position
-        brought = ferry.brought(self.results) if self._complete else None
-        if brought is None:
+    def _finish_uploads(self, transfers: DeviceTransfers) -> bool:
+        """Continues copies to a device. Returns whether the operation is complete and its results are queued there."""
+        transfers.advance_uploads()
+        self.position = self._reached + transfers.position
+        results = transfers.finished(self.results) if self._complete else None
+        if results is None:
             return False
-        self.results = brought
+        self.results = results
         return True
 
-    def arrive(self) -> None:
-        if self.ferry is not None:
-            self.ferry.arrive()
+    def make_stream_wait(self) -> None:
+        if self.transfers is not None:
+            self.transfers.make_stream_wait()
 
     def waiting_on(self) -> list[int]:
         channel = self._channel
         peers = channel.bank.peers
         if not channel.others:
             return [peer for peer in peers if channel.bank.latest(peer)[0] == 0]
-        furthest = max(line[STAGED] for line in (channel.line, *channel.others))
-        absent = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < channel.line[STAGED]]
+        furthest = max(block[STAGED] for block in (channel.block, *channel.others))
+        absent = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < channel.block[STAGED]]
         behind = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < furthest]
         return absent or behind or list(peers)
 
     def probe(self) -> None:
-        """Asks over the lanes, too: a peer may be in a call that sends messages, or gone."""
+        """Probes over the lanes: a peer may be in a call that sends messages, or dead."""
         transport, signature = self._arena.transport, self._call.signature
         if not self._entered:
             self._entered = True
@@ -115,11 +115,11 @@ class ArenaExecution(Execution):
             if ticket > self._key.number:
                 parts.append(f"rank {rank} (is in it too)")
             else:
-                parts.append(absent(rank, signature if ticket else "", ticket - 1))
+                parts.append(describe_absent(rank, signature if ticket else "", ticket - 1))
         return f"{self.label} waits for {', '.join(parts)}"
 
     def timeout_error(self) -> FerroError:
-        return overdue(self, self._arena.describe, barrier=self._call.operation is Operation.BARRIER)
+        return deadline_error(self, self._arena.describe, barrier=self._call.operation is Operation.BARRIER)
 
     def finish(self) -> None:
         self._steps.close()
@@ -128,5 +128,5 @@ class ArenaExecution(Execution):
         if self._entered:
             self._entered = False
             self._arena.transport.mailbox.leave(self._key)
-        if self.ferry is not None:
-            self.ferry.finish()
+        if self.transfers is not None:
+            self.transfers.finish()

@@ -1,4 +1,4 @@
-"""What the shared-memory algorithms have in common: a call laid out for a group whose ranks all share memory."""
+"""The base of the shared-memory algorithms: a call prepared for a group whose ranks all share memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import CHUNK_BITS, POISONED, SIGNATURE, STAGED, TEXT, Array, Bank, Channel
-from ferrorpc.collectives.arena.doubts import mismatch
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, POISONED, SIGNATURE, STAGED, TEXT, Array, Bank, Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
+from ferrorpc.collectives.arena.signature_check import mismatch
 from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.device_transfers import on_host
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.ferry import home
 from ferrorpc.errors import CodecError, CollectiveMismatchError, UsageError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.reduction import kernel
@@ -24,10 +24,10 @@ from ferrorpc.wire.frames import Key
 
 
 class ArenaPrepared(Prepared):
-    """One call of a group, laid out. Subclasses are the algorithms.
+    """A prepared call of one group. Subclasses are the algorithms.
 
     Attributes:
-        chunks: what LEFT counts up to.
+        chunks: the final value of LEFT.
         signature: of the call.
     """
 
@@ -38,17 +38,17 @@ class ArenaPrepared(Prepared):
         self.call = call
         self.signature = call.signature
         self.runs = 0
-        """How many turns it took; no operation has the time to count bytes."""
-        self._digest, self._text = arena.board.sign(self.signature)
-        arena.board.calls.add(self)
+        """How many times it was run. Bytes are computed from that, since counting them costs every operation time."""
+        self._digest, self._text = arena.control.sign(self.signature)
+        arena.control.calls.add(self)
         self.specs: list[TensorSpec] = []
 
     @abstractmethod
     def taken(self, peer: int) -> int:
-        """Payload bytes that group rank `peer` takes out of this rank's memory in one run."""
+        """Payload bytes that group rank `peer` reads from this rank's memory in one run."""
 
     def given_bytes(self) -> dict[int, int]:
-        """World rank of a peer -> what it took in all runs so far."""
+        """World rank of a peer -> bytes it has read in all runs so far."""
         if not self.runs:
             return {}
         arena = self.arena
@@ -56,7 +56,7 @@ class ArenaPrepared(Prepared):
 
     def __del__(self) -> None:
         if self.runs:
-            self.arena.board.calls.forget(self)
+            self.arena.control.calls.forget(self)
 
     @abstractmethod
     def steps(
@@ -65,18 +65,18 @@ class ArenaPrepared(Prepared):
         """The operation on one rank; returns its results, or None where they are all of `outputs`.
 
         Args:
-            channel: the one it runs on.
-            before: the value of LEFT that ends the operation before it there.
-            base: the progress words of this operation count up from here.
+            channel: where it runs.
+            before: the value of LEFT at the end of the previous operation there.
+            base: the start value of this operation's progress words.
             inputs: C-contiguous arrays in storage dtypes.
-            outputs: where results go if they fit; None for new arrays.
+            outputs: arrays for results, used where they fit; None for new arrays.
         """
 
-    def turn(self, bank: Bank, number: int) -> tuple[Channel, int, int]:
-        """Takes an operation's turn on its channel: what its `steps` begin with.
+    def claim(self, bank: Bank, number: int) -> tuple[Channel, int, int]:
+        """Claims the channel of an operation. Returns the first three arguments of `steps`.
 
         Raises:
-            UsageError: a later one has had its turn, so the ranks' order would not be the same.
+            UsageError: a later operation has claimed it already, so the ranks' order would differ.
         """
         channels = bank.channels
         channel = channels[number % len(channels)]
@@ -93,15 +93,15 @@ class ArenaPrepared(Prepared):
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         if not all(map(is_host, inputs)):
-            inputs = [home(each) for each in inputs]
+            inputs = [on_host(each) for each in inputs]
         if outputs is not None and not all(map(is_host, outputs)):
             outputs = None
-        channel, before, base = self.turn(self.arena.bank(key.stream), key.number)
+        channel, before, base = self.claim(self.arena.bank(key.stream), key.number)
         steps = self.steps(channel, before, base, inputs, outputs)
         return ArenaExecution(self.arena, self.call, key, channel, steps, guard, (outputs or (), self.specs))
 
     def room(self, outputs: Sequence[Array] | None) -> list[Array]:
-        """The arrays for results whose specs the call tells."""
+        """The arrays for results whose specs follow from the call."""
         return [self.room_for(item, spec, outputs) for item, spec in enumerate(self.specs)]
 
     def room_for(self, item: int, spec: TensorSpec, outputs: Sequence[Array] | None) -> Array:
@@ -112,25 +112,25 @@ class ArenaPrepared(Prepared):
                 return given
         return np.empty(spec.shape, spec.dtype.storage)
 
-    def sign(self, channel: Channel) -> bool:
-        """Says in the line which call this is. After `enter`, and before STAGED is raised.
+    def publish_signature(self, channel: Channel) -> bool:
+        """Publishes the call's signature in the control block. After `enter`, and before STAGED is raised.
 
         Returns:
-            Whether earlier calls are in doubt: who waits for everybody settles them then.
+            Whether checks of earlier calls are pending. An operation that waits for every peer settles them then.
 
         Raises:
             CollectiveMismatchError: a peer was in another call than this rank in an earlier operation.
         """
         if channel.signed == self._digest:
             return False
-        channel.line[SIGNATURE], channel.line[TEXT] = self._digest, self._text
+        channel.block[SIGNATURE], channel.block[TEXT] = self._digest, self._text
         channel.signed = self._digest
-        if channel.bank.doubts:
+        if channel.bank.pending_checks:
             channel.bank.settle()
-        return bool(channel.bank.doubts)
+        return bool(channel.bank.pending_checks)
 
     def compare(self, channel: Channel, base: int) -> None:
-        """Raises CollectiveMismatchError where a peer that has staged is in another call."""
+        """Raises CollectiveMismatchError if a peer that has staged is in another call."""
         digest = self._digest
         for other in channel.others:
             if other[SIGNATURE] != digest:
@@ -140,7 +140,7 @@ class ArenaPrepared(Prepared):
         """Bytes of a peer's segment. `peer`: its place among the others.
 
         Raises:
-            CodecError: they lie outside of it.
+            CodecError: they are outside of the segment.
         """
         memory = channel.bank.memories[peer]
         if offset < 0 or offset + nbytes > memory.size:
@@ -149,22 +149,22 @@ class ArenaPrepared(Prepared):
         return memory[offset : offset + nbytes]
 
     def mismatch(self, channel: Channel, base: int) -> CollectiveMismatchError:
-        """The error where somebody is in another call. Who has not come yet is left out: its line is of an earlier one.
+        """The mismatch error of this operation. A peer that has not come yet is left out: its control block is older.
 
         Args:
-            base: of this operation's progress words; the channel's latest may be a later one, which waits for its turn.
+            base: of this operation's progress words. The channel may have a later operation already, which waits.
         """
-        board, ticket = self.arena.board, base >> CHUNK_BITS
-        signatures = {board.rank: self.signature}
+        control, ticket = self.arena.control, base >> CHUNK_BITS
+        signatures = {control.rank: self.signature}
         for peer, other in zip(channel.bank.peers, channel.others, strict=True):
             is_behind = POISONED < other[STAGED] < ticket << CHUNK_BITS
             if other[SIGNATURE] != self._digest and not is_behind:
-                signatures[peer] = board.read_text(peer, other[TEXT])
+                signatures[peer] = control.read_text(peer, other[TEXT])
         return mismatch(signatures, ticket - 1)
 
 
 def fold_of(call: Call, size: int) -> Callable[[Sequence[Array], Array], None]:
-    """The kernel that folds everyone's arrays, in rank order, into one."""
+    """The kernel that folds the arrays of all ranks, in rank order, into one."""
     if call.op is None:
         raise AssertionError(f"{call.signature} reduces nothing")
     return kernel(call.op, call.inputs[0].dtype, size).reduce

@@ -1,4 +1,4 @@
-"""Which calls run in shared memory, and by which algorithm."""
+"""Selects the calls that run in shared memory, and their algorithm."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Final
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.barrier import Barrier
-from ferrorpc.collectives.arena.board import SLOT_BYTES
+from ferrorpc.collectives.arena.control_blocks import SLOT_BYTES
 from ferrorpc.collectives.arena.exchange import Exchange
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, in_ranks
 from ferrorpc.collectives.select import bytes_of, select
 
 FOLD_BYTES_MAX: Final = 1 << 20
-"""What one rank may fold in the one-shot form: it reads everyone's whole array, so many ranks take the two-shot form sooner."""
+"""The most bytes a rank folds by one_shot. It reads the whole arrays of all ranks, so larger groups use two_shot sooner."""
 
 
 def prepare(arena: Arena, call: Call) -> ArenaPrepared | None:
-    """The call laid out for shared memory; None where it has to travel as messages.
+    """Prepares a call for shared memory; None where it has to travel as messages.
 
     Raises:
-        UsageError: the call means nothing on any lane.
+        UsageError: the call is invalid on every lane.
     """
     if not _runs_here(call, arena.size):
         return None
@@ -40,17 +40,16 @@ def explain(call: Call, size: int) -> str | None:
     if call.operation is Operation.ALL_REDUCE:
         limit = one_shot_bytes_max(size)
         how = f"{'one_shot, up to' if bytes_of(call) <= limit else 'two_shot, above'} {limit >> 10} KiB"
-    return f"{call.signature} on {size} ranks: in shared memory, which all of them have; {how}"
+    return f"{call.signature} on {in_ranks(size)}: in shared memory, which all of them have; {how}"
 
 
 def one_shot_bytes_max(size: int) -> int:
-    """The largest array that so many ranks reduce by the one-shot form."""
+    """The largest array that a group of `size` ranks reduces by one_shot."""
     return min(SLOT_BYTES, FOLD_BYTES_MAX // size)
 
 
 def _runs_here(call: Call, size: int) -> bool:
-    """Messages are for what only they can do: a wire codec, an algorithm asked for by name, operations that start in any
-    order, and orders of summation that are not the left fold in rank order, which is the only one here (so that the lane
-    never decides about bits)."""
+    """Whether a call runs in shared memory. Only messages support a wire codec, a named algorithm, operations that start in
+    any order, and other orders of summation than the left fold in rank order. So the lane never changes the bits."""
     order = select(call, size).order
     return call.wire is None and call.algorithm is None and not call.unordered and order.is_canonical

@@ -1,11 +1,11 @@
-"""What buckets may travel as, public as `ferrorpc.hooks`: fewer bytes for gradients that are a little wrong.
+"""Communication hooks, public as `ferrorpc.hooks`: buckets are reduced with fewer bytes, and less accuracy.
 
     hook = ferrorpc.hooks.ErrorFeedback(ferrorpc.hooks.PowerSGD(rank=2))
     sync = ferrorpc.GradientSynchronizer(like, group, hook=hook)
 
-Hooks compose: `ErrorFeedback` takes any of them, `PowerSGD` one for its factors. They work on float32, and on half types
-through float32; buckets of other dtypes travel as they are. What a hook remembers is in `hook.state()`, to be saved with the
-weights. Weighted gradients travel multiplied by their weights: "f16" overflows where these are large.
+Hooks compose: `ErrorFeedback` takes any hook, `PowerSGD` takes one for its factors. They work on float32, and on half types
+through float32; buckets of other dtypes are reduced without them. `hook.state()` is a hook's state, to be saved with the
+weights. Weighted gradients are sent multiplied by their weights, so "f16" overflows if weights are large.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""Narrower numbers on the wire: bf16, f16, or int8 in blocks of 256 with one scale each.
+"""Sends narrower numbers: bf16, f16, or int8 in blocks of 256 with one scale each.
 
-Idea. Each value is rounded once on its way to the rank that adds it up, and the sum once on its way back; sums are float32.
-Nothing is ever added in the narrow type.
+Idea. Each value is rounded once before it is sent to the rank that adds it up, and the sum once before it is sent back. Sums
+are float32; nothing is added in the narrow type.
 
-Source. The quantised all-reduce of ZeRO++ (Wang et al., 2023) in two rounds; codecs are those of `wire=` (wire/codecs.py).
+Source. The quantised all-reduce of ZeRO++ (Wang et al., 2023) in two phases; codecs are those of `wire=` (wire/codecs.py).
 
-Cost, of the bytes of float32: bf16 and f16 half, int8 1/4 + 1/256.
+Cost, relative to float32: bf16 and f16 half, int8 1/4 + 1/256.
 """
 
 from __future__ import annotations
 
+from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part
-from ferrorpc.ddp.hooks.values import values_like
-from ferrorpc.ddp.lane import Lane
+from ferrorpc.ddp.hooks.vector_ops import vector_ops_for
 from ferrorpc.wire.codecs import BLOCK_VALUES, codec
 
 
 class Compress(Hook):
-    """Values as "bf16", "f16" or "int8" on the wire. Raises UsageError for another name."""
+    """Sends values as "bf16", "f16" or "int8". Raises UsageError for another name."""
 
     on_device = True
     remembers = False
@@ -29,16 +29,16 @@ class Compress(Hook):
     def text(self) -> str:
         return self._codec.name
 
-    def exchange(self, part: Part, lane: Lane) -> Exchange:
+    def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
         if not part.wants_delivered:
-            yield lane.all_reduce(part.values, wire=self._codec.name)
+            yield collectives.all_reduce(part.values, wire=self._codec.name)
             return None
-        # Cut into slices of whole blocks, so that the wire rounds values again to what they were rounded to here.
-        count, unit = part.values.size, lane.size * BLOCK_VALUES
-        place = values_like(part.values)
-        padded = place.zeros(-(-count // unit) * unit)
-        delivered = place.rounded(self._codec, part.values)
-        place.assign(padded[:count], delivered)
-        yield lane.all_reduce(padded, wire=self._codec.name)
-        place.assign(part.values, padded[:count])
+        # Padded so that every rank's slice is whole blocks: rounding the values again on the wire then changes nothing.
+        count, unit = part.values.size, collectives.size * BLOCK_VALUES
+        ops = vector_ops_for(part.values)
+        padded = ops.zeros(-(-count // unit) * unit)
+        delivered = ops.rounded(self._codec, part.values)
+        ops.assign(padded[:count], delivered)
+        yield collectives.all_reduce(padded, wire=self._codec.name)
+        ops.assign(part.values, padded[:count])
         return delivered

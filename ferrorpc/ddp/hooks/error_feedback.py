@@ -1,11 +1,11 @@
-"""What a lossy hook leaves out of one round is added to the next.
+"""Adds what a lossy hook left out of one step to the next.
 
-Idea. Each rank keeps, for every bucket, the difference between what it wanted to send and what was delivered, and adds it to
-the next gradients. So every gradient arrives in the end, late instead of never, and biased compressors converge.
+Idea. Each rank keeps, for every bucket, the difference between its values and what was delivered of them, and adds it to the
+next gradients. So everything is delivered eventually, and biased compressors converge.
 
 Source. Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019.
 
-Cost: one float32 for every value, and four passes over them.
+Cost: memory of one float32 per value, and four passes over them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ferrorpc.ddp.bucket_collectives import BucketCollectives
+from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, check_hook
-from ferrorpc.ddp.hooks.values import HOST, Values, values_like
-from ferrorpc.ddp.lane import Lane
-from ferrorpc.ddp.memory import Array
+from ferrorpc.ddp.hooks.vector_ops import HOST, VectorOps, vector_ops_for
 from ferrorpc.errors import UsageError
 from ferrorpc.operations.stream import Stream
 
@@ -26,19 +26,19 @@ _PREFIX = "residue/"
 
 
 class ErrorFeedback(Hook):
-    """Any hook, with what it left out added to the next round's values.
+    """Any hook, with what it left out added to the next step's values.
 
-    A round with values that are not finite leaves no residue, so that one overflow does not spoil all that follows. Of a round
-    that is broken off, as when a member dies, nothing was delivered: all of its values are added to the next. Who repeats that
-    step loads the `state()` of before, or its gradients count twice.
+    A step with values that are not finite leaves no residue, so that one overflow does not affect later steps. If a step is
+    interrupted, as when a member dies, nothing of it counts as delivered, and all of its values are added to the next. To
+    repeat such a step, load the `state()` from before it, or its gradients count twice.
     """
 
     def __init__(self, hook: Hook) -> None:
         self._hook = check_hook(hook)
         self.operations = hook.operations
         self.on_device = hook.on_device
-        self._residues: dict[str, tuple[Values, Any]] = {}
-        """Where the values are; those of `load_state` on the host until their bucket comes."""
+        self._residues: dict[str, tuple[VectorOps, Any]] = {}
+        """Residues on the device of their buckets; those from `load_state` are on the host until their bucket's first step."""
 
     def serve(self, stream: Stream) -> None:
         super().serve(stream)
@@ -48,25 +48,25 @@ class ErrorFeedback(Hook):
     def text(self) -> str:
         return f"error feedback({self._hook.text})"
 
-    def exchange(self, part: Part, lane: Lane) -> Exchange:
-        place = values_like(part.values)
+    def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
+        ops = vector_ops_for(part.values)
         if part.key not in self._residues:
-            self._residues[part.key] = place, place.zeros(part.values.size)
+            self._residues[part.key] = ops, ops.zeros(part.values.size)
         before, residue = self._residues[part.key]
         if residue.shape != part.values.shape:
             message = f"the residue of {part.key} has {residue.size} values for {part.values.size}"
             raise UsageError(message, hint="is it another model's?")
-        if type(before) is not type(place):
-            residue = place.taken(before.home(residue))
-        self._residues[part.key] = place, residue
-        place.add(part.values, residue)
-        place.assign(residue, part.values)
-        delivered = yield from self._hook.exchange(Part(part.key, part.values, part.matrices, True), lane)
-        place.keep_rest(residue, delivered)
+        if type(before) is not type(ops):
+            residue = ops.from_host(before.to_host(residue))
+        self._residues[part.key] = ops, residue
+        ops.add(part.values, residue)
+        ops.assign(residue, part.values)
+        delivered = yield from self._hook.exchange(Part(part.key, part.values, part.matrices, True), collectives)
+        ops.subtract_delivered(residue, delivered)
         return delivered
 
     def state(self) -> dict[str, Array]:
-        residues = {_PREFIX + key: place.home(residue) for key, (place, residue) in self._residues.items()}
+        residues = {_PREFIX + key: ops.to_host(residue) for key, (ops, residue) in self._residues.items()}
         return residues | self._hook.state()
 
     def load_state(self, state: Mapping[str, Array]) -> None:

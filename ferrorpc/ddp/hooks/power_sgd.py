@@ -1,15 +1,15 @@
-"""Gradient matrices as products of two thin ones.
+"""Sends gradient matrices as products of two thin ones.
 
-Idea. A gradient matrix M (rows x columns) is close to one of low rank r. With a matrix Q (columns x r) that all share, each
-computes P = M Q; the ranks' sum of P is orthogonalised; each computes Q = M^T P; their sum is the new Q, and P Q^T stands for
-the sum of all M. Q of one round starts the next (a step of power iteration each round), so it follows the gradient. What is no
-matrix, or would not shrink at least to half, travels as it is, together with the P.
+Idea. A gradient matrix M (rows x columns) is close to one of low rank r. With a common matrix Q (columns x r) each rank
+computes P = M Q; the sum of all P is orthogonalised; each rank computes Q = M^T P; their sum is the new Q, and P Q^T
+approximates the sum of all M. The Q of one step is the start of the next (one power iteration per step), so it follows the
+gradient. Gradients that are no matrices, or would not shrink at least by half, are sent uncompressed together with the P.
 
 Source. Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019.
 
-Cost: (rows + columns) r values in two messages instead of rows x columns in one; 3 rows x columns x r multiplications, a fourth
-for error feedback. P Q^T is added up from outer products, element by element, so that ranks whose processors or
-matrix libraries differ still get the same bits.
+Cost: (rows + columns) r values in two messages instead of rows x columns in one; 3 rows x columns x r multiplications, 4 with
+error feedback. P Q^T is added up from outer products, element by element, so that ranks with different processors or
+matrix libraries still get the same bits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, Plain, check_hook
-from ferrorpc.ddp.lane import Lane
-from ferrorpc.ddp.memory import Array
+from ferrorpc.ddp.bucket_collectives import BucketCollectives
+from ferrorpc.ddp.bucket_memory import Array
+from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, PlainAllReduce, check_hook
 from ferrorpc.errors import UsageError
 from ferrorpc.operations.stream import Stream
 from ferrorpc.work import Work
@@ -34,17 +34,17 @@ _TINY = np.float32(1e-30)
 
 
 class PowerSGD(Hook):
-    """Matrices by factors of rank `rank` (1 to 4). Meant to go inside `ErrorFeedback`.
+    """Approximates matrices by factors of rank `rank` (1 to 4). Meant for use inside `ErrorFeedback`.
 
     Args:
-        hook: how the factors (and what is no matrix) are summed; None for as they are.
+        hook: how the factors and uncompressed gradients are summed; None for a plain all_reduce.
     """
 
     def __init__(self, rank: int = 1, hook: Hook | None = None) -> None:
         if rank not in range(1, RANK_MAX + 1):
             raise UsageError(f"rank={rank} is not 1 to {RANK_MAX}", hint="1 or 2 is enough for most models")
         self._rank = rank
-        self._hook = Plain() if hook is None else check_hook(hook)
+        self._hook = PlainAllReduce() if hook is None else check_hook(hook)
         self.operations = 2 * self._hook.operations
         self._starts: dict[str, Array] = {}
 
@@ -56,23 +56,23 @@ class PowerSGD(Hook):
     def text(self) -> str:
         return f"power sgd(rank {self._rank}, {self._hook.text})"
 
-    def exchange(self, part: Part, lane: Lane) -> Exchange:
+    def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
         values, rank = part.values, self._rank
         chosen = [each for each in part.matrices if (each[1] + each[2]) * rank * _LEAST_SAVING <= each[1] * each[2]]
         matrices = [values[start : start + rows * columns].reshape(rows, columns) for start, rows, columns in chosen]
         keys = [f"{part.key}/{start}" for start, _, _ in chosen]
         rest = _outside(values, chosen)
         thin = [_product(matrix, self._start(key, matrix.shape[1])) for key, matrix in zip(keys, matrices, strict=True)]
-        sums, sent_rest = yield from self._sum(f"{part.key}/p", [*rest, *thin], part.wants_delivered, lane)
+        sums, sent_rest = yield from self._sum(f"{part.key}/p", [*rest, *thin], part.wants_delivered, collectives)
         bases = [_orthogonal(flat.reshape(-1, rank)) for flat in sums[len(rest) :]]
         own = [_product(matrix.T, basis) for matrix, basis in zip(matrices, bases, strict=True)]
-        qs, sent_qs = yield from self._sum(f"{part.key}/q", own, part.wants_delivered, lane)
+        qs, sent_qs = yield from self._sum(f"{part.key}/q", own, part.wants_delivered, collectives)
         for run, summed in zip(rest, sums, strict=False):
             run[...] = summed
         for key, matrix, basis, flat in zip(keys, matrices, bases, qs, strict=True):
             q = flat.reshape(-1, rank)
             _expand(basis, q, matrix)
-            self._starts[key] = _fresh(key, q)
+            self._starts[key] = _next_start(key, q)
         if not part.wants_delivered:
             return None
         delivered = np.empty_like(values)
@@ -83,13 +83,13 @@ class PowerSGD(Hook):
         return delivered
 
     def _sum(
-        self, key: str, arrays: list[Array], wants_delivered: bool, lane: Lane
+        self, key: str, arrays: list[Array], wants_delivered: bool, collectives: BucketCollectives
     ) -> Generator[Work[Any], Any, tuple[list[Array], list[Array]]]:
-        """The sums of arrays over all ranks, flat, by one exchange; and what of this rank's was delivered."""
+        """The flat sums of arrays over all ranks, by one exchange, and the delivered parts of this rank's arrays."""
         if not arrays:
             return [], []
         message = np.concatenate([array.reshape(-1) for array in arrays])
-        delivered = yield from self._hook.exchange(Part(key, message, wants_delivered=wants_delivered), lane)
+        delivered = yield from self._hook.exchange(Part(key, message, wants_delivered=wants_delivered), collectives)
         cuts = np.cumsum([array.size for array in arrays])[:-1]
         return np.split(message, cuts), [] if delivered is None else np.split(delivered, cuts)
 
@@ -112,7 +112,7 @@ class PowerSGD(Hook):
 
 
 def _outside(values: Array, chosen: list[tuple[int, int, int]]) -> list[Array]:
-    """The runs of values that are in none of these matrices."""
+    """The runs of values between these matrices."""
     stops = [0, *[start + rows * columns for start, rows, columns in chosen]]
     starts = [*[start for start, _, _ in chosen], values.size]
     return [values[stop:start] for stop, start in zip(stops, starts, strict=True)]
@@ -123,8 +123,8 @@ def _random(key: str, columns: int, rank: int) -> Array:
     return np.random.default_rng(zlib.crc32(key.encode())).standard_normal((columns, rank)).astype(np.float32)
 
 
-def _fresh(key: str, q: Array) -> Array:
-    """Q as the next round starts with it: a column that is zero, or not finite, would never come back by itself."""
+def _next_start(key: str, q: Array) -> Array:
+    """The next step's start: Q with random columns for those that are zero or not finite, which would stay so."""
     lengths = np.abs(q).sum(axis=0)
     lost = ~(np.isfinite(lengths) & (lengths > _TINY))
     if lost.any():
@@ -133,15 +133,15 @@ def _fresh(key: str, q: Array) -> Array:
 
 
 def _product(left: Array, right: Array) -> Array:
-    """left @ right, of this rank's values."""
+    """left @ right; its bits may differ between ranks."""
     with np.errstate(all="ignore"):
         return np.asarray(left @ right)
 
 
 def _orthogonal(p: Array) -> Array:
-    """The columns of P made orthonormal, by the modified Gram-Schmidt process; columns of zeros stay zeros.
+    """Orthonormalises the columns of P by the modified Gram-Schmidt process; columns of zeros stay zeros.
 
-    Sums are NumPy's own, not a matrix library's, so equal P have equal results on every machine.
+    It uses NumPy's own sums, not a matrix library's, so equal P have equal results on every machine.
     """
     columns = [np.ascontiguousarray(column) for column in p.T]
     with np.errstate(all="ignore"):

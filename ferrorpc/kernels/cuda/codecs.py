@@ -1,6 +1,6 @@
-"""The codecs of compressed messages on a GPU: the bytes of wire/codecs.py, made and read by the CUDA kernels.
+"""The codecs of compressed messages on a GPU: CUDA kernels that write and read the same bytes as wire/codecs.py.
 
-Each is launched in the current stream; nothing waits. Arrays are C-contiguous and on the current device.
+Kernels are launched in the current stream, and no call waits for them. Arrays are C-contiguous and on the current device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class DeviceCodec:
     """One codec.
 
     Args:
-        name: of NAMES.
+        name: one of NAMES.
     """
 
     def __init__(self, kernels: DeviceKernels, name: str) -> None:
@@ -30,14 +30,14 @@ class DeviceCodec:
         self._half = HALVES.get(name)
 
     def encode(self, values: Any, encoded: Any) -> None:
-        """encoded (uint8) = values (float32) as bytes."""
+        """encoded (uint8) = the encoded values (float32)."""
         if self._half is not None:
             self._kernels.pack([values], [0], encoded, DType.FLOAT32, self._half)
         else:
             self._kernels.quantise_int8(values, *_parts(encoded, values.size))
 
     def decode(self, encoded: Any, values: Any) -> None:
-        """values (float32) = what the bytes hold."""
+        """values (float32) = the decoded bytes (uint8)."""
         if self._half is not None:
             self._kernels.unpack([values], [0], encoded, self._half, DType.FLOAT32)
         else:
@@ -45,6 +45,6 @@ class DeviceCodec:
 
 
 def _parts(encoded: Any, count: int) -> tuple[Any, Any]:
-    """Scales and integers of encoded blocks, as views."""
+    """Views of the scales and of the integers in encoded int8 blocks."""
     scale_bytes = 4 * -(-count // BLOCK_VALUES)
     return encoded[:scale_bytes].view(np.float32), encoded[scale_bytes:].view(np.int8)

@@ -1,4 +1,4 @@
-"""What the kernels of folds.cu compute, in NumPy: the definition that they meet bit for bit, except for which NaN results."""
+"""The reference implementation of folds.cu in NumPy. The kernels give the same bits, except for the bits of NaN results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OPERATORS: Final[dict[str, Any]] = {"sum": np.add, "product": np.multiply, "max
 
 
 def storage_of(element: str) -> np.dtype[Any]:
-    """NumPy's dtype for an element type; uint16 for bfloat16."""
+    """The NumPy dtype of an element type; uint16 for bfloat16."""
     return np.dtype("uint16" if element == "bfloat16" else element)
 
 
 def folded(arrays: Sequence[Array], operator: str, element: str, divisor: float = 1.0) -> Array:
-    """The left fold of arrays of a storage dtype, over `divisor` where elements are floats, rounded once."""
+    """The left fold of arrays of a storage dtype, divided by `divisor` if elements are floats, rounded once."""
     half = _HALVES.get(element)
     wide = [array if half is None else widened(array, half) for array in arrays]
     with np.errstate(all="ignore"):

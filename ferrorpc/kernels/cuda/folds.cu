@@ -1,6 +1,6 @@
-// One array out of those of all ranks, read where each rank has laid out its own: element i is the left fold of element i of
-// every array, in rank order, in float where elements are shorter, rounded once. Array r begins at bases[r] + offset. Integers
-// wrap; of two floats of which one is NaN the greater and the lesser are NaN.
+// Reduces the arrays of all ranks, each read from the shared memory of its rank. Element i of the result is the left fold of
+// element i of every array, in rank order; half types are accumulated in float and rounded once. The array of rank r begins at
+// bases[r] + offset. Integers wrap. Max and Min propagate NaN.
 
 template <typename T> struct Wide { typedef T type; static __device__ inline T of(T value) { return value; } };
 template <> struct Wide<half_bits> { typedef float type; static __device__ inline float of(half_bits value) { return widen(value); } };
@@ -15,7 +15,7 @@ template <> __device__ inline double multiply(double a, double b) { return a * b
 
 struct Sum { template <typename T> static __device__ inline T of(T a, T b) { return add(a, b); } };
 struct Product { template <typename T> static __device__ inline T of(T a, T b) { return multiply(a, b); } };
-// Not with CUDA's own comparisons of floats: where CuPy compiles with -ftz=true subnormals would be zero.
+// CUDA's own float comparisons would take subnormals for zero, because CuPy compiles with -ftz=true.
 template <typename T> __device__ inline bool above(T a, T b) { return a > b; }
 template <typename T> __device__ inline bool odd(T a) { return a != a; }
 template <> __device__ inline bool odd(float a) { return (bits_of(a) & 0x7fffffffu) > 0x7f800000u; }

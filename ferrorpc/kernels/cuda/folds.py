@@ -1,6 +1,6 @@
-"""Launches the kernels that fold the parts of all ranks in shared GPU memory, in the current stream.
+"""Launches the kernels that reduce the parts of all ranks in shared GPU memory, in the current stream.
 
-They are a program of their own, which only processes compile that share GPU memory.
+They are a separate program, because only processes that share GPU memory need to compile it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def folds_source() -> str:
 
 
 class Folds:
-    """The kernels of one process.
+    """The fold kernels of one process.
 
     Args:
         cupy: the module `cupy`.
@@ -49,17 +49,18 @@ class Folds:
         self._functions: dict[str, Any] = {}
 
     def table(self, bases: Sequence[int]) -> Any:
-        """A table of the addresses of every rank's memory, in rank order, for `fold`."""
+        """A device array of the addresses of every rank's memory, in rank order, for `fold`."""
         return self._cupy.asarray(np.array(bases, np.uint64))
 
     def fold(
         self, name: str, table: Any, offset_bytes: int, count: int, size_bytes: int, target: int, divisor: float = 1.0
     ) -> None:
-        """target[:count] = the fold of every rank's elements that begin `offset_bytes` after its base, over `divisor`.
+        """target[:count] = the fold of every rank's elements, `offset_bytes` after its base, divided by `divisor`.
 
         Args:
             name: one of FOLDS.
-            size_bytes: of the elements.
+            table: from `table`.
+            size_bytes: the size of the `count` elements.
             target: an address on the current device.
         """
         function = self._functions.get(name)

@@ -1,16 +1,17 @@
-// Kernels for buckets of gradients on a GPU: many arrays packed into one and back, blocks of int8, sums over peers.
+// Kernels for gradient buckets on a GPU: pack many arrays into one and unpack them, quantise to int8, sum over peers.
 //
-// Each has a reference in NumPy (reference.py) and the same bits; what they are made of is in numbers.cu. All are limited by
-// memory: they read and write every element once. What says which arrays there are is passed by value, as part of the launch:
-// nothing has to be copied before it.
+// Each has the same bits as its reference in NumPy (reference.py). numbers.cu has the arithmetic and conversions. All are
+// memory-bound: they read and write every element once. The table of the arrays is passed by value, as an argument of the
+// launch, so that nothing has to be copied to the device first.
 
-// A block takes CHUNK elements at a time, and each of its threads BATCH of them: all are read before the first is written, so
-// that enough is under way to keep the memory busy. Threads side by side have elements side by side, wherever an array begins.
+// A thread block processes CHUNK elements at a time, and each of its threads BATCH of them. A thread reads all of these before
+// it writes the first, so that enough loads are in flight to saturate the memory. Neighbouring threads access neighbouring
+// elements, so accesses coalesce wherever an array begins.
 
 #define CHUNK 2048
 #define BATCH 8
 
-// write(i, read(i)) for all i in [0, count), by one block.
+// Calls write(i, read(i)) for all i in [0, count), with the threads of one block.
 template <typename Value, typename Read, typename Write>
 __device__ inline void by_one_block(int count, Read read, Write write) {
   int step = blockDim.x;
@@ -27,20 +28,21 @@ __device__ inline void by_one_block(int count, Read read, Write write) {
   }
 }
 
-// chunk(first, n) for [0, count) in chunks of n elements, by all blocks.
+// Calls chunk(first, n) for every chunk of n elements in [0, count), divided among all blocks.
 template <typename Chunk>
 __device__ inline void by_all_blocks(i64 count, Chunk chunk) {
   for (i64 first = (i64)blockIdx.x * CHUNK; first < count; first += (i64)gridDim.x * CHUNK)
     chunk(first, (int)(count - first < CHUNK ? count - first : CHUNK));
 }
 
-// Many arrays into one and back. Array t has counts[t] elements, at least one, and lies in the bucket from element starts[t]
-// on; its first chunk is number chunks[t] of those of all arrays. Values are multiplied by `scale` as floats, rounded once.
+// Packing and unpacking. Array t has counts[t] elements, at least one, and begins at element starts[t] of the bucket. Chunks
+// are numbered across all arrays; the first of array t is chunks[t]. Values are multiplied by `scale` as floats and rounded
+// once.
 
 #define ROWS 120
 struct Rows { u64 arrays[ROWS]; i64 starts[ROWS], counts[ROWS], chunks[ROWS]; };
 
-// The array that a chunk is of.
+// The number of the array that a chunk belongs to, by binary search.
 __device__ inline int row_of(const Rows &rows, int size, i64 chunk) {
   int low = 0, high = size - 1;
   while (low < high) {
@@ -51,7 +53,7 @@ __device__ inline int row_of(const Rows &rows, int size, i64 chunk) {
   return low;
 }
 
-// A NaN is not multiplied: processors and GPUs make different ones of it.
+// A NaN is not multiplied, because processors and GPUs give different NaN.
 __device__ inline float scaled(float value, float scale) {
   u32 bits = bits_of(value);
   return (bits & 0x7fffffffu) > 0x7f800000u ? float_of(bits | 0x400000u) : times(value, scale);
@@ -91,9 +93,10 @@ MOVES_FROM(f32, float)
 MOVES_FROM(f16, half_bits)
 MOVES_FROM(bf16, bfloat16_bits)
 
-// Blocks of int8, as `wire="int8"` has them: 256 values share a scale, the largest magnitude / 127, kept within floats that can
-// be multiplied back. A block with NaN or infinity gets NaN as its scale and zeros. One CUDA block of 32 threads does one of
-// ours at a time, and reads it once.
+// Quantisation to int8, as with `wire="int8"`: a quantisation block of 256 values shares a scale, which is the largest
+// magnitude / 127, clamped so that it is a normal number and 127 times it is finite. If a value is NaN or infinite, the scale
+// is NaN and the integers are zero. A thread block has 32 threads, processes one quantisation block at a time and reads it
+// once.
 
 #define VALUES 256
 #define LANES 32
@@ -106,7 +109,7 @@ extern "C" __global__ void quantise_int8(const float *values, i64 count, float *
     float own[VALUES / LANES];
 #pragma unroll
     for (int k = 0; k < VALUES / LANES; ++k) own[k] = first + k * LANES < count ? values[first + k * LANES] : 0.0f;
-    u32 peak = 0;  // magnitudes have the order of their bits
+    u32 peak = 0;  // as unsigned integers, bits are ordered like magnitudes
 #pragma unroll
     for (int k = 0; k < VALUES / LANES; ++k) {
       u32 magnitude = bits_of(own[k]) & 0x7fffffffu;
@@ -129,15 +132,15 @@ extern "C" __global__ void quantise_int8(const float *values, i64 count, float *
 }
 
 extern "C" __global__ void dequantise_int8(const float *scales, const signed char *integers, i64 count, float *values) {
-  by_all_blocks(count, [=](i64 first, int n) {  // a chunk begins with a block
+  by_all_blocks(count, [=](i64 first, int n) {  // chunks begin at block boundaries
     by_one_block<float>(
         n, [=](int i) { return times((float)integers[first + i], scales[first / VALUES + i / VALUES]); },
         [=](int i, float value) { values[first + i] = value; });
   });
 }
 
-// The left fold of n peers' arrays in rank order, in float, divided by `divisor` (1 for a sum), rounded once. Addresses beyond
-// the first few are in memory.
+// The left fold of the arrays of all peers in rank order, in float, divided by `divisor` (1 for a sum), rounded once. The first
+// PEERS addresses are passed by value, the others in device memory.
 
 #define PEERS 64
 struct Peers { u64 arrays[PEERS]; };
@@ -174,8 +177,8 @@ SUM(f32, float)
 SUM(f16, half_bits)
 SUM(bf16, bfloat16_bits)
 
-// What error feedback keeps of values that were delivered in part: the difference, in place of the values; and nothing at all
-// where any of it is not finite, which the first kernel finds and the second does.
+// Error feedback keeps the part of the values that compression lost: values - delivered, in place of the values. If any of the
+// difference is not finite, all of it becomes zero: the first kernel sets a flag, and the second checks it.
 
 extern "C" __global__ void residue(float *values, const float *delivered, i64 count, u32 *damaged) {
   by_all_blocks(count, [=](i64 first, int n) {

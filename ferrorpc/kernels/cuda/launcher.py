@@ -1,11 +1,11 @@
 """Launches the CUDA kernels on CuPy arrays, in the current stream.
 
-Arrays are C-contiguous, on the current device and in storage dtypes (bfloat16 as uint16); dtypes are named apart, because
-storage does not tell. Nothing waits. The text is compiled once a process and device, which takes CuPy a fraction of a second
-and then its cache.
+Arrays are C-contiguous, on the current device and in storage dtypes (bfloat16 as uint16). Dtypes are separate arguments,
+because the storage dtype does not determine them. No call waits. The source is compiled once per process and device, in a
+fraction of a second the first time and from CuPy's cache later.
 
-Where many arrays are, a kernel is told by value: a copy to the device for it would take longer than the kernel does. CuPy takes
-a NumPy array without dimensions by value, and its one element may be a structure.
+The addresses of many arrays are passed to a kernel by value, because copying them to the device would take longer than the
+kernel. CuPy passes a NumPy array of shape () by value, and its element may be a structure.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ THREADS: Final = 256
 QUANTISE_THREADS: Final = 32
 BLOCKS_MAX: Final = (1 << 31) - 1
 CHUNK: Final = 2048
-"""Elements that a block of threads processes at a time."""
+"""Elements that a thread block processes at a time, as in kernels.cu."""
 ROWS: Final = 120
-"""Arrays that one launch moves; the limit is the 4 KiB of a kernel's arguments."""
+"""Most arrays in one launch. CUDA limits the arguments of a kernel to 4 KiB."""
 PEERS: Final = 64
-"""How many addresses of peers' arrays are passed by value; more are passed in memory."""
+"""How many addresses of peers' arrays are passed by value. Further ones are passed in device memory."""
 ROWS_LAYOUT: Final = np.dtype([(name, np.uint64, ROWS) for name in ("arrays", "starts", "counts", "chunks")])
 PEERS_LAYOUT: Final = np.dtype([("arrays", np.uint64, PEERS)])
 
 Structure = np.ndarray[Any, Any]
-"""So many bytes as one element, whose layout only the kernel knows: CuPy has NumPy spell out any other at each launch."""
+"""An array of shape () whose element is raw bytes. With a structured dtype, CuPy would have NumPy format it at each launch."""
 
 
 def rows_of(addresses: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> tuple[Structure, int]:
-    """`struct Rows` of at most ROWS arrays, none of them empty, and how many chunks they are."""
+    """`struct Rows` for at most ROWS nonempty arrays, and their number of chunks."""
     chunks = [0, *accumulate([-(-count // CHUNK) for count in counts])]
     room = bytearray(ROWS_LAYOUT.itemsize)
     for column, values in enumerate((addresses, starts, counts, chunks[:-1])):
@@ -47,7 +47,7 @@ def rows_of(addresses: Sequence[int], starts: Sequence[int], counts: Sequence[in
 
 
 def peers_of(addresses: Sequence[int]) -> Structure:
-    """`struct Peers` of the first peers' arrays."""
+    """`struct Peers` for the arrays of the first PEERS peers."""
     room = bytearray(PEERS_LAYOUT.itemsize)
     struct.pack_into(f"{min(len(addresses), PEERS)}Q", room, 0, *addresses[:PEERS])
     return _structure(room)
@@ -76,13 +76,13 @@ class DeviceKernels:
         self._move("unpack", arrays, starts, bucket, of, to, scale)
 
     def quantise_int8(self, values: Any, scales: Any, integers: Any) -> None:
-        """float32 values as one scale for every 256 (float32) and integers (int8)."""
+        """Quantises float32 values to int8 integers and one float32 scale for every 256 values."""
         blocks = -(-values.size // BLOCK_VALUES)
         if blocks:
             self._run("quantise_int8", blocks, QUANTISE_THREADS, values, values.size, scales, integers)
 
     def dequantise_int8(self, scales: Any, integers: Any, values: Any) -> None:
-        """float32 values of blocks of int8."""
+        """Restores float32 values from int8 integers and their scales."""
         if values.size:
             self._run("dequantise_int8", _chunks(values.size), THREADS, scales, integers, values.size, values)
 
@@ -90,13 +90,13 @@ class DeviceKernels:
         """out = (peers[0] + peers[1] + ...) / divisor, in float32, rounded once. `out` may be one of the peers."""
         if out.size:
             addresses = [peer.data.ptr for peer in peers]
-            # Freed in the order of the current stream, so after the kernel that reads it.
+            # CuPy frees this in stream order, so after the kernel that reads it.
             more = self._cupy.asarray(np.array(addresses[PEERS:], np.uint64)) if len(addresses) > PEERS else 0
             told = (peers_of(addresses), more, np.int32(len(addresses)))
             self._run(f"sum_peers_{NAMES[dtype]}", _chunks(out.size), THREADS, *told, out.size, out, np.float32(divisor))
 
     def residue(self, values: Any, delivered: Any) -> None:
-        """values -= delivered, float32; zeros where any of it is not finite."""
+        """values -= delivered, in float32. If any result is not finite, all of them become zero."""
         if values.size:
             damaged = self._cupy.zeros(1, np.uint32)
             self._run("residue", _chunks(values.size), THREADS, values, delivered, values.size, damaged)

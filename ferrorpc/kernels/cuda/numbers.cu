@@ -1,13 +1,14 @@
-// The numbers of the CUDA kernels: floats and both half types, with the same bits as in NumPy, subnormals included.
+// Arithmetic and conversions of float and both half types for the CUDA kernels, with the same bits as in NumPy, including
+// subnormals.
 //
-// Conversions are written out in integers: rounding to nearest, ties to even; a NaN keeps its sign and the upper bits of its
-// payload and is made quiet. Only which NaN an addition or multiplication makes is open.
+// Conversions are written in integer arithmetic. They round to nearest, ties to even; a NaN keeps its sign and the upper bits
+// of its payload and becomes quiet. Only which NaN an addition or multiplication gives is unspecified.
 //
-// CuPy compiles everything with -ftz=true, which takes subnormal floats for zero in every operation that has a choice. So here
-// arithmetic of floats is written as PTX, which has none, and comparisons as those of bits.
+// CuPy compiles everything with -ftz=true, which flushes subnormal floats to zero in every operation whose PTX instruction the
+// compiler chooses. So float arithmetic is written here as PTX instructions without .ftz, and comparisons compare bits.
 //
-// The same text compiles as C++ for the host, where tests run it: only the qualifiers, the indices, the barrier and the PTX are
-// CUDA's.
+// The same source compiles as C++ for the host, where tests run it. Only the qualifiers, the indices, the barrier and the PTX
+// are specific to CUDA.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -39,12 +40,12 @@ __device__ inline float widen(bfloat16_bits value) { return float_of((u32)value.
 
 __device__ inline float widen(half_bits value) {
   u32 sign = (u32)(value.bits & 0x8000u) << 16, rest = value.bits & 0x7fffu;
-  if (rest >= 0x7c00u) {  // infinite, or NaN made quiet
+  if (rest >= 0x7c00u) {  // infinity, or NaN, which becomes quiet
     u32 quiet = rest > 0x7c00u ? 0x400000u : 0u;
     return float_of(sign | 0x7f800000u | (rest & 0x3ffu) << 13 | quiet);
   }
   if (rest >= 0x400u) return float_of(sign | (rest + (112u << 10)) << 13);
-  // Zero and subnormals: so many times 2^-24, which a float holds exactly.
+  // Zero and subnormals are multiples of 2^-24, which a float represents exactly.
   return float_of(sign | bits_of(times((float)rest, 5.9604644775390625e-8f)));
 }
 
@@ -60,12 +61,12 @@ __device__ inline void narrow(float value, half_bits *out) {
   u32 bits = bits_of(value), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
   if (rest > 0x7f800000u) {  // NaN
     out->bits = (u16)(sign | 0x7e00u | (rest >> 13 & 0x1ffu));
-  } else if (rest >= 0x477ff000u) {  // 65520 and beyond round to infinity
+  } else if (rest >= 0x477ff000u) {  // magnitudes from 65520 round to infinity
     out->bits = (u16)(sign | 0x7c00u);
-  } else if (rest >= 0x38800000u) {  // normal: the kept part, and a carry that rounds ties to even
+  } else if (rest >= 0x38800000u) {  // normal: the carry rounds to nearest, ties to even
     u32 shifted = rest - (112u << 23);
     out->bits = (u16)(sign | (shifted + 0xfffu + (shifted >> 13 & 1u)) >> 13);
-  } else {  // subnormal: the adder of floats rounds, when 0.5 pushes out the bits to drop
+  } else {  // subnormal: adding 0.5 makes the float adder round off the excess bits
     out->bits = (u16)(sign | (bits_of(plus(float_of(rest), 0.5f)) - 0x3f000000u));
   }
 }

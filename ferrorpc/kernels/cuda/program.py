@@ -1,4 +1,4 @@
-"""The text of the CUDA kernels, their names, and how it is to be compiled."""
+"""The source of the CUDA kernels, their names and their compiler options."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ KERNELS: Final = (
 
 
 def source(name: str = "kernels.cu") -> str:
-    """The text of a program: this file, after what all of them need."""
+    """The source of a program: the given file after numbers.cu, which every program needs."""
     return "".join(Path(__file__).with_name(each).read_text(encoding="utf-8") for each in ("numbers.cu", name))

@@ -1,7 +1,7 @@
-"""What the CUDA kernels compute, in NumPy: the definition that kernels.cu has to meet bit for bit.
+"""The reference implementation of the CUDA kernels in NumPy. kernels.cu must give the same bits.
 
-Half types are uint16 (bfloat16) and float16 as elsewhere in the library; conversions are those of kernels/half.py. That the
-result of an addition is NaN is defined, which NaN is not.
+As elsewhere in the library, bfloat16 is stored as uint16 and float16 as float16. Conversions are those of kernels/half.py.
+Whether the result of an addition is NaN is defined; which NaN it is, is not.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ferrorpc.types import DType
 Array = np.ndarray[Any, Any]
 
 BLOCK_VALUES: Final = 256
-"""Values of int8 that share a scale."""
+"""How many int8 values share a scale."""
 NAMES: Final = {DType.FLOAT32: "f32", DType.FLOAT16: "f16", DType.BFLOAT16: "bf16"}
-"""dtypes as in the names of kernels."""
+"""The names of dtypes in kernel names."""
 _SMALLEST_SCALE: Final = np.float32(2.0**-126)
 _LARGEST_SCALE: Final = np.uint32(0x7C01_0203).view(np.float32)
 
 
 def widened(values: Array, dtype: DType) -> Array:
-    """float32 of the same values."""
+    """Values of a storage dtype as float32."""
     if dtype is DType.FLOAT32:
         return values
     wide = np.empty(values.shape, np.float32)
@@ -55,7 +55,7 @@ def unpack(arrays: Sequence[Array], starts: Sequence[int], bucket: Array, of: DT
 
 
 def quantise_int8(values: Array) -> tuple[Array, Array]:
-    """float32 values as one scale for every 256 (float32) and integers (int8)."""
+    """Quantises float32 values: one float32 scale for every 256 values, and int8 integers."""
     blocks = -(-values.size // BLOCK_VALUES)
     scales, integers = np.empty(blocks, np.float32), np.zeros(values.size, np.int8)
     with np.errstate(all="ignore"):
@@ -72,14 +72,14 @@ def quantise_int8(values: Array) -> tuple[Array, Array]:
 
 
 def dequantise_int8(scales: Array, integers: Array) -> Array:
-    """float32 values of blocks of int8."""
+    """Restores float32 values from int8 integers and their scales."""
     with np.errstate(all="ignore"):
         values: Array = integers.astype(np.float32) * np.repeat(scales, BLOCK_VALUES)[: integers.size]
         return values
 
 
 def sum_peers(peers: Sequence[Array], dtype: DType, divisor: float = 1) -> Array:
-    """The left fold in float32, divided, rounded once."""
+    """The left fold of the peers' arrays in float32, divided by `divisor`, rounded once."""
     with np.errstate(all="ignore"):
         total = widened(peers[0], dtype)
         for peer in peers[1:]:
@@ -88,14 +88,14 @@ def sum_peers(peers: Sequence[Array], dtype: DType, divisor: float = 1) -> Array
 
 
 def residue(values: Array, delivered: Array) -> Array:
-    """values - delivered, float32; zeros where any of it is not finite."""
+    """values - delivered, in float32. If any result is not finite, all of them are zero."""
     with np.errstate(all="ignore"):
         rest = values - delivered
     return rest if np.isfinite(rest).all() else np.zeros_like(rest)
 
 
 def _scaled(values: Array, scale: float) -> Array:
-    """Multiplied; a NaN is made quiet and keeps its bits."""
+    """values * scale. A NaN becomes quiet and keeps its other bits."""
     with np.errstate(all="ignore"):
         found = values * np.float32(scale)
     nan = np.isnan(values)

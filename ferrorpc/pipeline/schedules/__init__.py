@@ -1,11 +1,11 @@
-"""Pipeline schedules as values, public as `ferrorpc.schedules`.
+"""Pipeline schedules as values; public as `ferrorpc.schedules`.
 
     s = ferrorpc.schedules.zbv(stages=4, microbatches=8)
     s.validate()                          # [] : sound
     s.simulate(latency=0.2).bubble_fraction
     s.to_svg("zbv.svg")
 
-Nothing here runs anything; `ferrorpc.Pipeline` does.
+`ferrorpc.Pipeline` runs them.
 """
 
 from __future__ import annotations

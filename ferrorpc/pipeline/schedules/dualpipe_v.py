@@ -1,19 +1,16 @@
-"""DualPipeV: as ZBV down and up again, with forwards of one chunk beside backwards of the other, whose messages they hide.
+"""DualPipeV: placed as ZBV; forwards of one chunk alternate with backwards of the other, and hide each other's messages.
 
-DeepSeek-AI, "DualPipe" (the V-shaped half of it), github.com/deepseek-ai/DualPipe. Rank r holds pieces r and 2p-1-r. The steady
-state alternates a forward of one chunk with a whole backward of the other; weights are kept back only towards the end. Rank r
-holds up to p + 1/2 activations. The bubble at equal costs is ZBV's. It needs 2p microbatches.
+DeepSeek-AI, "DualPipe" (its V-shaped half), github.com/deepseek-ai/DualPipe. Rank r holds pieces r and 2p-1-r. The steady
+state alternates a forward of one chunk with a whole backward of the other; backwards of weights are delayed only towards the
+end. Rank r holds up to p + 1/2 activations. The bubble at equal costs is ZBV's. It needs 2p microbatches.
 """
 
 from __future__ import annotations
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Action, B, F, I
-from ferrorpc.pipeline.schedules.layout import Row, check, vee
+from ferrorpc.pipeline.schedules.building_blocks import DOWN, UP, RowBuilder, check, v_placement
 from ferrorpc.pipeline.schedules.schedule import Schedule
-
-DOWN, UP = 0, 1
-"""The two chunks of a rank."""
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
@@ -32,7 +29,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
 
 def _row(rank: int, stages: int, microbatches: int) -> list[Action]:
-    row = Row(vee(rank, stages), microbatches)
+    row = RowBuilder(v_placement(rank, stages), microbatches)
     after = stages - 1 - rank
     for _ in range(2 * after):
         row.add(F, DOWN)
@@ -61,7 +58,7 @@ def _row(rank: int, stages: int, microbatches: int) -> list[Action]:
     return row.actions
 
 
-def _cool_down(row: Row, pairs: int) -> None:
-    """Pairs of backwards; from the middle one on, weights are kept back to fill the waits of the end."""
+def _cool_down(row: RowBuilder, pairs: int) -> None:
+    """Adds pairs of backwards. From the middle on, backwards of weights are delayed, to fill idle time at the end."""
     for backward in range(2 * pairs):
         row.add(B if backward < pairs else I, UP if backward % 2 == 0 else DOWN)

@@ -1,4 +1,4 @@
-"""Edges: whose output goes to whom. Most models are a chain; edges may skip pieces, and branches may run side by side."""
+"""Edges: which piece's output goes to which. Most models are a chain; edges may also skip pieces or form branches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ferrorpc.errors import UsageError
 
 Edge: TypeAlias = tuple[int, int]
-"""From piece, to piece."""
+"""(from piece, to piece)."""
 
 
 class Edges:
@@ -20,12 +20,12 @@ class Edges:
         pairs: (from, to); None for the chain 0, 1, 2, ...
 
     Raises:
-        UsageError: an edge leads nowhere, backwards or is there twice; a piece but the first has no input, or but the last no
-            output.
+        UsageError: an edge leads backwards or to no piece, or is there twice; a piece other than the first has no input, or one
+            other than the last no output.
     """
 
     def __init__(self, pieces: int, pairs: Iterable[Edge] | None = None) -> None:
-        chosen = [(piece, piece + 1) for piece in range(pieces - 1)] if pairs is None else _given(pairs)
+        chosen = [(piece, piece + 1) for piece in range(pieces - 1)] if pairs is None else _checked(pairs)
         self._after: list[list[int]] = [[] for _ in range(pieces)]
         self._before: list[list[int]] = [[] for _ in range(pieces)]
         for source, target in sorted(chosen):
@@ -58,7 +58,7 @@ class Edges:
         return self._before[piece]
 
 
-def _given(pairs: Any) -> list[Edge]:
+def _checked(pairs: Any) -> list[Edge]:
     hint = "list pairs of pieces: [(0, 1), (0, 2), (1, 2)]"
     if not isinstance(pairs, Iterable):
         raise UsageError(f"edges={pairs!r} are no edges", hint=hint)

@@ -1,13 +1,13 @@
 """GPipe: all forwards, then all backwards.
 
-Huang et al., "GPipe", arXiv:1811.06965. The simplest order, and the one that holds the most.
+Huang et al., "GPipe", arXiv:1811.06965. The simplest order, and the one that needs the most memory.
 Bubble (p-1)/(m+p-1) for p stages and m microbatches; every rank holds m activations.
 """
 
 from __future__ import annotations
 
 from ferrorpc.pipeline.actions import Action, B, F
-from ferrorpc.pipeline.schedules.layout import check
+from ferrorpc.pipeline.schedules.building_blocks import check
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 

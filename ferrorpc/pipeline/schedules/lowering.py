@@ -1,4 +1,4 @@
-"""From a pipeline's actions to messages, and to a program that can be simulated."""
+"""Lowers a pipeline's actions: to explicit messages, and to a program that can be simulated."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from ferrorpc.pipeline.schedules.edges import Edges
 from ferrorpc.plans.program import Need, Program, Task
 
 Rows: TypeAlias = Sequence[Sequence[Action]]
-Way: TypeAlias = tuple[int, int]
-"""From rank, to rank."""
+Link: TypeAlias = tuple[int, int]
+"""(from rank, to rank)."""
 Message: TypeAlias = tuple[Action, int]
-"""A send, and the piece that takes what it sends."""
+"""A send, and the piece that it sends to."""
 
-NAMES = {
+KIND_LABELS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward input",
     Kind.BACKWARD_WEIGHT: "backward weight",
 }
-"""The kinds of tasks, as pictures call them."""
+"""The kinds of tasks in pictures."""
 _GIVES_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def sources_of(each: Action, edges: Edges) -> list[int]:
-    """The pieces whose results an action waits for: of the forward for a forward, of the backward for a backward."""
+    """The pieces whose results an action needs: of their forward for a forward, of their backward for a backward."""
     if each.kind is Kind.FORWARD:
         return edges.before(each.stage)
     return edges.after(each.stage) if each.kind in _GIVES_GRADIENT else []
 
 
-def takers_of(each: Action, edges: Edges) -> list[int]:
-    """The pieces that wait for an action's result, or for what a send sends."""
+def targets_of(each: Action, edges: Edges) -> list[int]:
+    """The pieces that need an action's result, or what a send sends."""
     if each.kind in (Kind.FORWARD, Kind.SEND_FORWARD):
         return edges.after(each.stage)
     return edges.before(each.stage) if each.kind in (*_GIVES_GRADIENT, Kind.SEND_BACKWARD) else []
 
 
 def message_after(each: Action, placement: Sequence[int], edges: Edges) -> Action | None:
-    """The send that follows an action, where its result is wanted on another rank."""
-    if not any(placement[taker] != placement[each.stage] for taker in takers_of(each, edges)):
+    """The send that follows an action; None if no other rank needs the result."""
+    if not any(placement[target] != placement[each.stage] for target in targets_of(each, edges)):
         return None
     kind = Kind.SEND_FORWARD if each.kind is Kind.FORWARD else Kind.SEND_BACKWARD
     return Action(each.stage, kind, each.microbatch)
 
 
 def message_before(each: Action, placement: Sequence[int], edges: Edges) -> Action | None:
-    """The receive that precedes an action, where what it needs comes from another rank."""
+    """The receive that precedes an action; None if it needs nothing from another rank."""
     if not any(placement[source] != placement[each.stage] for source in sources_of(each, edges)):
         return None
     kind = Kind.RECV_FORWARD if each.kind is Kind.FORWARD else Kind.RECV_BACKWARD
@@ -57,31 +57,31 @@ def message_before(each: Action, placement: Sequence[int], edges: Edges) -> Acti
 
 
 def has_messages(rows: Rows) -> bool:
-    """Whether messages are spelled out in them."""
+    """Whether the rows have sends and receives among their actions."""
     return any(not each.kind.computes for row in rows for each in row)
 
 
 def with_messages(rows: Rows, placement: Sequence[int], edges: Edges) -> list[list[Action]]:
-    """The rows with every message spelled out; those that are so already, as they are."""
-    return [list(row) for row in rows] if has_messages(rows) else [list(_spelled_out(row, placement, edges)) for row in rows]
+    """The rows with sends and receives added; rows that have them are returned as they are."""
+    return [list(row) for row in rows] if has_messages(rows) else [list(_with_messages(row, placement, edges)) for row in rows]
 
 
-def _spelled_out(row: Sequence[Action], placement: Sequence[int], edges: Edges) -> Iterator[Action]:
+def _with_messages(row: Sequence[Action], placement: Sequence[int], edges: Edges) -> Iterator[Action]:
     for each in row:
         before, after = message_before(each, placement, edges), message_after(each, placement, edges)
         yield from [each for each in (before, each, after) if each is not None]
 
 
 class Lowering:
-    """The program of a schedule: a lane for each rank, and one for each way between two ranks.
+    """The program of a schedule: a lane for each rank, and one for each link between two ranks.
 
     Args:
-        rows: with messages spelled out, or without any: then results are there for all ranks at once.
+        rows: with sends and receives; without them, results are available on all ranks at once.
         placement: the rank of each piece.
         edges: between the pieces.
         durations: (kind, piece) -> time units.
-        latency, transfer: of a message, in time units.
-        credits: messages that may be under way from one rank to another; None for any number.
+        latency, transfer: of a message, in time units: how long it travels, and how long it occupies its link.
+        credits: how many messages may be in flight from one rank to another; None for any number.
     """
 
     def __init__(
@@ -99,24 +99,24 @@ class Lowering:
         self._edges = edges
         self._durations = durations
         self._latency = latency
-        self._transfer = transfer
+        self._transfer_time = transfer
         self._credits = credits
         self._index: dict[Action, int] = {}
-        self._ways: dict[Way, list[Message]] = {}
+        self._links: dict[Link, list[Message]] = {}
         self._chunk = self._chunks()
-        self._number()
+        self._index_tasks()
 
     def program(self) -> Program:
-        """The program; the first lanes are the ranks."""
+        """The program. Its first lanes are the ranks."""
         tasks = [self._task(each, rank) for rank, row in enumerate(self._rows) for each in row]
         lanes = [f"rank {rank}" for rank in range(len(self._rows))]
-        for (source, target), messages in self._ways.items():
+        for (source, target), messages in self._links.items():
             lanes.append(f"rank {source} to {target}")
-            tasks += [self._travel(send, len(lanes) - 1) for send, _ in messages]
+            tasks += [self._transfer_task(send, len(lanes) - 1) for send, _ in messages]
         return Program(tuple(lanes), tuple(tasks))
 
     def _chunks(self) -> list[int]:
-        """Which chunk of its rank each piece is."""
+        """For each piece, which chunk of its rank it is."""
         held: Counter[int] = Counter()
         chunks = []
         for rank in self._placement:
@@ -124,7 +124,7 @@ class Lowering:
             held[rank] += 1
         return chunks
 
-    def _number(self) -> None:
+    def _index_tasks(self) -> None:
         index = 0
         for row in self._rows:
             for each in row:
@@ -132,64 +132,64 @@ class Lowering:
                 index += 1
         for row in self._rows:
             for each in row:
-                for taker in self._remote_takers(each) if each.kind.sends else ():
-                    self._ways.setdefault(self._way(each, taker), []).append((each, taker))
-        messages = (message for way in self._ways.values() for message in way)
-        self._travels = {message: index + place for place, message in enumerate(messages)}
+                for target in self._remote_targets(each) if each.kind.sends else ():
+                    self._links.setdefault(self._link(each, target), []).append((each, target))
+        messages = (message for link in self._links.values() for message in link)
+        self._transfer_index = {message: index + place for place, message in enumerate(messages)}
 
-    def _remote_takers(self, send: Action) -> list[int]:
+    def _remote_targets(self, send: Action) -> list[int]:
         own = self._placement[send.stage]
-        return [taker for taker in takers_of(send, self._edges) if self._placement[taker] != own]
+        return [target for target in targets_of(send, self._edges) if self._placement[target] != own]
 
-    def _way(self, send: Action, taker: int) -> Way:
-        return self._placement[send.stage], self._placement[taker]
+    def _link(self, send: Action, target: int) -> Link:
+        return self._placement[send.stage], self._placement[target]
 
     def _task(self, each: Action, rank: int) -> Task:
         duration = self._durations.get((each.kind, each.stage), 0.0)
-        kind, shade = NAMES.get(each.kind, "message"), self._chunk[each.stage]
+        kind, shade = KIND_LABELS.get(each.kind, "message"), self._chunk[each.stage]
         return Task(str(each), rank, duration, tuple(self._needs(each)), kind, str(each.microbatch), shade)
 
-    def _travel(self, send: Action, lane: int) -> Task:
-        return Task(f"way of {send}", lane, self._transfer, (Need(self._index[send]),), "message")
+    def _transfer_task(self, send: Action, lane: int) -> Task:
+        return Task(f"transfer of {send}", lane, self._transfer_time, (Need(self._index[send]),), "message")
 
     def _needs(self, each: Action) -> Iterator[Need]:
         if each.kind.sends:
-            yield from self._credit(each)
+            yield from self._credit_needs(each)
         elif each.kind is Kind.BACKWARD_WEIGHT:
-            yield from self._of(Action(each.stage, Kind.BACKWARD_INPUT, each.microbatch))
+            yield from self._result_of(Action(each.stage, Kind.BACKWARD_INPUT, each.microbatch))
         elif each.kind.computes:
             if each.kind is not Kind.FORWARD:
-                yield from self._of(Action(each.stage, Kind.FORWARD, each.microbatch))
-            yield from self._arrival(each)
+                yield from self._result_of(Action(each.stage, Kind.FORWARD, each.microbatch))
+            yield from self._input_needs(each)
 
-    def _arrival(self, each: Action) -> Iterator[Need]:
-        """What an action waits for: messages, and results of other pieces on the same rank."""
+    def _input_needs(self, each: Action) -> Iterator[Need]:
+        """The messages, and the results of other pieces on the same rank, that an action waits for."""
         forward = each.kind is Kind.FORWARD
         direction = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
         for source in sources_of(each, self._edges):
-            travel = self._travels.get((Action(source, direction, each.microbatch), each.stage))
-            if travel is not None:
-                yield Need(travel, self._latency)
+            transfer = self._transfer_index.get((Action(source, direction, each.microbatch), each.stage))
+            if transfer is not None:
+                yield Need(transfer, self._latency)
                 continue
             for kind in (Kind.FORWARD,) if forward else _GIVES_GRADIENT:
-                yield from self._of(Action(source, kind, each.microbatch))
+                yield from self._result_of(Action(source, kind, each.microbatch))
 
-    def _of(self, other: Action) -> Iterator[Need]:
+    def _result_of(self, other: Action) -> Iterator[Need]:
         if other in self._index:
             yield Need(self._index[other])
 
-    def _credit(self, send: Action) -> Iterator[Need]:
-        """With credits a send waits until the message so many before it on its way has been used."""
+    def _credit_needs(self, send: Action) -> Iterator[Need]:
+        """With n credits a send waits until the message n places before it on its link has been used."""
         if self._credits is None:
             return
-        for taker in self._remote_takers(send):
-            messages = self._ways[self._way(send, taker)]
-            place = messages.index((send, taker)) - self._credits
+        for target in self._remote_targets(send):
+            messages = self._links[self._link(send, target)]
+            place = messages.index((send, target)) - self._credits
             if place >= 0:
-                yield from self._of(self._user(*messages[place]))
+                yield from self._result_of(self._user(*messages[place]))
 
-    def _user(self, send: Action, taker: int) -> Action:
+    def _user(self, send: Action, target: int) -> Action:
         if send.kind is Kind.SEND_FORWARD:
-            return Action(taker, Kind.FORWARD, send.microbatch)
-        kinds = (kind for kind in _GIVES_GRADIENT if Action(taker, kind, send.microbatch) in self._index)
-        return Action(taker, next(kinds, Kind.BACKWARD), send.microbatch)
+            return Action(target, Kind.FORWARD, send.microbatch)
+        kinds = (kind for kind in _GIVES_GRADIENT if Action(target, kind, send.microbatch) in self._index)
+        return Action(target, next(kinds, Kind.BACKWARD), send.microbatch)

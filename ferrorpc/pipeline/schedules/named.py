@@ -1,4 +1,4 @@
-"""Schedules by name, for those who have a name from a user."""
+"""Makes schedules by name."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ NAMED: Final[dict[str, Callable[..., Schedule]]] = {
     "zbv": zbv,
     "dualpipe_v": dualpipe_v,
 }
-"""Name -> what makes it."""
+"""The function that makes each named schedule."""
 _ALIASES: Final = {"one_f_one_b": "1f1b", "dualpipev": "dualpipe_v", "interleaved_1f1b": "interleaved"}
 _CHUNKS: Final = {"zbv": 2, "dualpipe_v": 2}
-"""Chunks of a rank where the schedule says how many; one where it does not ask."""
+"""Chunks of a rank, for schedules with a fixed number other than 1."""
 
 
 def named(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule of this name.
 
     Args:
-        chunks: pieces of the model on each rank; None for what is usual with this schedule.
+        chunks: pieces of the model on each rank; None for the schedule's default.
 
     Raises:
-        UsageError: there is no such schedule, or it does not admit these counts; the message names the rule.
+        UsageError: there is no such schedule, or it does not admit these counts; the message says why.
     """
     key = name.lower().replace("-", "_")
     key = _ALIASES.get(key, key)

@@ -1,4 +1,4 @@
-"""1F1B: after a warm-up, one forward and one backward in turn, so that no rank holds more than p activations.
+"""1F1B: after a warm-up, forwards and backwards alternate, so that no rank holds more than p activations.
 
 Narayanan et al., "PipeDream", arXiv:1806.03377 (here with a flush at the end of the step, as in PipeDream-Flush and DAPPLE).
 Rank r warms up with p-1-r forwards. Bubble (p-1)/(m+p-1), as GPipe; rank r holds min(p-r, m) activations instead of m.
@@ -7,7 +7,7 @@ Rank r warms up with p-1-r forwards. Bubble (p-1)/(m+p-1), as GPipe; rank r hold
 from __future__ import annotations
 
 from ferrorpc.pipeline.actions import B, F
-from ferrorpc.pipeline.schedules.layout import Row, check
+from ferrorpc.pipeline.schedules.building_blocks import RowBuilder, check
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -20,7 +20,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     check("one_f_one_b", stages=stages, microbatches=microbatches)
     rows = []
     for rank in range(stages):
-        row = Row([rank], microbatches)
+        row = RowBuilder([rank], microbatches)
         for _ in range(stages - 1 - rank):
             row.add(F, 0)
         for _ in range(microbatches):

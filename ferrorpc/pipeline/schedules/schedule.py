@@ -1,4 +1,4 @@
-"""A schedule: a table that is checked, simulated, drawn, and then run."""
+"""Schedule: a table of actions that can be validated, simulated, drawn, read and written."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ferrorpc.plans.timeline import SPANS_SHOWN_MOST
 
 @dataclass(frozen=True)
 class Schedule(Table):
-    """What every rank does, action by action: checked, simulated and drawn before it is run."""
+    """Every rank's actions in order. A schedule is a value: validated, simulated and drawn before it is run."""
 
     def validate(self, *, credits: int | None = None, peak: float | None = None) -> list[Finding]:
-        """What is wrong with it; empty when it is sound: whoever runs it comes to the end, with every gradient.
+        """What is wrong with it. An empty list means that it is sound: it runs to the end and computes every gradient.
 
         Args:
-            credits: how many messages may be under way from one rank to another before a send blocks; None for any number, as
-                the runtime sends.
+            credits: how many messages may be in flight from one rank to another before a send blocks; None for any number,
+                which is how `Pipeline` sends.
             peak: how many activations a rank may hold at once, in whole-rank microbatches; None for any number.
         """
         return validation.findings(self, credits, peak)
@@ -39,48 +39,48 @@ class Schedule(Table):
         *,
         transfer: float = 0.0,
     ) -> PipelineTimeline:
-        """When everything happens, at these costs in time units of the caller's choice.
+        """When every action runs, at these costs, in time units of the caller's choice.
 
         Args:
-            forward, backward_input, backward_weight: of a whole rank and one microbatch, split evenly over its chunks: a
-                number, or a list with one for each rank, or one for each piece of the model (then nothing is split). A whole
-                backward costs the sum of its two.
+            forward, backward_input, backward_weight: the cost for one microbatch. A number, or a list with a number for each
+                rank, is the cost of a whole rank, and is split evenly over its chunks; a list with a number for each piece of
+                the model is not split. A whole backward costs the sum of its two parts.
             latency: of a message between two ranks.
-            transfer: for how long a message occupies the way from its rank to the other, where messages queue.
+            transfer: how long a message occupies the link between the two ranks, where messages queue.
 
         Raises:
-            UsageError: it is not sound (the findings are in the message), or a list has another length.
+            UsageError: the schedule is not sound (the message says why), or a list has another length.
         """
         return simulation.simulate(self, (forward, backward_input, backward_weight), latency, transfer)
 
     def to_svg(self, path: str | Path) -> None:
-        """Draws its simulation at equal costs into an SVG file."""
+        """Draws its simulation at equal costs as an SVG file."""
         self.simulate().to_svg(path)
 
     def _repr_svg_(self) -> str | None:
-        """What a notebook shows of a sound one: its simulation at equal costs."""
+        """What a notebook shows: the simulation at equal costs, if the schedule is sound and not too long."""
         if sum(map(len, self.actions)) > SPANS_SHOWN_MOST:
             return None
         try:
             return self.simulate()._repr_svg_()
-        except UsageError:  # it is not sound
+        except UsageError:  # not sound
             return None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self}>"
 
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Writes its simulation at equal costs for chrome://tracing and Perfetto, a time unit as a millisecond."""
+        """Writes its simulation at equal costs for chrome://tracing and Perfetto; a time unit is shown as a millisecond."""
         self.simulate().to_chrome_trace(path)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """The CSV that torch.distributed.pipelining reads as `compute_only` (or, with messages in it, `compute_comms`).
+        """The CSV that torch.distributed.pipelining reads as `compute_only` (or `compute_comms` if messages are explicit).
 
-        A row is a rank. A sound schedule without messages gets empty cells where a rank waits if every action takes one
-        column, so that columns are moments.
+        A row is a rank. In a sound schedule without explicit messages every action takes one column, and cells are empty where
+        a rank waits, so that columns are moments.
 
         Args:
-            path: where to write it, too.
+            path: a file to write the text to.
         """
         lines = io.StringIO()
         csv.writer(lines).writerows(simulation.columns(self))
@@ -90,13 +90,13 @@ class Schedule(Table):
 
     @classmethod
     def from_csv(cls, source: str | Path, name: str = "custom") -> Schedule:
-        """Reads such a CSV, torch's included; overlapped pairs are put one after the other.
+        """Reads such a CSV, also one that torch wrote. Actions that overlap in torch's are put one after the other.
 
         Args:
-            source: a path, or the text itself where it is a str with a line break or a comma in it.
+            source: a path; or the text itself, if it is a str with a line break or a comma in it.
 
         Raises:
-            UsageError: a cell is no action of a pipeline.
+            UsageError: a cell is not an action.
         """
         is_text = isinstance(source, str) and ("\n" in source or "," in source)
         text = str(source) if is_text else Path(source).read_text(encoding="utf-8")

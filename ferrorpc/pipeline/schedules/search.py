@@ -1,8 +1,8 @@
-"""The best order that can be found at given costs: the named schedules, list schedules built with many tastes, and what
-becomes of the best of both when neighbours change places.
+"""Searches for a fast schedule at given costs.
 
-The named ones are among the candidates, so the result is never worse than the best of them under the same cap. A search takes
-about a hundred sweeps over all actions for the candidates, and some hundreds for the climbing.
+Candidates are the named schedules, and list schedules built by many priority rules. The best of them are improved by hill
+climbing. As the named schedules are candidates, the result is never worse than the best of them under the same cap. A search
+goes about a hundred times over all actions for the candidates, and some hundred times for the hill climbing.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from itertools import product
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import B, F, I, Kind, W
-from ferrorpc.pipeline.schedules.greedy import Greedy, Taste
-from ferrorpc.pipeline.schedules.improve import Sweep, improve
+from ferrorpc.pipeline.schedules.hill_climbing import MakespanModel, improve
+from ferrorpc.pipeline.schedules.list_scheduling import ListScheduler, PriorityRule
 from ferrorpc.pipeline.schedules.named import NAMED, named
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
-NAMES = ("forward", "backward_input", "backward_weight")
-PATIENCES = (0.0, 0.3, 0.7, 1.0)
+COST_NAMES = ("forward", "backward_input", "backward_weight")
+MIN_FITS = (0.0, 0.3, 0.7, 1.0)
 CLIMBS = 2
 """How many of the best candidates are improved."""
 TRIALS = 400
-"""How many orders are looked at for each."""
+"""How many orders hill climbing tries for each of them."""
 
 
 def search(
@@ -32,21 +32,21 @@ def search(
     *,
     microbatches: int = 8,
 ) -> Schedule:
-    """The fastest schedule found; among equals, the one that holds least.
+    """The fastest schedule found; among equally fast ones, the one that holds the fewest activations.
 
     Args:
         costs: "forward", "backward_input" and "backward_weight", each a list with the time units of every rank.
         latency: of a message between two ranks.
-        memory_cap: activations a rank may hold at once, in whole-rank microbatches; None for any number.
+        memory_cap: how many activations a rank may hold at once, in whole-rank microbatches; None for any number.
         microbatches: how many there are.
 
     Raises:
-        UsageError: costs are missing or of different lengths, or nothing fits below the cap.
+        UsageError: costs are missing or of different lengths, or no schedule keeps the cap.
     """
-    if set(costs) != set(NAMES) or len({len(costs[name]) for name in NAMES}) != 1:
+    if set(costs) != set(COST_NAMES) or len({len(costs[name]) for name in COST_NAMES}) != 1:
         raise UsageError(
-            f"costs are lists of one length called {', '.join(NAMES)}; these are {dict(costs)}",
-            hint="give each a number for every piece of the model",
+            f"costs are lists of one length called {', '.join(COST_NAMES)}; these are {dict(costs)}",
+            hint="give each a number for every rank",
         )
     ranked = sorted(_fitting(costs, latency, memory_cap, microbatches), key=lambda found: found[:3])
     if not ranked:
@@ -56,18 +56,18 @@ def search(
         chunks = schedule.virtual_stages // schedule.stages
         caps = None if memory_cap is None else [int(memory_cap * chunks + 1e-9)] * schedule.stages
         climbed = improve(schedule, _by_piece(schedule, costs), latency, caps, TRIALS)
-        found = Sweep(climbed, _by_piece(climbed, costs), latency).makespan(climbed.actions)
+        found = MakespanModel(climbed, _by_piece(climbed, costs), latency).makespan(climbed.actions)
         if found < makespan - 1e-9:
             makespan, best = found, climbed
     return best
 
 
 def _by_piece(schedule: Schedule, costs: Mapping[str, Sequence[float]]) -> dict[tuple[Kind, int], float]:
-    """(kind, piece) -> time units: a rank's cost is split evenly over its pieces."""
+    """(kind, piece) -> time units. A rank's cost is split evenly over its pieces."""
     chunks = schedule.virtual_stages // schedule.stages
     found = {}
     for piece, rank in enumerate(schedule.placement):
-        forward, backward_input, backward_weight = (costs[name][rank] / chunks for name in NAMES)
+        forward, backward_input, backward_weight = (costs[name][rank] / chunks for name in COST_NAMES)
         found[F, piece], found[I, piece], found[W, piece] = forward, backward_input, backward_weight
         found[B, piece] = backward_input + backward_weight
     return found
@@ -76,12 +76,12 @@ def _by_piece(schedule: Schedule, costs: Mapping[str, Sequence[float]]) -> dict[
 def _fitting(
     costs: Mapping[str, Sequence[float]], latency: float, memory_cap: float | None, microbatches: int
 ) -> Iterator[tuple[float, float, int, Schedule]]:
-    """(makespan, peak, place, candidate) of those below the cap."""
+    """(makespan, peak, place, candidate) of the candidates that keep the cap."""
     for place, schedule in enumerate(_candidates(costs, latency, memory_cap, microbatches)):
         peak = max(schedule.peak_activations)
         if memory_cap is None or peak <= memory_cap + 1e-9:
-            sweep = Sweep(schedule, _by_piece(schedule, costs), latency)
-            yield round(sweep.makespan(schedule.actions), 9), peak, place, schedule
+            model = MakespanModel(schedule, _by_piece(schedule, costs), latency)
+            yield round(model.makespan(schedule.actions), 9), peak, place, schedule
 
 
 def _candidates(
@@ -98,20 +98,21 @@ def _candidates(
     straight = list(range(stages))
     for placement in (straight, straight + straight[::-1]):
         chunks = len(placement) // stages
-        split = {kind: [costs[name][rank] / chunks for rank in placement] for kind, name in zip((F, I, W), NAMES, strict=True)}
-        for caps, taste in product(_caps(stages, int(cap * chunks + 1e-9), chunks), _tastes(chunks)):
-            schedule = Greedy(placement, microbatches, split, latency, caps, taste).build("searched")
+        kinds = zip((F, I, W), COST_NAMES, strict=True)
+        split = {kind: [costs[name][rank] / chunks for rank in placement] for kind, name in kinds}
+        for caps, rule in product(_caps(stages, int(cap * chunks + 1e-9), chunks), _priority_rules(chunks)):
+            schedule = ListScheduler(placement, microbatches, split, latency, caps, rule).build("searched")
             if schedule is not None:
                 yield schedule
 
 
 def _caps(stages: int, cap: int, chunks: int) -> list[list[int]]:
-    """What each rank may hold: all alike, or less the nearer the loss, as in 1F1B."""
+    """What each rank may hold: the same for all, or less for later ranks, as in 1F1B."""
     falling = [max(chunks, min(cap, chunks * (stages - rank))) for rank in range(stages)]
     even = [cap] * stages
     return [even] if falling == even else [even, falling]
 
 
-def _tastes(chunks: int) -> list[Taste]:
-    upstream = (False, True) if chunks > 1 else (False,)
-    return [Taste(*each) for each in product((False, True), PATIENCES, upstream)]
+def _priority_rules(chunks: int) -> list[PriorityRule]:
+    early_chunk_first = (False, True) if chunks > 1 else (False,)
+    return [PriorityRule(*each) for each in product((False, True), MIN_FITS, early_chunk_first)]

@@ -1,4 +1,4 @@
-"""What a schedule costs: makespan, bubbles, and how many activations each rank holds at most."""
+"""Simulates a schedule: makespan, bubbles, and the peak of each rank's activations."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, TypeAlias, TypedDict
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Kind
-from ferrorpc.pipeline.schedules.lowering import NAMES, Lowering, has_messages
+from ferrorpc.pipeline.schedules.lowering import KIND_LABELS, Lowering, has_messages
 from ferrorpc.pipeline.schedules.table import Table
 from ferrorpc.pipeline.schedules.validation import findings
 from ferrorpc.plans import simulate as plans
 from ferrorpc.plans.timeline import Span, Timeline
 
 Cost: TypeAlias = float | Sequence[float]
-"""Time units of a whole rank; or one for each rank, or one for each piece of the model."""
+"""Time units of a whole rank, the same for all; or a list by rank, or by piece of the model."""
 
 
 class PieceCosts(TypedDict):
-    """Time units of each piece of the model, as `schedule.simulate` takes them."""
+    """Time units by piece of the model, as `schedule.simulate` takes them."""
 
     forward: list[float]
     backward_input: list[float]
@@ -30,7 +30,7 @@ class PipelineTimeline(Timeline):
 
     Attributes:
         peak_activations: the most activations that each rank held at once, in whole-rank microbatches: an activation of one of
-            a rank's chunks counts as its share. One lives from its forward to the end of its backward, weights included.
+            v chunks counts as 1/v. It is held from its forward to the end of its backward, weights included.
     """
 
     key = "numbers are microbatches"
@@ -49,9 +49,9 @@ class PipelineTimeline(Timeline):
         return f"{super().note(lane)}, holds {self.peak_activations[lane]:g}"
 
     def costs(self, schedule: Table) -> PieceCosts:
-        """What each piece of the model cost on average, as `schedule.simulate(**costs)` takes it.
+        """The average cost of each piece of the model, as `schedule.simulate(**costs)` takes it.
 
-        A simulation with the costs of a recorded run shows what the messages of that run added. A whole backward counts half as
+        Compared with a simulation at these costs, a recorded run shows what its messages added. A whole backward counts half as
         the input's, half as the weights'.
         """
         lengths: dict[tuple[str, int], list[float]] = {}
@@ -60,16 +60,16 @@ class PipelineTimeline(Timeline):
             lengths.setdefault(place, []).append(span.stop - span.start)
         mean = {place: sum(found) / len(found) for place, found in lengths.items()}
         pieces = range(schedule.virtual_stages)
-        halves = [mean.get((NAMES[Kind.BACKWARD], piece), 0.0) / 2 for piece in pieces]
+        halves = [mean.get((KIND_LABELS[Kind.BACKWARD], piece), 0.0) / 2 for piece in pieces]
         return {
-            "forward": [mean.get((NAMES[Kind.FORWARD], piece), 0.0) for piece in pieces],
-            "backward_input": [mean.get((NAMES[Kind.BACKWARD_INPUT], piece), halves[piece]) for piece in pieces],
-            "backward_weight": [mean.get((NAMES[Kind.BACKWARD_WEIGHT], piece), halves[piece]) for piece in pieces],
+            "forward": [mean.get((KIND_LABELS[Kind.FORWARD], piece), 0.0) for piece in pieces],
+            "backward_input": [mean.get((KIND_LABELS[Kind.BACKWARD_INPUT], piece), halves[piece]) for piece in pieces],
+            "backward_weight": [mean.get((KIND_LABELS[Kind.BACKWARD_WEIGHT], piece), halves[piece]) for piece in pieces],
         }
 
 
 def simulate(table: Table, costs: tuple[Cost, Cost, Cost], latency: float, transfer: float) -> PipelineTimeline:
-    """As `Schedule.simulate`; `costs` are those of forward, backward of input, backward of weights."""
+    """As `Schedule.simulate`. `costs` are those of forward, backward of input and backward of weights."""
     found = findings(table)
     if found:
         said = "; ".join(str(each) for each in found[:3])
@@ -89,7 +89,7 @@ def simulate(table: Table, costs: tuple[Cost, Cost, Cost], latency: float, trans
 
 
 def columns(table: Table) -> list[list[str]]:
-    """It as rows of cells, empty where a rank waits while every action takes one column."""
+    """The cells of its CSV (`Schedule.to_csv`), by row."""
     rows = [[str(each) for each in row] for row in table.actions]
     if has_messages(table.actions) or findings(table):
         return rows

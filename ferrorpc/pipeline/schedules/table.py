@@ -1,4 +1,4 @@
-"""A table: what every rank of a pipeline does, action by action, and what follows from that alone."""
+"""The table of a schedule: every rank's actions in order, and what can be derived from them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ferrorpc.pipeline.schedules.edges import Edge, Edges
 
 @dataclass(frozen=True)
 class Table:
-    """What every rank does.
+    """Every rank's actions.
 
-    A pipeline of `stages` ranks holds a model that is cut into `virtual_stages` pieces, numbered from the input on; where a
-    rank holds several of them, they are its chunks. Actions name the piece and the microbatch they are about.
+    A pipeline of `stages` ranks holds a model that is cut into `virtual_stages` pieces, numbered from the input on. The pieces
+    of one rank are its chunks. An action has the number of its piece (`Action.stage`) and of its microbatch.
 
     Attributes:
         name: what it is called.
-        actions: of each rank, in the order in which it does them. Messages are implied, unless they are among them.
+        actions: of each rank, in order. Sends and receives are implied, unless they are among them.
         pairs: the edges between the pieces, as (from, to); None for a chain.
     """
 
@@ -31,7 +31,7 @@ class Table:
 
     @classmethod
     def of(cls, name: str, rows: Iterable[Iterable[Action]]) -> Self:
-        """The one with these actions, a row for each rank."""
+        """The table with these actions, a row for each rank."""
         return cls(name, tuple(tuple(row) for row in rows))
 
     @property
@@ -46,7 +46,7 @@ class Table:
 
     @cached_property
     def microbatches(self) -> int:
-        """How many there are."""
+        """How many microbatches there are."""
         return 1 + max((each.microbatch for row in self.actions for each in row), default=-1)
 
     @property
@@ -56,7 +56,7 @@ class Table:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The rank of each piece; -1 for a piece that none has."""
+        """The rank of each piece; -1 for a piece that no rank has."""
         ranks = {each.stage: rank for rank, row in enumerate(self.actions) for each in row}
         return tuple(ranks.get(stage, -1) for stage in range(self.virtual_stages))
 
@@ -66,24 +66,24 @@ class Table:
 
     @cached_property
     def edges(self) -> Edges:
-        """Whose output goes to whom."""
+        """Which piece's output goes to which."""
         return Edges(self.virtual_stages, self.pairs)
 
     def with_edges(self, pairs: Iterable[Edge]) -> Self:
-        """The same order for a model that is no chain.
+        """The same order for a model that is not a chain.
 
         Args:
-            pairs: all edges, as (from piece, to piece), from earlier to later ones. Whatever order is sound for a chain is
+            pairs: all edges, as (from piece, to piece), from earlier to later ones. An order that is sound for a chain is
                 sound for any such edges.
 
         Raises:
-            UsageError: they are no edges of such a model.
+            UsageError: the edges do not connect all pieces of the model.
         """
         return replace(self, pairs=Edges(self.virtual_stages, pairs).pairs)
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether some backward is in two actions."""
+        """Whether any backward is split into two actions."""
         return any(each.kind is Kind.BACKWARD_INPUT for row in self.actions for each in row)
 
     @cached_property
@@ -94,14 +94,12 @@ class Table:
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """The most activations that each rank holds at once, in whole-rank microbatches."""
-        return tuple(_peak(row) / max(len(self.pieces(rank)), 1) for rank, row in enumerate(self.actions))
+        return tuple(peak_of(row) / max(len(self.pieces(rank)), 1) for rank, row in enumerate(self.actions))
 
     def with_messages(self) -> Self:
-        """The same with every message spelled out: receives before, sends after the actions they belong to."""
+        """The same with explicit messages: a receive before, and a send after, each action that needs one."""
         rows = lowering.with_messages(self.actions, self.placement, self.edges)
         return replace(self, actions=tuple(tuple(row) for row in rows))
-
-    # As text, a line is a rank.
 
     def to_text(self) -> str:
         """A line for each rank: its actions with spaces between them."""
@@ -109,10 +107,10 @@ class Table:
 
     @classmethod
     def from_text(cls, text: str, name: str = "custom") -> Self:
-        """Reads what `to_text` wrote. Empty lines at the end do not count.
+        """Parses what `to_text` wrote. Empty lines at the end are ignored.
 
         Raises:
-            UsageError: something in it is no action.
+            UsageError: a word is not an action.
         """
         return cls.of(name, [[action(word) for word in line.split()] for line in text.rstrip().splitlines()])
 
@@ -127,7 +125,8 @@ def _forward_first(row: Sequence[Action]) -> bool:
     return all(kind is Kind.FORWARD for kind in computed[:forwards])
 
 
-def _peak(row: Sequence[Action]) -> int:
+def peak_of(row: Sequence[Action]) -> int:
+    """The most activations that a rank with these actions holds at once, counted in pieces."""
     live = highest = 0
     for each in row:
         if each.kind is Kind.FORWARD:

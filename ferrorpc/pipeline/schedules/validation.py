@@ -1,4 +1,4 @@
-"""What can be wrong with a schedule's table, rule by rule."""
+"""Validates a schedule's table: one function for each rule."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ferrorpc.pipeline.actions import Action, Kind
+from ferrorpc.pipeline.actions import Action, B, F, I, Kind, W
 from ferrorpc.pipeline.schedules.lowering import Lowering, has_messages, with_messages
 from ferrorpc.pipeline.schedules.table import Table
 from ferrorpc.plans.simulate import blocked
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong with a schedule.
 
     Attributes:
         rule: "empty", "placement", "missing", "duplicate", "order", "message", "deadlock" or "peak".
-        message: what, where.
-        rank: where; None where no single rank is to blame.
+        message: what is wrong.
+        rank: on which rank; None if it concerns several.
     """
 
     rule: str
@@ -33,7 +31,7 @@ class Finding:
 
 
 def findings(table: Table, credits: int | None = None, peak: float | None = None) -> list[Finding]:
-    """As `Schedule.validate`. What follows only from an earlier finding is not listed."""
+    """As `Schedule.validate`. Findings that are only consequences of earlier ones are not listed."""
     if not table.microbatches or not all(table.actions):
         idle = [rank for rank, row in enumerate(table.actions) if not row]
         return [Finding("empty", f"nothing to do for ranks {idle}" if idle else "no rank has anything to do")]
@@ -59,7 +57,7 @@ def _misplaced(table: Table) -> Iterator[Finding]:
 
 
 def _miscounted(table: Table) -> Iterator[Finding]:
-    """Each stage takes each microbatch forward once, and back once: as B, or as I and W."""
+    """Each stage has one forward and one backward of each microbatch; the backward is a B, or an I and a W."""
     count = Counter(each for row in table.actions for each in row)
     rank_of = table.placement
     for each, times in count.items():
@@ -80,7 +78,7 @@ def _miscounted(table: Table) -> Iterator[Finding]:
 
 
 def _misordered(table: Table) -> Iterator[Finding]:
-    """On one rank: forward before backward, input's gradient before the weights'."""
+    """On each rank a forward comes before its backward, and the input's gradient before the weights'."""
     first = {B: F, I: F, W: I}
     for rank, row in enumerate(table.actions):
         done: set[Action] = set()
@@ -93,15 +91,15 @@ def _misordered(table: Table) -> Iterator[Finding]:
 
 
 def _unpaired(table: Table) -> Iterator[Finding]:
-    """Where messages are spelled out: each is sent after its value is there, and received before it is used."""
+    """If messages are explicit, each is sent after its value is computed, and received before it is used."""
     if not has_messages(table.actions):
         return
     compute = [[each for each in row if each.kind.computes] for row in table.actions]
     wanted = {each for row in with_messages(compute, table.placement, table.edges) for each in row if not each.kind.computes}
-    there = {each for row in table.actions for each in row if not each.kind.computes}
-    for each in sorted(wanted - there, key=str):
+    found = {each for row in table.actions for each in row if not each.kind.computes}
+    for each in sorted(wanted - found, key=str):
         yield Finding("message", f"{each} is missing", table.placement[each.stage])
-    for each in sorted(there - wanted, key=str):
+    for each in sorted(found - wanted, key=str):
         yield Finding("message", f"{each}: nothing has to be sent there", table.placement[each.stage])
     for rank, row in enumerate(table.actions):
         place = {each: index for index, each in enumerate(row)}
@@ -113,7 +111,7 @@ def _unpaired(table: Table) -> Iterator[Finding]:
 
 
 def _partner(message: Action, place: dict[Action, int]) -> Action | None:
-    """The action of the same rank that makes what is sent, or uses what is received."""
+    """The action of the same rank that computes what is sent, or uses what is received."""
     kinds = (F,) if message.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD) else (B, I)
     return next((each for kind in kinds if (each := Action(message.stage, kind, message.microbatch)) in place), None)
 
@@ -121,7 +119,7 @@ def _partner(message: Action, place: dict[Action, int]) -> Action | None:
 def _deadlocked(table: Table, credits: int | None) -> Iterator[Finding]:
     rows = table.actions if credits is None else table.with_messages().actions
     for each in blocked(Lowering(rows, table.placement, table.edges, {}, credits=credits).program()):
-        if each.lane.count(" ") == 1:  # a rank; a way that stands still follows from it
+        if each.lane.count(" ") == 1:  # "rank 0", not the link "rank 0 to 1": blocked links are consequences of blocked ranks
             rank = int(each.lane.split()[1])
             yield Finding("deadlock", f"never starts {each.task}, which needs {' and '.join(each.needs)}", rank)
 

@@ -1,19 +1,16 @@
-"""ZBV: the model goes down the ranks and comes back up, so that the last forward turns round without a message.
+"""ZBV: the model goes down the ranks and back up, so that the last rank passes its first chunk's output on without a message.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, and "Pipeline Parallelism with Controllable Memory",
 arXiv:2405.15362. Rank r holds pieces r and 2p-1-r. At equal costs of forward, input and weights, and with 2p-1 or more
-microbatches, no rank waits between its first action and its last: what is left of the bubble is the ramp at both ends,
-(p-1)/(6m+p-1). Fewer keep the order they would have among 2p-1. Every rank holds min(p, m) activations.
+microbatches, no rank is idle between its first action and its last. What is left of the bubble is the ramp at both ends,
+(p-1)/(6m+p-1). Fewer microbatches keep the order that they would have among 2p-1. Every rank holds min(p, m) activations.
 """
 
 from __future__ import annotations
 
 from ferrorpc.pipeline.actions import Action, F, I
-from ferrorpc.pipeline.schedules.layout import Row, check, vee
+from ferrorpc.pipeline.schedules.building_blocks import DOWN, UP, RowBuilder, check, v_placement
 from ferrorpc.pipeline.schedules.schedule import Schedule
-
-DOWN, UP = 0, 1
-"""The two chunks of a rank."""
 
 
 def zbv(stages: int, microbatches: int) -> Schedule:
@@ -29,19 +26,19 @@ def zbv(stages: int, microbatches: int) -> Schedule:
 
 
 def _row(rank: int, stages: int, microbatches: int) -> list[Action]:
-    row = Row(vee(rank, stages), microbatches)
+    row = RowBuilder(v_placement(rank, stages), microbatches)
     for _ in range(2 * (stages - rank) - 1):
         row.add(F, DOWN)
     for _ in range(rank):
         row.add(F, UP)
         row.add(F, DOWN)
     for _ in range(stages - rank):
-        _through(row, UP)
-    while row.left(DOWN) or row.left(UP):
+        _add_split(row, UP)
+    while row.forwards_left(DOWN) or row.forwards_left(UP):
         row.add(F, DOWN)
         row.add(I, DOWN)
         row.add_weight(DOWN)
-        _through(row, UP)
+        _add_split(row, UP)
     for _ in range(rank):
         row.add(I, DOWN)
         row.add(I, UP)
@@ -51,8 +48,8 @@ def _row(rank: int, stages: int, microbatches: int) -> list[Action]:
     return row.finish()
 
 
-def _through(row: Row, chunk: int) -> None:
-    """A forward, and a whole backward in two."""
+def _add_split(row: RowBuilder, chunk: int) -> None:
+    """Adds a forward, and both parts of a backward."""
     row.add(F, chunk)
     row.add(I, chunk)
     row.add_weight(chunk)

@@ -1,9 +1,12 @@
-"""`cupy.cuda` over fake GPUs: devices, streams, events and the runtime's calls, with CuPy's own ways.
+"""`cupy.cuda` on fake GPUs: devices, streams, events and runtime calls that behave like CuPy's.
 
-Ways that have to be known: the null stream, whose number is 0, is that of whatever device is current when it is used; leaving
-`with stream:` goes back to the stream of the `with` around it, never to one that `use()` made current; a stream is destroyed
-with its object; an event that is asked whether it is done says no when the GPU has failed; a UUID ends before its first zero
-byte, as a C string does.
+It reproduces these less obvious behaviours:
+
+- The null stream, number 0, belongs to the device that is current when it is used.
+- Leaving `with stream:` restores the stream of the enclosing `with`, never one that `use()` made current.
+- A stream is destroyed with its object.
+- An event is not done if the GPU has failed.
+- A UUID is cut before its first zero byte, like a C string.
 """
 
 from __future__ import annotations
@@ -20,23 +23,23 @@ NOT_READY: Final = 600
 INVALID_HANDLE: Final = 400
 INVALID_DEVICE: Final = 101
 PER_THREAD: Final = 2
-"""The number of the stream that every thread has one of."""
+"""The number of the per-thread default stream."""
 
 
 class _Thread(threading.local):
-    """What CUDA keeps for each thread: the current device, and CuPy: the current stream of each."""
+    """The per-thread state: of CUDA, the current device; of CuPy, the current stream of each device."""
 
     def __init__(self) -> None:
         self.device = 0
         self.devices: list[int] = []
-        """Of each `with device:` that it is in, the one before."""
+        """The device to restore at the end of each open `with device:`."""
         self.current: dict[int, _Stream] = {}
         self.inside: list[tuple[int, _Stream]] = []
-        """Device and stream of each `with stream:` that it is in."""
+        """The device and stream of each open `with stream:`."""
 
 
 class Driver:
-    """A machine's GPUs as the threads of a process see them: each has a current one, and current streams."""
+    """A machine's GPUs as the threads of a process use them: each thread has a current device and current streams."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -44,21 +47,21 @@ class Driver:
 
     @property
     def gpu(self) -> Gpu:
-        """The calling thread's device."""
+        """The calling thread's current device."""
         return self.machine.gpus[self.thread.device]
 
     @property
     def stream(self) -> FakeStream:
-        """The calling thread's stream."""
+        """The calling thread's current stream."""
         current = self.thread.current.get(self.thread.device)
         return self.gpu.default if current is None else current.fake
 
     def current(self, device: int) -> int:
-        """The number of a device, which is the calling thread's for -1."""
+        """The number of a device; -1 means the calling thread's current device."""
         return self.thread.device if device < 0 else device
 
     def query(self, event: int) -> int:
-        """The status of an event, which is that of the GPU where it has failed."""
+        """The status of an event, or the error of the machine if a GPU has failed."""
         if self.machine.failure:
             return self.machine.failure
         return 0 if self.machine.event(event).done else NOT_READY
@@ -79,7 +82,7 @@ class Pinned:
 
 
 class _Unowned:
-    """`cupy.cuda.UnownedMemory`: memory of a GPU that something else has, and keeps as long as this."""
+    """`cupy.cuda.UnownedMemory`: GPU memory that another object owns. It keeps that object alive."""
 
     driver: Driver
 
@@ -90,7 +93,7 @@ class _Unowned:
 
 
 class MemoryPointer:
-    """`cupy.cuda.MemoryPointer`: a place in memory, which it keeps."""
+    """`cupy.cuda.MemoryPointer`: an address in a block of memory, which it keeps alive."""
 
     def __init__(self, mem: Any, offset: int) -> None:
         self.mem = mem
@@ -134,7 +137,7 @@ class _Event:
         self.timing = not disable_timing
 
     def __del__(self) -> None:
-        """A finalizer, as CuPy's: in a circle of garbage it may come before those that still use the event."""
+        """Destroys the event, as in CuPy. In a reference cycle this may run before the finalizers of objects that use it."""
         del self.driver.machine.events[self.ptr]
 
     @property
@@ -159,20 +162,20 @@ class _Stream:
             self.ptr = self._own.pointer
 
     def __del__(self) -> None:
-        """A finalizer, as CuPy's: in a circle of garbage it may come before those that still use the stream."""
+        """Destroys the stream, as in CuPy. In a reference cycle this may run before the finalizers of objects that use it."""
         if self._own is not None:
             self._own.destroyed = True
 
     @classmethod
     def from_external(cls, obj: Any) -> _Stream:
-        """One that something else has made, which says so by `__cuda_stream__`."""
+        """A stream that another library has created, from an object with `__cuda_stream__`."""
         found = cls(null=True)
         _, found.ptr = obj.__cuda_stream__()
         return found
 
     @property
     def fake(self) -> FakeStream:
-        """Its queue. The null stream is the current device's."""
+        """The fake stream. For the null stream it is the default stream of the current device."""
         return self.driver.gpu.default if self.ptr == 0 else self.driver.machine.stream(self.ptr)
 
     def wait_event(self, event: _Event) -> None:
@@ -182,7 +185,7 @@ class _Stream:
         self.fake.synchronize()
 
     def _on_device(self) -> int:
-        """The current device, which has to be its own where that is known."""
+        """The current device. Raises RuntimeError if the stream is known to belong to another."""
         device = self.driver.thread.device
         if self.device_id not in (-1, device):
             raise RuntimeError(f"the stream is GPU {self.device_id}'s, but GPU {device} is current")
@@ -211,7 +214,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 def cuda(driver: Driver) -> SimpleNamespace:
-    """`cupy.cuda` over these GPUs."""
+    """`cupy.cuda` on these GPUs."""
     own: dict[str, Any] = {"driver": driver}
     stream = type("Stream", (_Stream,), own)
     classes = {
@@ -231,7 +234,7 @@ def cuda(driver: Driver) -> SimpleNamespace:
 
 
 def _elapsed(start: _Event, end: _Event) -> float:
-    """Milliseconds between two events that were made with a time and are done."""
+    """Milliseconds between two events, which must have been created with timing and be done."""
     if not (start.timing and end.timing):
         raise CUDARuntimeError(INVALID_HANDLE)
     if not (start.done and end.done):

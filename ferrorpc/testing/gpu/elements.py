@@ -1,4 +1,4 @@
-"""What a fake NCCL does with the elements of arrays."""
+"""The element arithmetic of the fake NCCL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOLDS: Final[dict[Op, Callable[[Array, Array], Array]]] = {
 
 
 def reduced(arrays: list[Array], op: Op, datatype: DataType) -> Array:
-    """One for all ranks' arrays: element i is folded from rank i modulo the ranks on."""
+    """Reduces all ranks' arrays to one. The fold of element i begins at rank i modulo the number of ranks."""
     wide = [_wide(array, datatype) for array in arrays]
     size = len(wide)
     total = np.empty_like(wide[0])
@@ -38,12 +38,12 @@ def reduced(arrays: list[Array], op: Op, datatype: DataType) -> Array:
 
 
 def storage_of(datatype: DataType) -> np.dtype[Any]:
-    """NumPy's dtype of as many bytes: its own, or uint16 for bfloat16."""
+    """The NumPy dtype of the same name; uint16 for bfloat16."""
     return np.dtype("uint16" if datatype is DataType.BFLOAT16 else datatype.name.lower())
 
 
 def elements_at(gpu: Gpu, address: int, count: int, datatype: DataType) -> Array:
-    """So many elements from there, as a view of the GPU's memory. Raises GpuFault."""
+    """`count` elements at an address, as a view of the GPU's memory. Raises GpuFault for an illegal address."""
     storage = storage_of(datatype)
     return gpu.bytes_at(address, count * storage.itemsize).view(storage)
 

@@ -1,4 +1,4 @@
-"""The kernels that fold what ranks have laid out, on fake GPUs: what the reference says."""
+"""The fold kernels of shared GPU memory (folds.cu) on fake GPUs, which compute the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ferrorpc.testing.gpu.machine import Gpu
 
 
 class Fold:
-    """One of FOLDS, on one GPU. Its arguments are addresses and numbers, as the CUDA text has them."""
+    """One of FOLDS on one GPU. Its arguments are addresses and numbers, as in the CUDA source."""
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu = gpu

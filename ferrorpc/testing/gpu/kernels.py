@@ -1,6 +1,6 @@
-"""`cupy.RawModule` for the library's own kernels on fake GPUs: each launch is queued, and computes what the reference says.
+"""`cupy.RawModule` for the library's own kernels on fake GPUs. Each launch is queued and computes the reference in NumPy.
 
-That the CUDA text has the bits of the reference is shown elsewhere, by running it as C++ on the host.
+Other tests run the CUDA source as C++ on the host and show that it gives the bits of the reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Kernel:
-    """One kernel of one GPU. Its arguments are addresses and numbers, as the CUDA text has them."""
+    """One kernel on one GPU. Its arguments are addresses and numbers, as in the CUDA source."""
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu = gpu
@@ -47,7 +47,7 @@ class Kernel:
             known.get(self._name, self._sum)(*arguments)
 
     def _at(self, address: int, count: int, storage: Any) -> Array:
-        """So many elements of the GPU's memory from there."""
+        """A view of `count` elements of the GPU's memory at an address."""
         dtype = np.dtype(storage)
         return self._gpu.bytes_at(int(address), int(count) * dtype.itemsize).view(dtype)
 
@@ -97,7 +97,7 @@ class Kernel:
 
 
 def _passed(argument: Any) -> Any:
-    """What a kernel gets for an argument: of GPU arrays the address, of anything else the value at the launch."""
+    """The value that a kernel receives for an argument: the address of a GPU array, otherwise the value at launch time."""
     if isinstance(argument, np.ndarray):
         if argument.ndim:
             raise TypeError(f"NumPy arrays without dimensions are passed by value, and none of shape {argument.shape}")
@@ -106,10 +106,10 @@ def _passed(argument: Any) -> Any:
 
 
 def raw_module(driver: Driver) -> Callable[..., Any]:
-    """`RawModule` over these GPUs."""
+    """`cupy.RawModule` on these GPUs."""
 
     class RawModule:
-        """Of which only the library's own kernels are known."""
+        """A module that knows only the library's own kernels, and ignores the source."""
 
         def __init__(self, code: str, options: tuple[str, ...] = ()) -> None:
             self._gpu = driver.gpu

@@ -1,9 +1,14 @@
-"""Fake GPUs on NumPy: memory, streams and events that behave like CUDA's where it matters to whoever uses them.
+"""Fake GPUs built on NumPy: memory, streams and events that behave like CUDA's where their users can tell.
 
-Faithful in this: nothing runs when it is queued. Each look at an event takes every stream one task further, so buffers are
-read and written as late as can be. Memory that is freed is overwritten, in the order of the stream it was allocated on, and
-gone: a task that touches it later is a fault, as an illegal address is on a GPU, and is kept in `Machine.faults`. Host memory
-that is not pinned is copied when the copy is queued, as CUDA does. Not modelled: time, and that streams of one GPU compete.
+What is modelled:
+
+- Nothing runs when it is queued. Each query of an event advances every stream by one task, so buffers are read and written as
+  late as possible.
+- Freed memory is overwritten and invalid, in the order of the stream that it was allocated on. A task that accesses it later
+  causes a fault, like an illegal address on a GPU. `Machine.faults` keeps the faults.
+- Host memory that is not pinned is read when the copy is queued, as in CUDA.
+
+Not modelled: time, and contention between the streams of a GPU.
 """
 
 from __future__ import annotations
@@ -19,30 +24,30 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 Task: TypeAlias = Callable[[], bool]
-"""Does its work and returns True, or returns False because it has to wait."""
+"""Does its work and returns True, or returns False if it has to wait."""
 
 ALIGNMENT_BYTES: Final = 256
 FREED: Final = 0xCB
-"""What freed memory holds."""
+"""The byte that fills freed memory."""
 UUID: Final = b"fake GPU\0\xff\xfe\xfd"
-"""How the UUID of each begins: with a zero byte within, as one in seventeen has."""
+"""The first bytes of each UUID. One is zero, as in one of seventeen real UUIDs."""
 STUCK_SECONDS: Final = 20.0
-"""How long `FakeStream.synchronize` waits for other ranks before it says that nothing moves."""
+"""How long `FakeStream.synchronize` waits without progress of any stream before it raises."""
 
 
 class GpuFault(RuntimeError):
-    """A fake GPU met what a real one would end the process for."""
+    """An error that would be fatal to the process on a real GPU."""
 
 
 class Memory:
-    """The memory of one kind: of a GPU, or pinned memory of the host."""
+    """An allocator of one kind of memory: that of a GPU, or the host's pinned memory."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, np.ndarray[Any, Any]] = {}
         self._starts: list[int] = []
 
     def allocate(self, size_bytes: int) -> int:
-        """The address of a new block."""
+        """Allocates a block and returns its address."""
         room = np.full(size_bytes + 2 * ALIGNMENT_BYTES, FREED, np.uint8)
         skip = -room.ctypes.data % ALIGNMENT_BYTES
         block = room[skip : skip + max(size_bytes, 1)]
@@ -51,12 +56,12 @@ class Memory:
         return int(block.ctypes.data)
 
     def free(self, address: int) -> None:
-        """The block is gone."""
+        """Frees the block at an address and overwrites it."""
         self._blocks.pop(address)[:] = FREED
         self._starts.remove(address)
 
     def find(self, address: int, size_bytes: int) -> np.ndarray[Any, Any] | None:
-        """So many bytes from there, as uint8; None unless all of them are in one block."""
+        """`size_bytes` bytes at an address, as uint8; None unless all of them are in one block."""
         place = bisect_right(self._starts, address) - 1
         if place < 0:
             return None
@@ -68,7 +73,7 @@ class Memory:
 
     @property
     def live_blocks(self) -> int:
-        """How many there are."""
+        """The number of allocated blocks."""
         return len(self._starts)
 
 
@@ -81,7 +86,7 @@ class FakeStream:
         self.priority = priority
         self.non_blocking = non_blocking
         self.destroyed = False
-        """Nothing may name it any more; what it holds still runs."""
+        """A destroyed stream must not be used any more, but its queued tasks still run."""
         self.tasks: deque[Task] = deque()
 
     def enqueue(self, task: Task) -> None:
@@ -90,7 +95,7 @@ class FakeStream:
             self.tasks.append(task)
 
     def synchronize(self) -> None:
-        """Blocks until the queue is empty. Raises GpuFault when nothing moves for long."""
+        """Blocks until the queue is empty. Raises GpuFault after STUCK_SECONDS without progress."""
         machine = self.gpu.machine
         with machine.lock:
             while self.tasks:
@@ -99,7 +104,7 @@ class FakeStream:
 
 
 class _Mark:
-    """One place in a stream, and whether the GPU has come past it."""
+    """A position in a stream, and whether the GPU has passed it."""
 
     __slots__ = ("passed",)
 
@@ -108,18 +113,18 @@ class _Mark:
 
 
 class FakeEvent:
-    """A mark in a stream. As in CUDA one that was never recorded counts as passed, and who waits for a mark waits for that one,
-    also when the event marks something else by then."""
+    """An event. As in CUDA, one that was never recorded is done, and a wait refers to the latest record at the time of the
+    call, even if the event is recorded again later."""
 
     def __init__(self, machine: Machine, gpu: Gpu) -> None:
         self.gpu = gpu
         self._machine = machine
         self._latest: _Mark | None = None
         self.passed_at = 0.0
-        """When a mark was passed last, as far as time means anything here."""
+        """When the event last became done, in seconds of time.perf_counter. GPU time is not modelled."""
 
     def record(self, stream: FakeStream) -> None:
-        """Marks the end of the queue. Raises GpuFault for a stream of another GPU."""
+        """Records the event at the end of a stream's queue. Raises GpuFault for a stream of another GPU."""
         if stream.gpu is not self.gpu:
             raise GpuFault(f"an event of GPU {self.gpu.index} cannot mark a stream of GPU {stream.gpu.index}")
         with self._machine.lock:
@@ -133,7 +138,7 @@ class FakeEvent:
             stream.enqueue(passed)
 
     def hold(self, stream: FakeStream) -> None:
-        """What is queued in `stream` from now on waits for the latest mark."""
+        """Makes tasks that are queued in `stream` from now on wait for the latest record of the event."""
         with self._machine.lock:
             mark = self._latest
             if mark is not None and not mark.passed:
@@ -141,7 +146,7 @@ class FakeEvent:
 
     @property
     def done(self) -> bool:
-        """Whether the latest mark was passed. Looking moves every stream."""
+        """Whether the latest record was passed. The query advances every stream."""
         with self._machine.lock:
             if self._latest is not None and not self._latest.passed:
                 self._machine.step()
@@ -160,21 +165,21 @@ class Gpu:
         self.default = self.new_stream(pointer=0)
 
     def new_stream(self, priority: int = 0, non_blocking: bool = False, pointer: int | None = None) -> FakeStream:
-        """A stream with a number that no other of the machine has (but the default ones, which have 0)."""
+        """A new stream. Its number is unique on the machine, except that every default stream has number 0."""
         with self.machine.lock:
             number = self.machine.next_pointer() if pointer is None else pointer
             stream = self.streams[number] = FakeStream(self, number, priority, non_blocking)
             return stream
 
     def stream(self, pointer: int) -> FakeStream:
-        """The stream with this number. Raises GpuFault for one that was destroyed."""
+        """The stream with this number. Raises GpuFault if it was destroyed."""
         found = self.streams[pointer]
         if found.destroyed:
             raise GpuFault(f"stream {pointer:#x} of GPU {self.index} was destroyed")
         return found
 
     def bytes_at(self, address: int, size_bytes: int) -> np.ndarray[Any, Any]:
-        """Its memory there, as uint8. Raises GpuFault for an illegal address."""
+        """A view of its memory at an address, as uint8. Raises GpuFault for an illegal address."""
         found = self.memory.find(address, size_bytes) if size_bytes else np.empty(0, np.uint8)
         if found is None:
             raise GpuFault(f"illegal address on GPU {self.index}: {size_bytes} bytes at {address:#x} are not allocated")
@@ -186,10 +191,10 @@ class Machine:
 
     Attributes:
         gpus: by number.
-        faults: what went wrong in tasks; a test that ends with any has found a bug.
-        copying: asked when a copy between pinned memory and a GPU is next in its stream, with "down" or "up", the number of the
-            GPU and how many bytes; false puts it off until its stream is looked at again. So a test can say what has to come
-            before what.
+        faults: exceptions raised in tasks. A test that ends with any has found a bug.
+        copying: called when a copy between pinned memory and a GPU is next in its stream, with "down" or "up", the number of
+            the GPU and the size in bytes. If it returns False, the copy is postponed until its stream advances again. Tests use
+            it to control the order of copies.
     """
 
     def __init__(self, count: int = 1) -> None:
@@ -197,41 +202,41 @@ class Machine:
         self.moved = threading.Condition(self.lock)
         self.pinned = Memory()
         self.shared: set[int] = set()
-        """Where memory of a GPU begins that other processes may open."""
+        """Addresses of GPU memory that other processes may open."""
         self.faults: list[Exception] = []
         self.copying: Callable[[str, int, int], bool] = lambda direction, gpu, size_bytes: True
         self.events: dict[int, FakeEvent] = {}
-        """By the number that CUDA would know them by, until they are destroyed."""
+        """The events that exist, by their number, which stands for CUDA's handle."""
         self.failure = 0
-        """What every question about an event is answered with once a GPU has failed: a number of CUDA's, such as 700."""
+        """The CUDA error, such as 700, that every event query returns once a GPU has failed; 0 before."""
         self._pointers = 0x5000
         self.gpus = [Gpu(self, index, UUID + index.to_bytes(4, "big")) for index in range(count)]
 
     def stream(self, pointer: int) -> FakeStream:
-        """The stream with this number, which is not 0, of any GPU."""
+        """The stream with this number, which must not be 0, of any GPU."""
         return next(gpu.stream(pointer) for gpu in self.gpus if pointer in gpu.streams)
 
     def know(self, event: FakeEvent) -> int:
-        """An event's number from now on."""
+        """Registers an event and returns its number."""
         with self.lock:
             number = self.next_pointer()
             self.events[number] = event
             return number
 
     def event(self, number: int) -> FakeEvent:
-        """The event with this number. Raises GpuFault for one that was destroyed."""
+        """The event with this number. Raises GpuFault if it was destroyed."""
         found = self.events.get(number)
         if found is None:
             raise GpuFault(f"event {number:#x} was destroyed, or never was")
         return found
 
     def next_pointer(self) -> int:
-        """A number for a stream or an event."""
+        """A new number for a stream or an event."""
         self._pointers += 0x10
         return self._pointers
 
     def step(self) -> bool:
-        """Takes every stream one task further; whether anything moved."""
+        """Advances every stream by one task. Returns whether any stream made progress."""
         with self.lock:
             moved = False
             for gpu in self.gpus:
@@ -247,18 +252,18 @@ class Machine:
         try:
             if not stream.tasks[0]():
                 return False
-        except Exception as fault:  # noqa: BLE001  the stream goes on, as if the kernel had ended; the test sees the fault
+        except Exception as fault:  # noqa: BLE001  the stream goes on as if the kernel had ended; the test sees the fault
             self.faults.append(fault)
         stream.tasks.popleft()
         return True
 
     def settle(self) -> None:
-        """Goes on until nothing moves."""
+        """Advances all streams until none makes progress."""
         while self.step():
             pass
 
     def copy_in(self, gpu: Gpu, target: int, source: int, size_bytes: int, stream: FakeStream) -> None:
-        """Host to device."""
+        """Queues a copy from the host to a device."""
         with self.lock:
             is_pinned = self.pinned.find(source, size_bytes) is not None
             early = None if is_pinned else host_bytes(source, size_bytes).copy()
@@ -272,7 +277,7 @@ class Machine:
             stream.enqueue(run)
 
     def copy_out(self, gpu: Gpu, target: int, source: int, size_bytes: int, stream: FakeStream) -> None:
-        """Device to host; into memory that is not pinned the caller waits, as with CUDA."""
+        """Queues a copy from a device to the host. If the target is not pinned, the call waits for the copy, as in CUDA."""
         with self.lock:
             is_pinned = self.pinned.find(target, size_bytes) is not None
 
@@ -288,7 +293,7 @@ class Machine:
             stream.synchronize()
 
     def copy_on(self, gpu: Gpu, target: int, source: int, size_bytes: int, stream: FakeStream) -> None:
-        """Device to device."""
+        """Queues a copy within a device."""
 
         def run() -> bool:
             gpu.bytes_at(target, size_bytes)[:] = gpu.bytes_at(source, size_bytes).copy()
@@ -304,7 +309,7 @@ class Machine:
 
 
 def host_bytes(address: int, size_bytes: int) -> np.ndarray[Any, Any]:
-    """Memory of this process, as uint8."""
+    """A view of this process's memory at an address, as uint8."""
     if not size_bytes:
         return np.empty(0, np.uint8)
     return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))

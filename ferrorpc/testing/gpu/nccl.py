@@ -1,13 +1,17 @@
-"""A fake NCCL on fake GPUs, which behaves like the real one where that decides what its caller must do.
+"""A fake NCCL on fake GPUs, which behaves like NCCL where that determines what its caller must do.
 
-Faithful in this. Communicators are complete only once all ranks have come with the same id, of one version and each on a GPU
-of its own, and IN_PROGRESS until then, for ever if need be. The first operations of a communicator are IN_PROGRESS for some
-looks, while the real one connects. Operations run in streams, in the order of their communicator; those that do not match on
-all ranks never end, until the communicator is aborted, whose operations then end without a result. A communicator that is
-IN_PROGRESS refuses everything else; it is so while it is split, which it cannot be with operations outstanding, and what will
-come of that is nothing yet, and once it is finalized until its operations have ended. One that has met an error takes nothing
-but its abort. An aborted one is gone.
-Sums are folded from a rank on that depends on the element, as a ring does: not in rank order.
+What is modelled:
+
+- A communicator is IN_PROGRESS until all ranks have joined with the same id, for ever if one never does. All must have the same
+  version and each a GPU of its own.
+- After the first operation a communicator is IN_PROGRESS for some queries, because NCCL connects then.
+- Operations run in streams, in the order of their communicator. Operations that do not match on all ranks never complete. If
+  the communicator is aborted, they end without a result.
+- A communicator that is IN_PROGRESS refuses all other calls. It is so during a split, and after it is finalized until its
+  operations have completed. It cannot be split while operations are outstanding, and the child does not exist until all ranks
+  have called split.
+- A communicator with an error accepts only abort. An aborted one no longer exists.
+- Sums start at a rank that depends on the element, as in a ring, so they are not in rank order.
 """
 
 from __future__ import annotations
@@ -27,14 +31,14 @@ from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeStream, Gpu, GpuFaul
 
 ID_BYTES: Final = 128
 LOOKS_TO_CONNECT: Final = 2
-"""How often the state is asked for before a communicator's first operation is launched."""
+"""How many state queries return IN_PROGRESS after a communicator's first operation."""
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass
 class Part:
-    """One call of one rank: in a group there may be several."""
+    """One call of one rank. A group may have several."""
 
     kind: str
     source: int
@@ -43,44 +47,44 @@ class Part:
     datatype: DataType
     op: Op | None = None
     peer: int = -1
-    """The root, or the other rank of a send or recv; -1 where there is none."""
+    """The root, or the other rank of a send or recv; -1 if there is none."""
     given: Array | None = None
-    """What a rank brought that gets nothing: it is through by then."""
+    """The input of a rank that receives no result, copied so that the rank can complete before the others."""
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What must be the same on every rank."""
+        """The parameters that must be equal on every rank."""
         return self.kind, self.count, self.datatype, self.op, self.peer
 
 
 @dataclass
 class Meeting:
-    """All ranks of one communicator."""
+    """The state that all ranks of one communicator share."""
 
     size: int
     ends: dict[int, FakeCommunicator] = field(default_factory=dict)
     arrived: dict[tuple[int, int], dict[int, Part]] = field(default_factory=dict)
-    """(operation, part) -> what each rank whose stream has come there brings."""
+    """(operation, part) -> the calls of the ranks whose streams have reached it, by rank."""
     mail: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
-    """(from, to) -> (source address, size in bytes) of sends whose recv has not come."""
+    """(from, to) -> (source address, size in bytes) of sends that are not received yet."""
     splits: dict[int, dict[int, tuple[int | None, int]]] = field(default_factory=dict)
     children: dict[tuple[int, int], Meeting] = field(default_factory=dict)
     _was_complete: bool = False
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks have come while none had gone."""
+        """Whether all ranks have joined before any of them aborted."""
         ends = self.ends.values()
         self._was_complete = self._was_complete or (len(ends) == self.size and not any(end.aborted for end in ends))
         return self._was_complete
 
 
 class FakeNccl:
-    """What the ranks of all communicators of one machine have in common. `api(rank)` gives each rank its NcclApi.
+    """The state that all communicators of one machine share. `api(rank)` gives each rank its NcclApi.
 
     Args:
-        machine: whose GPUs the ranks have; GPU `rank` unless `api` is told another.
-        version: of the library, unless `api` is told another.
+        machine: the machine whose GPUs the ranks use: GPU `rank`, unless `api` gets another.
+        version: the version of the library, unless `api` gets another.
     """
 
     def __init__(self, machine: Machine, version: int = 22809) -> None:
@@ -89,22 +93,22 @@ class FakeNccl:
         self.meetings: dict[bytes, Meeting] = {}
         self.minted = 0
         self.absent: set[bytes] = set()
-        """Ids that nobody can complete: whoever comes with one waits."""
+        """Ids whose communicators never become complete: every rank that joins waits."""
         self._lock = threading.Lock()
 
     def api(self, rank: int, *, gpu: int | None = None, version: int | None = None) -> FakeApi:
-        """The binding of one rank."""
+        """The API of one rank."""
         return FakeApi(self, self.machine.gpus[rank if gpu is None else gpu], version or self.version)
 
     def mint(self) -> bytes:
-        """A new id."""
+        """Creates a new id."""
         with self._lock:
             self.minted += 1
             return self.minted.to_bytes(8, "big") * (ID_BYTES // 8)
 
 
 class _Thread(threading.local):
-    """A thread's calls between ncclGroupStart and ncclGroupEnd; None where it is not between them."""
+    """A thread's calls since ncclGroupStart; None outside a group."""
 
     grouped: list[tuple[FakeCommunicator, Part, int]] | None = None
 
@@ -121,7 +125,7 @@ class FakeApi:
         self.features = Features.of(version) if features is None else features
         self._thread = _Thread()
         self.broken_mint: Exception | None = None
-        """What `unique_id` raises, to try what others see then."""
+        """An exception for `unique_id` to raise, to test what other ranks see then."""
 
     def unique_id(self) -> bytes:
         """As `NcclApi.unique_id`."""
@@ -151,7 +155,7 @@ class FakeApi:
                 communicator.launch([part for part, _ in mine], mine[0][1])
 
     def call(self, communicator: FakeCommunicator, part: Part, stream: int) -> None:
-        """A call, which is launched now or with its group."""
+        """Launches a call now, or adds it to the current group."""
         if self._thread.grouped is not None:
             self._thread.grouped.append((communicator, part, stream))
         else:
@@ -162,9 +166,9 @@ class FakeCommunicator:
     """`Communicator` of one rank.
 
     Attributes:
-        broken: an error that it has met in the background; tests set it to what a network would cause.
+        broken: an asynchronous error; tests set it to simulate network failures.
         aborted: whether `abort` was called.
-        stuck: makes `abort` hang until it is set, as bugs of NCCL have done.
+        stuck: makes `abort` block until this event is set, as bugs of NCCL have done.
     """
 
     def __init__(self, api: FakeApi, meeting: Meeting, rank: int, completes: bool = True) -> None:
@@ -186,7 +190,7 @@ class FakeCommunicator:
 
     @property
     def size(self) -> int:
-        """Of the communicator."""
+        """The number of ranks in the communicator."""
         return self.meeting.size
 
     def state(self) -> State:
@@ -208,7 +212,7 @@ class FakeCommunicator:
 
     @property
     def _is_splitting(self) -> bool:
-        """Whether some rank has not come to this one's latest split."""
+        """Whether some rank has not called this rank's latest split yet."""
         return bool(self.splits) and len(self.meeting.splits[self.splits - 1]) < self.size
 
     def _judged(self) -> State:
@@ -276,7 +280,7 @@ class FakeCommunicator:
         machine = self._machine
         with machine.lock:
             self.aborted = True
-            while self._running:  # as NCCL, which frees what its kernels use once the GPU is past them
+            while self._running:  # like NCCL, which frees the memory of its kernels only after they end
                 if not machine.step() and not machine.moved.wait(STUCK_SECONDS):
                     raise GpuFault(f"an abort waits for {self._running} launches, and nothing moves")
 
@@ -292,7 +296,7 @@ class FakeCommunicator:
         self.destroyed = True
 
     def _check(self, call: str) -> None:
-        """Refuses calls that the real one refuses, or is undone by."""
+        """Refuses calls that NCCL refuses or that would break it."""
         if self.aborted or self.destroyed or self.finalized:
             raise failed(call, State.INVALID_ARGUMENT, "the communicator is gone")
         if self.broken is not None:
@@ -301,7 +305,7 @@ class FakeCommunicator:
             raise failed(call, State.INVALID_USAGE, "the communicator is in progress")
 
     def launch(self, parts: list[Part], stream: int) -> None:
-        """Queues calls as one."""
+        """Queues calls as one launch."""
         for part in parts:
             self._check(f"nccl {part.kind}")
             itemsize = storage_of(part.datatype).itemsize
@@ -317,12 +321,12 @@ class FakeCommunicator:
             fake.enqueue(task.run)
 
     def launch_ended(self) -> None:
-        """Counts a launch that has ended."""
+        """Records the end of a launch."""
         self._running -= 1
 
 
 class _Child(FakeCommunicator):
-    """A communicator that a split makes: it is complete once every rank of its parent has asked."""
+    """A communicator that a split creates. It is complete once every rank of its parent has called split."""
 
     def __init__(self, parent: FakeCommunicator, number: int, color: int) -> None:
         self._parent = parent
@@ -342,7 +346,7 @@ class _Child(FakeCommunicator):
         return super().state()
 
     def _name(self, asked: dict[int, tuple[int | None, int]]) -> None:
-        """Its size and ranks are known now."""
+        """Assigns its size and ranks, once every rank of the parent has called split."""
         ordered = sorted((key, rank) for rank, (color, key) in asked.items() if color == self._color)
         if self.meeting.size == 0:
             self.meeting.size = len(ordered)
@@ -367,7 +371,7 @@ class _Task:
         self._here = False
 
     def run(self) -> bool:
-        """Ends when every part has met its partners, or the communicator is aborted."""
+        """Returns True when every part has been matched on its ranks, or the communicator is aborted."""
         owner = self._owner
         if owner.aborted:
             self._take_back()
@@ -396,7 +400,7 @@ class _Task:
                 owner.meeting.arrived.setdefault((self._number, place), {})[owner.rank] = part
 
     def _give(self, part: Part) -> None:
-        """A rank that only gives is through as soon as it has: its values wait in NCCL's buffers for whoever comes late."""
+        """Copies the input of a rank that only sends. It then completes at once: NCCL buffers its values for late ranks."""
         rank, gpu = self._owner.rank, self._owner.api.gpu
         if part.kind == "reduce" and part.peer != rank:
             part.given = elements_at(gpu, part.source, part.count, part.datatype).copy()
@@ -405,7 +409,7 @@ class _Task:
             elements_at(gpu, part.target, part.count, part.datatype)[:] = part.given
 
     def _take_back(self) -> None:
-        """What an aborted rank has brought is not there for those who come later."""
+        """Withdraws the calls of an aborted rank, so that later ranks do not find them."""
         for route, entry in self._sent:
             if entry in self._owner.meeting.mail.get(route, []):
                 self._owner.meeting.mail[route].remove(entry)
@@ -421,7 +425,7 @@ class _Task:
             return self._receive(part)
         brought = meeting.arrived[self._number, place]
         if len(brought) == owner.size and len({each.agreed for each in brought.values()}) == 1:
-            # The last rank to come does it for all: the memory of those that get something is in use until their streams go on.
+            # The last rank to arrive does the work for all. The others' outputs stay valid, because their streams wait.
             _perform(meeting, brought)
             brought.clear()
             brought[-1] = part
@@ -440,7 +444,7 @@ class _Task:
 
 
 def _perform(meeting: Meeting, parts: dict[int, Part]) -> None:
-    """A collective, once all ranks are in it."""
+    """Executes a collective that all ranks have reached."""
     first = parts[0]
     size, kind, count = len(parts), first.kind, first.count
     ends = meeting.ends

@@ -1,7 +1,7 @@
-"""What `cupy.cuda.runtime` has for memory and events that processes share, over fake GPUs.
+"""The CUDA IPC functions of `cupy.cuda.runtime`, for memory and events that processes share, on fake GPUs.
 
-Every rank of a test is a thread of one process, and may say that it is a process of its own: then it opens by handles what
-others have made, as it would have to. What was opened lies where its owner has it.
+Every rank of a test is a thread of one process, but may claim to be a process of its own. It then opens the memory and events
+of other ranks by their handles, as real processes must. Opened memory has the same address as for its owner.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Sharing:
         self._gpu = gpu
         self._gone = gone
         self._shared: set[int] = set()
-        """Numbers of events that others may open."""
+        """Numbers of events that other processes may open."""
         self._opened: Counter[int] = Counter()
 
     def functions(self) -> dict[str, Any]:
-        """The runtime's, by name."""
+        """The runtime's functions and constants, by name."""
         return {
             "malloc": self.malloc,
             "free": self.free,
@@ -99,11 +99,11 @@ class Sharing:
         return self._machine.know(event)
 
     def _stream(self, pointer: int) -> FakeStream:
-        """The null stream is the current GPU's."""
+        """The stream with this number. The null stream is the default stream of the current GPU."""
         return self._machine.stream(pointer) if pointer else self._gpu().default
 
     def synchronize(self, event: int) -> None:
-        """Blocks until the mark is passed. Raises GpuFault when it is not for long."""
+        """Blocks until the event is done. Raises GpuFault after STUCK_SECONDS."""
         until = time.monotonic() + STUCK_SECONDS
         while not self._machine.event(event).done:
             if time.monotonic() > until:

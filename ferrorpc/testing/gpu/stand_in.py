@@ -1,11 +1,11 @@
-"""A module that stands in for CuPy: its names, over fake GPUs, as far as ferrorpc and its tests use them.
+"""A module that stands in for CuPy: the part of its API that ferrorpc and its tests use, on fake GPUs.
 
     with stand_in(Machine(2)) as cupy:
         with cupy.cuda.Device(1):
             x = cupy.asarray(numpy_array)
 
-While it is installed, `sys.modules["cupy"]` is this module, so the code that serves CuPy arrays runs unchanged. What it does to
-arrays it queues on the current stream; only `asnumpy`, `get` and `synchronize` wait, as CuPy's do.
+While it is installed, `sys.modules["cupy"]` is this module, so the code that handles CuPy arrays runs unchanged. Operations on
+arrays are queued on the current stream. As in CuPy, only `asnumpy`, `get` and `synchronize` wait.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ferrorpc.testing.gpu.machine import FakeStream, Gpu, GpuFault, Machine
 TINY: Final = np.finfo(np.float32).tiny
 
 _byte_bounds: Final[Any] = getattr(np, "byte_bounds", None) or np.lib.array_utils.byte_bounds
-"""NumPy 2 has it elsewhere than NumPy 1."""
+"""NumPy 2 moved this function to another module."""
 
 
 class _Block:
-    """Owns device memory, and gives it back in the order of the stream it was allocated on, as CuPy's pools do.
+    """Owns a block of device memory and frees it in the order of the stream it was allocated on, like CuPy's memory pools.
 
-    Where that stream was destroyed before, it is the order of whichever is current: so does `cupy.cuda.malloc_async`.
+    If that stream is destroyed by then, the block is freed in the order of the current stream, as by `cupy.cuda.malloc_async`.
     """
 
     def __init__(self, driver: Driver, size_bytes: int) -> None:
@@ -55,7 +55,7 @@ class _Block:
 
 
 class Array(NDArrayOperatorsMixin):
-    """A `cupy.ndarray`: where it lies, never what is in it. NumPy's ufuncs, called with one, run on its GPU."""
+    """A `cupy.ndarray`. It holds an address and a layout, never values. NumPy ufuncs on it run on its GPU."""
 
     cupy: StandIn
 
@@ -64,10 +64,10 @@ class Array(NDArrayOperatorsMixin):
 
     @classmethod
     def lying(cls, block: Any, address: int, layout: np.ndarray[Any, Any]) -> Array:
-        """One over a block of memory.
+        """An array over a block of memory.
 
         Args:
-            layout: an array of its shape, dtype and strides, whose own memory is never touched.
+            layout: an array with the shape, dtype and strides. Its own memory is never accessed.
         """
         found = cls.__new__(cls)
         found._lie(block, address, layout)
@@ -86,18 +86,18 @@ class Array(NDArrayOperatorsMixin):
         return self.lying(self._block, self._address + layout.ctypes.data - self._layout.ctypes.data, layout)
 
     def view(self, dtype: Any) -> Array:
-        """The same memory in another dtype of as many bytes."""
+        """The same memory as another dtype of the same size."""
         return self._derived(self._layout.view(dtype))
 
     def reshape(self, *shape: Any) -> Array:
-        """The same memory in another shape. Only of a C-contiguous array."""
+        """The same memory in another shape; a copy if the array is not C-contiguous."""
         if not self.flags.c_contiguous:
             return self.copy().reshape(*shape)
         return self._derived(self._layout.reshape(*shape))
 
     @property
     def T(self) -> Array:
-        """The same memory with its axes in reverse."""
+        """The same memory with reversed axes."""
         return self._derived(self._layout.T)
 
     def __getitem__(self, place: Any) -> Array:
@@ -127,31 +127,31 @@ class Array(NDArrayOperatorsMixin):
         return self.cupy.apply(ufunc, inputs, *out)
 
     def __array_function__(self, function: Any, types: Any, args: Any, named: Any) -> Any:
-        """CuPy has functions of its own for most of NumPy's; the stand-in has none."""
+        """Refuses NumPy's functions. CuPy implements most of them; the stand-in implements none."""
         raise TypeError(f"the stand-in knows no numpy.{function.__name__} of GPU arrays")
 
     def sum(self, axis: int | None = None, keepdims: bool = False) -> Array:
-        """As NumPy's."""
+        """As in NumPy."""
         return self.cupy.apply(lambda x: x.sum(axis=axis, keepdims=keepdims), [self])
 
     def max(self, axis: int | None = None, keepdims: bool = False) -> Array:
-        """As NumPy's."""
+        """As in NumPy."""
         return self.cupy.apply(lambda x: x.max(axis=axis, keepdims=keepdims), [self])
 
     def mean(self) -> Array:
-        """As NumPy's, of all elements."""
+        """As in NumPy, of all elements."""
         return self.cupy.apply(lambda x: x.mean(), [self])
 
     def argmax(self, axis: int | None = None) -> Array:
-        """As NumPy's."""
+        """As in NumPy."""
         return self.cupy.apply(lambda x: x.argmax(axis=axis), [self])
 
     def tobytes(self) -> bytes:
-        """As NumPy's: waits."""
+        """As in NumPy. Waits for the current stream."""
         return self.get().tobytes()
 
     def __array__(self, *args: Any, **named: Any) -> Any:
-        """CuPy gives host copies only where they are asked for by name."""
+        """Refuses implicit conversion to NumPy, as CuPy does."""
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
 
     def __bool__(self) -> bool:
@@ -175,14 +175,14 @@ class Array(NDArrayOperatorsMixin):
         return target
 
     def get(self) -> np.ndarray[Any, Any]:
-        """A copy on the host."""
+        """A copy on the host. Waits for the current stream."""
         return self.cupy.asnumpy(self)
 
     def __len__(self) -> int:
         return len(self._layout)
 
     def seen(self) -> np.ndarray[Any, Any]:
-        """What is in it now, for tasks. Raises GpuFault when its memory is gone."""
+        """Its current values, as a view of the memory, for tasks. Raises GpuFault if the memory was freed."""
         low, high = _byte_bounds(self._layout) if self.size else (0, 0)
         first = self._address + low - self._layout.ctypes.data if self.size else 0
         memory = self._block.gpu.bytes_at(first, high - low)
@@ -191,7 +191,7 @@ class Array(NDArrayOperatorsMixin):
 
 
 class StandIn(ModuleType):
-    """The module."""
+    """The module that replaces `cupy`."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__("cupy")
@@ -204,12 +204,12 @@ class StandIn(ModuleType):
 
     @property
     def gpu(self) -> Gpu:
-        """The calling thread's device."""
+        """The calling thread's current device."""
         return self._driver.gpu
 
     @property
     def stream(self) -> FakeStream:
-        """The calling thread's stream."""
+        """The calling thread's current stream."""
         return self._driver.stream
 
     def empty(self, shape: Any, dtype: Any = "float64") -> Any:
@@ -217,7 +217,7 @@ class StandIn(ModuleType):
         return self._laid_out(np.empty(shape, dtype))
 
     def _laid_out(self, layout: np.ndarray[Any, Any]) -> Any:
-        """An array of this shape, dtype and order. As CuPy's, one without elements is nowhere."""
+        """A new array with this shape, dtype and order. As in CuPy, the address of an empty array is 0."""
         block = _Block(self._driver, layout.nbytes)
         return self.ndarray.lying(block, block.ptr if layout.nbytes else 0, layout)
 
@@ -228,7 +228,7 @@ class StandIn(ModuleType):
         return target
 
     def zeros_like(self, x: Any) -> Any:
-        """As `cupy.zeros_like`: in the order in which x lies."""
+        """As `cupy.zeros_like`: keeps the memory order of x."""
         target = self._laid_out(np.empty_like(x._layout))
         target[...] = 0
         return target
@@ -238,10 +238,10 @@ class StandIn(ModuleType):
         return self.asarray(np.arange(count))
 
     def asarray(self, x: Any) -> Any:
-        """As `cupy.asarray`: in C's order, or Fortran's where x lies so.
+        """As `cupy.asarray`: in C order, or in Fortran order if x is Fortran-contiguous.
 
         Raises:
-            GpuFault: an array that is not on the current device, from which CuPy would copy.
+            GpuFault: x is an array on another device. CuPy would copy it.
         """
         if isinstance(x, Array):
             if x.device.id != self.gpu.index:
@@ -262,10 +262,10 @@ class StandIn(ModuleType):
         return found
 
     def launch(self, apply: Callable[..., Any], operands: Sequence[Any], target: Array | None) -> None:
-        """Queues target[...] = apply(*operands) on the current stream. As a kernel it keeps no array alive.
+        """Queues target[...] = apply(*operands) on the current stream. Like a kernel, it keeps no array alive.
 
         Raises:
-            GpuFault: an array is not on the current device. CuPy would reach over to it, in a stream that orders nothing there.
+            GpuFault: an array is not on the current device. CuPy would access it without ordering by any stream of its device.
         """
         for each in (*operands, target):
             if isinstance(each, Array) and each.device.id != self.gpu.index:
@@ -282,9 +282,9 @@ class StandIn(ModuleType):
         self.stream.enqueue(run)
 
     def apply(self, function: Callable[..., Any], operands: Sequence[Any], out: Array | None = None) -> Array:
-        """The array of what `function` gives for the operands, queued; or `out`, which it is written to.
+        """Queues `function` on the operands and returns the array of its results, which is `out` if given.
 
-        CuPy compiles its kernels with -ftz=true: to them, and from them, single floats that are subnormal are zero.
+        CuPy compiles its kernels with -ftz=true, so subnormal float32 inputs and results become zero.
         """
         fitting = self._fitting(function, operands)
         if out is not None and not np.can_cast(fitting.dtype, out.dtype, "same_kind"):
@@ -294,14 +294,14 @@ class StandIn(ModuleType):
         return target
 
     def _fitting(self, function: Callable[..., Any], operands: Sequence[Any]) -> np.ndarray[Any, Any]:
-        """Of the shape and dtype of what the function gives: arrays of ones tell what that is like."""
+        """An array with the shape and dtype of the function's result, found by applying it to arrays of ones."""
         with np.errstate(all="ignore"):
             example = np.asarray(function(*[np.ones(x.shape, x.dtype) if isinstance(x, Array) else x for x in operands]))
         return np.empty(example.shape, example.dtype)
 
 
 def _flushed(x: Any) -> Any:
-    """Single floats, real or parts of complex ones, with zeros in place of those that are subnormal."""
+    """float32 or complex64 values with subnormal numbers replaced by zeros."""
     if getattr(x, "dtype", None) not in (np.float32, np.complex64):
         return x
     reals = np.array(x, ndmin=1).view(np.float32)
@@ -310,7 +310,7 @@ def _flushed(x: Any) -> Any:
 
 
 def _of_arrays(ufunc: np.ufunc) -> Callable[[Any], Any]:
-    """A ufunc of GPU arrays, which find their way (`Array.__array_ufunc__`), and of numbers, but of none of NumPy's arrays."""
+    """A ufunc that accepts GPU arrays (through `Array.__array_ufunc__`) and numbers, but not NumPy arrays."""
 
     def function(x: Any) -> Any:
         if not isinstance(x, Array | int | float | complex):
@@ -321,14 +321,14 @@ def _of_arrays(ufunc: np.ufunc) -> Callable[[Any], Any]:
 
 
 def _scattered(x: np.ndarray[Any, Any], value: Any, *places: Any) -> np.ndarray[Any, Any]:
-    """x with a value at some places."""
+    """A copy of x with `value` at the given indices."""
     changed = x.copy()
     changed[places] = value
     return changed
 
 
 def _place(x: Any) -> Callable[[], Any]:
-    """How a task reads an array later, without a reference to it; numbers are known at once."""
+    """A function with which a task reads an array later, without keeping the array alive. A number is returned as it is."""
     if not isinstance(x, Array):
         return lambda: x
     gpu, address, layout = x._block.gpu, x._address, x._layout
@@ -338,7 +338,7 @@ def _place(x: Any) -> Callable[[], Any]:
 
 @contextmanager
 def stand_in(machine: Machine) -> Iterator[StandIn]:
-    """Installs the stand-in as `cupy` and takes it away again. Raises what went wrong on the machine's GPUs."""
+    """Installs the stand-in as `cupy` for the duration of a `with`. Raises the first fault of the machine's GPUs at the end."""
     before = sys.modules.get("cupy")
     sys.modules["cupy"] = cupy = StandIn(machine)
     try:

@@ -1,9 +1,9 @@
-"""The stream to one peer, as its sender holds it: frames, probes and the goodbye go out, grants and answers come back.
+"""A lane over gRPC: the sending end of a stream to one peer. Frames and probes go out; grants and probe answers come back.
 
-Three threads serve a lane: gRPC's own takes messages from the outbox, the lane's reads what comes back, and gRPC's poller
-moves bytes. The lane's thread also dials. A dial that fails before anything but the Open was written may be repeated; after
-that a broken stream is a lost link, because nobody knows which frames arrived. A peer listens before it is given a rank, so
-where a machine answers that nobody listens, the peer has ended: that is believed sooner than silence.
+Three threads serve a lane: one of gRPC takes messages from the queue, the lane's own reads what comes back, and gRPC's poller
+moves bytes. The lane's own thread also dials. As long as nothing but the Open was written, a failed dial may be repeated; after
+that a broken stream is a lost link, because nobody knows which frames arrived. A peer listens before it is given a rank. So
+where its machine refuses the connection, the peer has ended, and the lane gives up sooner than on a machine that is silent.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from google.protobuf.message import DecodeError
 
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Clock
-from ferrorpc.transports.grpc.outbox import Outbox
+from ferrorpc.transports.grpc.send_queue import SendQueue
 from ferrorpc.transports.grpc.server import METHOD
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.address import split_address
-from ferrorpc.wire.outliving import outlives_interpreter
+from ferrorpc.wire.keep_at_exit import keep_at_exit
 
 REDIAL_SECONDS: Final = 0.25
 REFUSED_SECONDS: Final = 2.0
-"""How long nobody may listen at a peer's address, or TLS may fail there, before that is believed."""
+"""How long a peer may refuse connections, or its TLS handshake may fail, before the lane gives up."""
 
 
 class LaneOwner(Protocol):
-    """Who is told what happens on a lane. Called on the lane's thread; must not block."""
+    """Receives the events of a lane. Called on the lane's thread; must not block."""
 
     def lane_answered(self, lane: Lane, message: transport_pb2.ControlMessage) -> None:
         """The peer sent a control message."""
 
     def lane_ended(self, lane: Lane, reason: str) -> None:
-        """The lane is over. `reason`: why, empty when this side had said goodbye; `lane.fault` may know better."""
+        """The lane is over. `reason` is empty when this side had said goodbye. `lane.fault`, where it is set, is the cause."""
 
 
 class Lane:
-    """Stream `number` to `peer`. Dials at once, and again for `dial_seconds` where nobody answers.
+    """Stream `number` to `peer`. Dials at once, and repeats that for `dial_seconds` where nobody answers.
 
     Args:
-        address: host:port of the peer's server, where `channel` leads. The lane closes the channel.
+        address: host:port of the peer's server.
+        channel: leads to that address. The lane closes it.
         opening: the Open message that begins the stream.
-        diagnose: tells why TLS does not let a connection come about; None where it is not to blame.
+        diagnose: returns why TLS prevents the connection; None where it does not.
     """
 
     def __init__(
@@ -62,13 +63,13 @@ class Lane:
     ) -> None:
         self.peer = peer
         self.number = number
-        self.carried = False
-        """Whether a frame was ever put on it."""
+        self.sent_frames = False
+        """Whether any frame was put on it."""
         self.opened = False
-        """Whether the peer has taken it."""
+        """Whether the peer has accepted it."""
         self.fault: FerroError | None = None
-        """Why the peer can never be reached, where that is known."""
-        self.outbox = Outbox()
+        """Why dialling again cannot help, where that is known."""
+        self.queue = SendQueue()
         self._address = address
         self._opening = opening
         self._diagnose = diagnose
@@ -77,7 +78,7 @@ class Lane:
         self._dial_seconds = dial_seconds
         self._channel = channel
         self._call: Any = None
-        outlives_interpreter(self)
+        keep_at_exit(self)
         self._committed = False
         self._finishing = False
         self._cancelled = threading.Event()
@@ -85,49 +86,49 @@ class Lane:
         clock.start(self._run, f"ferrorpc-lane-{number}-to-{peer}")
 
     def finish(self, streams: int, *, discard: bool) -> None:
-        """Says goodbye after what is queued (which `discard` drops). The lane ends once the peer has read that.
+        """Says goodbye after what is queued (which `discard` drops). The lane ends once the peer has read the goodbye.
 
         Args:
-            streams: how many of them this rank has opened to the peer.
+            streams: how many streams this rank has opened to the peer.
         """
         self._finishing = True
         goodbye = transport_pb2.DataMessage(goodbye=transport_pb2.Goodbye(streams=streams))
-        self.outbox.finish(goodbye.SerializeToString(), discard=discard)
+        self.queue.finish(goodbye.SerializeToString(), discard=discard)
 
     def wait(self, seconds: float) -> bool:
-        """Whether the lane ended within so many seconds."""
+        """Waits until the lane has ended, at most so many seconds; returns whether it has."""
         return self._ended.wait(seconds)
 
     def cancel(self) -> None:
-        """Ends the lane without asking the peer."""
+        """Ends the lane at once, without the peer's cooperation."""
         self._finishing = True
         self._cancelled.set()
-        self.outbox.finish(discard=True)
+        self.queue.finish(discard=True)
         if self._call is not None:
             self._call.cancel()
 
     def _run(self) -> None:
         began = self._clock.now()
-        reason = self._converse()
-        while not (self._committed or self._cancelled.is_set() or self._hopeless(self._clock.now() - began)):
+        reason = self._run_call()
+        while not (self._committed or self._cancelled.is_set() or self._should_give_up(self._clock.now() - began)):
             self._cancelled.wait(REDIAL_SECONDS)
-            reason = self._converse()
-        self.outbox.finish(discard=True)
+            reason = self._run_call()
+        self.queue.finish(discard=True)
         self._channel.close()
         self._ended.set()
         if not self._committed:
             reason = f"it could not be reached in {self._clock.now() - began:.1f} s: {reason}"
         self._owner.lane_ended(self, "" if self._finishing else reason)
 
-    def _hopeless(self, waited_seconds: float) -> bool:
-        """Whether dialling any longer is of no use."""
+    def _should_give_up(self, waited_seconds: float) -> bool:
+        """Whether to stop dialling."""
         if waited_seconds < REFUSED_SECONDS:
             return waited_seconds >= self._dial_seconds
         self.fault = self._diagnose()
-        return self.fault is not None or waited_seconds >= self._dial_seconds or _nobody_listens(self._address)
+        return self.fault is not None or waited_seconds >= self._dial_seconds or _port_is_closed(self._address)
 
-    def _converse(self) -> str:
-        """One attempt: dials and reads answers until the stream ends; returns how it did."""
+    def _run_call(self) -> str:
+        """One attempt: dials and reads answers until the stream ends. Returns why it ended."""
         stub: Any = self._channel.stream_stream(METHOD)
         call = self._call = stub(self._messages())
         if self._cancelled.is_set():
@@ -146,13 +147,13 @@ class Lane:
 
     def _messages(self) -> Iterator[bytes]:
         yield self._opening
-        # gRPC asks for the next message once the one before it is on its way: from here on the dial cannot be repeated.
+        # gRPC requests the next message once the previous one is being written: from here on the dial cannot be repeated.
         self._committed = True
-        yield from self.outbox.messages()
+        yield from self.queue.messages()
 
 
-def _nobody_listens(address: str) -> bool:
-    """Whether the machine at this address is there and says that the port is closed."""
+def _port_is_closed(address: str) -> bool:
+    """Whether the machine at this address answers and refuses the connection."""
     try:
         socket.create_connection(split_address(address), REDIAL_SECONDS).close()
     except ConnectionRefusedError:

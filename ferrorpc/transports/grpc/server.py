@@ -1,8 +1,9 @@
-"""The one server of a worker process. It outlives generations: streams are handed to the transport of theirs.
+"""The gRPC server of a worker process. One server lasts through all generations and hands each stream to its transport.
 
-A stream begins with an Open that says which job, cluster, generation and pair of ranks it belongs to. Whoever is not ours is
-refused; one of an older generation is told ours; one of a newer generation waits a while until this process has heard of it
-too. Bind and advertised address are separate, so that workers in containers and behind other names find each other.
+A stream begins with an Open message, which names its job, cluster, generation and pair of ranks. A stream of another job is
+refused. A stream of an older generation is refused with this rank's generation. A stream of a newer one waits until this rank
+has joined that generation too. The bind address and the advertised address are separate, so that workers in containers and
+behind other names can reach each other.
 """
 
 from __future__ import annotations
@@ -29,63 +30,63 @@ from ferrorpc.errors import (
     VersionMismatchError,
 )
 from ferrorpc.guard import Clock
-from ferrorpc.transports.grpc.doorstep import Doorstep
-from ferrorpc.transports.grpc.inlet import refusal
-from ferrorpc.transports.grpc.memory import keep_freed_memory
-from ferrorpc.transports.grpc.requests import Requests
+from ferrorpc.transports.grpc.incoming_stream import refusal
+from ferrorpc.transports.grpc.malloc_tuning import keep_freed_memory
+from ferrorpc.transports.grpc.pending_streams import PendingStreams
+from ferrorpc.transports.grpc.request_iterator import RequestIterator
 from ferrorpc.transports.grpc.threads import ThreadPerCall
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.address import join_address
-from ferrorpc.wire.handshake import diagnose
 from ferrorpc.wire.identity import Role, described, peer_identities
-from ferrorpc.wire.refusals import Refusals, shown
+from ferrorpc.wire.refusal_log import RefusalLog, quoted
 from ferrorpc.wire.tls import Dialer, TlsFiles
+from ferrorpc.wire.tls_diagnosis import diagnose
 from ferrorpc.wire.token import NO_TOKEN, Token
 
 PROTOCOL_VERSION: Final = 2
 METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
 STREAMS_MAX: Final = 4096
-PATIENCE_SECONDS: Final = 20.0
+OPEN_TIMEOUT_SECONDS: Final = 20.0
 STOP_SECONDS: Final = 0.5
-"""How long goodbyes, and then the server's own end, may take: a process that ends has about two seconds for all it does."""
+"""How long the goodbyes may take, and then the server's stop: an exiting process has about two seconds for everything."""
 
-_LOOK_SECONDS: Final = 0.5
-"""How often a stream that waits for its generation looks whether its caller is still there."""
+_POLL_SECONDS: Final = 0.5
+"""How often a stream that waits for its generation checks whether its caller is still connected."""
 
 
 _log = logging.getLogger("ferrorpc.transports")
 
 
-class Seat(Protocol):
-    """One rank of one generation, as the server hands streams to it."""
+class StreamHandler(Protocol):
+    """Handles the streams of one rank in one generation: its transport."""
 
     assignment: Assignment
 
-    def serve(self, source: int, lane: int, requests: Requests, context: Any) -> Iterator[bytes]:
-        """Runs stream `lane` from rank `source` on the calling thread: yields what goes back."""
+    def serve(self, source: int, lane: int, requests: RequestIterator, context: Any) -> Iterator[bytes]:
+        """Runs stream `lane` from rank `source` on the calling thread. Yields what goes back."""
 
     def close(self, timeout: float) -> None:
         """Says goodbye on every stream, in at most `timeout` seconds."""
 
     def abandon_in_child(self) -> None:
-        """In a forked child: nothing of the parent's streams is touched any more."""
+        """In a forked child: leaves the parent's streams alone from now on."""
 
 
 class _Method(grpc.GenericRpcHandler):
-    """The one method of the service; each call of it has its own way in."""
+    """The one method of the service. Each call gets a RequestIterator of its own."""
 
-    def __init__(self, run: Callable[[Requests, Any], Iterator[bytes]]) -> None:
+    def __init__(self, run: Callable[[RequestIterator, Any], Iterator[bytes]]) -> None:
         self._run = run
 
     def service(self, handler_call_details: Any) -> Any:
-        """What handles a call that has just come."""
+        """Returns gRPC's handler of a new call."""
         if handler_call_details.method != METHOD:
             return None
-        requests = Requests()
+        requests = RequestIterator()
         return grpc.stream_stream_rpc_method_handler(
-            lambda messages, context: self._run(requests.of(messages), context), request_deserializer=requests.arrive
+            lambda messages, context: self._run(requests.attach(messages), context), request_deserializer=requests.deserialize
         )
 
 
@@ -94,11 +95,11 @@ class WorkerServer:
 
     Args:
         bind_host: address to listen on, such as "127.0.0.1" or "0.0.0.0".
-        advertise_host: the host that peers are told to dial.
-        token: the job's secret; streams must bring the same.
+        advertise_host: the host that peers dial.
+        token: the job's secret; streams must carry the same.
         tls: certificate, key and authority of this rank; None for plain connections.
-        lanes: streams to each peer that the chunks of large messages are dealt out to, 1 to LANES_MAX.
-        patience_seconds: how long a stream may take to say what it is, or to wait for a newer generation.
+        lanes: number of streams to each peer among which the chunks of large messages are distributed, 1 to LANES_MAX.
+        open_timeout_seconds: how long a stream may take to send its Open, and how long it may wait for a newer generation.
 
     Raises:
         ConfigError: `bind_host` is no address of this machine, or a file of `tls` cannot be used.
@@ -114,7 +115,7 @@ class WorkerServer:
         *,
         tls: TlsFiles | None = None,
         lanes: int = 1,
-        patience_seconds: float = PATIENCE_SECONDS,
+        open_timeout_seconds: float = OPEN_TIMEOUT_SECONDS,
     ) -> None:
         keep_freed_memory()
         self.clock = clock
@@ -122,21 +123,21 @@ class WorkerServer:
         self.lanes = lanes
         self._tls = tls
         self._dialer = None if tls is None else Dialer(tls)
-        self._patience_seconds = patience_seconds
-        self._doorstep = Doorstep(clock, patience_seconds)
-        self._refusals = Refusals()
+        self._patience_seconds = open_timeout_seconds
+        self._pending = PendingStreams(clock, open_timeout_seconds)
+        self._refusals = RefusalLog()
         self._changed = threading.Condition()
-        self._seats: dict[str, Seat] = {}
+        self._handlers: dict[str, StreamHandler] = {}
         self._closed = False
         self._server = grpc.server(
-            ThreadPerCall(clock, "ferrorpc-inlet"),  # type: ignore[arg-type]
+            ThreadPerCall(clock, "ferrorpc-incoming"),  # type: ignore[arg-type]
             options=options.data_server(),
             maximum_concurrent_rpcs=STREAMS_MAX,
         )
         self._server.add_generic_rpc_handlers((_Method(self._stream),))
         self.address = join_address(advertise_host, self._listen(bind_host))
         self._server.start()
-        _exits.add(self)
+        _open_servers.add(self)
 
     def _listen(self, bind_host: str) -> int:
         listen = join_address(bind_host, 0)
@@ -150,66 +151,66 @@ class WorkerServer:
             ) from None
 
     def dial(self, address: str, job: str) -> grpc.Channel:
-        """A channel of its own to the server of a peer in this job, as private as this one."""
+        """A new channel to the server of a peer in this job, over TLS where this server uses TLS."""
         if self._dialer is None:
             return grpc.insecure_channel(address, options=options.data_channel())
         return self._dialer.channel(address, job, Role.WORKER, options.data_channel())
 
     def diagnose(self, address: str, job: str) -> FerroError | None:
-        """Why TLS does not let this process reach a peer; None where it is not to blame. Takes up to 4 s."""
+        """Why TLS prevents this process from reaching a peer; None where it does not. Takes up to 4 s."""
         return diagnose(address, self._tls, job, Role.WORKER)
 
-    def register(self, seat: Seat) -> None:
-        """From now on streams of this seat's job and generation go to it."""
+    def register(self, handler: StreamHandler) -> None:
+        """Hands streams of this handler's job and generation to it from now on."""
         with self._changed:
             if self._closed:
                 raise GroupClosedError("this process's server for peers is closed")
-            self._seats[seat.assignment.job] = seat
+            self._handlers[handler.assignment.job] = handler
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Says goodbye on every stream and stops listening. Idempotent; under 2 s, whatever state the peers are in."""
+        """Says goodbye on every stream and stops listening. Idempotent; takes under 2 s, whatever state the peers are in."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            seats = list(self._seats.values())
+            handlers = list(self._handlers.values())
             self._changed.notify_all()
-        for seat in seats:
-            seat.close(STOP_SECONDS)
+        for handler in handlers:
+            handler.close(STOP_SECONDS)
         self._server.stop(None).wait(STOP_SECONDS)
-        _exits.discard(self)
+        _open_servers.discard(self)
 
     def abandon_in_child(self) -> None:
-        """In a forked child: nothing of the parent's streams is touched, and to close this changes nothing for their peers."""
-        self._changed = threading.Condition()  # a thread of the parent's may have held it
+        """In a forked child: leaves the parent's streams alone; closing this server has no effect on its peers."""
+        self._changed = threading.Condition()  # a thread of the parent may have held it
         self._closed = True
-        for seat in self._seats.values():
-            seat.abandon_in_child()
+        for handler in self._handlers.values():
+            handler.abandon_in_child()
 
-    def _stream(self, requests: Requests, context: Any) -> Iterator[bytes]:
-        """One call, from its Open to its end. Runs on a thread of its own."""
+    def _stream(self, requests: RequestIterator, context: Any) -> Iterator[bytes]:
+        """One call, from its Open to its end, on a thread of its own."""
         try:
-            opening = self._opening(requests, context)
-            seat = self._seat_of(opening, context)
+            opening = self._read_open(requests, context)
+            handler = self._handler_for(opening, context)
         except FerroError as error:
             if isinstance(error, AuthenticationError | PermissionDeniedError):
-                self._tell(f"a stream from {context.peer()} was refused: {error.message}")
+                self._log_refusal(f"a stream from {context.peer()} was refused: {error.message}")
             yield refusal(error)
             return
         except grpc.RpcError:
             return
-        yield from seat.serve(opening.source_rank, opening.lane, requests, context)
+        yield from handler.serve(opening.source_rank, opening.lane, requests, context)
 
-    def _tell(self, text: str) -> None:
+    def _log_refusal(self, text: str) -> None:
         with self._changed:
-            words = self._refusals.words(text, int(self.clock.now() * 1e9))
-        if words is not None:
-            _log.warning("%s", words)
+            message = self._refusals.message(text, int(self.clock.now() * 1e9))
+        if message is not None:
+            _log.warning("%s", message)
 
-    def _opening(self, requests: Requests, context: Any) -> transport_pb2.Open:
-        """The first message, once it has proved that its sender belongs to the job."""
-        with self._doorstep.holding(context):
+    def _read_open(self, requests: RequestIterator, context: Any) -> transport_pb2.Open:
+        """The Open message of a stream, once its sender has proved that it belongs to the job."""
+        with self._pending.wait_for_open(context):
             data = next(requests, b"")
         try:
             message = transport_pb2.DataMessage.FromString(data)
@@ -221,7 +222,7 @@ class WorkerServer:
         found = peer_identities(context.auth_context())
         if self._tls is not None and not any(one.role is Role.WORKER and one.covers(opening.job) for one in found or ()):
             raise AuthenticationError(
-                f"who dialled rank {opening.target_rank} is no worker of job {shown(opening.job)} by its certificate, but "
+                f"who dialled rank {opening.target_rank} is no worker of job {quoted(opening.job)} by its certificate, but "
                 f"{described(found or ())}"
             )
         if not self.token.accepts(opening.token):
@@ -233,28 +234,28 @@ class WorkerServer:
             )
         return opening
 
-    def _seat_of(self, opening: transport_pb2.Open, context: Any) -> Seat:
-        """The seat this stream is for; waits where this process may still hear of it."""
+    def _handler_for(self, opening: transport_pb2.Open, context: Any) -> StreamHandler:
+        """The handler of this stream; waits for it where it may still be registered."""
         deadline = self.clock.now() + self._patience_seconds
         with self._changed:
-            while (seat := self._match(opening)) is None:
+            while (handler := self._match(opening)) is None:
                 remaining = deadline - self.clock.now()
                 if self._closed or remaining <= 0 or not context.is_active():
                     raise StaleGenerationError(
                         f"rank {opening.target_rank} knows nothing of generation {opening.generation} of job "
-                        f"{shown(opening.job)} after {self._patience_seconds:g} s"
+                        f"{quoted(opening.job)} after {self._patience_seconds:g} s"
                     )
-                self._changed.wait(min(remaining, _LOOK_SECONDS))
-        return seat
+                self._changed.wait(min(remaining, _POLL_SECONDS))
+        return handler
 
-    def _match(self, opening: transport_pb2.Open) -> Seat | None:
-        """The seat this stream is for, or None as long as there may be one later."""
-        seat = self._seats.get(opening.job)
-        if seat is None:
-            if self._seats:
-                raise PermissionDeniedError(f"this process has no part in job {shown(opening.job)}")
+    def _match(self, opening: transport_pb2.Open) -> StreamHandler | None:
+        """The handler of this stream; None where it may still be registered."""
+        handler = self._handlers.get(opening.job)
+        if handler is None:
+            if self._handlers:
+                raise PermissionDeniedError(f"this process has no part in job {quoted(opening.job)}")
             return None
-        mine = seat.assignment
+        mine = handler.assignment
         if mine.cluster_id != opening.cluster_id or mine.generation < opening.generation:
             return None
         if mine.generation > opening.generation:
@@ -268,27 +269,27 @@ class WorkerServer:
                 f"a stream from rank {opening.source_rank} to rank {opening.target_rank} came to rank {mine.rank} "
                 f"of {mine.size}"
             )
-        return seat
+        return handler
 
 
-_exits: Final[weakref.WeakSet[WorkerServer]] = weakref.WeakSet()
+_open_servers: Final[weakref.WeakSet[WorkerServer]] = weakref.WeakSet()
 _inherited: list[WorkerServer] = []
-"""What a forked child got from its parent: kept, because finalising it would touch the parent's sockets."""
+"""In a forked child, the servers of its parent. They are kept because their finalizers would touch the parent's sockets."""
 
 
-def _say_goodbye() -> None:
-    """Nobody called close: peers are told all the same."""
-    for server in list(_exits):
+def _close_all() -> None:
+    """At exit: says goodbye to peers although nobody called `close`."""
+    for server in list(_open_servers):
         server.close()
 
 
 def _abandon_all() -> None:
-    """In a forked child: streams belong to its parent."""
-    _inherited.extend(_exits)
-    _exits.clear()
+    """In a forked child: the streams belong to its parent."""
+    _inherited.extend(_open_servers)
+    _open_servers.clear()
     for server in _inherited:
         server.abandon_in_child()
 
 
-atexit.register(_say_goodbye)
+atexit.register(_close_all)
 os.register_at_fork(after_in_child=_abandon_all)

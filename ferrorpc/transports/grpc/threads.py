@@ -1,7 +1,7 @@
-"""The executor of a worker's server: a daemon thread for every call.
+"""The executor of a worker's gRPC server: a daemon thread for every call.
 
-A call lasts as long as its peer, so a pool of any size would in the end leave one rank unheard; and the standard pool joins its
-threads when the interpreter exits, which hangs for as long as a peer keeps its stream open.
+A call lasts as long as its peer, so a thread pool of any fixed size could leave some peer without a thread. And the standard
+pool joins its threads at interpreter exit, which hangs for as long as a peer keeps its stream open.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class ThreadPerCall(Executor):
-    """Starts a thread for whatever is submitted. How many there are is bounded by the server's `maximum_concurrent_rpcs`."""
+    """Runs each submitted function on a new thread. The server's `maximum_concurrent_rpcs` limits how many there are."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ class ThreadPerCall(Executor):
     def submit(
         self, function: Callable[Parameters, Result], /, *arguments: Parameters.args, **options: Parameters.kwargs
     ) -> Future[Result]:
-        """Runs the call at once, on a thread of its own."""
+        """Starts the function at once, on a thread of its own."""
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
 

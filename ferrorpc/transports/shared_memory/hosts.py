@@ -1,8 +1,9 @@
-"""From offers and verdicts to hosts: who shares memory with whom, concluded alike on every rank from what all ranks said.
+"""Groups the ranks of the world into hosts, from the offers and verdicts of all ranks. Pure, so every rank gets the same
+result.
 
-Pure. Two ranks are neighbours when each has proven the other; a host is a set in which all pairs are. Where a pair is missing,
-the rank that lacks most leaves, again and again, until what remains is such a set: with one broken rank among many, that is it.
-Whoever is left over is a host of its own.
+Two ranks are host peers when each has proven the other. A host is a set of ranks in which all pairs are host peers. Where pairs
+are missing in a candidate host, the rank with the most missing pairs is removed until none is missing: where one rank among
+many fails, that is the one. Each removed rank becomes a host of its own.
 """
 
 from __future__ import annotations
@@ -10,62 +11,62 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ferrorpc.transports.shared_memory.place import Place
+from ferrorpc.transports.shared_memory.host_identity import HostIdentity
 
 Hosts: TypeAlias = tuple[tuple[int, ...], ...]
-"""All ranks of the world, each in one tuple; ranks ascend within a host, hosts by their first rank."""
+"""The ranks of each host. Every rank of the world is in one tuple; ranks ascend, and hosts by their first rank."""
 
 
 class Offer(NamedTuple):
-    """What a rank said in the first round."""
+    """What a rank has sent in the first round."""
 
     transport: str
     refusal: str
-    place: Place
+    identity: HostIdentity
     socket: str = ""
     nonce: bytes = b""
 
     @property
-    def unwilling(self) -> str:
-        """Why this rank shares no memory; empty when it would."""
+    def refusal_reason(self) -> str:
+        """Why this rank shares no memory; empty when it is willing to."""
         return "it was told to use transport='grpc'" if self.transport == "grpc" else self.refusal
 
 
 class Verdict(NamedTuple):
-    """What a rank said in the second round."""
+    """What a rank has sent in the second round."""
 
     proven: frozenset[int] = frozenset()
     reason: str = ""
 
 
-def candidates(offers: Sequence[Offer]) -> Hosts:
-    """Who should try each other, by rank: the willing in one place; the others alone."""
-    places: dict[Place, list[int]] = {}
+def candidate_hosts(offers: Sequence[Offer]) -> Hosts:
+    """The hosts by offers alone: ranks that are willing and have equal identities are together, others are alone."""
+    willing: dict[HostIdentity, list[int]] = {}
     for rank, offer in enumerate(offers):
-        if not offer.unwilling:
-            places.setdefault(offer.place, []).append(rank)
-    return _with_the_rest(list(places.values()), len(offers))
+        if not offer.refusal_reason:
+            willing.setdefault(offer.identity, []).append(rank)
+    return _with_the_rest(list(willing.values()), len(offers))
 
 
-def settle(tried: Hosts, verdicts: Mapping[int, Verdict]) -> Hosts:
-    """Who shares memory, once everybody has tried its candidates."""
+def confirmed_hosts(tried: Hosts, verdicts: Mapping[int, Verdict]) -> Hosts:
+    """The hosts that share memory, once all ranks have done their handshakes."""
     size = sum(len(host) for host in tried)
     return _with_the_rest([_all_pairs(host, verdicts) for host in tried], size)
 
 
-def why_not(offers: Sequence[Offer], hosts: Hosts, verdicts: Mapping[int, Verdict]) -> str:
-    """Why the world is not one host, in words; empty when it is."""
+def separation_reason(offers: Sequence[Offer], hosts: Hosts, verdicts: Mapping[int, Verdict]) -> str:
+    """Why the world is not one host, as text; empty when it is."""
     if len(hosts) == 1:
         return ""
-    unwilling = [f"rank {rank}: {offer.unwilling}" for rank, offer in enumerate(offers) if offer.unwilling]
+    unwilling = [f"rank {rank}: {offer.refusal_reason}" for rank, offer in enumerate(offers) if offer.refusal_reason]
     failed = [f"rank {rank}: {verdict.reason}" for rank, verdict in sorted(verdicts.items()) if verdict.reason]
-    places = len({offer.place for offer in offers if not offer.unwilling})
+    places = len({offer.identity for offer in offers if not offer.refusal_reason})
     apart = [f"the ranks are in {places} places (hosts, network namespaces or users)"] if places > 1 else []
     return "; ".join(unwilling + apart + failed)
 
 
 def _all_pairs(host: Sequence[int], verdicts: Mapping[int, Verdict]) -> list[int]:
-    """The largest part of a host, found greedily, in which every pair is proven from both sides."""
+    """The part of a candidate host in which every pair is proven on both sides: large, but found greedily."""
     members = list(host)
     while True:
         missing = {rank: sum(not _mutual(rank, other, verdicts) for other in members if other != rank) for rank in members}

@@ -1,8 +1,9 @@
-"""Reads the sockets of all neighbours, on one daemon thread; or one of them, for a moment, on the thread that waits for it.
+"""Reads the sockets of all host peers on one daemon thread, or one socket for a moment on a thread that waits for that peer.
 
-Whoever waits for a neighbour's message would be woken by the reader thread, which the kernel has to wake first: two changes of
-threads, several times as long as the message takes. So before it sleeps it looks at that one socket itself, with the reader
-thread told to leave it alone. Whoever reads a link holds its `reading`, so what one neighbour says is handed on in order.
+A thread that waits for a peer's message would be woken by the reader thread, which the kernel has to wake first: two thread
+switches, which take several times as long as the message. So before it sleeps, the thread polls that one socket itself, and the
+reader thread leaves it alone meanwhile. The thread that reads a socket holds its `reading` lock, so the messages of each peer
+are handed on in order.
 """
 
 from __future__ import annotations
@@ -15,52 +16,52 @@ from socket import socket
 from typing import Final
 
 from ferrorpc.guard import Clock
-from ferrorpc.transports.shared_memory.link import Link
+from ferrorpc.transports.shared_memory.peer_socket import PeerSocket
 
-TURN_MESSAGES: Final = 16
-"""How many messages of one neighbour are read before it is another one's turn."""
+BATCH_MESSAGES: Final = 16
+"""How many messages of one socket are read before the next socket gets its turn."""
 
-ATTENTION_SECONDS: Final = 500e-6
-"""How long a thread that waits looks, giving way in between: longer than two ranks take to answer each other that both have to
-be woken. One that looks for less finds its peer asleep and goes to sleep, as does the peer in its turn, and so on for ever."""
+BUSY_POLL_SECONDS: Final = 500e-6
+"""How long a thread polls before it sleeps, yielding the processor in between. It is longer than a message and its answer take
+between two ranks that both have to be woken. With less, a rank would go to sleep while its peer wakes up, then the peer
+likewise, and so on for ever."""
 
-SKIPS_MAX: Final = 63
-"""Where that is of no use, or others need the processor, up to so many waits begin with sleep before one looks again."""
+SKIPPED_POLLS_MAX: Final = 63
+"""Where polling keeps failing, or other threads need the processor, up to so many waits do not poll before one tries again."""
 
 
 class Reader:
-    """Has the links to all neighbours. `run` is the body of its thread.
+    """Owns the sockets to all host peers. `run` is the body of its thread.
 
     Args:
-        connections: by the neighbour's world rank.
-        clock: the time.
-        heard: told (peer, message) of every message, in order; must not block.
-        ended: told (peer) at the end of its link; must not block.
+        connections: by the peer's world rank.
+        on_message: called with (peer, message) for every message, in order; must not block.
+        on_end: called with (peer) at the end of its socket; must not block.
     """
 
     def __init__(
         self,
         connections: Mapping[int, socket],
         clock: Clock,
-        heard: Callable[[int, bytes], None],
-        ended: Callable[[int], None],
+        on_message: Callable[[int, bytes], None],
+        on_end: Callable[[int], None],
     ) -> None:
         self._clock = clock
-        self._heard = heard
-        self._ended = ended
+        self._on_message = on_message
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if connections else -1
-        self.links = {peer: Link(peer, connection, self._wake) for peer, connection in connections.items()}
+        self.sockets = {peer: PeerSocket(peer, connection, self._wake) for peer, connection in connections.items()}
         self._epoll: select.epoll
-        """The thread's, as long as it runs: where links are armed."""
-        self._armed: dict[Link, int] = {}
-        """What the kernel is asked to tell of each link that has not ended."""
+        """The reader thread's, while it runs."""
+        self._armed: dict[PeerSocket, int] = {}
+        """The epoll events that are requested for each socket that has not ended."""
         self._stopping = False
         self._discard = False
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Until every link has ended, or `stop`."""
+        """Reads until every socket has ended, or `stop`."""
         with select.epoll() as epoll:
             try:
                 self._read_all(epoll)
@@ -69,45 +70,48 @@ class Reader:
                     self._armed.clear()
                 self._over.set()
 
-    def attend(self, peer: int, over: Callable[[], bool]) -> None:
-        """Reads what a neighbour sends on this thread, until `over` or for a moment. Not at all where another thread does, and
-        seldom where that was of no use lately.
+    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
+        """Reads what a host peer sends on the calling thread, until `over` or for BUSY_POLL_SECONDS.
+
+        Returns at once where another thread reads that socket, and mostly where polling has failed lately.
         """
-        link = self.links[peer]
-        if link.skips:
-            link.skips -= 1
+        peer_socket = self.sockets[peer]
+        if peer_socket.polls_to_skip:
+            peer_socket.polls_to_skip -= 1
             return
-        if not link.reading.acquire(blocking=False):
+        if not peer_socket.reading.acquire(blocking=False):
             return
         try:
-            link.attended = True
-            self._arm(link)
-            link.vain = 0 if self._look(link, over) else min(2 * link.vain + 1, SKIPS_MAX)
-            link.skips = link.vain
+            peer_socket.busy_polled = True
+            self._arm(peer_socket)
+            peer_socket.failed_polls = (
+                0 if self._poll(peer_socket, over) else min(2 * peer_socket.failed_polls + 1, SKIPPED_POLLS_MAX)
+            )
+            peer_socket.polls_to_skip = peer_socket.failed_polls
         finally:
-            link.attended = False
+            peer_socket.busy_polled = False
             try:
-                link.reading.release()
-            finally:  # an interrupt between the two must not leave the link unread
-                self._arm(link)
+                peer_socket.reading.release()
+            finally:  # an interrupt between the two must not leave the socket unread
+                self._arm(peer_socket)
 
-    def _look(self, link: Link, over: Callable[[], bool]) -> bool:
-        """Whether `over` came true in time."""
-        until = self._clock.now() + ATTENTION_SECONDS
+    def _poll(self, peer_socket: PeerSocket, over: Callable[[], bool]) -> bool:
+        """Whether `over` became true in time."""
+        until = self._clock.now() + BUSY_POLL_SECONDS
         while self._clock.now() < until:
-            message = link.receive()
+            message = peer_socket.receive()
             if message is None:
                 os.sched_yield()
             elif not message:
-                break  # The end of a link is for the reader thread to tell.
+                break  # The reader thread reports the end of a socket.
             else:
-                self._heard(link.peer, message)
+                self._on_message(peer_socket.peer, message)
                 if over():
                     return True
         return False
 
     def stop(self, timeout: float) -> None:
-        """Ends the thread once all that was sent is written, or after `timeout` seconds."""
+        """Ends the thread once all waiting messages are written, or after `timeout` seconds."""
         self._stopping = True
         self._wake()
         if not self._over.wait(timeout):
@@ -116,9 +120,9 @@ class Reader:
             self._over.wait()
 
     def close(self) -> None:
-        """Gives sockets and descriptors back. The thread has ended, or never began."""
-        for link in self.links.values():
-            link.close()
+        """Closes sockets and descriptors. The thread has ended or never began."""
+        for peer_socket in self.sockets.values():
+            peer_socket.close()
         with self._lock:
             descriptor, self._wake_descriptor = self._wake_descriptor, -1
         if descriptor >= 0:
@@ -129,61 +133,61 @@ class Reader:
             if self._wake_descriptor >= 0:
                 os.eventfd_write(self._wake_descriptor, 1)
 
-    def _arm(self, link: Link) -> None:
-        """Tells the kernel what is to be told of a link now. What is there already is told at once."""
+    def _arm(self, peer_socket: PeerSocket) -> None:
+        """Updates the epoll events that are requested for a socket. Events that are pending already are reported at once."""
         with self._lock:
-            armed = self._armed.get(link)
-            wanted = (0 if link.attended else select.EPOLLIN) | (select.EPOLLOUT if link.pending else 0)
+            armed = self._armed.get(peer_socket)
+            wanted = (0 if peer_socket.busy_polled else select.EPOLLIN) | (select.EPOLLOUT if peer_socket.pending else 0)
             if armed is not None and armed != wanted:
-                self._epoll.modify(link.connection, wanted)
-                self._armed[link] = wanted
+                self._epoll.modify(peer_socket.connection, wanted)
+                self._armed[peer_socket] = wanted
 
     def _read_all(self, epoll: select.epoll) -> None:
         self._epoll = epoll
         epoll.register(self._wake_descriptor, select.EPOLLIN)
-        links = {link.connection.fileno(): link for link in self.links.values()}
-        for link in links.values():
-            epoll.register(link.connection, select.EPOLLIN)
-        self._armed = dict.fromkeys(links.values(), select.EPOLLIN)
-        while links and not self._finished():
+        sockets = {peer_socket.connection.fileno(): peer_socket for peer_socket in self.sockets.values()}
+        for peer_socket in sockets.values():
+            epoll.register(peer_socket.connection, select.EPOLLIN)
+        self._armed = dict.fromkeys(sockets.values(), select.EPOLLIN)
+        while sockets and not self._finished():
             for descriptor, events in epoll.poll():
                 if descriptor == self._wake_descriptor:
                     os.eventfd_read(descriptor)
-                elif not self._serve(links[descriptor], events):
-                    self._end(links.pop(descriptor))
-            for link in links.values():
-                self._arm(link)
+                elif not self._serve(sockets[descriptor], events):
+                    self._end(sockets.pop(descriptor))
+            for peer_socket in sockets.values():
+                self._arm(peer_socket)
 
     def _finished(self) -> bool:
-        """Whether this rank closes and has said all that it had to, or gives up saying it."""
-        return self._stopping and (self._discard or not any(link.pending for link in self._armed))
+        """Whether the thread should end: `stop` was called, and all messages are written or given up."""
+        return self._stopping and (self._discard or not any(peer_socket.pending for peer_socket in self._armed))
 
-    def _end(self, link: Link) -> None:
+    def _end(self, peer_socket: PeerSocket) -> None:
         with self._lock:
-            del self._armed[link]
-            self._epoll.unregister(link.connection)
-        link.end()
-        self._ended(link.peer)
+            del self._armed[peer_socket]
+            self._epoll.unregister(peer_socket.connection)
+        peer_socket.end()
+        self._on_end(peer_socket.peer)
 
-    def _serve(self, link: Link, events: int) -> bool:
-        """Something can be done on a link; False at its end."""
+    def _serve(self, peer_socket: PeerSocket, events: int) -> bool:
+        """Handles the epoll events of a socket. False at its end."""
         if events & select.EPOLLOUT:
-            link.flush()
-        if not events & ~select.EPOLLOUT or not link.reading.acquire(blocking=False):
-            return True  # Whoever attends to it arms it again.
+            peer_socket.flush()
+        if not events & ~select.EPOLLOUT or not peer_socket.reading.acquire(blocking=False):
+            return True  # The thread that polls it arms it again.
         try:
-            for _ in range(TURN_MESSAGES):
-                message = link.receive()
+            for _ in range(BATCH_MESSAGES):
+                message = peer_socket.receive()
                 if message is None:
                     break
                 if not message:
                     return False
-                self._heard(link.peer, message)
+                self._on_message(peer_socket.peer, message)
         finally:
-            link.reading.release()
+            peer_socket.reading.release()
         return True
 
     def abandon_in_child(self) -> None:
-        """In a forked child: gives back its copies of the sockets. It takes no lock: a thread of the parent's may hold it."""
-        for link in self.links.values():
-            link.connection.close()
+        """In a forked child: closes its copies of the sockets. Takes no lock: a thread of the parent may have held it."""
+        for peer_socket in self.sockets.values():
+            peer_socket.connection.close()

@@ -1,11 +1,12 @@
-"""One rank's memory that others can map: a sealed memfd, and the allocator that its owner keeps for it.
+"""A segment: the memory of one rank that others can map. It is a sealed memfd with an allocator that only its owner uses.
 
-A memfd has no name that could outlive a process, and Docker's 64 MiB limit on /dev/shm does not apply to it. The segment is
-made much larger than what will be used: pages are only taken when they are touched, so nobody has to guess a size, and a
-mapping never has to be changed. It is sealed against shrinking and growing, so a page that a peer sees stays there: nothing
-that another process does can turn a read into a SIGBUS. Others get a descriptor that is open for reading only.
+A memfd has no name that could outlive its process, and Docker's 64 MiB limit on /dev/shm does not apply to it. The segment is
+much larger than what will be used. Pages are only taken when they are touched, so nobody has to guess a size, and no mapping
+ever has to change. The memfd is sealed against shrinking and growing, so that nothing that another process does can turn a read
+into a SIGBUS. Peers get a read-only descriptor.
 
-Costs: allocate and free are a search in the list of gaps (few, as neighbouring gaps join); `locate` is address arithmetic.
+Costs: `allocate` and `free` search the list of free ranges, which is short because adjacent ranges are merged; `locate` is
+address arithmetic.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from ferrorpc.errors import BackendUnavailableError, CodecError, GroupClosedErro
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 NONCE_BYTES: Final = 32
-"""The first bytes of a segment: a secret that its owner told the others by another way."""
+"""Length of the nonce at the beginning of a segment, which its owner has also sent to the others by another way."""
 
-FRONT_OFFSET: Final = PAGE_BYTES
-FRONT_BYTES: Final = (1 << 20) - FRONT_OFFSET
-"""These, from FRONT_OFFSET on, are zero at first, at the same place everywhere, and no block's: where peers begin to look."""
+CONTROL_OFFSET: Final = PAGE_BYTES
+CONTROL_BYTES: Final = (1 << 20) - CONTROL_OFFSET
+"""Size of the control area at CONTROL_OFFSET, from which peers find everything else. It begins as zeros and holds no blocks."""
 
 ALIGN_BYTES: Final = 64
-GIVE_BACK_BYTES: Final = 1 << 20
-"""Blocks of this size or more take whole pages, and give them back when they are freed."""
+PUNCH_HOLE_BYTES_MIN: Final = 1 << 20
+"""Blocks of this size or more take whole pages, which are returned to the kernel when the block is freed."""
 
 SIZE_BYTES_MIN: Final = 64 << 20
 ADDRESS_SPACE_BYTES: Final = 1 << 46
-"""Half of what an x86-64 process can address: what all segments of a world together may take."""
+"""Address space that all segments of a world together may take: half of what an x86-64 process has."""
 
 _PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01
 _MAP_FIXED: Final = 0x10
@@ -51,9 +52,11 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _address_of: Final = ctypes.addressof
 _first_byte: Final = ctypes.c_char.from_buffer
-"""Looked up once, for `locate`."""
+"""Bound here once, for speed in `locate`."""
 
-if sys.platform == "linux":  # elsewhere there is no segment (place.refusal), but whoever can do without imports this as well
+if (
+    sys.platform == "linux"
+):  # elsewhere there is no segment (host_identity.unsupported_reason), but whoever can do without imports this as well
     _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     _libc: Final = ctypes.CDLL(None, use_errno=True)
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
@@ -63,7 +66,7 @@ if sys.platform == "linux":  # elsewhere there is no segment (place.refusal), bu
 
 
 class Block:
-    """Bytes of a segment, from `allocate` until `free`. Their content is undefined until somebody writes it."""
+    """Allocated bytes of a segment, until `free`. Their content is undefined at first."""
 
     __slots__ = ("_segment", "_size_bytes", "array", "nbytes", "offset")
 
@@ -71,27 +74,27 @@ class Block:
         self._segment = segment
         self._size_bytes = size_bytes
         self.offset = offset
-        """Where it begins in the segment: what peers must know."""
+        """Where it begins in the segment, as peers need to know."""
         self.nbytes = nbytes
         self.array = array
         """A writable uint8 view, shape (nbytes,). Not to be used after `free`."""
 
     def free(self) -> None:
-        """Makes the bytes available to others. Idempotent; from any thread, a finaliser included."""
+        """Frees the bytes for other blocks. Idempotent; may be called from any thread and from finalizers."""
         size_bytes, self._size_bytes = self._size_bytes, 0
         if size_bytes:
-            self._segment.give_back(self.offset, size_bytes)
+            self._segment.release(self.offset, size_bytes)
 
 
-class _Gaps:
-    """The free ranges of a segment, by offset. Its user holds a lock."""
+class _FreeRanges:
+    """The free ranges of a segment, by offset. The caller holds a lock."""
 
     def __init__(self, offset: int, size_bytes: int) -> None:
         self._offsets = [offset]
         self._sizes = [size_bytes]
 
     def take(self, size_bytes: int, align: int) -> int | None:
-        """The lowest offset at a multiple of `align` with so many free bytes; None where there is no such gap."""
+        """Takes `size_bytes` at the lowest free multiple of `align`. Returns their offset; None where there is none."""
         for place, (start, available) in enumerate(zip(self._offsets, self._sizes, strict=True)):
             offset = -(-start // align) * align
             if offset + size_bytes <= start + available:
@@ -102,7 +105,7 @@ class _Gaps:
         return None
 
     def give(self, offset: int, size_bytes: int) -> None:
-        """A range is free; it joins the gaps that it touches."""
+        """Adds a free range and merges it with the ranges next to it."""
         if size_bytes == 0:
             return
         place = bisect_left(self._offsets, offset)
@@ -121,24 +124,24 @@ class _Gaps:
 
 
 class Segment:
-    """One rank's memory in one generation, writable here and readable for those who get its descriptor.
+    """One rank's memory in one generation: writable here, and readable for processes that get its read-only descriptor.
 
-    In a forked child the segment is closed, and what was mapped becomes private to the child: arrays keep their values, and
-    what the child writes into them nobody else sees.
+    In a forked child the segment is closed and its mapping becomes private: arrays keep their values, and nobody else sees what
+    the child writes into them.
 
     Args:
-        name: what /proc/<pid>/maps shows.
+        name: shown in /proc/<pid>/maps.
         nonce: NONCE_BYTES secret bytes, written at the beginning.
-        size_bytes: of the mapping; tried smaller, down to SIZE_BYTES_MIN, where the system refuses. None: `usual_bytes(1)`.
+        size_bytes: size of the mapping; halved, down to SIZE_BYTES_MIN, where the system refuses it. None: `default_bytes(1)`.
 
     Raises:
-        BackendUnavailableError: this process may not have even SIZE_BYTES_MIN.
+        BackendUnavailableError: the system refuses even SIZE_BYTES_MIN.
     """
 
     def __init__(self, name: str, nonce: bytes, size_bytes: int | None = None) -> None:
         if len(nonce) != NONCE_BYTES:
             raise UsageError(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
-        mapped, self._descriptor = _make(name, usual_bytes(1) if size_bytes is None else size_bytes)
+        mapped, self._descriptor = _make(name, default_bytes(1) if size_bytes is None else size_bytes)
         mapped.madvise(mmap.MADV_DONTDUMP)
         self.size_bytes = len(mapped)
         self.memory: Bytes = np.frombuffer(mapped, np.uint8)
@@ -147,38 +150,38 @@ class Segment:
         self._end = self.address + self.size_bytes
         self.nonce = nonce
         self.memory[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
-        self._gaps = _Gaps(FRONT_OFFSET + FRONT_BYTES, self.size_bytes - FRONT_OFFSET - FRONT_BYTES)
-        self._returned: deque[tuple[int, int]] = deque()
+        self._free = _FreeRanges(CONTROL_OFFSET + CONTROL_BYTES, self.size_bytes - CONTROL_OFFSET - CONTROL_BYTES)
+        self._released: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
         self._closed = False
         _segments.add(self)
 
     @property
     def used_bytes(self) -> int:
-        """What is allocated now, rounded as allocations are."""
+        """Bytes of all allocated blocks, including their rounding."""
         with self._lock:
             self._collect()
-            return self.size_bytes - FRONT_OFFSET - FRONT_BYTES - self._gaps.free_bytes
+            return self.size_bytes - CONTROL_OFFSET - CONTROL_BYTES - self._free.free_bytes
 
     def allocate(self, nbytes: int, align: int = ALIGN_BYTES) -> Block:
-        """Takes `nbytes` bytes at a multiple of `align` (a power of two; 4 KiB at least for a MiB and more).
+        """Allocates `nbytes` bytes at a multiple of `align` (a power of two; blocks of 1 MiB and more are page-aligned).
 
         Raises:
-            LimitExceededError: there is no gap of that size.
+            LimitExceededError: there is no free range of that size.
             GroupClosedError: after `close`, or in a forked child.
         """
         if nbytes < 0 or align < 1 or align & (align - 1):
             raise UsageError(f"cannot allocate {nbytes} bytes at a multiple of {align}")
-        unit = PAGE_BYTES if nbytes >= GIVE_BACK_BYTES else ALIGN_BYTES
+        unit = PAGE_BYTES if nbytes >= PUNCH_HOLE_BYTES_MIN else ALIGN_BYTES
         size_bytes = max(unit, -(-nbytes // unit) * unit)
         with self._lock:
             if self._closed:
                 raise GroupClosedError("this shared memory is closed")
             self._collect()
-            offset = self._gaps.take(size_bytes, max(align, unit))
+            offset = self._free.take(size_bytes, max(align, unit))
             if offset is None:
                 raise LimitExceededError(
-                    f"no {nbytes} bytes in a row are free in this rank's shared memory: {self._gaps.free_bytes} of "
+                    f"no {nbytes} bytes in a row are free in this rank's shared memory: {self._free.free_bytes} of "
                     f"{self.size_bytes} bytes are free",
                     hint="let go of arrays made by group.empty() that are no longer needed",
                 )
@@ -186,26 +189,26 @@ class Segment:
         return Block(self, offset, nbytes, size_bytes, memory[offset : offset + nbytes])
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """A C-contiguous array in this memory; its bytes are freed when the last view of it is gone.
+        """A C-contiguous array in this memory. Its bytes are freed when the last view of it is gone.
 
-        The mapping outlives `close` for as long as such an array does. An array without elements lies nowhere. Raises as
-        `allocate`.
+        The mapping stays as long as such an array exists, even after `close`. An array without elements lies outside the
+        segment. Raises as `allocate`.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return np.empty(shape, dtype)
         block = self.allocate(nbytes)
-        # A buffer between the two: every view of the array holds `base`, whereas views of a view would hold `memory` alone.
+        # Views of the array must keep `base` alive. Views of a view refer to `memory` alone; hence a buffer between the two.
         base = np.frombuffer(block.array.data, np.uint8)
         weakref.finalize(base, block.free).atexit = False
         return np.ndarray(shape, dtype, base.data)
 
     def locate(self, array: np.ndarray[Any, Any]) -> int | None:
-        """Where a C-contiguous array begins in this segment; None where it does not lie wholly in it, or is strided."""
+        """Offset of a C-contiguous array in this segment. None where it is not completely in the segment, or is strided."""
         try:
             address = _address_of(_first_byte(array))  # type: ignore[arg-type]
         except (TypeError, ValueError, BufferError):
-            # Read-only, empty, strided, or of a dtype that has no buffer: the slow and sure way.
+            # Read-only, empty, strided, or of a dtype without the buffer protocol: the slow way works for all.
             if not array.flags.c_contiguous:
                 return None
             address = array.__array_interface__["data"][0]
@@ -213,13 +216,13 @@ class Segment:
             return address - self.address
         return None
 
-    def descriptor_for_peers(self) -> int:
-        """A new file descriptor of this memory, open for reading only; the caller closes it."""
+    def read_only_descriptor(self) -> int:
+        """A new read-only file descriptor of this memory, which the caller closes."""
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def give_back(self, offset: int, size_bytes: int) -> None:
-        """A block's bytes are free. Never blocks: it may be called while this very thread is in `allocate`."""
-        self._returned.append((offset, size_bytes))
+    def release(self, offset: int, size_bytes: int) -> None:
+        """Frees the bytes of a block. Never blocks, because a finalizer may call it on a thread that is in `allocate`."""
+        self._released.append((offset, size_bytes))
         if self._lock.acquire(blocking=False):
             try:
                 self._collect()
@@ -227,15 +230,15 @@ class Segment:
                 self._lock.release()
 
     def _collect(self) -> None:
-        """Takes in what was given back. The lock is held."""
-        while self._returned:
-            offset, size_bytes = self._returned.popleft()
-            if size_bytes >= GIVE_BACK_BYTES and not self._closed:
+        """Adds the released ranges to the free ones. The caller holds the lock."""
+        while self._released:
+            offset, size_bytes = self._released.popleft()
+            if size_bytes >= PUNCH_HOLE_BYTES_MIN and not self._closed:
                 _libc.fallocate(self._descriptor, _PUNCH_HOLE_KEEP_SIZE, offset, size_bytes)
-            self._gaps.give(offset, size_bytes)
+            self._free.give(offset, size_bytes)
 
     def close(self) -> None:
-        """Nothing more is allocated; the mapping goes with the last array in it. Idempotent."""
+        """Ends allocation. The mapping is removed with the last array in it. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -243,8 +246,8 @@ class Segment:
                 self._end = self.address
                 self.memory = np.empty(0, np.uint8)
 
-    def become_private(self) -> None:
-        """In a forked child: cuts the mapping off from its owner's, with what it holds."""
+    def make_private(self) -> None:
+        """In a forked child: replaces the shared mapping by a private copy of its content."""
         self._lock = threading.Lock()
         if self._closed:
             return
@@ -256,10 +259,10 @@ class Segment:
         self.close()
 
 
-def usual_bytes(members: int) -> int:
-    """How large each of the segments of `members` ranks is made, all of which one process may have to map.
+def default_bytes(members: int) -> int:
+    """Size of each segment in a world of `members` ranks, all of which one process may have to map.
 
-    Twice the machine's memory: more cannot be filled, and gaps between blocks cost nothing.
+    Twice the machine's memory: more cannot be filled, and unused ranges between blocks cost nothing.
     """
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     allowed_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -268,10 +271,10 @@ def usual_bytes(members: int) -> int:
 
 
 def map_peer(descriptor: int, size_bytes: int, nonce: bytes) -> Bytes:
-    """A peer's segment, read-only: uint8, shape (size_bytes,). The mapping lives as long as views of it.
+    """Maps a peer's segment read-only: uint8, shape (size_bytes,). The mapping lives as long as views of it.
 
     Raises:
-        CodecError: it is no segment of that size, could still shrink, or does not begin with the nonce.
+        CodecError: it is no sealed segment of that size, or does not begin with the nonce.
         BackendUnavailableError: this process may not map so much.
     """
     try:
@@ -279,7 +282,7 @@ def map_peer(descriptor: int, size_bytes: int, nonce: bytes) -> Bytes:
     except OSError:
         raise CodecError("the descriptor of a peer's memory is not that of a memfd") from None
     actual_bytes = os.fstat(descriptor).st_size
-    if seals & _SEALS != _SEALS or actual_bytes != size_bytes or size_bytes < FRONT_OFFSET + FRONT_BYTES:
+    if seals & _SEALS != _SEALS or actual_bytes != size_bytes or size_bytes < CONTROL_OFFSET + CONTROL_BYTES:
         raise CodecError(
             f"a peer's memory has {actual_bytes} bytes and seals {seals:#x}; {size_bytes} sealed bytes were announced"
         )
@@ -294,7 +297,7 @@ def map_peer(descriptor: int, size_bytes: int, nonce: bytes) -> Bytes:
 
 
 def _make(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
-    """A mapped and sealed memfd of at most that size, and its descriptor."""
+    """Makes a mapped and sealed memfd of at most that size. Returns it and its descriptor."""
     try:
         return _make_sized(name, size_bytes)
     except OSError as error:
@@ -321,9 +324,9 @@ def _make_sized(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
 _segments: Final[weakref.WeakSet[Segment]] = weakref.WeakSet()
 
 
-def _become_private() -> None:
+def _make_all_private() -> None:
     for segment in list(_segments):
-        segment.become_private()
+        segment.make_private()
 
 
-os.register_at_fork(after_in_child=_become_private)
+os.register_at_fork(after_in_child=_make_all_private)

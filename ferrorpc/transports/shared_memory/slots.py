@@ -1,7 +1,7 @@
-"""Where this rank puts parcels for one neighbour: a few slots in its own segment, each large enough for any frame.
+"""The slots in this rank's segment for frames to one host peer. Each slot is large enough for any frame.
 
-A slot is taken for one frame and given back when the neighbour's receipt has come. What was given back last is taken first,
-because the processor's cache still knows it; so a lane that never has much under way touches few pages.
+A slot is taken for one frame (a *parcel*) and released when the peer's receipt arrives. The slot that was released last is
+taken first, because it is still in the processor's cache. So a lane with few frames in flight touches few pages.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from ferrorpc.transports.shared_memory.segment import Bytes, Segment
 from ferrorpc.wire.frames import SIGNATURE_BYTES_MAX
 
 SLOT_BYTES: Final = CHUNK_BYTES + 2 * SIGNATURE_BYTES_MAX
-"""A chunk, and the longest header that any frame has."""
+"""Size of a chunk and of the longest header."""
 SLOTS_MAX: Final = 8
 SLOTS_MIN: Final = 2
-SHARE: Final = 4
-"""At most this part of the segment is for parcels, as long as every neighbour has SLOTS_MIN."""
+PARCEL_SHARE: Final = 4
+"""All slots together take at most one part in PARCEL_SHARE of the segment, but every peer has SLOTS_MIN."""
 
 
 class Slot(NamedTuple):
-    """One place."""
+    """Memory for one frame."""
 
     offset: int
-    """In the segment."""
+    """Where it begins in the segment."""
     array: Bytes
     """Its bytes, shape (SLOT_BYTES,)."""
 
 
 class Slots:
-    """The slots for one neighbour. Nothing is allocated before the first is taken.
+    """The slots for one host peer. They are allocated when the first one is taken.
 
     Args:
-        segment: this rank's.
-        neighbours: how many have such slots in it.
+        segment: this rank's own.
+        peers: how many host peers have slots in it.
     """
 
-    def __init__(self, segment: Segment, neighbours: int) -> None:
+    def __init__(self, segment: Segment, peers: int) -> None:
         self._segment = segment
-        self._count = min(max(segment.size_bytes // SHARE // (neighbours * SLOT_BYTES), SLOTS_MIN), SLOTS_MAX)
+        self._count = min(max(segment.size_bytes // PARCEL_SHARE // (peers * SLOT_BYTES), SLOTS_MIN), SLOTS_MAX)
         self._lock = threading.Lock()
         self._free: list[Slot] | None = None
         self._taken: dict[int, Slot] = {}
@@ -51,7 +51,7 @@ class Slots:
         self._over = False
 
     def take(self, room: Callable[[], None]) -> Slot | None:
-        """A free slot; None where there is none, and then `room` is called once when it makes sense to try again.
+        """A free slot. None where there is none; then `room` is called once when it is worth another try.
 
         Raises:
             LimitExceededError: the segment is full.
@@ -67,8 +67,8 @@ class Slots:
             self._taken[slot.offset] = slot
             return slot
 
-    def give_back(self, offset: int) -> None:
-        """The neighbour needs this slot no more. Wakes the waiting at half of all, so that each wake is worth several frames.
+    def release(self, offset: int) -> None:
+        """Frees a slot. Wakes waiting senders once half of the slots are free, so that each wake is good for several frames.
 
         Raises:
             CodecError: no such slot is taken.
@@ -87,7 +87,7 @@ class Slots:
             room()
 
     def end(self) -> None:
-        """No receipt comes any more: wakes who waits for one, and forgets the memory, which others may still read."""
+        """No more receipts will arrive: wakes waiting senders. The memory is not freed, because the peer may still read it."""
         with self._lock:
             self._over = True
             self._free = []

@@ -1,11 +1,11 @@
-"""The transport between ranks of one host: frames through shared memory, announced over Unix sockets.
+"""The transport between ranks of one host: small frames go over Unix sockets, larger ones through shared memory.
 
-A small frame is itself a message on the socket. A larger one is put into a slot of the sender's segment, and a parcel, which
-says where, goes over the socket; the neighbour's reader thread takes a copy, reads it, and sends a receipt, so that
-nothing that the sender does afterwards can change what was checked. Sockets keep the order, wake the reader and end with their
-process; what was said before a goodbye lies in the mailbox when the goodbye is read.
+A small frame is a message on the socket. A larger one is copied into a slot of the sender's segment, and a parcel message on
+the socket says where it is. The receiver's reader thread copies the frame out before it checks it, so that nothing that the
+sender does afterwards can change what was checked, and sends a receipt, which frees the slot. Sockets keep the order, wake the
+reader and end with their process. When a goodbye is read, everything that was sent before it is in the mailbox.
 
-Cost: two copies of the payload, by two processes, and four system calls; none of the copies holds the GIL.
+Cost: two copies of the payload, in two processes, and four system calls. The copies do not hold the GIL.
 """
 
 from __future__ import annotations
@@ -20,32 +20,29 @@ from google.protobuf.message import DecodeError
 from ferrorpc.errors import CodecError, FerroError, GroupClosedError
 from ferrorpc.guard import Latch
 from ferrorpc.transports import control
-from ferrorpc.transports.base import Transport
+from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, Transport
 from ferrorpc.transports.mailbox import Mailbox
-from ferrorpc.transports.shared_memory.neighbours import Neighbours
+from ferrorpc.transports.shared_memory.host_peers import HostPeers
 from ferrorpc.transports.shared_memory.segment import Bytes
 from ferrorpc.transports.shared_memory.slots import SLOT_BYTES, Slots
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
-from ferrorpc.wire.frames import Header, Key, encode, is_frame, opening, scan
+from ferrorpc.wire.frames import Header, Key, encode, frame_prefix, is_frame, scan
 
 INLINE_BYTES: Final = 12 << 10
-"""A payload of at most this size goes over the socket: with the longest header it is a message that the socket takes."""
-
-BROKEN_SECONDS: Final = 0.2
-"""How long the goodbyes of a broken generation may take: nothing is left to be flushed, and some peer may be gone."""
+"""Payloads of at most this size go over the socket: with the longest header they still fit a message there."""
 
 
 class SharedMemoryTransport(Transport):
-    """This rank's lanes to its neighbours. Starts their reader thread at construction, and closes them.
+    """This rank's lanes to its host peers. Starts their reader thread at construction; `close` closes them.
 
     Args:
-        on_link_lost: told (peer, reason) at most once per peer, and never after `close` or after the latch has tripped.
+        on_link_lost: called with (peer, reason) at most once per peer, and never after `close` or after the latch has tripped.
     """
 
     def __init__(
         self,
-        neighbours: Neighbours,
+        host_peers: HostPeers,
         assignment: Assignment,
         mailbox: Mailbox,
         latch: Latch,
@@ -54,17 +51,17 @@ class SharedMemoryTransport(Transport):
         self.rank = assignment.rank
         self.size = assignment.size
         self.mailbox = mailbox
-        self.peers = tuple(rank for rank in neighbours.ranks if rank != assignment.rank)
-        """World ranks that can be reached."""
-        self._neighbours = neighbours
+        self.peers = tuple(rank for rank in host_peers.ranks if rank != assignment.rank)
+        """World ranks of the host peers."""
+        self._host_peers = host_peers
         self._latch = latch
-        self._slots = {peer: Slots(neighbours.own, len(self.peers)) for peer in self.peers}
+        self._slots = {peer: Slots(host_peers.own, len(self.peers)) for peer in self.peers}
         self._sent = dict.fromkeys(self.peers, 0)
         self._lock = threading.Lock()
         self._ended: set[int] = set()
         self._failed: set[int] = set()
         self._closing = False
-        neighbours.start(on_link_lost, self._arrived, self._over)
+        host_peers.start(on_link_lost, self._on_message, self._end_peer)
 
     # -- what the collectives call -------------------------------------------------------------------------------------
 
@@ -77,14 +74,14 @@ class SharedMemoryTransport(Transport):
         payload: np.ndarray[Any, Any] | None,
         room: Callable[[], None],
     ) -> bool:
-        if not self._reaches(peer):
+        if not self._can_send_to(peer):
             return True
         if payload is None:
-            return self._neighbours.offer(peer, encode(key, header, offset, b""), room)
+            return self._host_peers.try_send(peer, encode(key, header, offset, b""), room)
         if payload.size <= INLINE_BYTES:
-            sent = self._neighbours.offer(peer, encode(key, header, offset, payload.data), room)
+            sent = self._host_peers.try_send(peer, encode(key, header, offset, payload.data), room)
         else:
-            sent = self._send_parcel(peer, opening(key, header, offset, payload.size), payload, room)
+            sent = self._send_parcel(peer, frame_prefix(key, header, offset, payload.size), payload, room)
         self._sent[peer] += payload.size if sent else 0
         return sent
 
@@ -96,21 +93,21 @@ class SharedMemoryTransport(Transport):
         slot.array[: len(start)] = np.frombuffer(start, np.uint8)
         slot.array[len(start) : end] = payload
         parcel = shared_memory_pb2.SharedMemoryParcel(offset=slot.offset, size_bytes=end)
-        self._tell(peer, shared_memory_pb2.SharedMemoryMessage(parcel=parcel))
+        self._send_control(peer, shared_memory_pb2.SharedMemoryMessage(parcel=parcel))
         return True
 
     def grant(self, peer: int, key: Key, slot: int) -> None:
-        self._tell(peer, shared_memory_pb2.SharedMemoryMessage(grant=control.grant_of(key, slot)))
+        self._send_control(peer, shared_memory_pb2.SharedMemoryMessage(grant=control.grant_message(key, slot)))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        has_left = self._neighbours.has_left(peer)
-        if has_left and not self.mailbox.asks_again(peer, key):
+        has_left = self._host_peers.has_left(peer)
+        if has_left and not self.mailbox.missed_before(peer, key):
             return
-        if self._reaches(peer, needed=has_left):
-            self._tell(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_of(key, signature)))
+        if self._can_send_to(peer, needed=has_left):
+            self._send_control(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_message(key, signature)))
 
-    def attend(self, peer: int, over: Callable[[], bool]) -> None:
-        self._neighbours.attend(peer, over)
+    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
+        self._host_peers.busy_poll(peer, over)
 
     def traffic(self) -> dict[int, tuple[str, int]]:
         return {peer: ("shared_memory", sent) for peer, sent in self._sent.items()}
@@ -121,29 +118,29 @@ class SharedMemoryTransport(Transport):
                 return
             self._closing = True
         for peer in self.peers:
-            self._over(peer)
+            self._end_peer(peer)
         broken = self._latch.cause is not None
-        self._neighbours.close(min(timeout, BROKEN_SECONDS) if broken else timeout)
+        self._host_peers.close(min(timeout, BROKEN_CLOSE_SECONDS) if broken else timeout)
 
-    def _reaches(self, peer: int, needed: bool = True) -> bool:
-        """Whether something can be sent to a peer; where it is needed and has left, that has been told."""
+    def _can_send_to(self, peer: int, needed: bool = True) -> bool:
+        """Whether anything can be sent to a peer. One that has left is reported as lost where it is `needed`."""
         self._latch.check()
         if self._closing:
             raise GroupClosedError(f"rank {self.rank} has closed its links")
-        if self._neighbours.has_left(peer):
+        if self._host_peers.has_left(peer):
             if needed:
-                self._neighbours.lose(peer, f"rank {peer} has left")
+                self._host_peers.report_lost(peer, f"rank {peer} has left")
             return False
         return peer not in self._ended
 
-    def _tell(self, peer: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
-        if not self._neighbours.send(peer, message.SerializeToString()):
-            raise control.unread(peer)
+    def _send_control(self, peer: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
+        if not self._host_peers.send(peer, message.SerializeToString()):
+            raise control.too_many_unread(peer)
 
-    # -- what the reader thread tells ----------------------------------------------------------------------------------
+    # -- events of the reader thread -----------------------------------------------------------------------------------
 
-    def _arrived(self, source: int, data: bytes) -> None:
-        """A message has come. One that cannot be ends the generation, and nothing more of its sender is believed."""
+    def _on_message(self, source: int, data: bytes) -> None:
+        """Handles a message. An invalid one ends the generation; later messages of its sender are ignored."""
         if source in self._failed:
             return
         try:
@@ -151,29 +148,29 @@ class SharedMemoryTransport(Transport):
             if message is None or message.HasField("frame"):
                 self.mailbox.deliver(scan(data, source))
             else:
-                self._take(source, message)
+                self._handle(source, message)
         except FerroError as error:
             self._failed.add(source)
             if not self._closing and self._latch.cause is None:
-                self.mailbox.failed(error)
+                self.mailbox.fail(error)
 
-    def _take(self, source: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
-        """Acts on a message that is no frame. One that only a newer version knows is passed over."""
+    def _handle(self, source: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
+        """Handles a message that is no frame. Ignores kinds that only a newer version knows."""
         kind = message.WhichOneof("body")
         if kind == "parcel":
-            self._unpack(source, message.parcel)
+            self._receive_parcel(source, message.parcel)
         elif kind == "receipt":
-            self._slots[source].give_back(message.receipt.offset)
+            self._slots[source].release(message.receipt.offset)
         elif kind == "grant":
-            control.take_grant(self.mailbox, source, message.grant)
+            control.deliver_grant(self.mailbox, source, message.grant)
         elif kind == "probe":
-            answer = control.answer_of(self.mailbox, *control.question_in(message.probe, source))
-            self._tell(source, shared_memory_pb2.SharedMemoryMessage(probe_answer=answer))
+            answer = control.probe_answer(self.mailbox, *control.read_probe(message.probe, source))
+            self._send_control(source, shared_memory_pb2.SharedMemoryMessage(probe_answer=answer))
         elif kind == "probe_answer":
-            control.take_answer(self.mailbox, source, message.probe_answer)
+            control.deliver_probe_answer(self.mailbox, source, message.probe_answer)
 
-    def _unpack(self, source: int, parcel: shared_memory_pb2.SharedMemoryParcel) -> None:
-        memory = self._neighbours.memory(source)
+    def _receive_parcel(self, source: int, parcel: shared_memory_pb2.SharedMemoryParcel) -> None:
+        memory = self._host_peers.memory(source)
         end = parcel.offset + parcel.size_bytes
         if parcel.size_bytes > SLOT_BYTES or end > memory.size:
             raise CodecError(f"rank {source} says that a frame of {parcel.size_bytes} bytes lies at {parcel.offset}")
@@ -181,10 +178,10 @@ class SharedMemoryTransport(Transport):
         copy[:] = memory[parcel.offset : end]
         self.mailbox.deliver(scan(copy.data, source))
         receipt = shared_memory_pb2.SharedMemoryReceipt(offset=parcel.offset)
-        self._tell(source, shared_memory_pb2.SharedMemoryMessage(receipt=receipt))
+        self._send_control(source, shared_memory_pb2.SharedMemoryMessage(receipt=receipt))
 
-    def _over(self, peer: int) -> None:
-        """Nothing more can be sent to this peer."""
+    def _end_peer(self, peer: int) -> None:
+        """Records that nothing more can be sent to this peer."""
         self._ended.add(peer)
         self._slots[peer].end()
 

@@ -1,4 +1,4 @@
-"""Who may have which name: new sessions, resumed ones, and names that somebody bears already."""
+"""Admission of members: new sessions, resumed ones, and names that are in use."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Final
 
 from ferrorpc.errors import ConfigError, LimitExceededError, MessageTooLargeError, StaleGenerationError, require
 from ferrorpc.v1 import session_pb2
-from ferrorpc_coordinator.state.desk import Desk
-from ferrorpc_coordinator.state.failures import seconds
-from ferrorpc_coordinator.state.member import Member, Standing
-from ferrorpc_coordinator.state.roster import Roster
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.context import JobContext
+from ferrorpc_coordinator.state.member import Liveness, Member
+from ferrorpc_coordinator.state.members import Members
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 
 _NAME: Final = re.compile(r"[!-.0-~]+")
 
 
 def check_name(what: str, name: str, most: int) -> None:
-    """Refuses a name that could not be part of a journal's key.
+    """Checks a name, which becomes part of journal keys.
 
     Raises:
-        ConfigError: empty, blanks, slashes or anything but printable ASCII.
-        LimitExceededError: too long.
+        ConfigError: it is empty, or contains anything but printable ASCII without blanks and slashes.
+        LimitExceededError: it is too long.
     """
     if len(name.encode("utf-8", "replace")) > most:
         raise LimitExceededError(f"the {what} {name[:32]!r}... is longer than name_bytes, which is {most}", limit="name_bytes")
@@ -32,7 +31,7 @@ def check_name(what: str, name: str, most: int) -> None:
 
 
 def hashed(token: str) -> bytes:
-    """What is kept of a resume token."""
+    """The hash of a resume token, which is stored in its place."""
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -44,64 +43,65 @@ class Admitted:
     token: str
     resumed: bool
     replaced: Member | None = None
-    """The process that bore the name and is still to be declared dead."""
+    """The process that had the name before, and must be declared dead."""
 
 
 class Admission:
-    """Decides about a Hello. It changes nothing but the roster of a new name."""
+    """Decides about a Hello. It changes nothing but a resumed member's token."""
 
-    def __init__(self, desk: Desk, roster: Roster) -> None:
-        self._desk = desk
-        self._roster = roster
+    def __init__(self, context: JobContext, members: Members) -> None:
+        self._context = context
+        self._members = members
 
     def admit(self, hello: session_pb2.Hello) -> Admitted:
-        """The member that this stream belongs to.
+        """The member of this stream.
 
         Raises:
             StaleGenerationError: the session to resume is over.
-            ConfigError: the name is borne by a living process (retryable), or impossible.
-            LimitExceededError: too many members, or too much said of itself.
+            ConfigError: the name belongs to a living process (retryable), or is invalid.
+            LimitExceededError: too many members, or a Hello that is too large.
         """
-        check_name("member name", hello.name, self._desk.limits.name_bytes)
-        require("bytes of a Hello", hello.ByteSize(), "hello_bytes", self._desk.limits.hello_bytes, MessageTooLargeError)
+        check_name("member name", hello.name, self._context.limits.name_bytes)
+        require("bytes of a Hello", hello.ByteSize(), "hello_bytes", self._context.limits.hello_bytes, MessageTooLargeError)
         if hello.resume_token:
             return self._resume(hello)
-        holder = self._roster.get(hello.name)
+        holder = self._members.get(hello.name)
         if holder is not None and holder.alive and holder.instance_id == hello.instance_id and hello.instance_id:
-            return self._again(holder)
-        if holder is not None and holder.alive and holder.standing is not Standing.SUSPECT:
+            return self._reissue_token(holder)
+        if holder is not None and holder.alive and holder.liveness is not Liveness.SUSPECT:
+            silent = format_seconds(max(0, self._context.now - holder.last_heard))
             raise ConfigError(
-                f"the name {hello.name!r} in job {self._desk.job} is borne by a living process"
-                f"{f' on {holder.host}' if holder.host else ''}, heard of {seconds(max(0, self._desk.now - holder.heard))} ago",
+                f"the name {hello.name!r} in job {self._context.job} is used by a living process"
+                f"{f' on {holder.host}' if holder.host else ''}, heard of {silent} ago",
                 hint="give every process its own FERRORPC_NAME (launchers: --node-rank), or wait until the other one ends",
                 retryable=True,
                 holder=str(holder),
                 incarnation=holder.incarnation,
             )
-        require(f"members of job {self._desk.job}", self._roster.living + 1, "members", self._desk.limits.members)
+        require(f"members of job {self._context.job}", self._members.living + 1, "members", self._context.limits.members)
         return self._new(hello, holder)
 
     def _resume(self, hello: session_pb2.Hello) -> Admitted:
-        member = self._roster.by_token(hashed(hello.resume_token))
+        member = self._members.by_token(hashed(hello.resume_token))
         if member is None or member.name != hello.name:
             raise StaleGenerationError(
-                f"no session of {hello.name!r} in job {self._desk.job} has this token: another process took over its name, "
+                f"no session of {hello.name!r} in job {self._context.job} has this token: another process took over its name, "
                 "or this coordinator started without its journal"
             )
         if not member.alive:
             raise StaleGenerationError(f"the session of {member} is over: {member.reason or 'it left the job'}")
         return Admitted(member, hello.resume_token, resumed=True)
 
-    def _again(self, member: Member) -> Admitted:
-        """The same process says Hello anew: its Welcome was lost. Only this stream knows the new token."""
-        token = self._desk.world.mint()
-        self._roster.give_token(member, hashed(token))
-        self._roster.save(member)
+    def _reissue_token(self, member: Member) -> Admitted:
+        """The same process sends its Hello again, since its Welcome was lost: gives it a new token."""
+        token = self._context.shared.mint()
+        self._members.replace_token(member, hashed(token))
+        self._members.save(member)
         return Admitted(member, token, resumed=True)
 
     def _new(self, hello: session_pb2.Hello, holder: Member | None) -> Admitted:
-        token = self._desk.world.mint()
-        settings = self._desk.settings
+        token = self._context.shared.mint()
+        settings = self._context.settings
         lease = hello.lease_ms * MILLISECOND or settings.lease_ns
         member = Member(
             name=hello.name,
@@ -113,6 +113,6 @@ class Admission:
             address=hello.address,
             labels=tuple((label.name, label.value) for label in hello.labels),
             last_rank=-1 if holder is None else holder.last_rank,
-            step_since=self._desk.now,
+            step_since=self._context.now,
         )
         return Admitted(member, token, resumed=False, replaced=holder if holder is not None and holder.alive else None)

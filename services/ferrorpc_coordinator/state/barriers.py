@@ -1,8 +1,8 @@
-"""Named barriers: all or nobody.
+"""Named barriers.
 
-A barrier is (generation, name, ordinal). Its first outcome is the outcome for everyone: released with all payloads, or
-failed (a participant died or left, arrivals contradict each other, the first deadline passed). The outcome is kept, so an
-arrival that comes late or again gets the same answer, and no two members can disagree about whether they met.
+A barrier is identified by (generation, name, ordinal). Its first outcome holds for everyone: released with all payloads, or
+failed (a participant died or left, arrivals contradict each other, the first deadline passed). The outcome is kept, so a late
+or repeated arrival gets the same answer, and all members agree on whether the barrier was released.
 
 Cost: O(1) for an arrival, O(n) for the release, whose answer is encoded once.
 """
@@ -16,33 +16,32 @@ from typing import Final, NamedTuple
 
 from ferrorpc.errors import BarrierTimeoutError, FerroError, MessageTooLargeError, PeerLostError, UsageError, require
 from ferrorpc.v1 import barrier_pb2, error_pb2, journal_pb2, session_pb2
-from ferrorpc.wire.details import detail_of
-from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import seconds
+from ferrorpc.wire.error_detail import detail_of
+from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.member import Member
-from ferrorpc_coordinator.state.roster import Roster
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.members import Members
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 
 TABLE: Final = "barrier"
-LASTS_MAX: Final = 100
-"""Released barriers whose last arrival is remembered."""
+LAST_ARRIVALS_MAX: Final = 100
+"""Released barriers whose last arrival is kept."""
 STRAGGLERS_MAX: Final = 16
-OWN: Final = "ferrorpc/"
-"""What the names of ferrorpc's own barriers begin with: they are no work of the script, so nobody comes last to them."""
+INTERNAL_PREFIX: Final = "ferrorpc/"
+"""Prefix of ferrorpc's own barriers. Their last arrivals are not counted, since the script has no part in them."""
 Outcome = barrier_pb2.BarrierResponse | error_pb2.ErrorDetail
 
 
 class Key(NamedTuple):
-    """Which barrier."""
+    """Identifies a barrier."""
 
     generation: int
     name: str
     ordinal: int
 
 
-class Parties(NamedTuple):
-    """Who meets: these world ranks, or (generation 0) any `count` arrivals."""
+class Participants(NamedTuple):
+    """The participants: these world ranks, or (in generation 0) any `size` clients."""
 
     ranks: tuple[int, ...]
     size: int
@@ -52,20 +51,20 @@ class Parties(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One participant that waits."""
+    """The arrival of one participant."""
 
-    asker: Asker
+    requester: Requester
     payload: bytes
     since: int
     until: int
-    """When it will wait no longer."""
+    """Its deadline."""
 
 
 @dataclass(slots=True, eq=False)
 class Barrier:
-    """A barrier that is still open. `arrivals` is keyed by rank, or by client in generation 0."""
+    """An open barrier. `arrivals` is keyed by rank, or by client in generation 0."""
 
-    parties: Parties
+    participants: Participants
     generation: Generation | None
     since: int
     until: int
@@ -74,135 +73,138 @@ class Barrier:
 
     @property
     def complete(self) -> bool:
-        """Whether everybody is here."""
-        return len(self.arrivals) == self.parties.size
+        """Whether all participants have arrived."""
+        return len(self.arrivals) == self.participants.size
 
 
 class Barriers:
-    """All barriers of a job: those that are open, and the last outcomes."""
+    """All open barriers of a job, and the last outcomes."""
 
-    def __init__(self, desk: Desk, roster: Roster) -> None:
-        self._desk = desk
-        self._roster = roster
+    def __init__(self, context: JobContext, members: Members) -> None:
+        self._context = context
+        self._members = members
         self._open: dict[Key, Barrier] = {}
-        self._outcomes: OrderedDict[Key, tuple[Parties, Outcome]] = OrderedDict()
+        self._outcomes: OrderedDict[Key, tuple[Participants, Outcome]] = OrderedDict()
         self._outcome_bytes = 0
-        self._lasts: deque[tuple[int, int, int]] = deque(maxlen=LASTS_MAX)
+        self._last_arrivals: deque[tuple[int, int, int]] = deque(maxlen=LAST_ARRIVALS_MAX)
 
-    def arrive(self, asker: Asker, request: barrier_pb2.BarrierRequest, generation: Generation | None) -> None:
-        """Takes an arrival. `generation` is None for a barrier of generation 0.
+    def arrive(self, requester: Requester, request: barrier_pb2.BarrierRequest, generation: Generation | None) -> None:
+        """Adds an arrival. `generation` is None for a barrier of generation 0.
 
         Raises:
-            UsageError: the arrival fits no barrier, or contradicts those that came before; then all of them get it.
+            UsageError: the arrival matches no barrier, or contradicts earlier ones, which then all fail with it.
             LimitExceededError: the payload is too large.
         """
         key = Key(request.generation, request.name, request.ordinal)
-        parties = self._parties(asker, request, generation)
+        participants = self._participants(requester, request, generation)
         known = self._outcomes.get(key)
         if known is not None:
-            self._agree(key, asker, parties, known[0])
-            self._desk.answer_many([(asker, None)], known[1])
+            self._check_agreement(key, requester, participants, known[0])
+            self._context.answer_many([(requester, None)], known[1])
             return
         barrier = self._open.get(key)
         if barrier is None:
-            require("open barriers", len(self._open) + 1, "open_barriers", self._desk.limits.open_barriers)
-            barrier = self._open[key] = Barrier(parties, generation, self._desk.now, 0)
+            require("open barriers", len(self._open) + 1, "open_barriers", self._context.limits.open_barriers)
+            barrier = self._open[key] = Barrier(participants, generation, self._context.now, 0)
         try:
-            self._agree(key, asker, parties, barrier.parties)
-            self._add(key, barrier, asker, request)
+            self._check_agreement(key, requester, participants, barrier.participants)
+            self._add(key, barrier, requester, request)
         except FerroError as error:
             self._finish(key, barrier, detail_of(error))
             raise
         if barrier.complete:
             self._release(key, barrier)
         else:
-            self._fail_if_hopeless(key, barrier)
+            self._fail_if_impossible(key, barrier)
 
     def status(self) -> list[session_pb2.BarrierStatus]:
-        """What is open, oldest first."""
-        told = []
+        """The open barriers, oldest first."""
+        statuses = []
         for key, barrier in self._open.items():
             arrived = sorted((rank, arrival.since) for rank, arrival in barrier.arrivals.items() if isinstance(rank, int))
             status = session_pb2.BarrierStatus(name=key.name, generation=key.generation, ordinal=key.ordinal)
             status.arrived_ranks.extend(rank for rank, _ in arrived)
             status.arrived_after_ms.extend((since - barrier.since) // MILLISECOND for _, since in arrived)
-            status.missing_ranks.extend(sorted(set(barrier.parties.ranks) - set(status.arrived_ranks)))
-            status.age_ms = (self._desk.now - barrier.since) // MILLISECOND
-            told.append(status)
-        return told
+            status.missing_ranks.extend(sorted(set(barrier.participants.ranks) - set(status.arrived_ranks)))
+            status.age_ms = (self._context.now - barrier.since) // MILLISECOND
+            statuses.append(status)
+        return statuses
 
     def stragglers(self) -> list[session_pb2.Straggler]:
-        """Who came last to the script's last barriers in the newest generation, whoever was waited for longest first."""
+        """The ranks that came last to the script's last barriers in the newest generation, the longest waited-for first."""
         by_rank: dict[int, session_pb2.Straggler] = {}
-        for generation, rank, waited_ns in self._lasts:
-            if generation == self._desk.newest_generation:
-                told = by_rank.setdefault(rank, session_pb2.Straggler(rank=rank))
-                told.barriers += 1
-                told.waited_ms += waited_ns // MILLISECOND
-        return sorted(by_rank.values(), key=lambda told: (-told.waited_ms, -told.barriers, told.rank))[:STRAGGLERS_MAX]
+        for generation, rank, waited_ns in self._last_arrivals:
+            if generation == self._context.newest_generation:
+                straggler = by_rank.setdefault(rank, session_pb2.Straggler(rank=rank))
+                straggler.barriers += 1
+                straggler.waited_ms += waited_ns // MILLISECOND
+        order = sorted(by_rank.values(), key=lambda one: (-one.waited_ms, -one.barriers, one.rank))
+        return order[:STRAGGLERS_MAX]
 
-    def lost(self, member: Member) -> None:
-        """A member died or left. Whoever waits for it need not wait longer; in generation 0 it counts no more."""
+    def member_gone(self, member: Member) -> None:
+        """A member died or left: barriers that wait for it fail; in generation 0 its arrival is removed."""
         for key, barrier in list(self._open.items()):
             if barrier.generation is not None:
-                self._fail_if_hopeless(key, barrier)
+                self._fail_if_impossible(key, barrier)
             else:
                 self._withdraw(key, barrier, member.client)
 
-    def cancelled(self, asker: Asker) -> None:
-        """A unary caller went away; its arrival counts no more, unless it has arrived again by another call."""
+    def call_cancelled(self, requester: Requester) -> None:
+        """The caller of a unary call has gone: removes its arrival, unless it has arrived again with another call."""
         for key, barrier in list(self._open.items()):
-            arrival = barrier.arrivals.get(asker.client)
-            if arrival is not None and arrival.asker == asker:
-                self._withdraw(key, barrier, asker.client)
+            arrival = barrier.arrivals.get(requester.client)
+            if arrival is not None and arrival.requester == requester:
+                self._withdraw(key, barrier, requester.client)
 
     def generation_over(self, generation: Generation, cause: error_pb2.ErrorDetail) -> None:
-        """Everyone who waits in this generation gets the cause; its outcomes are forgotten."""
+        """A generation is over: its open barriers fail with the cause, and its outcomes are forgotten."""
         for key, barrier in [item for item in self._open.items() if item[1].generation is generation]:
             self._close(key)
-            self._desk.answer_many([(arrival.asker, None) for arrival in barrier.arrivals.values()], cause)
+            self._context.answer_many([(arrival.requester, None) for arrival in barrier.arrivals.values()], cause)
         for key in [key for key in self._outcomes if key.generation == generation.number]:
             self._forget(key)
 
     # -- arriving ------------------------------------------------------------------------------------------------------
 
-    def _parties(self, asker: Asker, request: barrier_pb2.BarrierRequest, generation: Generation | None) -> Parties:
-        if not request.name or request.ordinal < 1 or len(request.name.encode()) > self._desk.limits.key_bytes:
+    def _participants(
+        self, requester: Requester, request: barrier_pb2.BarrierRequest, generation: Generation | None
+    ) -> Participants:
+        if not request.name or request.ordinal < 1 or len(request.name.encode()) > self._context.limits.key_bytes:
             raise UsageError("a barrier needs a name of at most 512 bytes, and an ordinal from 1")
-        most = self._desk.limits.payload_bytes
+        most = self._context.limits.payload_bytes
         require("a barrier's payload", len(request.payload), "payload_bytes", most, MessageTooLargeError)
         if generation is None:
             if request.count < 1 or request.ranks:
                 raise UsageError("a barrier of generation 0 counts arrivals: it needs a count, and no ranks")
-            return Parties((), request.count)
-        size = len(generation.seats)
+            return Participants((), request.count)
+        size = len(generation.members)
         if not request.ranks:
-            return Parties(generation.ranks, size)
+            return Participants(generation.ranks, size)
         ranks = tuple(sorted(set(request.ranks)))
-        if ranks[-1] >= size or asker.member is None or asker.member.rank not in ranks:
-            raise UsageError(f"{asker} arrived at barrier {request.name!r} of ranks {list(ranks)} in a world of {size}")
-        return Parties(ranks, len(ranks))
+        if ranks[-1] >= size or requester.member is None or requester.member.rank not in ranks:
+            raise UsageError(f"{requester} arrived at barrier {request.name!r} of ranks {list(ranks)} in a world of {size}")
+        return Participants(ranks, len(ranks))
 
-    def _agree(self, key: Key, asker: Asker, mine: Parties, theirs: Parties) -> None:
+    def _check_agreement(self, key: Key, requester: Requester, mine: Participants, theirs: Participants) -> None:
         if mine != theirs:
             raise UsageError(
-                f"barrier {key.name!r} #{key.ordinal}: {asker} meets {mine}, others {theirs}",
+                f"barrier {key.name!r} #{key.ordinal}: {requester} names {mine}, others name {theirs}",
                 hint="every participant must name the same ranks",
             )
 
-    def _add(self, key: Key, barrier: Barrier, asker: Asker, request: barrier_pb2.BarrierRequest) -> None:
-        who: int | str = asker.client if asker.member is None or barrier.generation is None else asker.member.rank
-        until = self._desk.now + request.timeout_ms * MILLISECOND
+    def _add(self, key: Key, barrier: Barrier, requester: Requester, request: barrier_pb2.BarrierRequest) -> None:
+        who: int | str = requester.client if requester.member is None or barrier.generation is None else requester.member.rank
+        until = self._context.now + request.timeout_ms * MILLISECOND
         before = barrier.arrivals.get(who)
         if before is not None:
             barrier.payload_bytes -= len(before.payload)
-            again = UsageError(f"{asker} arrived at barrier {key.name!r} #{key.ordinal} again; the later arrival counts")
-            self._desk.answer(before.asker, detail_of(again))
+            again = UsageError(f"{requester} arrived at barrier {key.name!r} #{key.ordinal} again; the later arrival counts")
+            self._context.answer(before.requester, detail_of(again))
         total = barrier.payload_bytes + len(request.payload)
-        require(f"payloads of barrier {key.name!r}", total, "barrier_bytes", self._desk.limits.barrier_bytes)
+        require(f"payloads of barrier {key.name!r}", total, "barrier_bytes", self._context.limits.barrier_bytes)
         barrier.payload_bytes = total
-        since = self._desk.now if before is None else before.since
-        barrier.arrivals[who] = Arrival(asker, request.payload, since, until)
+        since = self._context.now if before is None else before.since
+        barrier.arrivals[who] = Arrival(requester, request.payload, since, until)
         if not barrier.until or until < barrier.until:
             self._end_by(key, barrier, until)
 
@@ -217,46 +219,48 @@ class Barriers:
 
     def _end_by(self, key: Key, barrier: Barrier, until: int) -> None:
         barrier.until = until
-        self._desk.arm(("barrier", key), until, partial(self._time_out, key))
+        self._context.arm(("barrier", key), until, partial(self._time_out, key))
 
     # -- finishing -----------------------------------------------------------------------------------------------------
 
     def _release(self, key: Key, barrier: Barrier) -> None:
         arrivals = barrier.arrivals
-        order = [arrivals[rank] for rank in barrier.parties.ranks] if barrier.parties.ranks else list(arrivals.values())
+        order = (
+            [arrivals[rank] for rank in barrier.participants.ranks] if barrier.participants.ranks else list(arrivals.values())
+        )
         times = [arrival.since for arrival in order]
-        self._note_last(key, barrier)
+        self._record_last(key, barrier)
         response = barrier_pb2.BarrierResponse(
             payloads=[arrival.payload for arrival in order], spread_ms=(max(times) - min(times)) // MILLISECOND
         )
-        revision = self._desk.ledger.change()
+        revision = self._context.durable_state.next_revision()
         row = journal_pb2.BarrierRow(
-            response=response, ranks=barrier.parties.ranks, count=barrier.parties.size, revision=revision
+            response=response, ranks=barrier.participants.ranks, count=barrier.participants.size, revision=revision
         )
-        self._desk.put(TABLE, f"{key.generation}/{key.ordinal}/{key.name}", row)
+        self._context.put(TABLE, f"{key.generation}/{key.ordinal}/{key.name}", row)
         self._finish(key, barrier, response)
 
-    def _note_last(self, key: Key, barrier: Barrier) -> None:
+    def _record_last(self, key: Key, barrier: Barrier) -> None:
         arrivals = sorted((arrival.since, rank) for rank, arrival in barrier.arrivals.items() if isinstance(rank, int))
-        if len(arrivals) > 1 and not key.name.startswith(OWN):
+        if len(arrivals) > 1 and not key.name.startswith(INTERNAL_PREFIX):
             (before, _), (last, rank) = arrivals[-2:]
-            self._lasts.append((key.generation, rank, last - before))
+            self._last_arrivals.append((key.generation, rank, last - before))
 
     def _finish(self, key: Key, barrier: Barrier, outcome: Outcome) -> None:
         self._close(key)
-        self._desk.answer_many([(arrival.asker, None) for arrival in barrier.arrivals.values()], outcome)
-        self._remember(key, barrier.parties, outcome)
+        self._context.answer_many([(arrival.requester, None) for arrival in barrier.arrivals.values()], outcome)
+        self._remember(key, barrier.participants, outcome)
 
     def _close(self, key: Key) -> None:
         del self._open[key]
-        self._desk.disarm(("barrier", key))
+        self._context.disarm(("barrier", key))
 
-    def _fail_if_hopeless(self, key: Key, barrier: Barrier) -> None:
+    def _fail_if_impossible(self, key: Key, barrier: Barrier) -> None:
         if barrier.generation is None:
             return
         for rank in sorted(barrier.generation.departed):
-            if rank in barrier.parties.ranks and rank not in barrier.arrivals:
-                member = barrier.generation.seats[rank]
+            if rank in barrier.participants.ranks and rank not in barrier.arrivals:
+                member = barrier.generation.members[rank]
                 why = member.reason or "it left the job"
                 lost = PeerLostError(rank, why, f"rank {rank} ({member}) will not come to barrier {key.name!r}: {why}")
                 self._finish(key, barrier, detail_of(lost))
@@ -264,24 +268,24 @@ class Barriers:
 
     def _time_out(self, key: Key) -> None:
         barrier = self._open[key]
-        waited = seconds(self._desk.now - barrier.since)
-        missing = [rank for rank in barrier.parties.ranks if rank not in barrier.arrivals]
+        waited = format_seconds(self._context.now - barrier.since)
+        missing = [rank for rank in barrier.participants.ranks if rank not in barrier.arrivals]
         head = f"barrier {key.name!r} #{key.ordinal} timed out after {waited}: "
         if barrier.generation is None:
-            text = f"{head}{len(barrier.arrivals)} of {barrier.parties.size} arrived"
+            text = f"{head}{len(barrier.arrivals)} of {barrier.participants.size} arrived"
         else:
-            seats = barrier.generation.seats
-            about = "; ".join(self._roster.sentence(seats[rank]) for rank in missing)
-            text = f"{head}{len(barrier.arrivals)} of {barrier.parties.size} ranks arrived. Missing: {about}"
-        self._desk.chronicle.add("barrier", text, rank=missing[0] if len(missing) == 1 else -1, generation=key.generation)
+            members = barrier.generation.members
+            about = "; ".join(self._members.summary(members[rank]) for rank in missing)
+            text = f"{head}{len(barrier.arrivals)} of {barrier.participants.size} ranks arrived. Missing: {about}"
+        self._context.occurrences.add("barrier", text, rank=missing[0] if len(missing) == 1 else -1, generation=key.generation)
         self._finish(key, barrier, detail_of(BarrierTimeoutError(missing, text)))
 
     # -- remembering ---------------------------------------------------------------------------------------------------
 
-    def _remember(self, key: Key, parties: Parties, outcome: Outcome) -> None:
-        self._outcomes[key] = parties, outcome
+    def _remember(self, key: Key, participants: Participants, outcome: Outcome) -> None:
+        self._outcomes[key] = participants, outcome
         self._outcome_bytes += outcome.ByteSize()
-        limits = self._desk.limits
+        limits = self._context.limits
         while len(self._outcomes) > limits.remembered_barriers or self._outcome_bytes > limits.remembered_barrier_bytes:
             self._forget(next(iter(self._outcomes)))
 
@@ -289,19 +293,19 @@ class Barriers:
         _, outcome = self._outcomes.pop(key)
         self._outcome_bytes -= outcome.ByteSize()
         if isinstance(outcome, barrier_pb2.BarrierResponse):
-            self._desk.remove(TABLE, f"{key.generation}/{key.ordinal}/{key.name}")
+            self._context.remove(TABLE, f"{key.generation}/{key.ordinal}/{key.name}")
 
     def erase(self) -> None:
-        """Forgets every outcome, with its row."""
+        """Removes all outcomes and their rows."""
         for key in list(self._outcomes):
             self._forget(key)
 
     def recover(self, rows: dict[str, bytes]) -> None:
-        """Takes back the outcomes of released barriers, oldest first."""
+        """Restores the outcomes of released barriers from the journal, oldest first."""
         known = []
         for text, data in rows.items():
             generation, ordinal, name = text.split("/", 2)
             row = journal_pb2.BarrierRow.FromString(data)
             known.append((row.revision, Key(int(generation), name, int(ordinal)), row))
         for _, key, row in sorted(known, key=lambda item: item[0]):
-            self._remember(key, Parties(tuple(row.ranks), row.count), row.response)
+            self._remember(key, Participants(tuple(row.ranks), row.count), row.response)

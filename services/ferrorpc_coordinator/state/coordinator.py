@@ -1,12 +1,13 @@
-"""The coordinator as a state machine: `step(event, now) -> effects`. No clock, socket, thread or log inside.
+"""The coordinator as a state machine: `step(event, now) -> effects`. It has no clock, socket, thread or log.
 
     Connected, Received, Disconnected   of Session streams --> the member's job
     Called, Cancelled                   unary calls        --> the named job
-    Tick                                                   --> whatever has expired
-    Drain                                                  --> everybody is told
+    Tick                                                   --> deadlines only
+    Drain                                                  --> all members are told
 
-What every step does first: it lives on to `now` (a gap that was the coordinator's own pause is taken out) and lets expire
-what is due, so a late beat never revives what an earlier deadline has ended. What it does last: rows, then answers.
+Each step first advances the running time to `now` (a pause of the coordinator itself is not counted) and runs the deadlines
+that have passed, so a late heartbeat never undoes what an earlier deadline has ended. The effects of a step are rows first,
+then answers.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from ferrorpc.errors import (
     require,
 )
 from ferrorpc.v1 import session_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.identity import Role
-from ferrorpc.wire.refusals import Refusals
-from ferrorpc_coordinator.state.access import Access, needed_for
+from ferrorpc.wire.refusal_log import RefusalLog
+from ferrorpc_coordinator.state.access import Access, required_role
 from ferrorpc_coordinator.state.admission import check_name
-from ferrorpc_coordinator.state.desk import Asker, World
+from ferrorpc_coordinator.state.context import Requester, SharedState
+from ferrorpc_coordinator.state.durable_state import DurableState
 from ferrorpc_coordinator.state.effects import Effect, Note, Reply, Row
 from ferrorpc_coordinator.state.events import (
     Called,
@@ -44,21 +46,20 @@ from ferrorpc_coordinator.state.events import (
     UnaryRequest,
 )
 from ferrorpc_coordinator.state.job import TABLES, Job, sets_a_value
-from ferrorpc_coordinator.state.ledger import Ledger
-from ferrorpc_coordinator.state.lifetime import Lifetime
 from ferrorpc_coordinator.state.member import Member
+from ferrorpc_coordinator.state.running_time import RunningTime
 from ferrorpc_coordinator.state.settings import PROTOCOL_VERSION, Settings
 
 
 class Coordinator:
-    """Decides for every job on this service.
+    """The state of all jobs of one coordinator.
 
     Args:
         settings: durations and limits.
-        recovered: every durable row of the journal; empty for a new cluster.
-        access: who may do what; everybody everything without it.
-        mint: gives a fresh unguessable text at each call (cluster id, resume tokens).
-        now_ns: the present, on the monotonic clock that later steps are given.
+        recovered: all rows of the journal; empty for a new cluster.
+        access: who may do what; without it everybody may do everything.
+        mint: returns a new unguessable string (cluster id, resume tokens).
+        now_ns: the current time, on the monotonic clock of later steps.
     """
 
     def __init__(
@@ -72,57 +73,57 @@ class Coordinator:
     ) -> None:
         self.settings = settings
         self._access = Access(()) if access is None else access
-        self._refusals = Refusals()
-        self._ledger = Ledger(recovered, mint)
-        self._world = World(settings, self._ledger, mint)
-        self._lifetime = Lifetime(now_ns, settings.pulse_ns, settings.pause_ns)
-        self._world.now = self._lifetime.advance(now_ns)
+        self._refusals = RefusalLog()
+        self._durable_state = DurableState(recovered, mint)
+        self._shared = SharedState(settings, self._durable_state, mint)
+        self._running_time = RunningTime(now_ns, settings.tick_interval_ns, settings.pause_ns)
+        self._shared.now = self._running_time.advance(now_ns)
         self._jobs: dict[str, Job] = {}
         self._streams: dict[int, tuple[Job, Member]] = {}
-        self._calls: dict[int, tuple[Job, Asker]] = {}
+        self._calls: dict[int, tuple[Job, Requester]] = {}
         self._draining = False
         self._recover()
 
     @property
     def cluster_id(self) -> str:
-        """Minted with the journal."""
-        return self._ledger.cluster_id
+        """The cluster's id, created with the journal."""
+        return self._durable_state.cluster_id
 
     @property
     def epoch(self) -> int:
-        """How often a coordinator started on this journal."""
-        return self._ledger.epoch
+        """How many times a coordinator has started on this journal."""
+        return self._durable_state.epoch
 
     @property
     def jobs(self) -> dict[str, Job]:
-        """Every job by name, for tests and metrics: to look at, not to change."""
+        """All jobs by name, for tests and metrics; not to be changed."""
         return self._jobs
 
     def step(self, event: Event, now_ns: int) -> list[Effect]:
-        """Takes in one event; returns what is to be done, in order. Never raises for what a client sent."""
-        waiting = self._world.deadlines.earliest() is not None
-        self._world.now = self._lifetime.advance(now_ns, called_for=waiting)
-        for action in self._world.deadlines.expired(self._world.now):
+        """Handles one event; returns the effects in order. Never raises for anything that a client sent."""
+        waiting = self._shared.deadlines.earliest() is not None
+        self._shared.now = self._running_time.advance(now_ns, tick_requested=waiting)
+        for action in self._shared.deadlines.expired(self._shared.now):
             action()
-        self._take_in(event)
-        effects = self._world.answers.flush()
+        self._dispatch(event)
+        effects = self._shared.effects.flush()
         if self._calls:
             for effect in effects:
                 if isinstance(effect, Reply):
                     self._calls.pop(effect.call, None)
         return effects
 
-    def _take_in(self, event: Event) -> None:
+    def _dispatch(self, event: Event) -> None:
         match event:
             case Received(stream, frame, full):
-                self._world.full = full
+                self._shared.full = full
                 self._received(stream, frame)
             case Connected(stream, hello, caller):
                 self._connected(stream, hello, caller)
             case Disconnected(stream):
                 self._disconnected(stream)
             case Called(call, request, caller, full):
-                self._world.full = full
+                self._shared.full = full
                 self._called(call, request, caller)
             case Cancelled(call):
                 self._cancelled(call)
@@ -132,9 +133,9 @@ class Coordinator:
                 pass
 
     def next_deadline(self) -> int | None:
-        """When to call `step(Tick(), now)` at the latest; None while nothing can expire."""
-        earliest = self._world.deadlines.earliest()
-        return None if earliest is None else self._lifetime.alarm(earliest)
+        """When to call `step(Tick(), now)` at the latest; None if there is no deadline."""
+        earliest = self._shared.deadlines.earliest()
+        return None if earliest is None else self._running_time.next_call(earliest)
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -146,12 +147,12 @@ class Coordinator:
         except FerroError as error:
             refused = session_pb2.ServerFrame(event=session_pb2.Event(fenced=detail_of(error)))
             known = self._jobs.get(hello.job)
-            self._world.answers.send(None if known is None else known.desk, stream, refused)
-            self._world.answers.close(stream)
+            self._shared.effects.send(None if known is None else known.context, stream, refused)
+            self._shared.effects.close(stream)
             return
         self._streams[stream] = job, member
         if before is not None and self._streams.pop(before, None) is not None:
-            self._world.answers.close(before)
+            self._shared.effects.close(before)
 
     def _check_hello(self, hello: session_pb2.Hello, caller: Caller) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -159,7 +160,7 @@ class Coordinator:
                 f"{hello.name[:128]!r} speaks protocol {hello.protocol_version} (ferrorpc {hello.version[:32] or 'unknown'}), "
                 f"this coordinator {PROTOCOL_VERSION} (ferrorpc {self.settings.version or 'unknown'})"
             )
-        self._require(caller, hello.token, hello.job, Role.WORKER, f"member {hello.name[:128]!r}")
+        self._authorize(caller, hello.token, hello.job, Role.WORKER, f"member {hello.name[:128]!r}")
         if self._draining:
             raise CoordinatorUnavailableError("this coordinator is stopping", hint="try again shortly")
 
@@ -181,28 +182,28 @@ class Coordinator:
         self._draining = True
         event = session_pb2.Event(draining=session_pb2.Draining(within_ms=within_ms))
         for job in self._jobs.values():
-            job.desk.push([member for member in job.roster if member.alive], event)
+            job.context.push([member for member in job.members if member.alive], event)
 
     # -- unary calls ---------------------------------------------------------------------------------------------------
 
     def _called(self, call: int, request: UnaryRequest, caller: Caller) -> None:
         try:
-            self._require(caller, request.token, request.job, needed_for(request), f"a {type(request).__name__}")
+            self._authorize(caller, request.token, request.job, required_role(request), f"a {type(request).__name__}")
             if isinstance(request, session_pb2.StatusRequest):
                 self._status(call, request, caller)
             else:
-                self._carry_out(call, request)
+                self._unary_request(call, request)
         except FerroError as error:
-            self._world.answers.reply(None, call, detail_of(error))
+            self._shared.effects.reply(None, call, detail_of(error))
 
-    def _carry_out(
+    def _unary_request(
         self,
         call: int,
         request: session_pb2.UnaryStoreRequest | session_pb2.UnaryBarrierRequest | session_pb2.UnaryReportRequest,
     ) -> None:
         job = self._job(request.job)
         if isinstance(request, session_pb2.UnaryReportRequest):
-            job.call_report(Asker(call, None, ""), request.request)
+            job.call_report(Requester(call, None, ""), request.request)
             return
         if not (isinstance(request, session_pb2.UnaryStoreRequest) and sets_a_value(request.request)):
             what, most = f"bytes of a {type(request).__name__}", self.settings.limits.frame_bytes
@@ -210,12 +211,12 @@ class Coordinator:
         if request.client_id:
             check_name("client id", request.client_id, self.settings.limits.name_bytes)
         client = f"~{request.client_id}" if request.client_id else f"~call-{self.epoch}-{call}"
-        asker = Asker(call, None, client)
-        self._calls[call] = job, asker
+        requester = Requester(call, None, client)
+        self._calls[call] = job, requester
         if isinstance(request, session_pb2.UnaryStoreRequest):
-            job.call_store(asker, request.request)
+            job.store.request(requester, request.request)
         else:
-            job.call_barrier(asker, request.request)
+            job.call_barrier(requester, request.request)
 
     def _cancelled(self, call: int) -> None:
         known = self._calls.pop(call, None)
@@ -225,21 +226,21 @@ class Coordinator:
     def _status(self, call: int, request: session_pb2.StatusRequest, caller: Caller) -> None:
         job = self._jobs.get(request.job)
         if job is None:
-            known = ", ".join(sorted(name for name in self._jobs if self._access.permits_a_look(caller, request.token, name)))
+            known = ", ".join(sorted(name for name in self._jobs if self._access.may_observe(caller, request.token, name)))
             text = f"there is no job {request.job[:128]!r} here"
             hint = f"the jobs of this coordinator: {known or 'none yet'}"
             raise ConfigError(text, hint=hint) if self._jobs else ConfigError(text, hint=hint, jobs=0)
-        self._world.answers.reply(job.desk, call, job.status(self.settings.version, self.settings.durable))
+        self._shared.effects.reply(job.context, call, job.status(self.settings.version, self.settings.durable))
 
-    def _require(self, caller: Caller, token: str, job: str, needed: Role, what: str) -> None:
-        """Refuses who may not do this, and tells of it."""
+    def _authorize(self, caller: Caller, token: str, job: str, needed: Role, what: str) -> None:
+        """Checks access; records a refusal in the log."""
         try:
             self._access.check(caller, token, job, needed)
         except (AuthenticationError, PermissionDeniedError) as error:
             place = f" from {caller.address}" if caller.address else ""
-            words = self._refusals.words(f"{what}{place} was refused: {error.message}", self._world.now)
+            words = self._refusals.message(f"{what}{place} was refused: {error.message}", self._shared.now)
             if words is not None:
-                self._world.answers.note(Note(job if job in self._jobs else "-", "refused", words, -1, 0))
+                self._shared.effects.note(Note(job if job in self._jobs else "-", "refused", words, -1, 0))
             raise
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
@@ -249,27 +250,30 @@ class Coordinator:
         if job is None:
             check_name("job name", name, self.settings.limits.name_bytes)
             if len(self._jobs) >= self.settings.limits.jobs:
-                self._forget_a_job()
+                self._evict_ended_job()
             require("jobs of this coordinator", len(self._jobs) + 1, "jobs", self.settings.limits.jobs)
-            job = self._jobs[name] = Job(self._world, name)
+            job = self._jobs[name] = Job(self._shared, name)
         return job
 
-    def _forget_a_job(self) -> None:
-        """Makes room for a new job in place of the one that ended first. One that only waits for new processes ended last."""
-        waiting = {job.desk.job for job, _ in self._calls.values()}
-        ended = [name for name, job in self._jobs.items() if job.roster.living == 0 and name not in waiting]
+    def _evict_ended_job(self) -> None:
+        """Removes the job that ended first, to make room for a new one.
+
+        Jobs that are only waiting for new processes count as ended last.
+        """
+        waiting = {job.context.job for job, _ in self._calls.values()}
+        ended = [name for name, job in self._jobs.items() if job.members.living == 0 and name not in waiting]
         if ended:
-            first = min(ended, key=lambda name: self._jobs[name].roster.deserted)
+            first = min(ended, key=lambda name: self._jobs[name].members.empty_since)
             self._jobs.pop(first).erase()
-            text = f"forgotten, with its store, for a new job: of the {self.settings.limits.jobs} that are kept it ended first"
-            self._world.answers.note(Note(first, "forgotten", text, -1, 0))
+            text = f"removed, with its store, to make room for a new job: of {self.settings.limits.jobs} jobs it ended first"
+            self._shared.effects.note(Note(first, "forgotten", text, -1, 0))
 
     def _recover(self) -> None:
         by_job: dict[str, dict[str, dict[str, bytes]]] = {}
         for table in TABLES:
-            for path, data in self._ledger.rows.pop(table, {}).items():
+            for path, data in self._durable_state.rows.pop(table, {}).items():
                 name, _, key = path.partition("/")
                 by_job.setdefault(name, {}).setdefault(table, {})[key] = data
         for name in sorted(by_job):
-            job = self._jobs[name] = Job(self._world, name)
+            job = self._jobs[name] = Job(self._shared, name)
             job.recover(by_job.pop(name))

@@ -1,7 +1,7 @@
-"""The one list of everything that will expire.
+"""All deadlines of the coordinator, in one heap.
 
-A heap that is corrected lazily: moving a deadline later, which every beat does, touches no heap. A stale entry is found
-when it comes to the top; when stale entries outnumber the others the heap is built anew, so memory follows what is armed.
+The heap is corrected lazily: moving a deadline to a later time does not touch it. A stale entry is removed when it reaches the
+top. When stale entries outnumber the others, the heap is rebuilt, so memory is proportional to the number of deadlines set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Action = Callable[[], None]
 
 
 class Deadlines:
-    """Named deadlines, each with what is to be done when it passes. Equal deadlines expire in the order they were set."""
+    """Deadlines by key, each with an action. Equal deadlines expire in the order in which they were set."""
 
     __slots__ = ("_armed", "_heap", "_order")
 
@@ -26,20 +26,20 @@ class Deadlines:
         return len(self._armed)
 
     def set(self, key: Hashable, when: int, action: Action) -> None:
-        """Arms `key`, or moves it."""
+        """Sets the deadline of `key`, or moves it."""
         before = self._armed.get(key)
         self._armed[key] = when, action
         if before is None or when < before[0]:
             self._push(when, key)
 
     def drop(self, key: Hashable) -> None:
-        """Disarms `key`, if it is armed."""
+        """Removes the deadline of `key`, if it is set."""
         self._armed.pop(key, None)
         if len(self._heap) > 2 * len(self._armed) + 64:
             self._rebuild()
 
     def earliest(self) -> int | None:
-        """The next deadline, None when nothing is armed."""
+        """The next deadline; None if there is none."""
         while self._heap:
             when, _, key = self._heap[0]
             armed = self._armed.get(key)
@@ -51,7 +51,10 @@ class Deadlines:
         return None
 
     def expired(self, now: int) -> Iterator[Action]:
-        """Disarms what is due, one by one, so that an action may still move or drop the others."""
+        """Removes the deadlines that have passed, one by one, and yields their actions.
+
+        An action may still move or remove later ones.
+        """
         while (when := self.earliest()) is not None and when <= now:
             _, _, key = heapq.heappop(self._heap)
             yield self._armed.pop(key)[1]

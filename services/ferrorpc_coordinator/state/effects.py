@@ -1,9 +1,8 @@
-"""What a coordinator wants done: the only output of `Coordinator.step`.
+"""Effects: the only output of `Coordinator.step`.
 
-Order is meaning. Within the effects of one step every `Persist` comes before the first answer, and an answer may leave
-only when every `Persist` that was ever emitted before it is durable. So a driver needs one queue: it hands rows to the
-journal, remembers how many it handed over, and holds each answer until that many are on disk. Nothing that a beat causes is
-answered, so beats never wait for a disk.
+Their order matters. Within one step every `Persist` comes before the first answer, and an answer may be sent only when all
+`Persist` effects emitted before it are durable. One queue is enough for that: the driver passes rows to the journal, counts
+them, and holds each answer until that many are on disk. Heartbeats cause no answers, so they never wait for a disk.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ UnaryResponse = session.StatusResponse | session.UnaryStoreResponse | session.Un
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One frame on one stream."""
+    """Send one frame on one stream."""
 
     stream: int
     frame: session.ServerFrame
@@ -26,10 +25,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendMany:
-    """Nearly the same frame on many streams: encoded once, and completed for each recipient by its overlay.
+    """Send nearly the same frame on many streams. It is encoded once, and completed for each recipient by its overlay.
 
-    Protobuf defines the concatenation of two encodings as the merge of the two messages; so an overlay is the encoding of
-    a ServerFrame that holds only what differs, such as the request number. It is empty where nothing differs.
+    In Protobuf, the concatenation of two encodings is the merge of the two messages. An overlay is the encoding of a
+    ServerFrame with only the fields that differ, such as the request number; it is empty if none do.
     """
 
     frame: session.ServerFrame
@@ -43,14 +42,14 @@ class SendMany:
             yield stream, shared + overlay if overlay else shared
 
     def decoded(self) -> Iterator[tuple[int, session.ServerFrame]]:
-        """Each stream with the frame its reader will see."""
+        """Each stream with the frame that its reader will parse."""
         for stream, data in self.encoded():
             yield stream, session.ServerFrame.FromString(data)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer of a unary call; an ErrorDetail fails it."""
+    """Answer a unary call; an ErrorDetail fails it."""
 
     call: int
     message: UnaryResponse | error_pb2.ErrorDetail
@@ -58,14 +57,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """End this stream once everything sent on it before has been written. The driver answers with `Disconnected`."""
+    """Close this stream once everything sent to it before has been written. The driver answers with `Disconnected`."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """A row of the journal: (table, key) holds value from now on; None removes it. The last write of a key counts."""
+    """Write a row of the journal; a value of None removes it. Of several writes of one key, the last counts."""
 
     table: str
     key: str
@@ -74,7 +73,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something happened that people want to know of. It promises nothing, so it need not wait for the journal."""
+    """Log that something happened. It need not wait for the journal."""
 
     job: str
     kind: str
@@ -86,4 +85,4 @@ class Note:
 
 Effect = Send | SendMany | Reply | Close | Persist | Note
 Row = tuple[str, str, bytes]
-"""What recovery is made of: (table, key, value) of every row that was durable."""
+"""A durable row, as (table, key, value)."""

@@ -1,6 +1,6 @@
-"""What can happen to a coordinator: the only input of `Coordinator.step`.
+"""Events: the only input of `Coordinator.step`.
 
-Streams and calls are numbers that the driver gives out, never the same one twice.
+Streams and calls are numbered by the driver, which never uses a number twice.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ UnaryRequest = session.StatusRequest | session.UnaryStoreRequest | session.Unary
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is at the other end of a connection."""
+    """The peer of a connection."""
 
     address: str = ""
     identities: frozenset[Identity] | None = None
-    """What its certificate says; None where there was none to show."""
+    """The identities in its certificate; None if it sent none."""
 
 
-NOBODY: Final = Caller()
-"""Nothing is known of it."""
+UNKNOWN_CALLER: Final = Caller()
+"""A caller of whom nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Connected:
 
     stream: int
     hello: session.Hello
-    caller: Caller = NOBODY
+    caller: Caller = UNKNOWN_CALLER
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,42 +43,42 @@ class Received:
     stream: int
     frame: session.ClientFrame
     full: bool = False
-    """The journal's disk is full: nothing that makes it larger is to be decided, as far as clients ask for it."""
+    """Whether the journal's disk is full: requests that would enlarge the journal are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A stream ended, for whatever reason, also after a `Close` effect. Nothing more comes of it."""
+    """A stream ended, for any reason, also after a `Close` effect. No event of it follows."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A unary call. It is answered by one `Reply`, perhaps much later."""
+    """A unary call. It is answered by one `Reply`, possibly much later."""
 
     call: int
     request: UnaryRequest
-    caller: Caller = NOBODY
+    caller: Caller = UNKNOWN_CALLER
     full: bool = False
     """As in `Received`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The caller of a unary call went away; a `Reply` for it may still be on its way and is dropped by the driver."""
+    """The caller of a unary call has gone. The driver drops a `Reply` that is already on its way."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed: `next_deadline()` was reached."""
+    """`next_deadline()` was reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The process will stop within so many milliseconds: members are told, newcomers are sent elsewhere."""
+    """The process will stop within this many milliseconds: members are told, new ones are refused."""
 
     within_ms: int
 

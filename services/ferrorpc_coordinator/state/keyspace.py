@@ -1,4 +1,4 @@
-"""The values of a job's store, in memory and in the journal: no requests, no waiting."""
+"""The keys and values of a job's store, in memory and in the journal, without requests and waiting."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Final
 
 from ferrorpc.errors import require
 from ferrorpc.v1 import journal_pb2, store_pb2
-from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.context import JobContext
 
 TABLE: Final = "store"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a key holds, since which revision, and what it vanishes with."""
+    """The value of a key, the revision of its last change, and what it is bound to."""
 
     value: bytes
     revision: int
     owner: str = ""
-    """The client (name#incarnation) of a key that is bound to a session."""
+    """The client (name#incarnation) to whose session the key is bound; empty if it is not."""
     generation: int = 0
-    """Of a key that is bound to a generation."""
+    """The generation to which the key is bound; 0 if it is not."""
 
     def row(self) -> journal_pb2.EntryRow:
-        """What survives a restart."""
+        """The journal row."""
         binding = store_pb2.KEY_BINDING_JOB
         if self.owner:
             binding = store_pb2.KEY_BINDING_SESSION
@@ -37,10 +37,10 @@ class Entry:
 
 
 class Keyspace:
-    """Keys in order, with their entries and the bytes they take. Every change counts a revision and writes a row."""
+    """The sorted keys, with their entries and total size. Every change takes a revision and writes a row."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._entries: dict[str, Entry] = {}
         self._sorted: list[str] = []
         self._bound: dict[str | int, set[str]] = {}
@@ -50,43 +50,43 @@ class Keyspace:
         return len(self._entries)
 
     def get(self, key: str) -> Entry | None:
-        """What the key holds."""
+        """The entry of a key."""
         return self._entries.get(key)
 
     def set(self, key: str, value: bytes, owner: str = "", generation: int = 0) -> Entry:
-        """Sets a key; its binding is now this one.
+        """Sets a key and its binding.
 
         Raises:
-            LimitExceededError: too many keys, or too many bytes; nothing has changed.
+            LimitExceededError: too many keys or too many bytes; nothing has changed.
         """
         before = self._entries.get(key)
         grown = self.bytes + len(value) + (len(key) if before is None else -len(before.value))
-        require(f"bytes in the store of job {self._desk.job}", grown, "store_bytes", self._desk.limits.store_bytes)
-        require(f"keys of job {self._desk.job}", len(self._entries) + (before is None), "keys", self._desk.limits.keys)
+        require(f"bytes in the store of job {self._context.job}", grown, "store_bytes", self._context.limits.store_bytes)
+        require(f"keys of job {self._context.job}", len(self._entries) + (before is None), "keys", self._context.limits.keys)
         self.bytes = grown
-        entry = Entry(value, self._desk.ledger.change(), owner, generation)
+        entry = Entry(value, self._context.durable_state.next_revision(), owner, generation)
         self._unbind(key, before)
         self._place(key, entry)
         if before is None:
             insort(self._sorted, key)
-        self._desk.put(TABLE, key, entry.row())
+        self._context.put(TABLE, key, entry.row())
         return entry
 
     def delete(self, key: str) -> int:
-        """Removes a key that exists; returns the revision of that change."""
+        """Deletes an existing key; returns the revision of the change."""
         entry = self._entries.pop(key)
         self._unbind(key, entry)
         self.bytes -= len(key) + len(entry.value)
         del self._sorted[bisect_left(self._sorted, key)]
-        self._desk.remove(TABLE, key)
-        return self._desk.ledger.change()
+        self._context.remove(TABLE, key)
+        return self._context.durable_state.next_revision()
 
     def bound_to(self, what: str | int) -> list[str]:
-        """Keys that vanish with this client or generation, in order."""
+        """The keys bound to this client or generation, sorted."""
         return sorted(self._bound.get(what, ()))
 
     def page(self, prefix: str, after: str, page_bytes: int) -> tuple[list[str], bool]:
-        """Keys with this prefix that come after `after`, as many as fit; and whether there are more."""
+        """The keys with this prefix that come after `after`, as many as fit into `page_bytes`; and whether there are more."""
         start = max(bisect_left(self._sorted, prefix), bisect_right(self._sorted, after))
         keys: list[str] = []
         size = 0
@@ -101,7 +101,7 @@ class Keyspace:
         return keys, False
 
     def recover(self, rows: dict[str, bytes]) -> None:
-        """Takes back what was durable, out of `rows`: values twice would be more memory than is needed at any other time."""
+        """Restores the keys from the journal. Takes the rows out of `rows`, so that values are not in memory twice."""
         for key in list(rows):
             row = journal_pb2.EntryRow.FromString(rows.pop(key))
             self._place(key, Entry(row.value, row.revision, row.owner, row.generation))
@@ -109,7 +109,7 @@ class Keyspace:
         self._sorted = sorted(self._entries)
 
     def bindings(self) -> list[str | int]:
-        """Every client and generation that some key is bound to."""
+        """All clients and generations to which keys are bound."""
         return list(self._bound)
 
     def _place(self, key: str, entry: Entry) -> None:

@@ -10,22 +10,22 @@ from ferrorpc.v1 import identity_pb2, journal_pb2, session_pb2
 
 
 @unique
-class Standing(Enum):
-    """How alive a member is."""
+class Liveness(Enum):
+    """Whether a member is alive."""
 
     PRESENT = "present"
-    """Its stream is open and it was heard of within its lease."""
+    """Its stream is open and a frame came within its lease."""
     STALLED = "stalled"
-    """Its stream is open but it was silent for a lease: a process that holds the GIL looks so."""
+    """Its stream is open but no frame came for a lease, as when a process holds the GIL."""
     SUSPECT = "suspect"
-    """Its stream ended without a Leave; it may still resume."""
+    """Its stream ended without a Leave; it may resume."""
     DEAD = "dead"
     LEFT = "left"
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """What the coordinator knows of one process. Times are in lived nanoseconds.
+    """What the coordinator knows of one process. Times are in nanoseconds of running time.
 
     Invariants: `stream` is not None exactly while PRESENT or STALLED; `rank` is -1 or the rank in generation `generation`,
     which is then the job's newest; DEAD and LEFT are final.
@@ -39,42 +39,40 @@ class Member:
     host: str = ""
     address: str = ""
     labels: tuple[tuple[str, str], ...] = ()
-    standing: Standing = Standing.PRESENT
+    liveness: Liveness = Liveness.PRESENT
     reason: str = ""
     stream: int | None = None
-    heard: int = 0
-    """When its last frame came."""
-    patience_until: int = 0
-    """While suspect: when it is dead unless it resumes."""
+    last_heard: int = 0
+    """When its last frame was received."""
     recovered: bool = False
-    """Not heard of since the coordinator restarted."""
+    """No frame was received since the coordinator restarted."""
     rank: int = -1
     generation: int = 0
     pinned: bool = False
     last_rank: int = -1
     step: int = 0
     step_since: int = 0
-    """When its step counter last moved."""
+    """When its step counter last changed."""
     activity: str = ""
     operation_ms: int = 0
-    """Time it has spent in operations."""
+    """Total time spent in operations."""
     training: identity_pb2.Training | None = None
     """Where the time of its training steps went."""
     links: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """World rank of a peer -> kind of the link, and bytes sent to it in this generation."""
+    """Peer's world rank -> (kind of link, bytes sent to it in this generation)."""
     open_requests: set[int] = field(default_factory=set)
     results: OrderedDict[int, session_pb2.Result] = field(default_factory=OrderedDict)
     result_bytes: int = 0
 
     @property
-    def known_as(self) -> tuple[str, str, str]:
-        """What a report of its exit may call its process: anything, what its launcher called it, its instance."""
+    def exit_report_ids(self) -> tuple[str, str, str]:
+        """The instance ids in an exit report that match this process: empty, the part its launcher chose, and the full id."""
         return "", self.instance_id.partition(".")[0], self.instance_id
 
     @property
     def alive(self) -> bool:
-        """Not dead and not gone; perhaps suspect."""
-        return self.standing not in (Standing.DEAD, Standing.LEFT)
+        """Neither dead nor departed; perhaps suspect."""
+        return self.liveness not in (Liveness.DEAD, Liveness.LEFT)
 
     @property
     def connected(self) -> bool:
@@ -83,19 +81,19 @@ class Member:
 
     @property
     def client(self) -> str:
-        """Names this process among those whose writes are remembered."""
+        """The name under which its write results are kept."""
         return f"{self.name}#{self.incarnation}"
 
     @property
-    def title(self) -> str:
-        """The member as a sentence begins: with its rank where it has one."""
+    def display_name(self) -> str:
+        """The member in text: with its rank if it has one."""
         return f"rank {self.rank} ({self})" if self.rank >= 0 else str(self)
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}" if self.host else self.name
 
     def beat(self, beat: session_pb2.Beat, now: int, most_links: int) -> None:
-        """Takes in what the member tells of itself. Links beyond `most_links` are not kept."""
+        """Updates the member from a heartbeat. At most `most_links` links are kept."""
         if beat.step != self.step:
             self.step, self.step_since = beat.step, now
         self.activity = beat.activity[:256]
@@ -109,19 +107,19 @@ class Member:
                 self.links[link.peer_rank] = link.kind[:16], link.sent_bytes
 
     def busiest_links(self, most: int) -> list[identity_pb2.Link]:
-        """What it has sent to whom, most bytes first."""
+        """Its links, those with the most bytes first."""
         chosen = sorted(self.links.items(), key=lambda item: (-item[1][1], item[0]))[:most]
         return [identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent) for peer, (kind, sent) in chosen]
 
-    def take_seat(self, rank: int, generation: int) -> None:
-        """It has this rank in this generation from now on; -1 for none."""
+    def assign_rank(self, rank: int, generation: int) -> None:
+        """Sets its rank in a generation; -1 for none."""
         self.rank, self.generation = rank, generation
         self.links.clear()
         if rank >= 0:
             self.last_rank = rank
 
     def row(self) -> bytes:
-        """What survives a restart of the coordinator."""
+        """The journal row, which survives a restart of the coordinator."""
         row = journal_pb2.MemberRow(
             incarnation=self.incarnation,
             instance_id=self.instance_id,
@@ -131,9 +129,9 @@ class Member:
             host=self.host,
             address=self.address,
         )
-        if self.standing is Standing.DEAD:
+        if self.liveness is Liveness.DEAD:
             row.state = identity_pb2.MEMBER_STATE_DEAD
-        elif self.standing is Standing.LEFT:
+        elif self.liveness is Liveness.LEFT:
             row.state = identity_pb2.MEMBER_STATE_LEFT
         for name, value in self.labels:
             row.labels.add(name=name, value=value)
@@ -141,9 +139,9 @@ class Member:
 
     @classmethod
     def from_row(cls, name: str, data: bytes) -> Member:
-        """A member as the journal remembers it: suspect until it resumes, unless it was gone already."""
+        """The member from its journal row: suspect until it resumes, unless it was dead or gone."""
         row = journal_pb2.MemberRow.FromString(data)
-        gone = {identity_pb2.MEMBER_STATE_DEAD: Standing.DEAD, identity_pb2.MEMBER_STATE_LEFT: Standing.LEFT}
+        gone = {identity_pb2.MEMBER_STATE_DEAD: Liveness.DEAD, identity_pb2.MEMBER_STATE_LEFT: Liveness.LEFT}
         return cls(
             name=name,
             incarnation=row.incarnation,
@@ -153,7 +151,7 @@ class Member:
             host=row.host,
             address=row.address,
             labels=tuple((label.name, label.value) for label in row.labels),
-            standing=gone.get(row.state, Standing.SUSPECT),
+            liveness=gone.get(row.state, Liveness.SUSPECT),
             reason=row.reason,
             recovered=True,
         )

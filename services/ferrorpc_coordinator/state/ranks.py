@@ -1,8 +1,8 @@
-"""Who gets which rank when a round closes. A pure function of the claims.
+"""Assigns ranks when a round closes: a pure function of the members' claims.
 
-Claims, strongest first: a rank its launcher pinned; the rank it has in the generation that ends; the last rank its name had;
-a hint. Where claims meet, the stronger wins, then the earlier bid. The ranks that are left go to the others so that members
-of one host stand side by side, hosts and members in order of arrival.
+Claims, strongest first: a rank pinned by the launcher; the rank in the generation that ends; the last rank of this name; a
+hint. Of two claims to one rank the stronger wins, then the earlier one. The remaining ranks go to the remaining members so that
+members of one host get adjacent ranks, hosts and members in order of arrival.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Claim(NamedTuple):
-    """What speaks for one bidder; -1 where nothing does."""
+    """The ranks that one member may claim; -1 for none."""
 
     host: str
     pinned: int = -1
@@ -36,7 +36,7 @@ def assign(claims: Sequence[Claim], size: int) -> list[int]:
 
 
 def claimed(claims: Sequence[Claim], size: int) -> dict[int, int]:
-    """Which claims get a rank they speak for: index of the claim -> rank."""
+    """The claims that are granted: index of the claim -> rank."""
     taken: dict[int, int] = {}
     used: set[int] = set()
     for strength in ("pinned", "current", "last", "hinted"):

@@ -1,11 +1,11 @@
-"""Rounds: members bid for a place in the next generation, and the round closes when its policy is satisfied.
+"""Rendezvous: members ask for a place in the next generation, and the round closes when its policy is satisfied.
 
-A fixed world (min == max) closes when that many are there. An elastic one closes when max are there, or when all survivors
-of the generation before have asked and min are there, or when min are there and the last call has passed. Two rules keep
-the living safe: a generation that still works is never ended by those who want to join it, only by all of its own members
-asking; and a fixed world does not close without a living member of the generation before.
+A fixed world (min == max) closes when that many members are there. An elastic one closes when max are there, or when all
+survivors of the previous generation have asked and min are there, or when min are there and the last call has passed. Two rules
+protect running work: a working generation is never ended by processes that want to join it, only by all its own members asking;
+and a fixed world does not close without a living member of the previous generation.
 
-Those who find no place bid on: they are the spares.
+Members that get no place keep waiting: they are the spares.
 """
 
 from __future__ import annotations
@@ -25,236 +25,245 @@ from ferrorpc.errors import (
     require,
 )
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
-from ferrorpc.wire.details import detail_of
-from ferrorpc_coordinator.state.bulletin import Bulletin
-from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import seconds
+from ferrorpc.wire.error_detail import detail_of
+from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generation, Generations
-from ferrorpc_coordinator.state.member import Member, Standing
+from ferrorpc_coordinator.state.member import Liveness, Member
+from ferrorpc_coordinator.state.members import Members
 from ferrorpc_coordinator.state.ranks import Claim, assign, claimed
-from ferrorpc_coordinator.state.roster import Roster
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
+from ferrorpc_coordinator.state.throttle import BroadcastThrottle
 
 NAMED_MAX: Final = 16
-"""Members of one kind that a timeout tells of."""
-STILLBORN_MAX: Final = 16
-"""Processes that ended before they said Hello, of which a timeout tells."""
+"""Members of each kind named in a timeout's message."""
+EARLY_EXITS_MAX: Final = 16
+"""Processes that ended before their Hello, kept for a timeout's message."""
 
 
 @dataclass(slots=True, eq=False)
-class Bid:
-    """One member's request for a place."""
+class PendingJoin:
+    """One member's unanswered request to join."""
 
     member: Member
-    asker: Asker
+    requester: Requester
     request: rendezvous_pb2.JoinRequest
     since: int
 
     @property
     def size(self) -> tuple[int, int]:
-        """Min and max."""
+        """Minimum and maximum size of the world."""
         return self.request.policy.min_size, self.request.policy.max_size
 
     @property
     def fixed(self) -> bool:
-        """Whether only one size will do."""
+        """Whether minimum and maximum are equal."""
         return self.request.policy.min_size == self.request.policy.max_size
 
 
 class Rendezvous:
-    """The job's open round."""
+    """The round of a job that has not closed yet."""
 
-    def __init__(self, desk: Desk, roster: Roster, generations: Generations, closing: Callable[[Generation], None]) -> None:
-        self._desk = desk
-        self._roster = roster
+    def __init__(
+        self, context: JobContext, members: Members, generations: Generations, on_replaced: Callable[[Generation], None]
+    ) -> None:
+        self._context = context
+        self._members = members
         self._generations = generations
-        self._closing = closing
-        self._bids: dict[str, Bid] = {}
+        self._on_replaced = on_replaced
+        self._pending: dict[str, PendingJoin] = {}
         self._announced: list[str] | None = []
-        """What the newest generation was told last; None when some of it must be told anew."""
-        self._waiting = Bulletin(desk, "waiting", self._announce)
+        """The names of waiting members last sent to the newest generation; None if they must be sent again."""
+        self._pending_notice = BroadcastThrottle(context, "waiting", self._announce)
         self._last_call: int | None = None
-        self._stillborn: dict[str, str] = {}
+        self._early_exits: dict[str, str] = {}
         self._claimants: dict[int, Member] = {}
-        """Rank -> the last process of this round that its launcher gave this rank."""
-        self._gave_up: dict[str, tuple[Bid, int]] = {}
-        """Those whose time in this round ran out, and when."""
+        """Rank -> the last process of this round that had this rank pinned."""
+        self._timed_out: dict[str, tuple[PendingJoin, int]] = {}
+        """Members whose request timed out in this round, and when."""
 
     def joining(self, member: Member) -> bool:
-        """Whether this member waits for a place."""
-        return member.name in self._bids
+        """Whether this member has asked to join."""
+        return member.name in self._pending
 
-    def join(self, asker: Asker, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
-        """Takes a bid; it is answered when the round closes.
+    def join(self, requester: Requester, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
+        """Takes a request to join; it is answered when the round closes.
 
         Raises:
-            InvalidWorldSizeError, InvalidRankError, LimitExceededError: the request alone is wrong.
-            ConfigError: it contradicts another one; both are named.
+            InvalidWorldSizeError, InvalidRankError, LimitExceededError: the request is invalid.
+            ConfigError: it contradicts another request; both are named.
         """
         newest = self._generations.newest
-        if newest is not None and newest.holds(member) and request.after_generation < newest.number:
-            self._desk.answer(asker, self._response(newest, member.rank))
+        if newest is not None and newest.includes(member) and request.after_generation < newest.number:
+            self._context.answer(requester, self._response(newest, member.rank))
             if newest.broken is not None:
-                self._desk.push([member], session_pb2.Event(broken=newest.broken))
+                self._context.push([member], session_pb2.Event(broken=newest.broken))
             return
         self._check(member, request)
-        self._check_against_others(member, request)
-        before = self._bids.pop(member.name, None)
+        self._check_conflicts(member, request)
+        before = self._pending.pop(member.name, None)
         if before is not None:
-            self._desk.answer(before.asker, detail_of(UsageError(f"{member} asked again to join; the later request counts")))
+            self._context.answer(
+                before.requester, detail_of(UsageError(f"{member} asked again to join; the later request counts"))
+            )
         member.pinned = request.pinned_rank >= 0
         if member.pinned:
             self._claimants[request.pinned_rank] = member
-        self._gave_up.pop(member.name, None)
-        self._bids[member.name] = Bid(member, asker, request, self._desk.now)
-        until = self._desk.now + request.timeout_ms * MILLISECOND
-        self._desk.arm(("join", member.name), until, partial(self._time_out, member.name))
+        self._timed_out.pop(member.name, None)
+        self._pending[member.name] = PendingJoin(member, requester, request, self._context.now)
+        until = self._context.now + request.timeout_ms * MILLISECOND
+        self._context.arm(("join", member.name), until, partial(self._time_out, member.name))
         self.review()
 
     def withdraw(self, member: Member) -> None:
-        """Forgets the bid of a member that died or left."""
-        bid = self._bids.get(member.name)
-        if bid is not None and bid.member is member:
-            del self._bids[member.name]
-            self._desk.disarm(("join", member.name))
+        """Drops the request of a member that died or left."""
+        pending = self._pending.get(member.name)
+        if pending is not None and pending.member is member:
+            del self._pending[member.name]
+            self._context.disarm(("join", member.name))
 
-    def never_came(self, name: str, how: str) -> None:
-        """A process ended before it said Hello: whoever waits for it in vain will be told."""
-        self._stillborn[name[:128]] = how[:512]
-        while len(self._stillborn) > STILLBORN_MAX:
-            del self._stillborn[next(iter(self._stillborn))]
+    def exited_before_hello(self, name: str, how: str) -> None:
+        """A process ended before its Hello; a timeout's message will say so."""
+        self._early_exits[name[:128]] = how[:512]
+        while len(self._early_exits) > EARLY_EXITS_MAX:
+            del self._early_exits[next(iter(self._early_exits))]
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def review(self) -> None:
-        """Closes the round if its time has come; else sees to the last call and to who is told of the waiting."""
-        if self._bids:
+        """Closes the round if its policy is satisfied; else starts or stops the last call, and announces the waiting
+        members."""
+        if self._pending:
             chosen = self._decide()
             if chosen is not None:
                 self._close(chosen)
         else:
-            self._hush()
-        self._waiting.issue()
+            self._cancel_last_call()
+        self._pending_notice.notify()
 
     def waiting_reason(self) -> str:
-        """Why the round is still open; empty when none is."""
-        if not self._bids:
+        """Why the round is still open; empty if there is none."""
+        if not self._pending:
             return ""
-        first = next(iter(self._bids.values()))
+        first = next(iter(self._pending.values()))
         low, high = first.size
         ready = self._ready()
         world = str(low) if low == high else f"{low} to {high}"
         reason = f"{len(ready)} of {world} members ask to join"
-        owing = self._owing()
-        if owing:
-            reason += f"; generation {self._desk.newest_generation} goes on until its other members ask too: "
-            reason += ", ".join(str(member) for member in owing[:8]) + (", ..." if len(owing) > 8 else "")
+        not_joining = self._not_joining()
+        if not_joining:
+            reason += f"; generation {self._context.newest_generation} goes on until its other members ask too: "
+            reason += ", ".join(str(member) for member in not_joining[:8]) + (", ..." if len(not_joining) > 8 else "")
         elif missing := self._missing_ranks(ready, first):
-            reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._about(missing[:NAMED_MAX])}"
+            reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._describe_ranks(missing[:NAMED_MAX])}"
         elif self._last_call is not None:
-            reason += f"; last call for {seconds(max(0, self._last_call - self._desk.now))} more"
+            reason += f"; last call for {format_seconds(max(0, self._last_call - self._context.now))} more"
         return reason
 
-    def _ready(self) -> list[Bid]:
-        return [bid for bid in self._bids.values() if bid.member.connected]
+    def _ready(self) -> list[PendingJoin]:
+        return [pending for pending in self._pending.values() if pending.member.connected]
 
-    def _owing(self) -> list[Member]:
-        """Living members of the newest generation that have not asked, or have asked and may be dying."""
+    def _not_joining(self) -> list[Member]:
+        """Living members of the newest generation that have not asked to join, or whose stream has ended."""
         newest = self._generations.newest
         if newest is None:
             return []
-        return [m for m in newest.seats if m.alive and (m.name not in self._bids or not m.connected)]
+        return [m for m in newest.members if m.alive and (m.name not in self._pending or not m.connected)]
 
-    def _decide(self) -> list[Bid] | None:
-        first = next(iter(self._bids.values()))
+    def _decide(self) -> list[PendingJoin] | None:
+        first = next(iter(self._pending.values()))
         low, high = first.size
-        if len(self._bids) < low:
-            self._hush()
+        if len(self._pending) < low:
+            self._cancel_last_call()
             return None
         ready = self._ready()
         if len(ready) < low:
-            self._hush()
+            self._cancel_last_call()
             return None
-        newest, owing = self._generations.newest, self._owing()
-        if owing and newest is not None and (first.fixed or not newest.over):
-            self._hush()
+        newest, not_joining = self._generations.newest, self._not_joining()
+        if not_joining and newest is not None and (first.fixed or not newest.over):
+            self._cancel_last_call()
             return None
-        survivors_asked = newest is not None and not owing and any(member.alive for member in newest.seats)
-        full = len(ready) >= high and not owing
-        if first.fixed or survivors_asked or full or self._last_call_passed(ready, bool(owing)):
+        survivors_asked = newest is not None and not not_joining and any(member.alive for member in newest.members)
+        full = len(ready) >= high and not not_joining
+        if first.fixed or survivors_asked or full or self._last_call_passed(ready, bool(not_joining)):
             return self._choose(ready, high)
         return None
 
-    def _choose(self, ready: list[Bid], most: int) -> list[Bid]:
-        """Members of the newest generation first, then those whose rank is pinned, then the order of arrival."""
+    def _choose(self, ready: list[PendingJoin], most: int) -> list[PendingJoin]:
+        """Members of the newest generation first, then those with pinned ranks, then in order of arrival."""
         newest = self._generations.newest
-        order = sorted(ready, key=lambda bid: (newest is None or not newest.holds(bid.member), bid.request.pinned_rank < 0))
+        order = sorted(
+            ready, key=lambda pending: (newest is None or not newest.includes(pending.member), pending.request.pinned_rank < 0)
+        )
         kept = set(map(id, order[:most]))
-        return [bid for bid in ready if id(bid) in kept]
+        return [pending for pending in ready if id(pending) in kept]
 
-    def _last_call_passed(self, ready: list[Bid], owing: bool) -> bool:
+    def _last_call_passed(self, ready: list[PendingJoin], not_joining: bool) -> bool:
         if self._last_call is None:
-            window = max(bid.request.policy.last_call_ms for bid in ready) * MILLISECOND
-            if owing:
-                window = max(window, self._desk.settings.survivor_call_ns)
-            self._last_call = self._desk.now + window
-            self._desk.arm(("last call",), self._last_call, self.review)
-        return self._desk.now >= self._last_call
+            window = max(pending.request.policy.last_call_ms for pending in ready) * MILLISECOND
+            if not_joining:
+                window = max(window, self._context.settings.survivor_wait_ns)
+            self._last_call = self._context.now + window
+            self._context.arm(("last call",), self._last_call, self.review)
+        return self._context.now >= self._last_call
 
-    def _hush(self) -> None:
+    def _cancel_last_call(self) -> None:
         if self._last_call is not None:
             self._last_call = None
-            self._desk.disarm(("last call",))
+            self._context.disarm(("last call",))
 
     # -- closing -------------------------------------------------------------------------------------------------------
 
-    def _close(self, chosen: list[Bid]) -> None:
-        self._hush()
+    def _close(self, chosen: list[PendingJoin]) -> None:
+        self._cancel_last_call()
         newest = self._generations.newest
-        number = max([self._desk.newest_generation, *(bid.request.after_generation for bid in chosen)]) + 1
-        ranks = assign([self._claim(bid) for bid in chosen], len(chosen))
-        in_order = [bid for _, bid in sorted(zip(ranks, chosen, strict=True), key=lambda pair: pair[0])]
+        number = max([self._context.newest_generation, *(pending.request.after_generation for pending in chosen)]) + 1
+        ranks = assign([self._claim(pending) for pending in chosen], len(chosen))
+        in_order = [pending for _, pending in sorted(zip(ranks, chosen, strict=True), key=lambda pair: pair[0])]
         low, high = chosen[0].size
         reason = f"{len(chosen)} of {high} joined" if low == high else f"{len(chosen)} joined, {low} to {high} were wanted"
         if newest is not None:
             reason += f", after generation {newest.number}: {newest.end_reason or 'all its members asked for another'}"
-        seats, policy = tuple(bid.member for bid in in_order), chosen[0].request.policy
-        generation = Generation(number, seats, policy, reason, cost_table=self._desk.settings.cost_table)
+        members, policy = tuple(pending.member for pending in in_order), chosen[0].request.policy
+        generation = Generation(number, members, policy, reason, cost_table=self._context.settings.cost_table)
         response = self._response(generation, 0)
         try:
-            what = f"bytes that the {len(chosen)} members of this round say of themselves together"
-            require(what, response.ByteSize(), "world_bytes", self._desk.limits.world_bytes)
+            what = f"bytes of the names, addresses and labels of this round's {len(chosen)} members"
+            require(what, response.ByteSize(), "world_bytes", self._context.limits.world_bytes)
         except LimitExceededError as error:
-            self._send_away(chosen, error)
+            self._reject(chosen, error)
             return
         if newest is not None:
-            self._closing(newest)
+            self._on_replaced(newest)
         self._generations.begin(generation)
-        for known in (self._stillborn, self._claimants, self._gave_up):
+        for known in (self._early_exits, self._claimants, self._timed_out):
             known.clear()
-        for bid in chosen:
-            self.withdraw(bid.member)
-        askers = [(bid.asker, rendezvous_pb2.JoinResponse(rank=rank) if rank else None) for rank, bid in enumerate(in_order)]
-        self._desk.answer_many(askers, response)
+        for pending in chosen:
+            self.withdraw(pending.member)
+        requesters = [
+            (pending.requester, rendezvous_pb2.JoinResponse(rank=rank) if rank else None)
+            for rank, pending in enumerate(in_order)
+        ]
+        self._context.answer_many(requesters, response)
         if self._announced:
             self._announced = None
 
-    def _send_away(self, chosen: list[Bid], error: LimitExceededError) -> None:
-        """The round cannot close with these members: they are told why."""
-        for bid in chosen:
-            self.withdraw(bid.member)
-            self._desk.answer(bid.asker, detail_of(error))
+    def _reject(self, chosen: list[PendingJoin], error: LimitExceededError) -> None:
+        """Rejects the requests of these members, with which the round cannot close."""
+        for pending in chosen:
+            self.withdraw(pending.member)
+            self._context.answer(pending.requester, detail_of(error))
 
-    def _claim(self, bid: Bid) -> Claim:
-        member, newest = bid.member, self._generations.newest
-        current = member.rank if newest is not None and newest.holds(member) else -1
-        return Claim(member.host, bid.request.pinned_rank, current, member.last_rank, bid.request.hinted_rank)
+    def _claim(self, pending: PendingJoin) -> Claim:
+        member, newest = pending.member, self._generations.newest
+        current = member.rank if newest is not None and newest.includes(member) else -1
+        return Claim(member.host, pending.request.pinned_rank, current, member.last_rank, pending.request.hinted_rank)
 
     def _response(self, generation: Generation, rank: int) -> rendezvous_pb2.JoinResponse:
         response = rendezvous_pb2.JoinResponse(
             generation=generation.number, rank=rank, reason=generation.reason, cost_table=generation.cost_table
         )
-        for number, member in enumerate(generation.seats):
+        for number, member in enumerate(generation.members):
             peer = response.peers.add(
                 name=member.name,
                 incarnation=member.incarnation,
@@ -268,26 +277,29 @@ class Rendezvous:
         return response
 
     def _to_admit(self) -> list[str]:
-        """Whom another generation would admit. Spares do not count: members that reform to admit them would do so for ever."""
+        """The waiting members that another generation would admit.
+
+        Spares do not count, or members would reform for them for ever.
+        """
         newest = self._generations.newest
         if newest is None:
             return []
-        waiting = [bid for bid in self._bids.values() if not newest.holds(bid.member)]
+        waiting = [pending for pending in self._pending.values() if not newest.includes(pending.member)]
         room = max(0, waiting[0].size[1] - len(newest.living)) if waiting else 0
-        return [bid.member.name for bid in sorted(waiting, key=lambda bid: bid.request.pinned_rank < 0)[:room]]
+        return [pending.member.name for pending in sorted(waiting, key=lambda pending: pending.request.pinned_rank < 0)[:room]]
 
     def _announce(self) -> int:
-        """Tells the members of the newest generation whom another one would admit, when that changed."""
+        """Sends the names of waiting members to the newest generation, if they changed."""
         newest, names = self._generations.newest, self._to_admit()
         if newest is None or names == self._announced:
             return 0
         self._announced = names
-        return self._desk.push(newest.living, session_pb2.Event(pending=session_pb2.PendingMembers(names=names)))
+        return self._context.push(newest.living, session_pb2.Event(pending=session_pb2.PendingMembers(names=names)))
 
     def catch_up(self, member: Member) -> None:
-        """Tells a member that resumed who waits; one that is told nothing knows of nobody."""
+        """Sends a resumed member the names of the waiting members; without an event it assumes that there are none."""
         if self._announced:
-            self._desk.push([member], session_pb2.Event(pending=session_pb2.PendingMembers(names=self._announced)))
+            self._context.push([member], session_pb2.Event(pending=session_pb2.PendingMembers(names=self._announced)))
 
     # -- refusing ------------------------------------------------------------------------------------------------------
 
@@ -295,21 +307,23 @@ class Rendezvous:
         low, high = request.policy.min_size, request.policy.max_size
         if not 1 <= low <= high:
             raise InvalidWorldSizeError(f"{member} asked for a world of {low}:{high}")
-        require("the world's size", high, "members", self._desk.limits.members)
-        require("the generation to follow", request.after_generation, "generation_number", self._desk.limits.generation_number)
+        require("the world's size", high, "members", self._context.limits.members)
+        require(
+            "the generation to follow", request.after_generation, "generation_number", self._context.limits.generation_number
+        )
         if low == high and request.pinned_rank >= high:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")
 
-    def _check_against_others(self, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
-        """Two claimants of one pinned rank, or two ideas of the world's size, cannot both be right."""
+    def _check_conflicts(self, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
+        """Raises ConfigError if two members pin one rank, or ask for different world sizes."""
         size = request.policy.min_size, request.policy.max_size
-        for other in self._bids.values():
+        for other in self._pending.values():
             if other.member is member:
                 continue
             if other.size != size:
                 raise ConfigError(
                     f"{member} asks for a world of {_world(size)}, {other.member} for one of {_world(other.size)}, "
-                    f"in the same job {self._desk.job}",
+                    f"in the same job {self._context.job}",
                     hint="give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
                 )
             break
@@ -324,93 +338,95 @@ class Rendezvous:
             )
 
     def _holder(self, rank: int, claimant: Member) -> Member | None:
-        for bid in self._bids.values():
-            if bid.request.pinned_rank == rank and bid.member is not claimant:
-                return bid.member
+        for pending in self._pending.values():
+            if pending.request.pinned_rank == rank and pending.member is not claimant:
+                return pending.member
         newest = self._generations.newest
-        if newest is None or rank >= len(newest.seats):
+        if newest is None or rank >= len(newest.members):
             return None
-        seated = newest.seats[rank]
-        safe = seated.alive and seated.standing is not Standing.SUSPECT  # a suspect one may be what the claimant replaces
-        return seated if seated is not claimant and seated.pinned and safe else None
+        current = newest.members[rank]
+        safe = current.alive and current.liveness is not Liveness.SUSPECT  # the claimant may replace a suspect process
+        return current if current is not claimant and current.pinned and safe else None
 
     def _time_out(self, name: str) -> None:
-        """Answers a bid whose time is over: who is missing, and what is known of everybody."""
-        bid = self._bids[name]
-        error = self._explanation(bid)
-        self.withdraw(bid.member)
-        self._gave_up[name] = bid, self._desk.now
-        if not self._bids:
-            self._gave_up.clear()
-        self._desk.chronicle.add("rendezvous", error.message)
-        self._desk.answer(bid.asker, detail_of(error))
+        """Fails a request that timed out, with what is known of all members."""
+        pending = self._pending[name]
+        error = self._timeout_error(pending)
+        self.withdraw(pending.member)
+        self._timed_out[name] = pending, self._context.now
+        if not self._pending:
+            self._timed_out.clear()
+        self._context.occurrences.add("rendezvous", error.message)
+        self._context.answer(pending.requester, detail_of(error))
         self.review()
 
-    def _explanation(self, bid: Bid) -> RendezvousTimeoutError:
-        head = f"{bid.member} waited {seconds(self._desk.now - bid.since)} to join job {self._desk.job}: "
-        present = "; ".join(self._roster.sentence(other.member) for other in list(self._bids.values())[:NAMED_MAX])
-        tired = self._tired(bid)
-        gave_up = [other.member for other in tired]
-        owing = [member for member in self._owing() if member not in gave_up]
+    def _timeout_error(self, pending: PendingJoin) -> RendezvousTimeoutError:
+        head = f"{pending.member} waited {format_seconds(self._context.now - pending.since)} to join job {self._context.job}: "
+        present = "; ".join(self._members.summary(other.member) for other in list(self._pending.values())[:NAMED_MAX])
+        timed_out = self._timed_out_before(pending)
+        gave_up = [other.member for other in timed_out]
+        not_joining = [member for member in self._not_joining() if member not in gave_up]
         newest = self._generations.newest
-        if owing and newest is not None:
-            ranks = [member.rank for member in owing]
-            about = "; ".join(self._roster.sentence(member) for member in owing[:NAMED_MAX])
+        if not_joining and newest is not None:
+            ranks = [member.rank for member in not_joining]
+            about = "; ".join(self._members.summary(member) for member in not_joining[:NAMED_MAX])
             state = "is over" if newest.over else "goes on"
             head += f"generation {newest.number} {state}, its members did not all ask for another: {about}"
-            spare = not newest.over and not newest.holds(bid.member)  # a place can become free at any time
+            spare = not newest.over and not newest.includes(pending.member)  # a place can become free at any time
             return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}", retryable=spare)
-        return self._absence(bid, tired, head, f"Present: {present}")
+        return self._missing_error(pending, timed_out, head, f"Present: {present}")
 
-    def _tired(self, bid: Bid) -> list[Bid]:
-        """Those who gave up while this bid waited for the same ones in vain: they are not to blame."""
-        earlier = [other for other, when in self._gave_up.values() if when >= bid.since]
-        return earlier if len(self._ready()) + len(earlier) < bid.size[0] else []
+    def _timed_out_before(self, pending: PendingJoin) -> list[PendingJoin]:
+        """The requests that timed out while this one waited for the same missing members."""
+        earlier = [other for other, when in self._timed_out.values() if when >= pending.since]
+        return earlier if len(self._ready()) + len(earlier) < pending.size[0] else []
 
-    def _absence(self, bid: Bid, tired: list[Bid], head: str, present: str) -> RendezvousTimeoutError:
-        low, high = bid.size
-        came = self._ready() + tired
+    def _missing_error(
+        self, pending: PendingJoin, timed_out: list[PendingJoin], head: str, present: str
+    ) -> RendezvousTimeoutError:
+        low, high = pending.size
+        came = self._ready() + timed_out
         head += f"{len(came)} of {low if low == high else f'{low} to {high}'} came, "
-        given_up = f". Gave up before: {', '.join(str(other.member) for other in tired[:NAMED_MAX])}" if tired else ""
-        ranks = self._missing_ranks(came, bid)
+        given_up = f". Gave up before: {', '.join(str(other.member) for other in timed_out[:NAMED_MAX])}" if timed_out else ""
+        ranks = self._missing_ranks(came, pending)
         if ranks:
-            head += f"missing: rank {', '.join(map(str, ranks))}; {self._about(ranks)}"
-            return RendezvousTimeoutError(ranks, f"{head}. {present}{given_up}{self._known_of_others(ranks)}")
+            head += f"missing: rank {', '.join(map(str, ranks))}; {self._describe_ranks(ranks)}"
+            return RendezvousTimeoutError(ranks, f"{head}. {present}{given_up}{self._other_losses(ranks)}")
         missing = max(0, low - len(came))
         unknown = [f"one more member ({number} of {missing})" for number in range(1, missing + 1)]
         head += f"{missing} missing whose ranks nobody claimed"
-        return RendezvousTimeoutError(unknown, f"{head}. {present}{given_up}{self._known_of_others([])}")
+        return RendezvousTimeoutError(unknown, f"{head}. {present}{given_up}{self._other_losses([])}")
 
-    def _missing_ranks(self, came: list[Bid], bid: Bid) -> list[int]:
-        """The ranks of a fixed world that nobody claims, where everyone who came claims one; none where it cannot be known."""
-        taken = claimed([self._claim(other) for other in came], bid.size[1])
-        known = bid.fixed and len(taken) == len(came)
-        return sorted(set(range(bid.size[1])) - set(taken.values())) if known else []
+    def _missing_ranks(self, came: list[PendingJoin], pending: PendingJoin) -> list[int]:
+        """The unclaimed ranks of a fixed world; none unless everyone who came claims a rank."""
+        taken = claimed([self._claim(other) for other in came], pending.size[1])
+        known = pending.fixed and len(taken) == len(came)
+        return sorted(set(range(pending.size[1])) - set(taken.values())) if known else []
 
-    def _about(self, ranks: list[int]) -> str:
-        """What is known of each of these ranks that did not come."""
+    def _describe_ranks(self, ranks: list[int]) -> str:
+        """Describes what is known of the processes that last had, or claimed, these ranks."""
         holders = self._last_holders(ranks)
-        told = [
-            ("" if holder.rank == rank else f"rank {rank} was claimed by ") + self._roster.sentence(holder)
+        known = [
+            ("" if holder.rank == rank else f"rank {rank} was claimed by ") + self._members.summary(holder)
             for rank, holder in list(holders.items())[:NAMED_MAX]
         ]
         never = [str(rank) for rank in ranks if rank not in holders]
-        return "; ".join([*told, f"nothing was heard of rank {', '.join(never)}"] if never else told)
+        return "; ".join([*known, f"nothing was heard of rank {', '.join(never)}"] if never else known)
 
     def _last_holders(self, ranks: list[int]) -> dict[int, Member]:
-        """Who had, or claimed, each of these ranks last, as far as anybody did."""
-        holders = {member.last_rank: member for member in self._roster if not member.alive} | self._claimants
+        """The last process that had or claimed each of these ranks, if there was one."""
+        holders = {member.last_rank: member for member in self._members if not member.alive} | self._claimants
         return {rank: holders[rank] for rank in ranks if rank in holders}
 
-    def _known_of_others(self, ranks: list[int]) -> str:
-        told = self._last_holders(ranks).values()
-        gone = [member for member in self._roster if member.standing in (Standing.DEAD, Standing.SUSPECT)]
-        known = [self._roster.sentence(member) for member in gone if member not in told]
-        known += [f"{name}: {how}, before it said Hello" for name, how in self._stillborn.items()]
+    def _other_losses(self, ranks: list[int]) -> str:
+        described = self._last_holders(ranks).values()
+        gone = [member for member in self._members if member.liveness in (Liveness.DEAD, Liveness.SUSPECT)]
+        known = [self._members.summary(member) for member in gone if member not in described]
+        known += [f"{name}: {how}, before it said Hello" for name, how in self._early_exits.items()]
         return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
 
 
 def _world(size: tuple[int, int]) -> str:
-    """As FERRORPC_WORLD_SIZE says it: "4", or "2:4"."""
+    """The size in the format of FERRORPC_WORLD_SIZE: "4", or "2:4"."""
     low, high = size
     return f"{low}" if low == high else f"{low}:{high}"

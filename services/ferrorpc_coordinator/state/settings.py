@@ -1,4 +1,4 @@
-"""Everything that can be set on a coordinator's decisions. Durations are integer nanoseconds, sizes bytes."""
+"""Settings and limits of a coordinator. Durations are in integer nanoseconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ SECOND: Final = 1_000 * MILLISECOND
 PROTOCOL_VERSION: Final = 1
 
 
+def format_seconds(duration_ns: int) -> str:
+    """A duration for a message, such as "2.0 s"."""
+    return f"{duration_ns / 1e9:.1f} s"
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what one job, session or request may hold. Past one: LimitExceededError naming the field."""
+    """Limits for one job, session or request. Exceeding one raises LimitExceededError with the field's name."""
 
     key_bytes: int = 512
     value_bytes: int = 1 << 20
     frame_bytes: int = 256 << 10
-    """Any control frame but one that sets a value."""
+    """Any control frame except one that sets a value."""
     payload_bytes: int = 4 << 10
-    """What one member brings to a barrier."""
+    """Payload of one member at a barrier."""
     barrier_bytes: int = 1 << 20
-    """What all members together bring to one barrier, so that its answer fits into a frame."""
+    """Payloads of all members at one barrier, which must fit into its answer."""
     name_bytes: int = 128
     hello_bytes: int = 16 << 10
-    """All that a member says of itself: it is told to every other."""
+    """A Hello. The other members receive what it contains."""
     world_bytes: int = 1920 << 10
-    """What the members of a generation say of themselves together, so that each can be told of all in one frame."""
+    """Names, addresses and labels of all members of a generation, which each gets in one frame."""
     jobs: int = 256
     members: int = 10_000
-    """Members of a job that live; as many names of gone ones are remembered as `gone_members` says."""
+    """Living members of a job."""
     gone_members: int = 1_024
+    """Dead and departed members of a job that are remembered."""
     keys: int = 100_000
     store_bytes: int = 256 << 20
     watches: int = 1_000
@@ -38,56 +44,56 @@ class Limits:
     """Unanswered requests of one session."""
     open_barriers: int = 4_096
     history_events: int = 4_096
-    """Changes of the store that a watch can look back on."""
+    """Changes of the store that a new watch can be sent."""
     history_bytes: int = 4 << 20
-    """Less than a session may leave unread, so that a watch can be told all of it at once."""
+    """Less than the unread bytes at which a session is closed, so that a new watch can be sent all of it at once."""
     page_bytes: int = 128 << 10
-    """One page of keys."""
+    """Keys in one answer."""
     generation_number: int = 1 << 40
-    """A member that claims to have lived through more generations is mistaken; numbers on the wire have 64 bits."""
+    """Highest generation that a member may claim to have been part of; numbers on the wire have 64 bits."""
     generations: int = 16
-    """Ended generations that status can tell of."""
+    """Ended generations in the status."""
     links: int = 64
-    """Peers of one member of whose links status can tell."""
-    told_links: int = 4_096
-    """Links of all members together that status tells of, in equal parts."""
+    """Links kept per member."""
+    status_links: int = 4_096
+    """Links of all members together in one status, divided equally among them."""
     remembered_writes: int = 128
-    """Request ids of one client whose results are kept for a retry."""
+    """Write results kept per client, for retries."""
     remembered_clients: int = 1_024
-    """Clients of unary calls whose request ids are kept."""
+    """Clients of unary calls whose write results are kept."""
     remembered_results: int = 64
-    """Answers of one session that are kept for a repeated request."""
+    """Answers kept per session, for repeated requests."""
     remembered_result_bytes: int = 64 << 10
-    """An answer larger than this is not kept: a repeated request is carried out again, which is safe for every request."""
+    """Larger answers are not kept: the repeated request is carried out again, which is safe for every request."""
     remembered_barriers: int = 1_024
     remembered_barrier_bytes: int = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How patient a coordinator is, and what it asks of its members."""
+    """Timeouts and other settings of a coordinator."""
 
     lease_ns: int = 3 * SECOND
-    """Without a frame for so long, a member is stalled; or dead, if its stream has ended. A Hello may ask for another."""
+    """A member without a frame for this long is stalled, or dead if its stream has ended. A Hello may ask for another lease."""
     lease_min_ns: int = SECOND // 5
     lease_max_ns: int = 300 * SECOND
     grace_ns: int = 2 * SECOND
-    """How long a member whose stream ended may take to resume."""
+    """How long a member may take to resume after its stream ended."""
     stall_ns: int = 60 * SECOND
-    """How long a member may keep its stream open without a sign of life before it is evicted."""
-    survivor_call_ns: int = 5 * SECOND
-    """How long an elastic round waits at least for members of a broken generation that have not asked for another yet."""
+    """How long a member's stream may be open without a frame before the member is evicted."""
+    survivor_wait_ns: int = 5 * SECOND
+    """How long an elastic round waits at least for members of a broken generation that have not asked to join yet."""
     restart_grace_ns: int = 10 * SECOND
-    """After a restart, how long members that were not heard of yet are given at least."""
+    """How long members have at least to resume after a restart of the coordinator."""
     heartbeat_ns: int = SECOND // 2
-    """What members are told to beat at; never more than a quarter of their lease."""
-    pulse_ns: int = SECOND // 4
-    """How often the coordinator wants to be called at least, to notice its own pauses."""
+    """The heartbeat interval of members; at most a quarter of their lease."""
+    tick_interval_ns: int = SECOND // 4
+    """How often the coordinator asks to be called at least, to notice its own pauses."""
     pause_ns: int = SECOND // 2
-    """A longer gap between two steps was a pause of the coordinator itself; its length is taken out of every deadline."""
+    """A longer gap between two steps is a pause of the coordinator itself, and is removed from running time."""
     durable: bool = False
-    """Whether a journal keeps what `Persist` says."""
+    """Whether there is a journal for `Persist` effects."""
     version: str = ""
     cost_table: str = ""
-    """What the generations that begin from now on choose algorithms by, as JSON; empty for what comes with ferrorpc."""
+    """The cost table, as JSON, by which new generations choose algorithms; empty for the one shipped with ferrorpc."""
     limits: Limits = field(default_factory=Limits)

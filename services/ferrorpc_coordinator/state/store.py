@@ -1,4 +1,4 @@
-"""The job's store: requests on the keyspace, waiting for keys, and retries that count once."""
+"""The job's store: requests, waiting for keys, and retries that take effect once."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from ferrorpc.errors import (
     require,
 )
 from ferrorpc.v1 import store_pb2
-from ferrorpc.wire.details import detail_of
-from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import seconds
+from ferrorpc.wire.error_detail import detail_of
+from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generations
 from ferrorpc_coordinator.state.keyspace import Entry, Keyspace
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 from ferrorpc_coordinator.state.watches import Watches
-from ferrorpc_coordinator.state.writes import Writes
+from ferrorpc_coordinator.state.write_results import WriteResults
 
 _KEY: Final = re.compile(r"[!-~]+")
 _NUMBER: Final = re.compile(rb"-?[0-9]{1,20}")
 _GROWING: Final = frozenset({"set", "add", "compare_set"})
-"""Operations that make the journal larger."""
+"""Operations that enlarge the journal."""
 _WRITES: Final = _GROWING | {"delete"}
 
 
@@ -38,7 +37,7 @@ class Waiter:
     """A request that waits until its keys exist."""
 
     number: int
-    asker: Asker
+    requester: Requester
     keys: tuple[str, ...]
     missing: set[str]
     since: int
@@ -46,17 +45,17 @@ class Waiter:
 
 
 class Store:
-    """Carries out store requests."""
+    """The store of one job."""
 
-    def __init__(self, desk: Desk, generations: Generations) -> None:
-        self._desk = desk
+    def __init__(self, context: JobContext, generations: Generations) -> None:
+        self._context = context
         self._generations = generations
-        self.keyspace = Keyspace(desk)
-        self.writes = Writes(desk)
-        self.watches = Watches(desk)
+        self.keyspace = Keyspace(context)
+        self.write_results = WriteResults(context)
+        self.watches = Watches(context)
         self._waiting: dict[str, dict[int, Waiter]] = {}
         self._numbers = 0
-        self._carry_out: dict[str, Callable[[Asker, Any], store_pb2.StoreResponse | None]] = {
+        self._operations: dict[str, Callable[[Requester, Any], store_pb2.StoreResponse | None]] = {
             "set": self._set,
             "get": self._get,
             "add": self._add,
@@ -68,8 +67,8 @@ class Store:
             "unwatch": self._unwatch,
         }
 
-    def request(self, asker: Asker, request: store_pb2.StoreRequest) -> None:
-        """Answers a request, now or when its keys exist.
+    def request(self, requester: Requester, request: store_pb2.StoreRequest) -> None:
+        """Answers a request, at once or when its keys exist.
 
         Raises:
             UsageError, LimitExceededError: nothing has changed.
@@ -80,172 +79,172 @@ class Store:
         operation = getattr(request, name)
         writes = name in _WRITES
         if writes:
-            known = self.writes.find(asker.client, request.request_id) if request.request_id else None
+            known = self.write_results.find(requester.client, request.request_id) if request.request_id else None
             if known is not None:
-                self._desk.answer(asker, self._completed(known, name, operation))
+                self._context.answer(requester, self._completed(known, name, operation))
                 return
-        if self._desk.world.full and name in _GROWING:
+        if self._context.shared.full and name in _GROWING:
             raise LimitExceededError(
-                f"the store takes no {name} now: the disk of the coordinator's journal is full",
-                hint="make room on that disk (or delete keys); writes are taken again by themselves",
+                f"the store refuses {name} for now: the disk of the coordinator's journal is full",
+                hint="make room on that disk, or delete keys; writes are then accepted again",
                 retryable=True,
             )
-        before = self._desk.ledger.revision
-        response = self._carry_out[name](asker, operation)
+        before = self._context.durable_state.revision
+        response = self._operations[name](requester, operation)
         if response is None:
             return
-        if writes and self._desk.ledger.revision != before:
+        if writes and self._context.durable_state.revision != before:
             kept = store_pb2.StoreResponse(found=response.found, number=response.number, revision=response.revision)
-            self.writes.keep(asker.client, request.request_id, kept)
+            self.write_results.keep(requester.client, request.request_id, kept)
         if name != "watch":
-            self._desk.answer(asker, response)
+            self._context.answer(requester, response)
             return
-        # Not kept for a repetition: that comes on another stream, and this watch ends with its own.
-        self._desk.answer_many([(asker, None)], response)
+        # The answer is not kept for a repeated request: that comes on another stream, and this watch ends with its own.
+        self._context.answer_many([(requester, None)], response)
         if operation.from_revision:
             self.watches.replay(response.watch_id, operation.from_revision)
 
     def client_gone(self, client: str) -> None:
-        """A session ended for good: its keys vanish, and it will repeat nothing."""
-        self._vanish(client)
-        self.writes.forget(client)
-        self._stop_waiting(lambda waiter: waiter.asker.member is not None and waiter.asker.client == client)
+        """A session is over: deletes the keys bound to it, and drops its waits and write results."""
+        self._delete_bound(client)
+        self.write_results.forget(client)
+        self._stop_waiting(lambda waiter: waiter.requester.member is not None and waiter.requester.client == client)
 
     def call_cancelled(self, call: int) -> None:
-        """A unary caller went away."""
-        self._stop_waiting(lambda waiter: waiter.asker.member is None and waiter.asker.number == call)
+        """The caller of a unary call has gone."""
+        self._stop_waiting(lambda waiter: waiter.requester.member is None and waiter.requester.number == call)
 
     def generation_over(self, number: int) -> None:
-        """Keys of this generation vanish."""
-        self._vanish(number)
+        """A generation is over: deletes the keys bound to it."""
+        self._delete_bound(number)
 
     def recover(self, entries: dict[str, bytes], writes: dict[str, bytes], clients: Iterable[str]) -> None:
-        """Takes back what was durable. What belongs to clients that are gone by now vanishes."""
+        """Restores the store from the journal. Deletes what belongs to clients that are gone by now."""
         self.keyspace.recover(entries)
-        self.watches.begin_after(self._desk.ledger.revision)
-        self.writes.recover(writes)
+        self.watches.begin_after(self._context.durable_state.revision)
+        self.write_results.recover(writes)
         living = set(clients)
         newest = self._generations.newest
         for what in self.keyspace.bindings():
             current = newest is not None and not newest.over and what == newest.number
             if what not in living and not current:
-                self._vanish(what)
-        for client in self.writes.clients():
+                self._delete_bound(what)
+        for client in self.write_results.clients():
             if not client.startswith("~") and client not in living:
-                self.writes.forget(client)
+                self.write_results.forget(client)
 
     def erase(self) -> None:
-        """Removes every key and every kept result."""
-        for key in self.keyspace.page("", "", self._desk.limits.store_bytes)[0]:
+        """Deletes all keys and kept results."""
+        for key in self.keyspace.page("", "", self._context.limits.store_bytes)[0]:
             self.keyspace.delete(key)
-        for client in self.writes.clients():
-            self.writes.forget(client)
+        for client in self.write_results.clients():
+            self.write_results.forget(client)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def _set(self, asker: Asker, operation: store_pb2.SetOperation) -> store_pb2.StoreResponse:
-        entry = self._write(asker, operation.key, operation.value, operation.binding)
+    def _set(self, requester: Requester, operation: store_pb2.SetOperation) -> store_pb2.StoreResponse:
+        entry = self._write(requester, operation.key, operation.value, operation.binding)
         return store_pb2.StoreResponse(found=True, revision=entry.revision)
 
-    def _add(self, asker: Asker, operation: store_pb2.AddOperation) -> store_pb2.StoreResponse:
-        entry = self.keyspace.get(self._checked(operation.key))
+    def _add(self, requester: Requester, operation: store_pb2.AddOperation) -> store_pb2.StoreResponse:
+        entry = self.keyspace.get(self._valid_key(operation.key))
         before = b"0" if entry is None else entry.value
         if not _NUMBER.fullmatch(before):
             raise UsageError(f"key {operation.key!r} holds {before[:32]!r}, which is no decimal number to add to")
         total = int(before) + operation.amount
         if not -(1 << 63) <= total < 1 << 63:
             raise UsageError(f"key {operation.key!r} would hold {total}, which does not fit into 64 bits")
-        entry = self._write(asker, operation.key, str(total).encode(), operation.binding)
+        entry = self._write(requester, operation.key, str(total).encode(), operation.binding)
         return store_pb2.StoreResponse(found=True, number=total, revision=entry.revision)
 
-    def _compare_set(self, asker: Asker, operation: store_pb2.CompareSetOperation) -> store_pb2.StoreResponse:
-        entry = self.keyspace.get(self._checked(operation.key))
+    def _compare_set(self, requester: Requester, operation: store_pb2.CompareSetOperation) -> store_pb2.StoreResponse:
+        entry = self.keyspace.get(self._valid_key(operation.key))
         matches = (
             operation.expect_absent if entry is None else not operation.expect_absent and entry.value == operation.expected
         )
         if not matches:
             held = Entry(b"", 0) if entry is None else entry
             return store_pb2.StoreResponse(found=False, value=held.value, revision=held.revision)
-        written = self._write(asker, operation.key, operation.value, operation.binding)
+        written = self._write(requester, operation.key, operation.value, operation.binding)
         return store_pb2.StoreResponse(found=True, value=written.value, revision=written.revision)
 
-    def _delete(self, asker: Asker, operation: store_pb2.DeleteOperation) -> store_pb2.StoreResponse:
-        if self.keyspace.get(self._checked(operation.key)) is None:
+    def _delete(self, requester: Requester, operation: store_pb2.DeleteOperation) -> store_pb2.StoreResponse:
+        if self.keyspace.get(self._valid_key(operation.key)) is None:
             return store_pb2.StoreResponse(found=False)
         return store_pb2.StoreResponse(found=True, revision=self._remove(operation.key))
 
-    def _get(self, asker: Asker, operation: store_pb2.GetOperation) -> store_pb2.StoreResponse | None:
-        entry = self.keyspace.get(self._checked(operation.key))
+    def _get(self, requester: Requester, operation: store_pb2.GetOperation) -> store_pb2.StoreResponse | None:
+        entry = self.keyspace.get(self._valid_key(operation.key))
         if entry is not None:
             return store_pb2.StoreResponse(found=True, value=entry.value, revision=entry.revision)
         if operation.wait_ms:
-            self._enlist(asker, (operation.key,), operation.wait_ms, wants_value=True)
+            self._add_waiter(requester, (operation.key,), operation.wait_ms, wants_value=True)
             return None
         return store_pb2.StoreResponse(found=False)
 
-    def _wait(self, asker: Asker, operation: store_pb2.WaitOperation) -> store_pb2.StoreResponse | None:
-        keys = tuple(dict.fromkeys(self._checked(key) for key in operation.keys))
+    def _wait(self, requester: Requester, operation: store_pb2.WaitOperation) -> store_pb2.StoreResponse | None:
+        keys = tuple(dict.fromkeys(self._valid_key(key) for key in operation.keys))
         if all(self.keyspace.get(key) is not None for key in keys):
             return store_pb2.StoreResponse(found=True)
-        self._enlist(asker, keys, operation.wait_ms, wants_value=False)
+        self._add_waiter(requester, keys, operation.wait_ms, wants_value=False)
         return None
 
-    def _keys(self, asker: Asker, operation: store_pb2.KeysOperation) -> store_pb2.StoreResponse:
-        keys, more = self.keyspace.page(operation.prefix, operation.after, self._desk.limits.page_bytes)
+    def _keys(self, requester: Requester, operation: store_pb2.KeysOperation) -> store_pb2.StoreResponse:
+        keys, more = self.keyspace.page(operation.prefix, operation.after, self._context.limits.page_bytes)
         return store_pb2.StoreResponse(found=bool(keys), keys=keys, more=more)
 
-    def _watch(self, asker: Asker, operation: store_pb2.WatchOperation) -> store_pb2.StoreResponse:
-        member = asker.member
+    def _watch(self, requester: Requester, operation: store_pb2.WatchOperation) -> store_pb2.StoreResponse:
+        member = requester.member
         if member is None or member.stream is None:
             raise UsageError("a watch needs a session: its events have nowhere else to go")
         number = self.watches.add(member, member.stream, operation.prefix)
-        return store_pb2.StoreResponse(found=True, watch_id=number, revision=self._desk.ledger.revision)
+        return store_pb2.StoreResponse(found=True, watch_id=number, revision=self._context.durable_state.revision)
 
-    def _unwatch(self, asker: Asker, operation: store_pb2.UnwatchOperation) -> store_pb2.StoreResponse:
-        member = asker.member
+    def _unwatch(self, requester: Requester, operation: store_pb2.UnwatchOperation) -> store_pb2.StoreResponse:
+        member = requester.member
         return store_pb2.StoreResponse(found=member is not None and self.watches.remove(member, operation.watch_id))
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
-    def _write(self, asker: Asker, key: str, value: bytes, binding: int) -> Entry:
-        most = self._desk.limits.value_bytes
-        require(f"the value of {self._checked(key)!r}", len(value), "value_bytes", most, MessageTooLargeError)
-        owner, generation = self._bound_to(asker, binding)
+    def _write(self, requester: Requester, key: str, value: bytes, binding: int) -> Entry:
+        most = self._context.limits.value_bytes
+        require(f"the value of {self._valid_key(key)!r}", len(value), "value_bytes", most, MessageTooLargeError)
+        owner, generation = self._bound_to(requester, binding)
         entry = self.keyspace.set(key, value, owner, generation)
         self.watches.changed(key, value, entry.revision)
-        self._arrived(key, entry)
+        self._wake_waiters(key, entry)
         return entry
 
-    def _bound_to(self, asker: Asker, binding: int) -> tuple[str, int]:
+    def _bound_to(self, requester: Requester, binding: int) -> tuple[str, int]:
         if binding in (store_pb2.KEY_BINDING_UNSPECIFIED, store_pb2.KEY_BINDING_JOB):
             return "", 0
-        if asker.member is None:
-            raise UsageError("only a session has something to bind a key to; a unary call can only bind it to the job")
+        if requester.member is None:
+            raise UsageError("a unary call can bind a key only to the job, not to a session or a generation")
         if binding == store_pb2.KEY_BINDING_SESSION:
-            return asker.client, 0
-        if asker.member.rank < 0:
-            raise StaleGenerationError(f"{asker} is in no generation that a key could be bound to")
-        return "", self._generations.require(asker.member, asker.member.generation).number
+            return requester.client, 0
+        if requester.member.rank < 0:
+            raise StaleGenerationError(f"{requester} is in no generation that a key could be bound to")
+        return "", self._generations.require(requester.member, requester.member.generation).number
 
     def _remove(self, key: str) -> int:
         revision = self.keyspace.delete(key)
         self.watches.changed(key, b"", revision, deleted=True)
         return revision
 
-    def _vanish(self, what: str | int) -> None:
+    def _delete_bound(self, what: str | int) -> None:
         for key in self.keyspace.bound_to(what):
             self._remove(key)
 
     def _completed(self, kept: store_pb2.StoreResponse, name: str, operation: Any) -> store_pb2.StoreResponse:
-        """A kept result, with the value that was left out because the request has it."""
+        """A kept result, with the value that was left out because the request contains it."""
         response = store_pb2.StoreResponse()
         response.CopyFrom(kept)
         if name == "compare_set":
             response.value = operation.value
         return response
 
-    def _checked(self, key: str) -> str:
-        require("the key's length", len(key), "key_bytes", self._desk.limits.key_bytes)
+    def _valid_key(self, key: str) -> str:
+        require("the key's length", len(key), "key_bytes", self._context.limits.key_bytes)
         if not _KEY.fullmatch(key):
             text = f"key {key[:64]!r} is not made of printable ASCII without blanks"
             raise UsageError(text, hint="use keys such as 'run/lr'")
@@ -253,27 +252,27 @@ class Store:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def _enlist(self, asker: Asker, keys: tuple[str, ...], wait_ms: int, wants_value: bool) -> None:
+    def _add_waiter(self, requester: Requester, keys: tuple[str, ...], wait_ms: int, wants_value: bool) -> None:
         self._numbers += 1
         missing = {key for key in keys if self.keyspace.get(key) is None}
-        waiter = Waiter(self._numbers, asker, keys, missing, self._desk.now, wants_value)
+        waiter = Waiter(self._numbers, requester, keys, missing, self._context.now, wants_value)
         for key in missing:
             self._waiting.setdefault(key, {})[waiter.number] = waiter
-        self._desk.arm(("wait", waiter.number), self._desk.now + wait_ms * MILLISECOND, partial(self._time_out, waiter))
+        self._context.arm(("wait", waiter.number), self._context.now + wait_ms * MILLISECOND, partial(self._time_out, waiter))
 
-    def _arrived(self, key: str, entry: Entry) -> None:
+    def _wake_waiters(self, key: str, entry: Entry) -> None:
         for waiter in list(self._waiting.get(key, {}).values()):
-            self._unlist(waiter, key)
-            if waiter.missing or self._vanished_again(waiter):
+            self._remove_waiter(waiter, key)
+            if waiter.missing or self._still_missing(waiter):
                 continue
-            self._desk.disarm(("wait", waiter.number))
+            self._context.disarm(("wait", waiter.number))
             response = store_pb2.StoreResponse(found=True)
             if waiter.wants_value:
                 response.value, response.revision = entry.value, entry.revision
-            self._desk.answer(waiter.asker, response)
+            self._context.answer(waiter.requester, response)
 
-    def _vanished_again(self, waiter: Waiter) -> bool:
-        """Keys that came and went while the waiter waited for others: it waits for them anew."""
+    def _still_missing(self, waiter: Waiter) -> bool:
+        """Waits again for keys that were deleted while the request waited for others; returns whether any are missing."""
         waiter.missing.update(key for key in waiter.keys if self.keyspace.get(key) is None)
         for key in waiter.missing:
             self._waiting.setdefault(key, {})[waiter.number] = waiter
@@ -282,17 +281,17 @@ class Store:
     def _time_out(self, waiter: Waiter) -> None:
         missing = sorted(waiter.missing)
         self._give_up(waiter)
-        waited = seconds(self._desk.now - waiter.since)
+        waited = format_seconds(self._context.now - waiter.since)
         shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-        error = StoreTimeoutError(f"{waiter.asker} waited {waited} for {shown} in the store", missing=missing[:64])
-        self._desk.answer(waiter.asker, detail_of(error))
+        error = StoreTimeoutError(f"{waiter.requester} waited {waited} for {shown} in the store", missing=missing[:64])
+        self._context.answer(waiter.requester, detail_of(error))
 
     def _give_up(self, waiter: Waiter) -> None:
-        self._desk.disarm(("wait", waiter.number))
+        self._context.disarm(("wait", waiter.number))
         for key in list(waiter.missing):
-            self._unlist(waiter, key)
+            self._remove_waiter(waiter, key)
 
-    def _unlist(self, waiter: Waiter, key: str) -> None:
+    def _remove_waiter(self, waiter: Waiter, key: str) -> None:
         waiter.missing.discard(key)
         waiting = self._waiting[key]
         del waiting[waiter.number]

@@ -1,8 +1,8 @@
-"""Watches on the store, and the history they can look back on.
+"""Watches on the store, and the recent changes that they can be sent.
 
-A watch lives as long as the stream it was made on. A client that resumes watches again, from the revision it last saw:
-changes since then, that revision included, come first. Where the history does not reach back so far (it is bounded, and
-empty after a restart) the watch begins with `compacted`, and the client reads the keys again.
+A watch lives as long as the stream on which it was made. A client that resumes watches again from the revision it saw last, and
+first gets the changes since that revision, including it. If the history does not reach back that far (it is bounded, and empty
+after a restart), the first event says `compacted`, and the client must read the keys again.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from ferrorpc.errors import require
 from ferrorpc.v1 import session_pb2, store_pb2
-from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.member import Member
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """One member's interest in a prefix."""
+    """One member's watch on the keys with a prefix."""
 
     number: int
     member: Member
@@ -27,10 +27,10 @@ class Watch:
 
 
 class Watches:
-    """Who is told of which changes."""
+    """The watches of a job, and its recent changes."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._watches: dict[int, Watch] = {}
         self._numbers = 0
         self._history: deque[store_pb2.StoreEvent] = deque()
@@ -38,31 +38,31 @@ class Watches:
         self._complete_since = 0
 
     def add(self, member: Member, stream: int, prefix: str) -> int:
-        """A new watch; `replay` tells it the past.
+        """Adds a watch; `replay` sends it earlier changes.
 
         Raises:
-            LimitExceededError: the job has too many.
+            LimitExceededError: the job has too many watches.
         """
-        require(f"watches of job {self._desk.job}", len(self._watches) + 1, "watches", self._desk.limits.watches)
+        require(f"watches of job {self._context.job}", len(self._watches) + 1, "watches", self._context.limits.watches)
         self._numbers += 1
         self._watches[self._numbers] = Watch(self._numbers, member, stream, prefix)
         return self._numbers
 
     def replay(self, number: int, from_revision: int) -> None:
-        """Sends a new watch what changed since `from_revision`, or that this is no longer known."""
+        """Sends a new watch the changes since `from_revision`, or `compacted` if they are no longer known."""
         watch = self._watches[number]
         if from_revision < self._complete_since:
-            self._tell(watch, store_pb2.StoreEvent(compacted=True, revision=self._complete_since))
+            self._send(watch, store_pb2.StoreEvent(compacted=True, revision=self._complete_since))
         for event in self._history:
             if event.revision >= from_revision and event.key.startswith(watch.prefix):
-                self._tell(watch, event)
+                self._send(watch, event)
 
     def begin_after(self, revision: int) -> None:
-        """The coordinator restarted: nothing is known of changes up to this revision."""
+        """Marks all changes up to this revision as unknown, after a restart."""
         self._complete_since = revision + 1
 
     def remove(self, member: Member, number: int) -> bool:
-        """Ends a watch of this member; False if it has none of this number."""
+        """Removes a watch of this member; False if it has none of this number."""
         watch = self._watches.get(number)
         if watch is None or watch.member is not member:
             return False
@@ -70,26 +70,26 @@ class Watches:
         return True
 
     def stream_ended(self, stream: int) -> None:
-        """Watches end with their stream."""
+        """Removes the watches of a stream that ended."""
         for number in [watch.number for watch in self._watches.values() if watch.stream == stream]:
             del self._watches[number]
 
     def changed(self, key: str, value: bytes, revision: int, deleted: bool = False) -> None:
-        """One change of the store."""
+        """Records one change of the store, and sends it to the watches on its prefix."""
         event = store_pb2.StoreEvent(key=key, value=value, deleted=deleted, revision=revision)
         self._history.append(event)
         self._history_bytes += len(key) + len(value)
-        limits = self._desk.limits
+        limits = self._context.limits
         while len(self._history) > limits.history_events or self._history_bytes > limits.history_bytes:
             oldest = self._history.popleft()
             self._history_bytes -= len(oldest.key) + len(oldest.value)
             self._complete_since = oldest.revision + 1
         for watch in self._watches.values():
             if key.startswith(watch.prefix):
-                self._tell(watch, event)
+                self._send(watch, event)
 
-    def _tell(self, watch: Watch, event: store_pb2.StoreEvent) -> None:
+    def _send(self, watch: Watch, event: store_pb2.StoreEvent) -> None:
         if watch.member.stream == watch.stream:
-            told = session_pb2.Event(store=event)
-            told.store.watch_id = watch.number
-            self._desk.push([watch.member], told)
+            copy = session_pb2.Event(store=event)
+            copy.store.watch_id = watch.number
+            self._context.push([watch.member], copy)

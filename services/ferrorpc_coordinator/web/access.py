@@ -1,8 +1,8 @@
-"""Who may read what the HTTP port tells, and what a browser is told to do with it. Nothing here can be written to.
+"""ASGI middleware: who may read the HTTP port, and the security headers of its responses. The port is read-only.
 
-Where there are tokens, every path but /healthz asks for one that is good for every job, of whatever role: `Authorization:
-Bearer TOKEN`, or the password that a browser asks its user for. On loopback without any, only requests that name loopback are
-answered, so that no page from elsewhere can have a browser read this one under a name that it made point here.
+If the coordinator has tokens, every path except /healthz needs one that is valid for every job, of any role: `Authorization:
+Bearer TOKEN`, or as the password of basic authentication. On loopback without tokens, only requests whose Host is loopback are
+answered; otherwise a web page could read this port through a browser by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _HEADERS: Final = (
 )
 
 
-class Door:
-    """Stands before an ASGI application."""
+class AccessMiddleware:
+    """Checks requests before they reach an ASGI application."""
 
     def __init__(self, app: App, access: Access, *, loopback: bool) -> None:
         self._app = app
@@ -51,14 +51,14 @@ class Door:
             await send(message)
 
         headers = dict(scope["headers"])
-        if self._loopback and not self._access.asks_for_tokens and _host(headers) not in LOOPBACK_NAMES:
+        if self._loopback and not self._access.requires_token and _host(headers) not in LOOPBACK_NAMES:
             await _refuse(send_with_headers, 421, b"this address answers to localhost only\n")
-        elif scope["path"] not in OPEN_PATHS and self._access.asks_for_tokens and not self._knows(headers):
-            await _refuse(send_with_headers, 401, b"a token that is good for every job is needed\n")
+        elif scope["path"] not in OPEN_PATHS and self._access.requires_token and not self._has_token(headers):
+            await _refuse(send_with_headers, 401, b"a token that is valid for every job is needed\n")
         else:
             await self._app(scope, receive, send_with_headers)
 
-    def _knows(self, headers: dict[bytes, bytes]) -> bool:
+    def _has_token(self, headers: dict[bytes, bytes]) -> bool:
         kind, _, value = headers.get(b"authorization", b"").partition(b" ")
         given = value.strip()
         if kind.lower() == b"basic":
@@ -68,7 +68,7 @@ class Door:
                 return False
         elif kind.lower() != b"bearer":
             return False
-        return self._access.sees_every_job(given.decode("utf-8", "replace"))
+        return self._access.observes_all_jobs(given.decode("utf-8", "replace"))
 
 
 def _host(headers: dict[bytes, bytes]) -> str:

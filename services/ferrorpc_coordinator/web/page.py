@@ -1,10 +1,10 @@
-"""The status page as an ASGI application: one HTML page with its own script and style, JSON, a stream of states, metrics.
+"""The status page as an ASGI application: one HTML page with its own script and style, JSON, event streams, and metrics.
 
     /                the page                    /api/v1/jobs     every job
     /events?job=     states as they change       /api/v1/state    one state, of ?job= or of the busiest
     /metrics         for Prometheus              /healthz         200 while it serves, 503 while it drains
 
-Everything is read-only and comes from here: the page needs no other address, and no internet.
+Everything is read-only and served from here: the page needs no other host and no internet.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ferrorpc.errors import LimitExceededError
-from ferrorpc_coordinator.web.access import App, Door
-from ferrorpc_coordinator.web.feed import Feed
-from ferrorpc_coordinator.web.source import Source
+from ferrorpc_coordinator.web.access import AccessMiddleware, App
+from ferrorpc_coordinator.web.event_streams import EventStreams
+from ferrorpc_coordinator.web.view import CoordinatorView
 
 STATIC: Final = Path(__file__).parent / "static"
 _TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 class Page:
-    """Answers requests from one source and one feed."""
+    """Answers requests from a view of the coordinator and its event streams."""
 
-    def __init__(self, source: Source, feed: Feed) -> None:
-        self._source = source
-        self._feed = feed
+    def __init__(self, view: CoordinatorView, streams: EventStreams) -> None:
+        self._view = view
+        self._streams = streams
 
     def application(self, *, loopback: bool) -> App:
-        """What an ASGI server runs. `loopback`: whether it listens there only."""
+        """The application for an ASGI server. `loopback`: whether the server listens on loopback only."""
         files = [Route(f"/{path.name}", _file(path)) for path in sorted(STATIC.iterdir()) if path.suffix in _TYPES]
         routes = [
             Route("/", _file(STATIC / "page.html")),
@@ -45,35 +45,35 @@ class Page:
             Route("/api/v1/state", self._state),
             Route("/events", self._events),
         ]
-        return Door(Starlette(routes=[*routes, *files]), self._source.access, loopback=loopback)
+        return AccessMiddleware(Starlette(routes=[*routes, *files]), self._view.access, loopback=loopback)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self._source.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._view.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _healthz(self, request: Request) -> Response:
-        healthy = self._source.healthy()
+        healthy = self._view.healthy()
         return PlainTextResponse("ok\n" if healthy else "draining\n", status_code=200 if healthy else 503)
 
     async def _jobs(self, request: Request) -> Response:
-        return JSONResponse(self._source.jobs())
+        return JSONResponse(self._view.jobs())
 
     async def _state(self, request: Request) -> Response:
         name = request.query_params.get("job", "")
-        job = self._source.job(name)
+        job = self._view.job(name)
         if job is None:
             return JSONResponse({"error": f"there is no job {name!r} here" if name else "there is no job yet"}, status_code=404)
-        return JSONResponse(self._source.state(job))
+        return JSONResponse(self._view.state(job))
 
     async def _events(self, request: Request) -> Response:
         try:
-            states = self._feed.watch(request.query_params.get("job", ""))
+            states = self._streams.watch(request.query_params.get("job", ""))
         except LimitExceededError as error:
             return PlainTextResponse(f"{error}\n", status_code=503)
         return StreamingResponse(states, media_type="text/event-stream")
 
 
 def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Answers with a file that is read once."""
+    """A handler that answers with a file, which is read once."""
     content = path.read_bytes()
 
     async def answer(request: Request) -> Response:

@@ -1,6 +1,6 @@
-"""The HTTP port: status page, metrics and health, by uvicorn in the coordinator's own event loop.
+"""The HTTP server for status page, metrics and health: uvicorn on the coordinator's own event loop.
 
-What it needs is the extra `ui`; without it a coordinator that is told of an HTTP port does not start.
+It needs the extra `ui`; without it, a coordinator with an HTTP port does not start.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import TYPE_CHECKING, Final
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import is_loopback, is_wildcard, join_address
 from ferrorpc.wire.tls import TlsFiles
-from ferrorpc_coordinator.web.feed import Feed
-from ferrorpc_coordinator.web.source import Source
+from ferrorpc_coordinator.web.event_streams import EventStreams
+from ferrorpc_coordinator.web.view import CoordinatorView
 
 if TYPE_CHECKING:
     import uvicorn
 
 STOP_SECONDS: Final = 1.0
 HANDSHAKE_SECONDS: Final = 5.0
-"""How long a connection may take for its TLS handshake, before which it counts nowhere."""
+"""How long a TLS handshake may take. During it, a connection counts toward no other limit."""
 _BACKLOG: Final = 128
 _NEEDED: Final = ("prometheus_client", "starlette", "uvicorn")
 
 
 class HttpServer:
-    """uvicorn under the coordinator's own signal handlers, from `start` to `stop`."""
+    """uvicorn without signal handlers of its own, from `start` to `stop`."""
 
-    def __init__(self, port: int, server: uvicorn.Server, task: asyncio.Task[None], feed: Feed) -> None:
+    def __init__(self, port: int, server: uvicorn.Server, task: asyncio.Task[None], streams: EventStreams) -> None:
         self.port = port
         self._server = server
         self._task = task
-        self._feed = feed
+        self._streams = streams
 
     @classmethod
-    def start(cls, source: Source, host: str, port: int, tls: TlsFiles | None = None) -> HttpServer:
-        """Serves on host:port from now on, with TLS where `tls` is given; port 0 takes a free one.
+    def start(cls, view: CoordinatorView, host: str, port: int, tls: TlsFiles | None = None) -> HttpServer:
+        """Starts to serve on host:port, with TLS if `tls` is given; port 0 takes a free one.
 
         Raises:
-            ConfigError: the port cannot be used, or what serves it is not installed.
+            ConfigError: the port cannot be used, or a needed package is not installed.
         """
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
         if missing:
@@ -51,32 +51,32 @@ class HttpServer:
         listening = _listen(host, port)
         import uvicorn
 
+        from ferrorpc_coordinator.web.connection_limits import LimitedHttpProtocol
         from ferrorpc_coordinator.web.page import Page
-        from ferrorpc_coordinator.web.patience import PatientProtocol
 
         class Server(uvicorn.Server):
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
-                """Signals are the coordinator's to handle."""
+                """Leaves signals to the coordinator."""
                 yield
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                """Listens itself: uvicorn would let a handshake take a minute."""
+                """Creates the listeners, because uvicorn would allow a minute for a TLS handshake."""
                 await super().startup([])
-                connection = functools.partial(PatientProtocol, config, self.server_state, {})
+                connection = functools.partial(LimitedHttpProtocol, config, self.server_state, {})
                 loop, seconds = asyncio.get_running_loop(), None if context is None else HANDSHAKE_SECONDS
                 for one in sockets or ():
                     opened = await loop.create_server(connection, sock=one, ssl=context, ssl_handshake_timeout=seconds)
                     self.servers.append(opened)
 
         context = None if tls is None else tls.server_context()
-        feed = Feed(source)
+        streams = EventStreams(view)
         config = uvicorn.Config(
-            Page(source, feed).application(loopback=is_loopback(listening.getsockname()[0])),
-            http=PatientProtocol,
+            Page(view, streams).application(loopback=is_loopback(listening.getsockname()[0])),
+            http=LimitedHttpProtocol,
             lifespan="off",
             log_config=None,
-            # Warnings are about single requests, and whoever reaches the port could fill a disk with them.
+            # Warnings are about single requests; anyone who reaches the port could fill a disk with them.
             log_level="error",
             access_log=False,
             server_header=False,
@@ -86,19 +86,19 @@ class HttpServer:
             timeout_graceful_shutdown=1,
         )
         server = Server(config)
-        feed.start()
+        streams.start()
         task = asyncio.create_task(server.serve(sockets=[listening]))
-        return cls(listening.getsockname()[1], server, task, feed)
+        return cls(listening.getsockname()[1], server, task, streams)
 
     async def stop(self) -> None:
-        """Ends open answers and closes the port."""
-        self._feed.stop()
+        """Ends open responses and closes the port."""
+        self._streams.stop()
         self._server.should_exit = True
         await asyncio.wait((self._task,), timeout=STOP_SECONDS + 1.0)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """As gRPC does with its own port: a wildcard of either family stands for both, or pods without IPv4 were never ready."""
+    """Opens the port. Like gRPC, a wildcard address of either family listens on both, which pods without IPv4 need."""
     if is_wildcard(host) and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)

@@ -10,7 +10,7 @@ import ferrorpc
 from ferrorpc.backends import registry
 from ferrorpc.backends.base import Backend
 from ferrorpc.backends.registry import TRANSPORTS, Place, create, names, register
-from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import BackendUnavailableError, ConfigError, PeerLostError
 from ferrorpc.group import ProcessGroup
@@ -77,7 +77,7 @@ def test_a_registered_backend_is_what_a_job_asks_for_by_name(monkeypatch: pytest
     class Carrier(SimulatedBackend):
         name = "carrier"
 
-    register("carrier", lambda where: Carrier(where.session, Lanes(where.session.clock, None, 0), where.timeout))  # type: ignore[arg-type]
+    register("carrier", lambda where: Carrier(where.session, Networks(where.session.clock, None, 0), where.timeout))  # type: ignore[arg-type]
     with ferrorpc.init_process_group("carrier") as group:
         assert group.backend == "carrier"
         assert group.all_reduce(np.arange(3)).tolist() == [0, 1, 2]

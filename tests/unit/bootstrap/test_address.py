@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ferrorpc.bootstrap.address import advertised_host, local_address_towards, require_private
+from ferrorpc.bootstrap.address import advertised_host, local_address_towards, require_authentication
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 from ferrorpc.wire.tls import TlsFiles
@@ -52,10 +52,10 @@ def test_loopback_with_a_coordinator_elsewhere_names_the_variable(remote_route):
     ids=["none", "authority", "certificate", "both"],
 )
 def test_who_listens_beyond_loopback_must_know_who_dials(tls, private):
-    require_private(settings(bind="127.0.0.1"), tls)
-    require_private(settings(bind="0.0.0.0", insecure=True), tls)
+    require_authentication(settings(bind="127.0.0.1"), tls)
+    require_authentication(settings(bind="0.0.0.0", insecure=True), tls)
     with contextlib.nullcontext() if private else pytest.raises(ConfigError, match="anyone who reaches this worker"):
-        require_private(settings(bind="0.0.0.0"), tls)
+        require_authentication(settings(bind="0.0.0.0"), tls)
 
 
 def test_a_name_that_leads_nowhere_is_tried_again_until_the_timeout():
@@ -66,7 +66,7 @@ def test_a_name_that_leads_nowhere_is_tried_again_until_the_timeout():
 
 
 def test_a_name_that_is_not_known_yet_is_told_of_while_it_is_waited_for(monkeypatch, caplog):
-    monkeypatch.setattr("ferrorpc.bootstrap.address._TELL_SECONDS", 0.2)
+    monkeypatch.setattr("ferrorpc.bootstrap.address._WARN_SECONDS", 0.2)
     with pytest.raises(CoordinatorUnavailableError), caplog.at_level("WARNING", "ferrorpc.bootstrap"):
         local_address_towards("coordinator.invalid:29700", 0.8)
     assert [record.getMessage().partition(" s: ")[0] for record in caplog.records][:1] == [

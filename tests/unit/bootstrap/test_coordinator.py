@@ -89,13 +89,13 @@ def test_a_port_that_stays_taken_is_waited_for_no_longer_than_a_coordinator_ling
 
 def test_one_that_was_started_before_is_kept_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "_spawn", asked)
-    watched, lifeline = os.pipe()
-    monkeypatch.setattr(coordinator, "_running", {"127.0.0.1:4711": lifeline})
+    watched, watchdog_pipe = os.pipe()
+    monkeypatch.setattr(coordinator, "_watchdog_pipes", {"127.0.0.1:4711": watchdog_pipe})
     coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
-    os.close(watched)  # its keeper has ended, and with it the coordinator
+    os.close(watched)  # its watchdog has ended, and with it the coordinator
     with pytest.raises(Asked):
         coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
-    assert coordinator._running == {}
+    assert coordinator._watchdog_pipes == {}
 
 
 def test_a_bind_that_would_hide_it_from_other_nodes_is_refused() -> None:

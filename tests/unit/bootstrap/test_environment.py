@@ -2,7 +2,7 @@
 
 import pytest
 
-from ferrorpc.bootstrap.environment import Place, detect, first_host, member_name, own_coordinator
+from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, first_host, member_name, own_coordinator_address
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
 
@@ -44,92 +44,92 @@ OMPI = {
 PMI = {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
 
 
-def place_of(environment: dict[str, str], **arguments: object) -> Place:
-    return detect(environment, Config(arguments, environment))
+def launch_of(environment: dict[str, str], **arguments: object) -> LaunchInfo:
+    return detect_launch(environment, Config(arguments, environment))
 
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, Place("nothing", (1, 1))),
-        (TORCHRUN, Place("RANK and WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "run7")),
+        ({}, LaunchInfo("nothing", (1, 1))),
+        (TORCHRUN, LaunchInfo("RANK and WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "run7")),
         (  # what torchrun says where it was not told a name
             TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"},
-            Place("RANK and WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "node0.29500"),
+            LaunchInfo("RANK and WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "node0.29500"),
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            Place("RANK and WORLD_SIZE", (2, 2), 0, master="a", run="a.1"),
+            LaunchInfo("RANK and WORLD_SIZE", (2, 2), 0, master="a", run_id="a.1"),
         ),
-        (PET, Place("PET_NNODES and PET_NPROC_PER_NODE", (2, 2), 1, None, 0, 1, 1, "trainer-0-0", "trainer-0-0.29400")),
+        (PET, LaunchInfo("PET_NNODES and PET_NPROC_PER_NODE", (2, 2), 1, None, 0, 1, 1, "trainer-0-0", "trainer-0-0.29400")),
         (
             {f"PET_{name}": value for name, value in TORCHRUN.items() if not name.startswith("TORCHELASTIC")},
-            Place("PET_RANK and PET_WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "node0.29500"),
+            LaunchInfo("PET_RANK and PET_WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "node0.29500"),
         ),
         (
             PET | {"PET_NPROC_PER_NODE": "4", "LOCAL_RANK": "2"},
-            Place("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), 6, None, 2, 1, 4, "trainer-0-0", "trainer-0-0.29400"),
+            LaunchInfo("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), 6, None, 2, 1, 4, "trainer-0-0", "trainer-0-0.29400"),
         ),
         (
             {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"},
-            Place("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), None, None, None, None, 4),
+            LaunchInfo("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), None, None, None, None, 4),
         ),
-        (SLURM, Place("SLURM_PROCID and SLURM_STEP_NUM_TASKS", (4, 4), 3, None, 1, 1, None, "gpu07", "4711.0")),
+        (SLURM, LaunchInfo("SLURM_PROCID and SLURM_STEP_NUM_TASKS", (4, 4), 3, None, 1, 1, None, "gpu07", "4711.0")),
         (
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711", "ENVIRONMENT": "BATCH"},
-            Place("nothing", (1, 1)),
+            LaunchInfo("nothing", (1, 1)),
         ),
         (
             {"SLURM_PROCID": "2", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu07"},
-            Place("SLURM_PROCID and SLURM_NTASKS", (16, 16), 2, master="gpu07", run="4711"),
+            LaunchInfo("SLURM_PROCID and SLURM_NTASKS", (16, 16), 2, master="gpu07", run_id="4711"),
         ),
-        (OMPI, Place("OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE", (2, 2), 1, None, 1, None, 2)),
-        (PMI, Place("PMI_RANK and PMI_SIZE", (3, 3), 0, None, 0, None, 3, launched_with="PMI_RANK")),
-        ({"FERRORPC_WORLD_SIZE": "4"}, Place("FERRORPC_WORLD_SIZE", (4, 4))),
-        ({"FERRORPC_WORLD_SIZE": "2:4", "FERRORPC_RANK_HINT": "3"}, Place("FERRORPC_WORLD_SIZE", (2, 4), hinted_rank=3)),
-        ({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, Place("FERRORPC_WORLD_SIZE", (4, 4), hinted_rank=2)),
+        (OMPI, LaunchInfo("OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE", (2, 2), 1, None, 1, None, 2)),
+        (PMI, LaunchInfo("PMI_RANK and PMI_SIZE", (3, 3), 0, None, 0, None, 3, launcher_variable="PMI_RANK")),
+        ({"FERRORPC_WORLD_SIZE": "4"}, LaunchInfo("FERRORPC_WORLD_SIZE", (4, 4))),
+        ({"FERRORPC_WORLD_SIZE": "2:4", "FERRORPC_RANK_HINT": "3"}, LaunchInfo("FERRORPC_WORLD_SIZE", (2, 4), hinted_rank=3)),
+        ({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, LaunchInfo("FERRORPC_WORLD_SIZE", (4, 4), hinted_rank=2)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_each_launcher_is_understood(environment, expected):
-    assert place_of(environment) == expected
+    assert launch_of(environment) == expected
 
 
 def test_the_first_that_speaks_wins():
     order = [{"FERRORPC_WORLD_SIZE": "8"}, TORCHRUN, PET, SLURM, OMPI, PMI]
     for first in range(1, len(order)):
         everything = {name: value for words in reversed(order[first:]) for name, value in words.items()}
-        alone = place_of(order[first])
-        assert place_of(everything).source == alone.source
-        assert place_of(everything).pinned_rank == alone.pinned_rank
-    assert place_of(order[0] | TORCHRUN).source == "FERRORPC_WORLD_SIZE, RANK and WORLD_SIZE"
+        alone = launch_of(order[first])
+        assert launch_of(everything).source == alone.source
+        assert launch_of(everything).pinned_rank == alone.pinned_rank
+    assert launch_of(order[0] | TORCHRUN).source == "FERRORPC_WORLD_SIZE, RANK and WORLD_SIZE"
 
 
 def test_an_empty_variable_is_not_set():
     """As where a compose file passes on what nobody set."""
     empty = dict.fromkeys(TORCHRUN, "") | {"JOB_COMPLETION_INDEX": "", "PMI_RANK": ""}
-    assert place_of(empty).source == "nothing"
-    assert place_of(empty | SLURM) == place_of(SLURM)
+    assert launch_of(empty).source == "nothing"
+    assert launch_of(empty | SLURM) == launch_of(SLURM)
 
 
 def test_a_launchers_rank_is_pinned_in_the_same_fixed_world_and_a_hint_in_another():
-    same = place_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "8"})
+    same = launch_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "8"})
     assert (same.world, same.pinned_rank, same.hinted_rank) == ((8, 8), 5, None)
-    elastic = place_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "4:8"})
+    elastic = launch_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "4:8"})
     assert (elastic.world, elastic.pinned_rank, elastic.hinted_rank) == ((4, 8), None, 5)
-    other = place_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "6"})
+    other = launch_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "6"})
     assert (other.world, other.pinned_rank, other.hinted_rank) == ((6, 6), None, 5)
 
 
 def test_a_member_of_an_elastic_world_knows_its_number_on_its_node_too():
     """Which is that of its GPU: `ferrorpc run` gives it no rank."""
-    found = place_of({"FERRORPC_WORLD_SIZE": "2:4", "FERRORPC_RANK_HINT": "3", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})
+    found = launch_of({"FERRORPC_WORLD_SIZE": "2:4", "FERRORPC_RANK_HINT": "3", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})
     assert (found.world, found.hinted_rank, found.local_rank) == ((2, 4), 3, 3)
 
 
 def test_an_argument_comes_before_the_variables():
-    assert place_of({"FERRORPC_WORLD_SIZE": "4"}, world_size=(2, 2)).world == (2, 2)
-    assert place_of({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, rank_hint=1).hinted_rank == 1
+    assert launch_of({"FERRORPC_WORLD_SIZE": "4"}, world_size=(2, 2)).world == (2, 2)
+    assert launch_of({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, rank_hint=1).hinted_rank == 1
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_an_argument_comes_before_the_variables():
 )
 def test_what_cannot_be_names_the_variable(environment, named):
     with pytest.raises(ConfigError, match=named):
-        place_of(environment)
+        launch_of(environment)
 
 
 @pytest.mark.parametrize(
@@ -167,13 +167,13 @@ def test_what_cannot_be_names_the_variable(environment, named):
     ],
 )
 def test_rank_0_starts_a_coordinator_where_the_launcher_says_it_is_but_never_on_the_master_port(environment, expected):
-    assert own_coordinator(place_of(environment), 29700) == expected
+    assert own_coordinator_address(launch_of(environment), 29700) == expected
 
 
 @pytest.mark.parametrize("environment", [{"FERRORPC_WORLD_SIZE": "4"}, TORCHRUN | {"MASTER_ADDR": ""}])
 def test_without_a_rank_or_a_master_a_coordinator_must_be_named(environment):
     with pytest.raises(ConfigError, match="FERRORPC_COORDINATOR"):
-        own_coordinator(place_of(environment), 29700)
+        own_coordinator_address(launch_of(environment), 29700)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_without_a_rank_or_a_master_a_coordinator_must_be_named(environment):
 )
 def test_a_members_name_stays_over_restarts_where_anything_does(environment, expected):
     config = Config({"world_size": (8, 8)}, environment)
-    assert member_name(environment, config, detect(environment, config), "host", 42) == expected
+    assert member_name(environment, config, detect_launch(environment, config), "host", 42) == expected
 
 
 @pytest.mark.parametrize(

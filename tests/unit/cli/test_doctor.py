@@ -1,4 +1,4 @@
-"""What the doctor finds, on machines that are well and on such that are not."""
+"""The findings of `ferrorpc doctor`, on healthy and unhealthy machines."""
 
 import socket
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ferrorpc.cli import doctor
-from ferrorpc.cli.doctor import examine
+from ferrorpc.cli.doctor import run_checks
 from ferrorpc.cli.main import run
 from ferrorpc.config import Config
 from ferrorpc.wire.identity import Role
@@ -14,7 +14,7 @@ from ferrorpc.wire.identity import Role
 
 def found(topic, environment=None, **settings):
     """The findings on one topic."""
-    return [one for one in examine(Config(settings, {}), environment or {}) if one.topic == topic]
+    return [one for one in run_checks(Config(settings, {}), environment or {}) if one.topic == topic]
 
 
 def states(topic, environment=None, **settings):
@@ -31,7 +31,7 @@ def nobody():
 
 def test_every_finding_that_is_bad_says_what_to_do(nobody):
     settings = {"coordinator": nobody, "tls_cert": "/nowhere", "tls_key": "/nowhere", "tls_ca": "/nowhere", "backend": "nccl"}
-    bad = [one for one in examine(Config(settings, {}), {}) if one.state == "bad"]
+    bad = [one for one in run_checks(Config(settings, {}), {}) if one.state == "bad"]
     assert len(bad) >= 2
     assert all(one.fix and "\n" not in str(one) for one in bad)
 
@@ -57,7 +57,7 @@ def test_what_listens_but_is_no_coordinator_is_bad(monkeypatch):
     monkeypatch.setattr("ferrorpc.cli.doctor.DIAL_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        told = {one.topic: one.state for one in examine(Config({"coordinator": address}, {}), {})}
+        told = {one.topic: one.state for one in run_checks(Config({"coordinator": address}, {}), {})}
     assert (told["ports out"], told["ports"]) == ("ok", "bad")
 
 
@@ -99,7 +99,7 @@ def test_a_worker_that_would_listen_in_the_clear_is_bad():
 
 @pytest.mark.parametrize(("reason", "state"), [("", "ok"), ("shared memory needs Linux", "note")])
 def test_shared_memory_is_as_the_lane_sees_it(monkeypatch, reason, state):
-    monkeypatch.setattr("ferrorpc.transports.shared_memory.place.refusal", lambda: reason)
+    monkeypatch.setattr("ferrorpc.transports.shared_memory.host_identity.unsupported_reason", lambda: reason)
     (one,) = found("shared memory")
     assert one.state == state
     assert reason in one.text
@@ -108,7 +108,7 @@ def test_shared_memory_is_as_the_lane_sees_it(monkeypatch, reason, state):
 def test_a_backend_that_only_the_script_may_know_is_noted():
     (one,) = found("backend", backend="mpi")
     assert one.state == "note"
-    assert "'mpi' is none of auto, grpc" in one.text
+    assert "'mpi' is not one of auto, grpc" in one.text
     assert states("backend") == ["ok"]
 
 

@@ -1,10 +1,10 @@
-"""What a worker finds in its environment."""
+"""The environment variables of a worker."""
 
 from pathlib import Path
 
 from ferrorpc.cli.launcher.environment import worker_environment
-from ferrorpc.cli.launcher.gang import Policy
 from ferrorpc.cli.launcher.plan import Plan
+from ferrorpc.cli.launcher.worker_group import FailurePolicy
 
 
 def plan(**changes):
@@ -19,7 +19,7 @@ def plan(**changes):
         "owns_coordinator": True,
         "job": "j",
         "master": ("127.0.0.1", 4001),
-        "policy": Policy(max_restarts=2),
+        "policy": FailurePolicy(max_restarts=2),
     }
     return Plan(**{**given, **changes})
 

@@ -1,4 +1,4 @@
-"""Fitting a cost table: figures that made the times are found again, and what the command refuses."""
+"""Fitting a cost table: the parameters behind simulated times are recovered; invalid commands are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from ferrorpc.cli.bench import fit as fitting
 from ferrorpc.cli.bench.command import command
-from ferrorpc.cli.bench.fit import MOVES, SEND, THERE_AND_BACK, Case, fit, folding_seconds_per_byte, least_squares
+from ferrorpc.cli.bench.fit import COLLECTIVES, ROUND_TRIP, SEND, Case, fit, folding_seconds_per_byte, least_squares
 from ferrorpc.collectives.predict import predict
 from ferrorpc.wire.cost_table import Costs, parse
 
@@ -18,8 +18,10 @@ COSTS = Costs(1e-4, 2e-5, 1e-9, 3e-10)
 FEW = 2
 """Processors for all ranks."""
 CASES = [
-    Case(operation, algorithm, nbytes) for operation, algorithm in MOVES for nbytes in (1 << 10, 1 << 15, 1 << 20, 1 << 23)
-] + [Case(SEND, THERE_AND_BACK, nbytes) for nbytes in (1 << 10, 1 << 15, 1 << 20)]
+    Case(operation, algorithm, nbytes)
+    for operation, algorithm in COLLECTIVES
+    for nbytes in (1 << 10, 1 << 15, 1 << 20, 1 << 23)
+] + [Case(SEND, ROUND_TRIP, nbytes) for nbytes in (1 << 10, 1 << 15, 1 << 20)]
 
 
 def times(ranks: int, processors: int | None = None, costs: Costs = COSTS) -> list[float]:
@@ -48,7 +50,7 @@ def test_where_processors_are_short_what_is_work_shows_between_two_ranks():
 
 
 def test_an_answer_takes_as_long_as_what_it_answers():
-    case = Case(SEND, THERE_AND_BACK, 4000)
+    case = Case(SEND, ROUND_TRIP, 4000)
     for ranks in (2, 4):
         assert predict(case.entry, case.call(ranks), ranks, COSTS).seconds == pytest.approx(2 * (1.2e-4 + 4000e-9))
 
@@ -87,7 +89,7 @@ def test_the_command_writes_a_table_that_can_be_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--fit", "x", "--ranks", "1"], "from 2 on"), (["--fit", "x", "barrier"], "of its own"), ([], "--fit")],
+    [(["--fit", "x", "--ranks", "1"], "of at least 2"), (["--fit", "x", "barrier"], "separate measurement"), ([], "--fit")],
 )
 def test_what_the_group_of_measurements_says(arguments, words):
     assert words in CliRunner().invoke(command, arguments).output

@@ -1,4 +1,4 @@
-"""The group of commands: quick to show its help, and precise about exit codes."""
+"""The `ferrorpc` program: its help is fast, and its exit codes are exact."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from ferrorpc.cli import client, demo
 from ferrorpc.cli.bench.command import MEASUREMENTS, command as bench
 from ferrorpc.cli.main import COMMANDS, cli, run
 from ferrorpc.config import SETTINGS
-from ferrorpc.errors import ConfigError
+from ferrorpc.errors import AuthenticationError, CodecError, ConfigError
 
 
 def test_every_command_of_the_table_exists_under_its_name():
@@ -60,6 +60,15 @@ def test_a_package_that_is_missing_is_64_and_its_extra_is_named(monkeypatch, cap
     monkeypatch.setitem(sys.modules, "cryptography", None)
     assert run(["certs", "init", str(tmp_path / "certs"), "--job", "trial"]) == 64
     assert "try: pip install 'ferrorpc[certs]'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(AuthenticationError("no token"), 64), (CodecError("no message"), 1)])
+def test_an_error_of_a_command_has_the_code_of_its_class(monkeypatch, error, code):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(cli, "main", fail)
+    assert run(["status"]) == code
 
 
 @pytest.mark.parametrize("arguments", [[], ["plan"], ["certs"]])

@@ -1,4 +1,4 @@
-"""Many processes on one console."""
+"""The output of many processes on one console."""
 
 import io
 import os
@@ -98,8 +98,8 @@ def test_each_line_carries_its_rank_and_no_colour_in_a_file(sinks):
 
 
 def test_whether_somebody_looks_is_told_by_where_the_launcher_speaks(sinks):
-    assert Console(sinks(), sinks(terminal=True), {}).attended
-    assert not Console(sinks(terminal=True), sinks(), {}).attended
+    assert Console(sinks(), sinks(terminal=True), {}).on_terminal
+    assert not Console(sinks(terminal=True), sinks(), {}).on_terminal
 
 
 def test_a_terminal_gets_colours_unless_no_color_is_set(sinks):
@@ -177,10 +177,10 @@ def test_a_sink_that_does_not_block_is_waited_for(sinks):
 def test_who_stops_reading_is_waited_for_until_there_is_a_hurry(sinks):
     out, err = sinks(), sinks()
     console = Console(out, err, {})
-    hurry = threading.Timer(0.5, console.hurry)
-    hurry.start()
+    timer = threading.Timer(0.5, console.stop_waiting)
+    timer.start()
     console.lines(1, b"", [b"x" * 199_999])
-    assert not hurry.is_alive()
+    assert not timer.is_alive()
     console.lines(1, b"", [b"nobody reads this either"])
     console.close()
     assert b"bytes of standard output could not be written: nobody reads it" in err.text()

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from ferrorpc.cli.launcher.plan import command_of, free_port, place, process_count, world_range
+from ferrorpc.cli.launcher.plan import command_of, free_port, node_placement, process_count, world_range
 from ferrorpc.cli.main import run
 from ferrorpc.cli.run import make_plan
-from ferrorpc.cli.system import processors
+from ferrorpc.cli.system import available_cpus
 from ferrorpc.errors import ConfigError
 
 
@@ -82,7 +82,7 @@ def test_the_flag_of_mpirun_is_answered_with_ours(arguments, script, capfd):
 
 def test_process_counts(monkeypatch):
     assert process_count("3") == 3
-    assert process_count("cpu") == processors()
+    assert process_count("cpu") == available_cpus()
     devices = process_count("cpu") + 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices))))
     assert process_count("gpu") == process_count("auto") == devices
@@ -101,15 +101,15 @@ def test_a_process_count_that_is_none_is_refused(text):
 
 
 def test_one_node_starts_its_own_coordinator_on_a_free_port():
-    rank, _, address, owns = place((1, 1), None, None, standalone=False)
+    rank, _, address, owns = node_placement((1, 1), None, None, standalone=False)
     assert rank == 0
     assert owns
     assert address.startswith("127.0.0.1:")
 
 
 def test_a_given_coordinator_is_used_unless_standalone_is_asked_for():
-    assert place((1, 1), None, "h:1", standalone=False)[2:] == ("h:1", False)
-    assert place((1, 1), None, "h:1", standalone=True)[3]
+    assert node_placement((1, 1), None, "h:1", standalone=False)[2:] == ("h:1", False)
+    assert node_placement((1, 1), None, "h:1", standalone=True)[3]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_given_coordinator_is_used_unless_standalone_is_asked_for():
 )
 def test_nodes_that_cannot_find_each_other_are_refused(nodes, node_rank, coordinator, standalone, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        place(nodes, node_rank, coordinator, standalone=standalone)
+        node_placement(nodes, node_rank, coordinator, standalone=standalone)
 
 
 def test_a_free_port_differs_from_the_one_that_is_taken_next():

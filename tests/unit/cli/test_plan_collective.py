@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from ferrorpc.cli.plan import command
-from ferrorpc.collectives.basis import packaged
 from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.tuning import packaged_table
 from ferrorpc.errors import ConfigError, UsageError
 from ferrorpc.testing import run_world
 from ferrorpc.wire.cost_table import Costs, CostTable
@@ -73,7 +73,7 @@ def test_figures_are_those_of_the_model():
     assert figures["algorithm"] == "direct"
     assert direct["messages"] == 2
     assert direct["sent_bytes"] == 2000
-    costs = packaged().costs("grpc", 3)
+    costs = packaged_table().costs("grpc", 3)
     expected = costs.alpha_seconds + 2 * costs.message_seconds + 2000 * costs.beta_seconds_per_byte
     assert direct["seconds"] == pytest.approx(expected)
     assert direct["followed"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ferrorpc import schedules
-from ferrorpc.cli.codes import EXIT_CONFIG
 from ferrorpc.cli.main import run
+from ferrorpc.exit_codes import EXIT_CONFIG
 
 
 def test_a_schedule_is_shown_with_its_order_bubble_and_peak(capsys):

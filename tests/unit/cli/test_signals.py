@@ -1,4 +1,4 @@
-"""Signals as something to read, and their names."""
+"""Signals as readable bytes, and their names."""
 
 import os
 import signal

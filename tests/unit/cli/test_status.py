@@ -1,4 +1,4 @@
-"""What `ferrorpc status` makes of the coordinator's answer."""
+"""How `ferrorpc status` shows the coordinator's response."""
 
 import contextlib
 import json
@@ -6,10 +6,10 @@ import json
 import pytest
 
 from ferrorpc.cli import status
-from ferrorpc.cli.board import Earlier, as_text
+from ferrorpc.cli.headline import headline
 from ferrorpc.cli.status import as_json_text
+from ferrorpc.cli.status_text import PreviousStatus, as_text
 from ferrorpc.cli.table import table
-from ferrorpc.cli.verdict import verdict
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 from ferrorpc.v1 import identity_pb2, session_pb2
@@ -62,16 +62,16 @@ def test_the_page_names_who_is_missing_at_a_barrier_and_why_generations_began_an
 
 
 def test_the_headline_says_how_the_job_is_in_the_words_of_the_status_page():
-    def headline(**more):
+    def shown(**more):
         told = answer()
         told.MergeFrom(session_pb2.StatusResponse(**more))
-        return verdict(told)
+        return headline(told)
 
-    assert headline() == ("Rank 1 is stalled", "no beat for 4.2 s; Next round: 1 of 2 joined")
+    assert shown() == ("Rank 1 is stalled", "no beat for 4.2 s; Next round: 1 of 2 joined")
     lost = session_pb2.GenerationStatus(generation=6, size=2, end_reason="rank 1 (a-1 on a) was lost: SIGKILL")
-    told = headline(generations=[lost])
+    told = shown(generations=[lost])
     assert told == ("Rank 1 (a-1 on a) was lost", "SIGKILL; generation 6 is over; Next round: 1 of 2 joined")
-    assert verdict(session_pb2.StatusResponse(job="x")) == ("Nobody has joined yet", "")
+    assert headline(session_pb2.StatusResponse(job="x")) == ("Nobody has joined yet", "")
 
 
 def healthy(*steps, state="MEMBER_STATE_ACTIVE", **more):
@@ -89,23 +89,23 @@ def healthy(*steps, state="MEMBER_STATE_ACTIVE", **more):
 
 
 def test_the_headline_of_jobs_that_are_well_late_and_over():
-    assert verdict(healthy(5, 5)) == ("All 2 ranks work", "")
-    assert verdict(healthy(5)) == ("The one rank works", "")
+    assert headline(healthy(5, 5)) == ("All 2 ranks work", "")
+    assert headline(healthy(5)) == ("The one rank works", "")
     late = "others are at step 21; rank 1 on h is at step 20, its last operation: all_reduce #20"
-    assert verdict(healthy(21, 20, 21)) == ("Rank 1 has been behind for 13 s", late)
+    assert headline(healthy(21, 20, 21)) == ("Rank 1 has been behind for 13 s", late)
     barrier = session_pb2.BarrierStatus(name="epoch", generation=1, arrived_ranks=[0], missing_ranks=[1], age_ms=1500)
     told = ("Barrier epoch has waited 1.5 s for rank 1", "rank 1 on h was last seen in all_reduce #20")
-    assert verdict(healthy(5, 5, barriers=[barrier])) == told
+    assert headline(healthy(5, 5, barriers=[barrier])) == told
     over = healthy(5, 5, state="MEMBER_STATE_LEFT")
     over.generations[0].end_reason = "all its members left"
-    assert verdict(over) == ("The job is over: all its members left", "")
+    assert headline(over) == ("The job is over: all its members left", "")
 
 
 def test_of_a_job_that_is_over_no_rate_is_shown():
     before, after = healthy(5, 5), healthy(9, 9, state="MEMBER_STATE_LEFT")
     for response, sent in ((before, 1000), (after, 5000)):
         response.members[0].links.add(peer_rank=1, kind="grpc", sent_bytes=sent)
-    text = as_text(after, Earlier(before, 2.0))
+    text = as_text(after, PreviousStatus(before, 2.0))
     assert "ops/s" not in text
     assert "bytes a second" not in text
     assert "  rank 0 to 1 by grpc: 5 kB" in text
@@ -151,7 +151,7 @@ def later():
 
 
 def test_rates_come_from_two_answers():
-    text = as_text(later(), Earlier(answer(), 2.0))
+    text = as_text(later(), PreviousStatus(answer(), 2.0))
     zero = next(line for line in text.splitlines() if " a-0 " in line)
     one = next(line for line in text.splitlines() if " a-1 " in line)
     assert zero.split()[:7] == ["0", "a-0", "active", "a", "33", "10.0", "75"]
@@ -207,7 +207,7 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
 
 
 def test_a_small_worlds_links_are_a_matrix_of_rates():
-    lines = as_text(later(), Earlier(answer(), 2.0)).splitlines()
+    lines = as_text(later(), PreviousStatus(answer(), 2.0)).splitlines()
     first = lines.index("  bytes a second by grpc")
     assert [line.split() for line in lines[first + 1 : first + 4]] == [
         ["to", "0", "1"],

@@ -1,4 +1,4 @@
-"""What the operating system gives: processors, within the limits of control groups."""
+"""The available CPUs, within the limits of control groups."""
 
 import os
 import shutil
@@ -30,30 +30,30 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_without_control_groups_all_that_it_may_run_on(machine):
-    assert system.processors() == 8
+    assert system.available_cpus() == 8
 
 
 @pytest.mark.parametrize(("text", "count"), [("max 100000", 8), ("250000 100000", 3), ("10000 100000", 1), ("nonsense", 8)])
 def test_a_container_sees_its_own_limit_at_the_root(machine, text, count):
     machine("0::/\n", cpu_DOT_max=text)
-    assert system.processors() == count
+    assert system.available_cpus() == count
 
 
 def test_a_container_whose_path_is_the_hosts(machine):
     machine("0::/kubepods/pod7/container\n", cpu_DOT_max="200000 100000")
-    assert system.processors() == 2
+    assert system.available_cpus() == 2
 
 
 def test_the_tightest_of_the_groups_around_it_counts(machine):
     machine("0::/user/job\n", user__cpu_DOT_max="300000 100000", user__job__cpu_DOT_max="500000 100000")
-    assert system.processors() == 3
+    assert system.available_cpus() == 3
 
 
 @pytest.mark.parametrize(("quota", "count"), [("-1", 8), ("400000", 4)])
 def test_the_first_versions_files(machine, quota, count):
     own = "3:cpuset:/elsewhere\n1:cpu,cpuacct:/docker/abc\n"
     machine(own, **{"cpu,cpuacct__cpu_DOT_cfs_quota_us": quota, "cpu,cpuacct__cpu_DOT_cfs_period_us": "100000"})
-    assert system.processors() == count
+    assert system.available_cpus() == count
 
 
 def test_another_system_is_named(monkeypatch):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import Bank, Board
+from ferrorpc.collectives.arena.control_blocks import Bank, ControlBlocks
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
@@ -31,7 +31,7 @@ class SharedMemory:
             if peer == rank:
                 self._memories.append(segment.memory)
                 continue
-            descriptor = segment.descriptor_for_peers()
+            descriptor = segment.read_only_descriptor()
             self._memories.append(map_peer(descriptor, segment.size_bytes, nonce))
             os.close(descriptor)
 
@@ -44,7 +44,7 @@ class Running:
 
     def __init__(self, prepared: ArenaPrepared, bank: Bank, number: int, inputs, outputs=None) -> None:
         self.prepared = prepared
-        self.channel, before, base = prepared.turn(bank, number)
+        self.channel, before, base = prepared.claim(bank, number)
         self.steps = prepared.steps(self.channel, before, base, inputs, outputs)
         self.expected = outputs or [], prepared.specs
         self.results: list[Array] | None = None
@@ -75,8 +75,8 @@ class SharedWorld:
         self.chance = random.Random(seed)
         self.segments = [Segment(f"test-{rank}", nonce, SEGMENT_BYTES) for rank in range(size)]
         self.memories = [SharedMemory(rank, self.segments, nonce) for rank in range(size)]
-        boards = [Board(memory, rank) for rank, memory in enumerate(self.memories)]
-        self.arenas = [Arena(board, None, 0, range(size), lambda ranks: "") for board in boards]
+        controls = [ControlBlocks(memory, rank) for rank, memory in enumerate(self.memories)]
+        self.arenas = [Arena(control, None, 0, range(size), lambda ranks: "") for control in controls]
         self.number = 0
 
     def __enter__(self) -> SharedWorld:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ferrorpc.collectives.algorithms import catalogue
-from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, entries
-from ferrorpc.collectives.algorithms.entry import Entry, Order
+from ferrorpc.collectives.algorithms.algorithm import Algorithm, Order
+from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, algorithms_of
 from ferrorpc.collectives.algorithms.plan import Fold, FoldOwn, Load, Quantise, Receive, Send
-from ferrorpc.collectives.algorithms.validate import EAGER_BYTES, findings, formulas, held_up
+from ferrorpc.collectives.algorithms.validate import EAGER_BYTES, blocked_by, findings, formulas
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.transports import credit
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -63,7 +63,7 @@ def calls_of(operation: Operation, size: int, count: int, root: int, wire: str |
     return [Call(operation, brought if rank == root else (), root=root) for rank in range(size)]
 
 
-def case(operation: Operation, entry: Entry, size: int, count: int, root: int, wire: str | None = None):
+def case(operation: Operation, entry: Algorithm, size: int, count: int, root: int, wire: str | None = None):
     """Calls and plans of one operation, even where the algorithm wants it so."""
     calls = calls_of(operation, size, count, root, wire)
     if entry.needs_alike:
@@ -71,7 +71,7 @@ def case(operation: Operation, entry: Entry, size: int, count: int, root: int, w
     return calls, plans_of(entry, calls)
 
 
-def plans_of(entry: Entry, calls: list[Call]) -> list:
+def plans_of(entry: Algorithm, calls: list[Call]) -> list:
     known = [calls[call.root or 0] for call in calls] if entry.needs_size else calls
     return [entry.build(call, rank, len(calls)) for rank, call in enumerate(known)]
 
@@ -80,7 +80,7 @@ def rooted(operation: Operation) -> bool:
     return operation in (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
 
 
-def ids(pairs: list[tuple[Operation, Entry]]) -> list[str]:
+def ids(pairs: list[tuple[Operation, Algorithm]]) -> list[str]:
     return [f"{operation.value}-{entry.name}" for operation, entry in pairs]
 
 
@@ -120,7 +120,7 @@ def test_compressed_plans_leave_the_same_bits_on_all_ranks(operation, entry):
 def test_hierarchical_plans_are_sound_on_any_layout(hosts):
     size = len(hosts)
     for operation in (Operation.ALL_REDUCE, Operation.BROADCAST):
-        (entry,) = set(entries(operation, hosts)) - set(CATALOGUE[operation])
+        (entry,) = set(algorithms_of(operation, hosts)) - set(CATALOGUE[operation])
         for count in counts_of(operation, size):
             for root in range(size) if operation is Operation.BROADCAST else [0]:
                 calls, plans = case(operation, entry, size, count, root)
@@ -144,7 +144,7 @@ def test_hierarchical_plans_are_sound_in_groups_of_any_size():
     for size in GROUPS:
         for name, hosts in layouts_of(size).items():
             for operation in (Operation.ALL_REDUCE, Operation.BROADCAST):
-                for entry in set(entries(operation, hosts)) - set(CATALOGUE[operation]):
+                for entry in set(algorithms_of(operation, hosts)) - set(CATALOGUE[operation]):
                     seen.add(size)
                     for place, count in enumerate(counts_of(operation, size)):
                         root = (size // 2 + place) % size if rooted(operation) else 0
@@ -155,15 +155,15 @@ def test_hierarchical_plans_are_sound_in_groups_of_any_size():
 
 def test_hierarchical_is_offered_only_where_hosts_are_known_and_differ():
     for hosts in ((), "aaaa", "abcd"):
-        assert entries(Operation.ALL_REDUCE, hosts) == CATALOGUE[Operation.ALL_REDUCE]
-    assert entries(Operation.ALL_REDUCE, "aabb")[-1].name == "hierarchical"
-    assert entries(Operation.GATHER, "aabb") == CATALOGUE[Operation.GATHER]
+        assert algorithms_of(Operation.ALL_REDUCE, hosts) == CATALOGUE[Operation.ALL_REDUCE]
+    assert algorithms_of(Operation.ALL_REDUCE, "aabb")[-1].name == "hierarchical"
+    assert algorithms_of(Operation.GATHER, "aabb") == CATALOGUE[Operation.GATHER]
 
 
 def test_hierarchical_sends_across_hosts_what_one_rank_of_each_must():
     """On 2 hosts of 4 ranks, each rank exchanges its quarter: half of it each way, and nothing else crosses."""
     hosts = "aaaabbbb"
-    entry = entries(Operation.ALL_REDUCE, hosts)[-1]
+    entry = algorithms_of(Operation.ALL_REDUCE, hosts)[-1]
     for rank, plan in enumerate(case(Operation.ALL_REDUCE, entry, 8, 1600, 0)[1]):
         across = [action for action in plan.actions if isinstance(action, Send) and hosts[action.peer] != hosts[rank]]
         assert {action.peer for action in across} == {(rank + 4) % 8}
@@ -194,9 +194,9 @@ def test_formulas_say_how_a_result_comes_about():
 def test_what_a_late_rank_holds_up_depends_on_credit():
     """Small arrays for a root that is late lie there already; large ones wait for its credit."""
     (gather,) = CATALOGUE[Operation.GATHER]
-    assert held_up(*case(Operation.GATHER, gather, 4, 100, 2), late=2) == []
-    assert held_up(*case(Operation.GATHER, gather, 4, SEVERAL_CHUNKS, 2), late=2) == [0, 1, 3]
-    assert held_up(*case(Operation.GATHER, gather, 4, 100, 2), late=0) == [2]
+    assert blocked_by(*case(Operation.GATHER, gather, 4, 100, 2), late=2) == []
+    assert blocked_by(*case(Operation.GATHER, gather, 4, SEVERAL_CHUNKS, 2), late=2) == [0, 1, 3]
+    assert blocked_by(*case(Operation.GATHER, gather, 4, 100, 2), late=0) == [2]
 
 
 def test_what_the_models_take_for_a_chunk_and_for_credit_is_what_transports_give():
@@ -222,7 +222,7 @@ LAID_OUT = [
 
 @pytest.mark.parametrize(("hosts", "operation"), LAID_OUT, ids=[f"{hosts}-{o.value}" for hosts, o in LAID_OUT])
 def test_bytes_through_the_busiest_rank_of_a_hierarchy_are_those_of_the_catalogue(hosts, operation):
-    entry = entries(operation, hosts)[-1]
+    entry = algorithms_of(operation, hosts)[-1]
     _, plans = case(operation, entry, len(hosts), 2400, 0)
     cost = entry.cost(len(hosts), 4 * 2400)
     assert max(message_bytes(plan, 2400, inwards=False) for plan in plans) == pytest.approx(cost.sent_bytes)

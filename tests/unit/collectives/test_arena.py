@@ -9,7 +9,7 @@ import pytest
 
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, LINE_BYTES, SLOT_BYTES
+from ferrorpc.collectives.arena.control_blocks import BLOCK_BYTES, DIRECTORY_ENTRIES, SLOT_BYTES
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CollectiveMismatchError, LimitExceededError, UsageError
@@ -193,7 +193,7 @@ def test_a_rank_that_is_many_operations_ahead_waits_and_nothing_is_overwritten()
         sent = [np.full(100, number, np.int32) for number in range(count)]
         call = Call(Operation.BROADCAST, (TensorSpec(DType.INT32, (100,)),), root=1)
         ahead = [world.begin(1, call, [array], number=number + 1) for number, array in enumerate(sent)]
-        # The channels' lines must be known to both before anybody can run ahead.
+        # The channels' control blocks must be known to both before anybody can run ahead.
         behind = [world.begin(0, Call(Operation.BROADCAST, root=1), [], number=1)]
         assert not world.advance(ahead, limit=20_000)
         assert sum(part.over for part in ahead) <= PROGRAM_CHANNELS
@@ -254,7 +254,7 @@ def test_a_mismatch_is_of_its_own_operation_whatever_waits_for_its_channel(calls
 
 
 def test_a_mismatch_does_not_accuse_a_rank_that_is_not_there_yet():
-    """What stands in its line is of an operation long over."""
+    """What stands in its control block is of an operation long over."""
     with SharedWorld(3) as world:
         for number in range(1, PROGRAM_CHANNELS + 1):
             assert world.advance([world.begin(rank, Call(Operation.BARRIER), [], number=number) for rank in range(3)])
@@ -306,8 +306,8 @@ def test_a_stream_that_is_over_gives_its_memory_to_the_next(count, whole):
             del running
             gc.collect()
             used.append([memory.own.used_bytes for memory in world.memories])
-        lines_bytes = PROGRAM_CHANNELS * LINE_BYTES
-        assert used[-1] == [size + lines_bytes * (len(used) - 2) for size in used[1]], "more than lines is kept"
+        blocks_bytes = PROGRAM_CHANNELS * BLOCK_BYTES
+        assert used[-1] == [size + blocks_bytes * (len(used) - 2) for size in used[1]], "more than control blocks is kept"
 
 
 def test_what_a_peer_still_reads_is_not_given_away():
@@ -321,35 +321,35 @@ def test_what_a_peer_still_reads_is_not_given_away():
         world.arenas[0].let_go(1)
         del first
         gc.collect()
-        board = world.arenas[0].board
-        board.bank(0, 2, (0, 1), 1)
-        board.allocate(board.memory.own.size_bytes // 2)[1][: 4 << 20] = 0xFF
+        control = world.arenas[0].control
+        control.bank(0, 2, (0, 1), 1)
+        control.allocate(control.memory.own.size_bytes // 2)[1][: 4 << 20] = 0xFF
         assert world.advance([second])
         assert second.results[0].tolist() == [3.0] * 8
-        before = board.memory.own.used_bytes
-        board.bank(0, 3, (0, 1), 1)
+        before = control.memory.own.used_bytes
+        control.bank(0, 3, (0, 1), 1)
         gc.collect()
-        assert board.memory.own.used_bytes < before
+        assert control.memory.own.used_bytes < before
 
 
 def test_the_directory_says_when_it_is_full():
     with SharedWorld(2) as world:
-        board = world.arenas[0].board
-        board._directory[0] = DIRECTORY_ENTRIES
+        control = world.arenas[0].control
+        control._directory[0] = DIRECTORY_ENTRIES
         with pytest.raises(LimitExceededError, match="streams and subgroups"):
-            board.bank(5, 5, (0, 1), 1)
+            control.bank(5, 5, (0, 1), 1)
 
 
 def test_lines_have_room_for_every_word():
-    assert LINE_BYTES % 64 == 0
+    assert BLOCK_BYTES % 64 == 0
 
 
 def taken(world: SharedWorld, calls: list[Call], inputs) -> list[list[int]]:
     """Bytes that each rank (row) has given to each other (column) in one operation."""
-    before = [arena.board.calls.taken_bytes() for arena in world.arenas]
+    before = [arena.control.calls.taken_bytes() for arena in world.arenas]
     world.run(calls, inputs)
     gc.collect()  # calls that are gone count as before
-    after = [arena.board.calls.taken_bytes() for arena in world.arenas]
+    after = [arena.control.calls.taken_bytes() for arena in world.arenas]
     return [[now.get(peer, 0) - was.get(peer, 0) for peer in range(world.size)] for now, was in zip(after, before, strict=True)]
 
 
@@ -377,5 +377,5 @@ def test_what_peers_take_counts_while_the_call_may_be_run_again() -> None:
         call, array = all_reduce_call(DType.FLOAT32, 6), np.ones(6, np.float32)
         running = [world.begin(rank, call, [array], number=1) for rank in range(2)]
         assert world.advance(running)
-        assert [arena.board.calls.taken_bytes() for arena in world.arenas] == [{1: 24}, {0: 24}]
+        assert [arena.control.calls.taken_bytes() for arena in world.arenas] == [{1: 24}, {0: 24}]
         assert all(part.prepared.runs == 1 for part in running)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ferrorpc.collectives.arena.board import CHUNK_BITS, STAGED
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, STAGED
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
@@ -98,9 +98,9 @@ def test_who_has_never_been_anywhere_is_missing_at_a_barrier(world: SharedWorld)
 def test_who_is_behind_is_waited_for(world: SharedWorld, ahead: tuple[int, ...], waited: list[int]) -> None:
     parts = [start(world, rank, all_reduce(ReduceOp.SUM), 1, np.ones(4, np.float32)) for rank in range(4)]
     assert not parts[0].advance()
-    lines = [arena.bank(0).channels[1].line for arena in world.arenas]
-    for line, more in zip(lines[1:], ahead, strict=True):
-        line[STAGED] = lines[0][STAGED] + more
+    blocks = [arena.bank(0).channels[1].block for arena in world.arenas]
+    for block, more in zip(blocks[1:], ahead, strict=True):
+        block[STAGED] = blocks[0][STAGED] + more
     assert parts[0].waiting_on() == waited
     assert parts[0].explain().count("(is in it too)") == len(waited)
 
@@ -148,4 +148,4 @@ def test_a_rank_that_is_asked_tells_which_call_has_that_place_and_which_was_its_
     assert arena.entered(Key(0, 0, 1)) == ("barrier()", 2, last)
     assert arena.entered(Key(0, 0, 2)) == (last, 2, last)
     assert arena.entered(Key(0, 0, 3)) == (None, 2, last)
-    assert arena.bank(0).channels[2].line[STAGED] >> CHUNK_BITS == 3
+    assert arena.bank(0).channels[2].block[STAGED] >> CHUNK_BITS == 3

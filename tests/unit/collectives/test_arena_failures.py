@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, REDUCED, RING, SLOT_BYTES, SOURCE, STAGED
+from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES, REDUCED, RING, SLOT_BYTES, SOURCE, STAGED
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -31,7 +31,7 @@ def test_nobody_completes_with_what_a_failed_rank_may_have_changed():
                 first.advance()
             if second.over:
                 continue
-            staged += second.channel.line[STAGED] > 0
+            staged += second.channel.block[STAGED] > 0
             second.steps.close()
             second.channel.poison()
             array[:] = 777.0
@@ -70,7 +70,7 @@ def test_nobody_completes_with_a_result_that_a_failed_rank_may_have_changed_sinc
         for part in (second, first, second):
             part.advance()
         assert not first.over
-        assert second.channel.line[REDUCED] == first.channel.line[REDUCED]
+        assert second.channel.block[REDUCED] == first.channel.block[REDUCED]
         fail(second, array)
         assert not world.advance([first], limit=500)
         assert first.results is None
@@ -118,7 +118,7 @@ def test_a_small_array_is_given_back_before_others_have_read_it_and_they_get_wha
 
 
 def line_of(world: SharedWorld, rank: int, number: int):
-    return world.arenas[rank].bank(0).channels[number % PROGRAM_CHANNELS].line
+    return world.arenas[rank].bank(0).channels[number % PROGRAM_CHANNELS].block
 
 
 @pytest.mark.parametrize("offset", [-1, 1 << 62, (64 << 20) - 8])
@@ -171,14 +171,14 @@ def test_a_part_of_another_shape_than_the_reductions_is_refused(count):
 def test_a_directory_that_claims_to_be_longer_than_any_is_searched_to_its_end(count):
     with SharedWorld(2) as world:
         world.arenas[1].bank(0)
-        world.arenas[1].board._directory[0] = count
-        assert world.arenas[0].board.find(1, (0, 77), 1) is None
+        world.arenas[1].control._directory[0] = count
+        assert world.arenas[0].control.find(1, (0, 77), 1) is None
 
 
 @pytest.mark.parametrize("length", [-1, 4097, 1 << 62])
 def test_the_name_of_a_call_is_read_as_far_as_a_name_can_go(length):
     with SharedWorld(2) as world:
-        mine, theirs = (arena.board for arena in world.arenas)
+        mine, theirs = (arena.control for arena in world.arenas)
         _, offset = theirs.sign("barrier()")
         assert mine.read_text(1, offset) == "barrier()"
         theirs.memory.own.memory[offset : offset + 8].view(np.int64)[0] = length
@@ -188,4 +188,4 @@ def test_the_name_of_a_call_is_read_as_far_as_a_name_can_go(length):
 @pytest.mark.parametrize("offset", [0, -8, 4, (64 << 20) - 7, 64 << 20, 1 << 62])
 def test_a_name_that_lies_nowhere_is_not_looked_for(offset):
     with SharedWorld(2) as world:
-        assert world.arenas[0].board.read_text(1, offset) == "an operation that it does not name"
+        assert world.arenas[0].control.read_text(1, offset) == "an operation that it does not name"

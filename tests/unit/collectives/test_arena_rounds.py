@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.collectives.arena import exchange
-from ferrorpc.collectives.arena.board import CHUNK_BITS, LEFT, SLOT_BYTES, STAGED
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, LEFT, SLOT_BYTES, STAGED
 from ferrorpc.collectives.arena.exchange import RING_BYTES, SLOTS
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError, CollectiveMismatchError
@@ -116,7 +116,7 @@ def test_a_round_of_a_part_that_would_take_too_many_is_larger(monkeypatch):
         while not (root.over and reader.over):
             root.advance()
             reader.advance()
-            progress.add(reader.channel.line[LEFT])
+            progress.add(reader.channel.block[LEFT])
         assert reader.results[0].tobytes() == array.tobytes()
         assert len(progress) <= 5
 
@@ -129,7 +129,7 @@ def test_a_rank_lays_out_as_many_rounds_as_there_are_slots_whoever_has_not_come(
         root, sender = (world.begin(rank, call, [array], number=1) for rank in range(2))
         world.arenas[2].bank(0)
         assert not world.advance([root, sender], limit=500)
-        assert sender.channel.line[STAGED] & ((1 << CHUNK_BITS) - 1) == exchange.SLOTS
+        assert sender.channel.block[STAGED] & ((1 << CHUNK_BITS) - 1) == exchange.SLOTS
         third = world.begin(2, call, [array], number=1)
         assert world.advance([root, sender, third])
         assert [part.tobytes() for part in root.results] == [array.tobytes()] * 3

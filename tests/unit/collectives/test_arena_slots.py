@@ -7,7 +7,7 @@ import pytest
 
 from ferrorpc.collectives.arena import exchange
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.board import RING, SLOT_BYTES
+from ferrorpc.collectives.arena.control_blocks import RING, SLOT_BYTES
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
@@ -78,8 +78,8 @@ def test_the_largest_that_fits_a_slot_needs_no_ring_and_one_byte_more_does():
             ]
             results = run(world, [laid_out(world, rank, call) for rank, call in enumerate(calls)], [[array], []], number)
             assert results[1][0].tobytes() == array.tobytes()
-            line = world.arenas[0].bank(0).channels[number % PROGRAM_CHANNELS].line
-            assert bool(line[RING]) == bool(ring)
+            block = world.arenas[0].bank(0).channels[number % PROGRAM_CHANNELS].block
+            assert bool(block[RING]) == bool(ring)
 
 
 def test_what_a_rank_remembers_of_others_is_what_they_say_now():
@@ -121,8 +121,8 @@ def test_slots_that_are_given_back_are_forgotten_by_a_call_that_lives_on():
         call, array = Call(Operation.ALL_GATHER, (TensorSpec(DType.FLOAT32, (4,)),)), np.ones(4, np.float32)
         prepared = [laid_out(world, rank, call) for rank in range(2)]
         assert world.advance([Running(each, world.arenas[rank].bank(5), 1, [array]) for rank, each in enumerate(prepared)])
-        assert all(each._seats for each in prepared)
+        assert all(each._slot_layouts for each in prepared)
         for arena in world.arenas:
             arena.let_go(5)
             arena.bank(6)  # a stream that opens takes what can be given back
-        assert not any(each._seats for each in prepared)
+        assert not any(each._slot_layouts for each in prepared)

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from ferrorpc import ProcessGroup
-from ferrorpc.collectives import executor, outgoing
+from ferrorpc.collectives import executor, outgoing_message
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.pairwise import RecvExecution
+from ferrorpc.collectives.point_to_point import RecvExecution
 from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.select import plan_for
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, TensorMismatchError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import FaultPlan, VirtualClock, run_world
-from ferrorpc.transports import mailbox as mailboxes, pairwise as inbound
+from ferrorpc.transports import mailbox as mailboxes, point_to_point as inbound
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -35,10 +35,10 @@ CHUNK = 1024
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "CHUNK_BYTES", CHUNK)
-    for module in (outgoing, mailboxes, inbound):
+    monkeypatch.setattr(outgoing_message, "CHUNK_BYTES", CHUNK)
+    for module in (outgoing_message, mailboxes, inbound):
         monkeypatch.setattr(module, "EAGER_BYTES", 4 * CHUNK)
-    for module in (outgoing, executor):
+    for module in (outgoing_message, executor):
         monkeypatch.setattr(module, "CODED_VALUES", CHUNK // 4)
     monkeypatch.setattr(executor, "_LOCAL_ELEMENTS", CHUNK // 4)
 

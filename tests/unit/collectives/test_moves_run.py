@@ -10,14 +10,14 @@ import pytest
 
 from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
-from ferrorpc.collectives.announced import prepare
+from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.testing import FaultPlan, Pause, run_world
 from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.announcement import INLINE_BYTES
 from ferrorpc.wire.frames import Key
-from ferrorpc.wire.notice import INLINE_BYTES
 from tests.unit.collectives.world import run
 
 
@@ -115,8 +115,8 @@ def test_a_broadcast_of_ever_other_sizes_does_not_keep_what_it_prepared_for_each
 
     announced = prepare(Call(Operation.BROADCAST, root=0), 1, 4, run_plan)
     for count in range(100_000, 100_500):
-        known = announced.known(TensorSpec(DType.INT32, (count,)))
-        assert announced.known(TensorSpec(DType.INT32, (count,))) is known
+        known = announced.prepared_for(TensorSpec(DType.INT32, (count,)))
+        assert announced.prepared_for(TensorSpec(DType.INT32, (count,))) is known
     assert len(alive) < 100
 
 

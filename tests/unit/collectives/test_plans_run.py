@@ -7,7 +7,7 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, entries
+from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, algorithms_of
 from ferrorpc.collectives.algorithms.hierarchical import Layout
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -77,7 +77,7 @@ def test_barriers_end(name, size):
 @pytest.mark.parametrize("hosts", ["aabb", "abcab"])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16], ids=lambda d: d.label)
 def test_hierarchical_all_reduce_folds_hosts_and_then_what_they_have(hosts, dtype):
-    (entry,) = set(entries(Operation.ALL_REDUCE, hosts)) - set(CATALOGUE[Operation.ALL_REDUCE])
+    (entry,) = set(algorithms_of(Operation.ALL_REDUCE, hosts)) - set(CATALOGUE[Operation.ALL_REDUCE])
     rng = np.random.default_rng(5)
     for count in (0, 1, 1000):
         inputs = [[(rng.standard_normal(count) * 40).astype(dtype.storage)] for _ in hosts]

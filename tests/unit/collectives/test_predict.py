@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, CHUNK_BYTES
-from ferrorpc.collectives.algorithms.entry import Cost, Entry
 from ferrorpc.collectives.algorithms.plan import Buffer, Plan, Receive, Region, Send
-from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.collectives.predict import CHUNKS_MAX, predict
-from ferrorpc.collectives.select import ANYWHERE, seconds
+from ferrorpc.collectives.select import DEFAULT_TUNING, seconds
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.cost_table import Costs
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def entry(operation: Operation, name: str, hosts=()):
-    return next(found for found in Basis(hosts=hosts).entries(operation) if found.name == name)
+    return next(found for found in Tuning(hosts=hosts).algorithms_of(operation) if found.name == name)
 
 
 def time_of(operation: str, name: str, nbytes: int, size: int, costs: Costs = COSTS) -> float:
@@ -46,7 +46,7 @@ def test_a_plan_that_waits_for_ever_is_an_error_and_not_a_wait_for_ever():
     def build(call, rank, size):
         return Plan("made", (Receive(1 - rank, 0, Region(Buffer.OUT, 0, 0, 4)), Send(1 - rank, 0, Region(Buffer.IN, 0, 0, 4))))
 
-    made = Entry("made", build, lambda size, nbytes: Cost(1, nbytes))
+    made = Algorithm("made", build, lambda size, nbytes: Cost(1, nbytes))
     with pytest.raises(UsageError, match="made never ends: 2 ranks wait"):
         predict(made, example("all_reduce", 16, 2), 2, COSTS)
 
@@ -118,7 +118,7 @@ def test_the_closed_form_knows_that_processors_can_be_enough_for_all():
 
 @pytest.mark.parametrize("operation", list(Operation))
 def test_processors_enough_for_all_are_as_good_as_any_number(operation):
-    for found in Basis(hosts=(0, 0, 1, 1, 1)).entries(operation):
+    for found in Tuning(hosts=(0, 0, 1, 1, 1)).algorithms_of(operation):
         call = example(operation.value, 3 * MIB, 5)
         free = predict(found, call, 5, COSTS).seconds
         assert predict(found, call, 5, crowded(3 * 5)).seconds == free
@@ -146,7 +146,7 @@ PAIRS = [(operation, found.name) for operation, entries in CATALOGUE.items() for
 @pytest.mark.parametrize("nbytes", [4096, 16 * MIB])
 @pytest.mark.parametrize("processors", [None, FEW])
 def test_the_closed_form_is_near_what_is_followed(operation, name, size, nbytes, processors):
-    costs = replace(ANYWHERE.costs(size), processors=processors)
+    costs = replace(DEFAULT_TUNING.costs(size), processors=processors)
     call = example(operation.value, nbytes, size)
     per_rank = nbytes // (size if operation is Operation.SCATTER else 1)
     closed = seconds(entry(operation, name).cost(size, per_rank), size, costs)
@@ -157,7 +157,7 @@ def test_the_closed_form_is_near_what_is_followed(operation, name, size, nbytes,
 @pytest.mark.parametrize("operation", list(Operation))
 def test_every_algorithm_can_be_followed(operation):
     for hosts in ((0, 0, 1, 1, 1), ()):
-        for found in Basis(hosts=hosts).entries(operation):
+        for found in Tuning(hosts=hosts).algorithms_of(operation):
             prediction = predict(found, example(operation.value, 3 * MIB, 5), 5, COSTS)
             assert prediction.steps is not None
             assert prediction.seconds >= ALPHA

@@ -10,7 +10,7 @@ import pytest
 
 from ferrorpc.collectives import progress as progressing
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.polling import Polling, Watching
+from ferrorpc.collectives.polling import DevicePolling, Polling
 from ferrorpc.collectives.progress import Progress, drive
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch, Parker, SystemClock
@@ -323,7 +323,7 @@ def test_nothing_of_an_operation_is_held_once_it_is_over(fails: bool) -> None:
 
 def test_a_gpu_is_looked_at_again_at_once_only_while_it_is_waited_for() -> None:
     looks = iter(range(1000))
-    assert not Watching(lambda: next(looks) < 4).briefly(iter(lambda: None, True))
+    assert not DevicePolling(lambda: next(looks) < 4).spin(iter(lambda: None, True))
     assert next(looks) == 5
-    assert not Watching(lambda: True).briefly(iter(int, None)), "patience ends"
-    assert Watching(lambda: True).briefly(range(4))
+    assert not DevicePolling(lambda: True).spin(iter(int, None)), "patience ends"
+    assert DevicePolling(lambda: True).spin(range(4))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
+from ferrorpc.collectives.arena.select import explain as explain_in_memory
 from ferrorpc.collectives.call import BUNDLING, Call, Operation
 from ferrorpc.collectives.select import RANK_ORDER_RANKS, explain, is_announced, plan_for, select
 from ferrorpc.errors import TensorMismatchError, UsageError
@@ -131,7 +132,16 @@ def test_explain_names_the_choice_its_order_and_the_alternatives():
     text = explain(reduction(1000), 4)
     assert text.splitlines()[0] == "all_reduce(op=sum, float32[1000]) on 4 ranks: one_shot, in rank order"
     assert "* one_shot" in text
+    assert text.splitlines()[-1] == "  * the algorithm that is chosen"
     for name in ("two_shot", "ring", "recursive_doubling", "tree"):
         assert name in text
     assert "(asked for)" in explain(reduction(1000, algorithm="ring"), 4)
     assert "moves only" in explain(Call(Operation.BROADCAST, root=0), 4)
+
+
+def test_explain_counts_one_rank_and_one_round_in_the_singular():
+    text = explain(reduction(1000), 1)
+    assert " on 1 rank: " in text.splitlines()[0]
+    assert "  1 round, " in explain(reduction(1000), 4)
+    assert "  2 rounds," in explain(reduction(1000), 4)
+    assert "on 1 rank: in shared memory" in explain_in_memory(reduction(1000), 1)

@@ -47,7 +47,7 @@ def test_time_in_operations_never_goes_back() -> None:
 
 def test_links_are_told_once_until_something_is_sent_again() -> None:
     activity, traffic = Activity(), {1: ("grpc", 100), 2: ("shared_memory", 5), 3: ("grpc", 0)}
-    activity.carry(lambda: traffic)
+    activity.set_traffic_source(lambda: traffic)
     assert links_of(activity) == {1: ("grpc", 100), 2: ("shared_memory", 5)}
     assert links_of(activity) == {}
     traffic[2] = ("shared_memory", 9)
@@ -57,7 +57,7 @@ def test_links_are_told_once_until_something_is_sent_again() -> None:
 def test_every_other_beat_is_without_links() -> None:
     activity = Activity()
     sent = {1: ("grpc", 0)}
-    activity.carry(lambda: {peer: (kind, sent_bytes + 1) for peer, (kind, sent_bytes) in sent.items()})
+    activity.set_traffic_source(lambda: {peer: (kind, sent_bytes + 1) for peer, (kind, sent_bytes) in sent.items()})
     told = []
     for number in range(6):
         sent[1] = ("grpc", number)
@@ -68,7 +68,7 @@ def test_every_other_beat_is_without_links() -> None:
 def test_many_busy_links_take_turns() -> None:
     activity, size = Activity(), 3 * LINKS_MAX
     clock = [0]
-    activity.carry(lambda: {peer: ("grpc", clock[0] + peer + 1) for peer in range(size)})
+    activity.set_traffic_source(lambda: {peer: ("grpc", clock[0] + peer + 1) for peer in range(size)})
     seen = []
     for _ in range(3):
         clock[0] += 1000
@@ -80,9 +80,9 @@ def test_many_busy_links_take_turns() -> None:
 
 def test_a_new_generation_begins_from_nothing() -> None:
     activity = Activity()
-    activity.carry(lambda: {1: ("grpc", 100)})
+    activity.set_traffic_source(lambda: {1: ("grpc", 100)})
     assert links_of(activity) == {1: ("grpc", 100)}
-    activity.carry(lambda: {1: ("grpc", 40)})
+    activity.set_traffic_source(lambda: {1: ("grpc", 40)})
     assert links_of(activity) == {1: ("grpc", 40)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.coordination.explain import explanation, report_of
+from ferrorpc.coordination.explain import explain_wait, member_report
 from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import identity_pb2
 from ferrorpc.v1.barrier_pb2 import BarrierRequest
@@ -20,7 +20,7 @@ def said(status: StatusResponse | None = None, **body: Any) -> str:
     """What is said of a request with this body where the coordinator has this status."""
     request = SimpleNamespace(frame=ClientFrame(**body))
     stream = SimpleNamespace(status=lambda question, seconds: status or StatusResponse())
-    return explanation(request, stream, StatusRequest(job="j"))
+    return explain_wait(request, stream, StatusRequest(job="j"))
 
 
 def member(rank: int, state: int = identity_pb2.MEMBER_STATE_ACTIVE) -> identity_pb2.Member:
@@ -63,7 +63,7 @@ def test_members_that_are_not_well_are_named_and_at_most_eight_of_them():
 
 
 def test_a_state_that_a_newer_coordinator_has_is_unknown():
-    assert report_of(identity_pb2.Member(rank=0, name="a", state=99)).state == "unknown"
+    assert member_report(identity_pb2.Member(rank=0, name="a", state=99)).state == "unknown"
 
 
 def test_without_a_connection_or_a_status_that_is_what_is_said():
@@ -71,6 +71,6 @@ def test_without_a_connection_or_a_status_that_is_what_is_said():
         raise CoordinatorUnavailableError("nobody there")
 
     request = SimpleNamespace(frame=ClientFrame(store=StoreRequest()))
-    assert explanation(request, None, StatusRequest()) == "there is no connection"
-    text = explanation(request, SimpleNamespace(status=nobody), StatusRequest())
+    assert explain_wait(request, None, StatusRequest()) == "there is no connection"
+    text = explain_wait(request, SimpleNamespace(status=nobody), StatusRequest())
     assert text == "the coordinator is there, but its status is not: nobody there"

@@ -282,7 +282,7 @@ def test_a_spare_is_pending_only_once_there_is_room():
     world = LocalWorld(2, min_size=1)
     spare = threading.Thread(target=lambda: world.join(20))
     spare.start()
-    while len(world.sessions) < 3 or not world.sessions[2].asking:
+    while len(world.sessions) < 3 or not world.sessions[2].rejoining:
         pass
     assert world.session(0).pending_members == []
     world.kill(1, "signal 9")

@@ -1,4 +1,4 @@
-"""What the store asks of the line to its coordinator."""
+"""What the store asks over its connection to the coordinator."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ferrorpc.errors import StoreTimeoutError, UsageError
 from ferrorpc.v1 import store_pb2
 
 
-class Line:
+class Answering:
     """Answers everything, and remembers how long it was allowed to take."""
 
-    over = None
+    ended_by = None
 
     def __init__(self):
         self.seconds = []
 
-    def ask(self, label, seconds, late, store):
+    def ask(self, label, seconds, timeout_error, store):
         self.seconds.append(seconds)
         return store_pb2.StoreResponse(found=True)
 
@@ -39,15 +39,15 @@ class Line:
     ],
 )
 def test_a_disk_or_a_machine_that_is_slow_has_as_long_as_the_group(request_of):
-    line = Line()
-    request_of(RemoteStore(line, 60.0))
-    assert line.seconds == [60.0]
+    connection = Answering()
+    request_of(RemoteStore(connection, 60.0))
+    assert connection.seconds == [60.0]
 
 
 class Silent:
     """Answers nothing until it is told to, and counts who waits."""
 
-    over = None
+    ended_by = None
 
     def __init__(self):
         self.asking = 0
@@ -56,10 +56,10 @@ class Silent:
         self.answers = threading.Event()
         self._lock = threading.Lock()
 
-    def standing(self):
+    def outage(self):
         return ""
 
-    def ask(self, label, seconds, late, store):
+    def ask(self, label, seconds, timeout_error, store):
         with self._lock:
             self.asking += 1
             self.most = max(self.most, self.asking)
@@ -73,24 +73,24 @@ class Silent:
 
 def test_no_more_writes_are_under_way_than_a_coordinator_remembers():
     """It could not tell that it has carried out the others, were all repeated after a blip."""
-    line = Silent()
-    store = RemoteStore(line, 20.0)
+    connection = Silent()
+    store = RemoteStore(connection, 20.0)
     with ThreadPoolExecutor(WRITES_MAX + 40) as pool:
         sums = [pool.submit(store.add, "k") for _ in range(WRITES_MAX + 40)]
-        assert line.full.wait(20)
-        hasty = RemoteStore(line, 20.0)
+        assert connection.full.wait(20)
+        hasty = RemoteStore(connection, 20.0)
         hasty._writing, hasty._timeout = WRITES_MAX, 0.05
         with pytest.raises(StoreTimeoutError, match="no turn"):
             hasty.set("k", b"v")
-        line.answers.set()
+        connection.answers.set()
         assert [each.result(20) for each in sums] == [1] * len(sums)
-    assert line.most == WRITES_MAX
+    assert connection.most == WRITES_MAX
 
 
-def test_where_the_line_is_over_nobody_waits_for_a_turn():
+def test_where_the_connection_has_ended_nobody_waits_for_a_turn():
     """In a forked child the lock of the turns may be held for ever."""
-    line = Silent()
-    store = RemoteStore(line, 20.0)
-    line.over = UsageError("this process was forked from a member")
+    connection = Silent()
+    store = RemoteStore(connection, 20.0)
+    connection.ended_by = UsageError("this process was forked from a member")
     with store._turns.lock, pytest.raises(UsageError, match="forked"):
         store.add("k")

@@ -1,4 +1,4 @@
-"""Short ways to say what the tests of the coordinator's state need."""
+"""Helpers for the tests of the coordinator's state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.transcripts.world import World
 
 
 def join(world: World, *names: str, size: int = 0, timeout_ms: int = 60_000) -> None:
-    """These clients (new ones say hello) ask for a fixed world of `size`, their own number by default."""
+    """These clients ask to join a fixed world of `size`, by default their own number; new ones send a Hello first."""
     size = size or len(names)
     for name in names:
         if name not in world.clients:

@@ -1,11 +1,11 @@
-"""Who may do what: roles, jobs, tokens and certificates."""
+"""Access control: roles, jobs, tokens and certificates."""
 
 from __future__ import annotations
 
 import pytest
 from ferrorpc_coordinator.state.access import Access, Grant, read_grants
 from ferrorpc_coordinator.state.effects import Note
-from ferrorpc_coordinator.state.events import NOBODY, Called, Caller, Connected
+from ferrorpc_coordinator.state.events import UNKNOWN_CALLER, Called, Caller, Connected
 
 from ferrorpc.errors import AuthenticationError, ConfigError, ErrorCode, PermissionDeniedError
 from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
@@ -48,10 +48,10 @@ def outcome(access: Access, who: Caller, token: str, job: str, needed: Role) -> 
     ],
 )
 def test_a_token_is_good_for_its_job_and_role(token: str, job: str, needed: Role, expected: type[Exception] | None) -> None:
-    assert outcome(Access(read_grants(FILE)), NOBODY, token, job, needed) is expected
+    assert outcome(Access(read_grants(FILE)), UNKNOWN_CALLER, token, job, needed) is expected
 
 
-def test_a_certificate_does_without_a_token_but_a_token_that_is_brought_must_permit_too() -> None:
+def test_a_certificate_needs_no_token_but_a_token_given_with_it_must_be_valid() -> None:
     access, holder = Access(read_grants(FILE)), caller(("a", Role.WORKER))
     assert outcome(access, holder, "", "a", Role.WORKER) is None
     assert outcome(access, holder, WORKER, "a", Role.WORKER) is None
@@ -61,9 +61,9 @@ def test_a_certificate_does_without_a_token_but_a_token_that_is_brought_must_per
     assert outcome(access, holder, "", "b", Role.OBSERVER) is PermissionDeniedError
 
 
-def test_a_certificate_that_says_nothing_of_ours_is_refused_even_where_no_tokens_are() -> None:
+def test_a_certificate_without_our_identities_is_refused_even_without_tokens() -> None:
     assert outcome(Access(()), caller(), "", "a", Role.OBSERVER) is AuthenticationError
-    assert outcome(Access(()), NOBODY, "", "a", Role.ADMIN) is None
+    assert outcome(Access(()), UNKNOWN_CALLER, "", "a", Role.ADMIN) is None
     assert outcome(Access(()), caller(("a", Role.COORDINATOR)), "", "a", Role.OBSERVER) is PermissionDeniedError
     assert outcome(Access(()), caller((EVERY_JOB, Role.WORKER)), "", "a", Role.WORKER) is None
     assert outcome(Access(()), caller(("b", Role.ADMIN), ("a", Role.WORKER)), "", "a", Role.ADMIN) is PermissionDeniedError
@@ -79,18 +79,20 @@ def test_one_token_alone_may_do_everything() -> None:
     ["", "# nothing", "short", "king a-long-enough-token", "worker", "coordinator a-long-enough-token", "worker short",
      "worker one-token-for-two\nadmin one-token-for-two", "a-long-enough-token\nanother-long-token", "worker a b c"],
 )  # fmt: skip
-def test_a_file_of_tokens_that_cannot_be_meant_is_refused_without_telling_them(text: str) -> None:
+def test_a_token_file_with_errors_is_refused_without_showing_tokens(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_grants(text)
     assert not any(word in str(caught.value) for word in text.split() if word.endswith("-token"))
 
 
-def test_only_a_token_of_every_job_opens_the_page() -> None:
+def test_only_a_token_for_every_job_opens_the_page() -> None:
     access = Access(read_grants(FILE))
-    assert [access.sees_every_job(token) for token in (OBSERVER, WORKER, ADMIN, "a-guess-of-a-token")] == [True] + [False] * 3
+    assert [access.observes_all_jobs(token) for token in (OBSERVER, WORKER, ADMIN, "a-guess-of-a-token")] == [True] + [
+        False
+    ] * 3
 
 
-def test_who_is_refused_is_told_of_with_its_address_and_cannot_write_lines_into_the_log() -> None:
+def test_a_refusal_is_logged_with_the_address_and_cannot_add_lines_to_the_log() -> None:
     world = World(job="a", access=Access(()))
     hello = session_pb2.Hello(protocol_version=1, job="a", name="eve\nall is well")
     effects = world.step(Connected(900, hello, caller(("b", Role.WORKER))))
@@ -106,7 +108,7 @@ def remove(world: World, name: str, token: str) -> object:
     return world.replies[world.call(session_pb2.UnaryReportRequest(job=world.job, token=token, request=report))]
 
 
-def test_who_may_only_look_changes_nothing_by_a_unary_call() -> None:
+def test_an_observer_cannot_change_anything_by_a_unary_call() -> None:
     world = World(job="a", access=Access(read_grants(FILE)))
     world.hello("x", token=WORKER)
     status = session_pb2.StatusRequest(job="a", token=OBSERVER)
@@ -145,14 +147,14 @@ def test_a_member_cannot_remove_another_over_its_session() -> None:
     assert world.clients["y"].stream is not None
 
 
-def test_a_session_of_another_job_gets_nowhere_and_its_job_does_not_begin_to_exist() -> None:
+def test_a_session_of_another_job_is_refused_and_its_job_is_not_created() -> None:
     world = World(job="a", access=Access(read_grants(FILE)))
     world.step(Connected(900, session_pb2.Hello(protocol_version=1, job="c", name="m", token=WORKER)))
     world.step(Called(901, session_pb2.UnaryStoreRequest(job="c", token=WORKER)))
     assert set(world.coordinator.jobs) == set()
 
 
-def test_who_asks_for_a_job_that_is_not_there_learns_of_no_job_of_others() -> None:
+def test_the_status_of_an_unknown_job_names_only_jobs_that_the_caller_may_see() -> None:
     world = World(access=Access(read_grants(FILE)), job="a")
     world.hello("m", token=WORKER)
     for token, told in ((OTHER, "none yet"), (OBSERVER, "this coordinator: a")):

@@ -1,4 +1,4 @@
-"""Who is let in: protocol, token, and what a stale or foreign resume token gets."""
+"""Admission: protocol version, token, and stale or foreign resume tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_another_protocol_version_is_refused_with_both_named() -> None:
     assert "1.2" in refusal(world, "a").message
 
 
-def test_without_the_secret_nobody_is_let_in() -> None:
+def test_a_hello_without_the_token_is_refused() -> None:
     world = World(access=Access(read_grants("the-secret-of-all")))
     world.hello("a")
     assert refusal(world, "a").code == ErrorCode.AUTHENTICATION
@@ -92,7 +92,7 @@ def test_status_of_a_job_that_does_not_exist_names_those_that_do() -> None:
     assert "job" in reply.hint
 
 
-def test_what_a_member_says_of_itself_is_what_its_peers_are_told() -> None:
+def test_peers_receive_the_host_address_and_labels_of_a_member() -> None:
     world = World()
     world.hello("a", labels=[identity_pb2.Label(name="gpu", value="7")], address="h:1")
     join(world, "a", "b")

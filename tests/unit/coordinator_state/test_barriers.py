@@ -1,4 +1,4 @@
-"""Barriers at their edges: unary arrivals, those who go away while they wait, and outcomes that survive a restart."""
+"""Edge cases of barriers: unary arrivals, callers that go while they wait, and outcomes that survive a restart."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_arrival_that_was_cancelled_does_not_count() -> None:
     assert isinstance(world.replies[third], session_pb2.UnaryBarrierResponse)
 
 
-def test_the_deadline_of_an_arrival_that_was_cancelled_binds_nobody() -> None:
+def test_the_deadline_of_a_cancelled_arrival_does_not_count() -> None:
     world = World()
     first = tool(world, "t", count=3, timeout_ms=1_000)
     second = tool(world, "u", count=3, timeout_ms=30_000)
@@ -52,7 +52,7 @@ def test_the_deadline_of_an_arrival_that_was_cancelled_binds_nobody() -> None:
     assert reply.code == ErrorCode.BARRIER_TIMEOUT
 
 
-def test_a_cancellation_that_comes_after_the_retry_takes_nothing_back() -> None:
+def test_a_cancellation_after_the_retry_does_not_remove_the_arrival() -> None:
     world = World()
     first = tool(world, "t")
     tool(world, "t")
@@ -85,7 +85,7 @@ def test_a_second_arrival_under_another_number_supersedes_the_first() -> None:
     assert list(world.clients["a"].results[second].barrier.payloads) == [b"new", b""]
 
 
-def test_what_is_no_barrier_is_refused() -> None:
+def test_an_invalid_barrier_request_is_refused() -> None:
     world = World()
     join(world, "a", "b")
     for more in ({"ordinal": 0}, {"generation": 0, "count": 0}, {"generation": 0, "count": 1, "ranks": [0]}, {"ranks": [1]}):
@@ -121,7 +121,7 @@ def test_outcomes_are_forgotten_with_their_generation() -> None:
     assert not any(table == "barrier" for table, _ in world.rows)
 
 
-def test_whoever_waits_in_a_generation_that_is_replaced_is_told() -> None:
+def test_waiting_arrivals_fail_when_their_generation_is_replaced() -> None:
     world = World()
     join(world, "a", "b")
     number = arrive(world, "a", "x")
@@ -129,7 +129,7 @@ def test_whoever_waits_in_a_generation_that_is_replaced_is_told() -> None:
     assert world.clients["a"].results[number].error.code == ErrorCode.STALE_GENERATION
 
 
-def test_status_tells_who_is_missing() -> None:
+def test_the_status_names_the_missing_ranks() -> None:
     world = World()
     join(world, "a", "b", "c")
     arrive(world, "b", "x")

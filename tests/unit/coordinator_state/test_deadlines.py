@@ -1,4 +1,4 @@
-"""The list of what expires: order, moves, and memory that follows what is armed."""
+"""Deadlines: order, moves, and memory proportional to those that are set."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_action_may_drop_what_is_due_after_it() -> None:
     assert seen == []
 
 
-def test_memory_follows_what_is_armed_and_not_what_was() -> None:
+def test_memory_is_proportional_to_the_deadlines_that_are_set() -> None:
     deadlines = Deadlines()
     for number in range(100_000):
         deadlines.set(number, 10**9 + number, lambda: None)

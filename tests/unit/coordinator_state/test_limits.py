@@ -141,7 +141,7 @@ def test_too_many_members() -> None:
     assert limit_of(world.clients["b"].events[-1].fenced) == "members"
 
 
-def test_members_that_say_too_much_together_are_all_told_so_and_fewer_may_join() -> None:
+def test_members_whose_descriptions_are_too_large_together_are_rejected_and_fewer_may_join() -> None:
     world = World(Settings(durable=True, limits=replace(Limits(), world_bytes=2_500)))
     names = ["b", "c", "d"]
     for name in names:
@@ -152,7 +152,7 @@ def test_members_that_say_too_much_together_are_all_told_so_and_fewer_may_join()
     assert [world.clients[name].generation for name in names] == [1, 1, 0]
 
 
-def test_members_that_are_gone_take_nobodys_place_after_a_restart() -> None:
+def test_former_members_do_not_count_toward_the_limit_after_a_restart() -> None:
     world = World(Settings(durable=True, limits=replace(Limits(), members=2)))
     join(world, "a", "b")
     world.ask("b", leave={})
@@ -164,7 +164,7 @@ def test_members_that_are_gone_take_nobodys_place_after_a_restart() -> None:
     assert limit_of(world.clients["d"].events[-1].fenced) == "members"
 
 
-def test_outcomes_of_barriers_are_remembered_up_to_so_many_bytes() -> None:
+def test_kept_outcomes_of_barriers_are_limited_in_bytes() -> None:
     world = limited(remembered_barrier_bytes=1_000)
     for ordinal in range(1, 6):
         arrive(world, "a", "epoch", ordinal=ordinal, payload=b"x" * 400)
@@ -172,14 +172,14 @@ def test_outcomes_of_barriers_are_remembered_up_to_so_many_bytes() -> None:
     assert [key.rpartition("1/")[2] for key in remembered] == ["4/epoch", "5/epoch"]
 
 
-def test_a_hello_that_says_too_much() -> None:
+def test_a_hello_too_large() -> None:
     world = World()
     world.hello("a", address="x" * (17 << 10))
     assert limit_of(world.clients["a"].events[-1].fenced) == "hello_bytes"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "a\n"])
-def test_a_name_that_no_row_could_bear(name: str) -> None:
+def test_a_name_that_cannot_be_part_of_a_journal_key(name: str) -> None:
     world = World()
     world.hello(name)
     assert world.clients[name].events[-1].fenced.code == ErrorCode.CONFIG
@@ -198,7 +198,7 @@ def test_too_many_jobs_unless_one_has_ended() -> None:
 
 
 def test_the_job_that_is_forgotten_for_a_new_one_ended_first() -> None:
-    """Not the one that began first: that may run for weeks, and be without a living process only until its next ones start."""
+    """Not the one that began first, which may run for weeks and have no living process only until its next ones start."""
     world = limited(jobs=3)
     value = store_pb2.StoreRequest(set=store_pb2.SetOperation(key="checkpoint", value=b"7"))
     for seconds, job in enumerate(("earlier", "later"), 1):
@@ -231,7 +231,7 @@ def test_keys_come_in_pages() -> None:
 
 
 def test_nothing_grows_without_bound() -> None:
-    """Ten thousand of everything, one after the other: what is remembered stays within its limits."""
+    """Ten thousand of everything, one after the other: all that is kept stays within its limits."""
     limits = replace(
         Limits(),
         remembered_barriers=16,
@@ -260,12 +260,12 @@ def test_nothing_grows_without_bound() -> None:
         world.ask(f"b{number}", leave={})
     assert len(world.rows) < 120
     assert len(world.coordinator._calls) == 0
-    assert len(world.coordinator._world.deadlines) < 10
+    assert len(world.coordinator._shared.deadlines) < 10
     job = world.coordinator.jobs["job"]
-    assert len(list(job.roster)) <= 8 + 4
+    assert len(list(job.members)) <= 8 + 4
     assert len(job.generations.history) == 4
-    assert len(job.store.writes.clients()) <= 4 + 4
+    assert len(job.store.write_results.clients()) <= 4 + 4
     assert len(job.store.watches._history) == 32
-    member = job.roster.get("a")
+    member = job.members.get("a")
     assert member is not None
     assert len(member.results) <= limits.remembered_results

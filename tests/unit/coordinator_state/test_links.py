@@ -1,4 +1,4 @@
-"""A data stream that broke between two living ranks ends their generation, with all that belongs to it."""
+"""A broken data stream between two living ranks ends their generation, with all that belongs to it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.unit.coordinator_state.helpers import arrive, error, join, store
 
 
 def lose_a_link(world: World) -> None:
-    """Rank 0 tells that it cannot reach rank 1, and the time of the verdict passes."""
+    """Rank 0 reports that it cannot reach rank 1, and the time until the decision passes."""
     lost = session_pb2.LinkLost(peer_rank=1, reason="reset")
     world.ask("a", report=session_pb2.ReportRequest(generation=world.clients["a"].generation, link_lost=lost))
     world.tick(3 * SECOND)
 
 
-def test_who_waits_in_a_barrier_of_the_generation_is_told_at_once() -> None:
+def test_barriers_of_the_generation_fail_at_once() -> None:
     world = World()
     join(world, "a", "b")
     number = arrive(world, "b", "epoch")
@@ -26,7 +26,7 @@ def test_who_waits_in_a_barrier_of_the_generation_is_told_at_once() -> None:
     assert error(world, "b").code == ErrorCode.GROUP_ABORTED
 
 
-def test_who_waits_for_ids_of_the_generation_is_told_at_once() -> None:
+def test_id_exchanges_of_the_generation_fail_at_once() -> None:
     world = World()
     join(world, "a", "b")
     request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)
@@ -35,7 +35,7 @@ def test_who_waits_for_ids_of_the_generation_is_told_at_once() -> None:
     assert error(world, "b").code == ErrorCode.GROUP_ABORTED
 
 
-def test_keys_of_the_generation_vanish() -> None:
+def test_keys_of_the_generation_are_deleted() -> None:
     world = World()
     join(world, "a", "b")
     bound = store_pb2.SetOperation(key="k", value=b"v", binding=store_pb2.KEY_BINDING_GENERATION)

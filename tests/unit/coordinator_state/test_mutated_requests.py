@@ -1,4 +1,4 @@
-"""Whatever a member sends, the coordinator answers and stays whole: requests with any field set to anything."""
+"""The coordinator answers requests with any field set to any value, and its state stays valid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXTS = ("", "a", "k", "x" * 600, "a b", "é", "a/b", "\x00")
 
 
 def mutated(rng: random.Random, message: Message, depth: int = 0) -> None:
-    """Sets some fields to values from the edges."""
+    """Sets some fields to extreme values."""
     for field in message.DESCRIPTOR.fields:
         if rng.random() < 0.4 or depth > 3:
             continue

@@ -1,4 +1,4 @@
-"""Ranks are given by the strength of claims, each exactly once."""
+"""Ranks are assigned by the strength of claims, each exactly once."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_the_current_rank_beats_the_last_one_and_that_a_hint() -> None:
     assert assign([Claim("h", hinted=0), Claim("h", last=0), Claim("h", current=0)], 3) == [1, 2, 0]
 
 
-def test_the_rest_is_given_by_host() -> None:
+def test_remaining_ranks_are_assigned_by_host() -> None:
     assert assign([Claim("x"), Claim("y"), Claim("x"), Claim("y")], 4) == [0, 2, 1, 3]
 
 
-def test_a_rank_outside_a_smaller_world_is_no_claim() -> None:
+def test_a_rank_outside_a_smaller_world_is_not_claimed() -> None:
     assert assign([Claim("h", current=0), Claim("h", current=3)], 2) == [0, 1]
 
 

@@ -1,4 +1,4 @@
-"""What a coordinator tells of a job that was not told before: times, links, lateness."""
+"""The status of a job: times, links, stragglers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def link(peer: int, sent: int, kind: str = "grpc") -> identity_pb2.Link:
     return identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent)
 
 
-def test_a_member_is_told_of_with_the_age_of_its_step_and_its_time_in_operations() -> None:
+def test_the_status_of_a_member_has_the_age_of_its_step_and_its_time_in_operations() -> None:
     world = world_of(2)
     beat(world, 0, step=4, operation_ms=1200, generation=1)
     world.clients["m0"].frozen = world.clients["m1"].frozen = True
@@ -45,7 +45,7 @@ def test_a_member_is_told_of_with_the_age_of_its_step_and_its_time_in_operations
     assert [(member.step, member.step_age_ms, member.operation_ms) for member in told] == [(4, 2000, 1700), (5, 0, 0)]
 
 
-def test_ages_of_whoever_went_before_a_restart_count_from_the_restart_and_not_from_the_clocks_zero() -> None:
+def test_ages_of_former_members_count_from_the_restart() -> None:
     world = world_of(1)
     world.ask("m0", leave={})
     world.tick(900 * SECOND)
@@ -54,7 +54,7 @@ def test_ages_of_whoever_went_before_a_restart_count_from_the_restart_and_not_fr
     assert (told.state, told.beat_age_ms, told.step_age_ms) == (identity_pb2.MEMBER_STATE_LEFT, 0, 0)
 
 
-def test_the_time_of_training_steps_is_kept_from_the_last_beat_that_told_of_it() -> None:
+def test_the_time_of_training_steps_is_that_of_the_last_beat_with_one() -> None:
     world = world_of(2)
     training = identity_pb2.Training(steps=3, compute_ms=300, exposed_ms=40, hidden_ms=20)
     beat(world, 0, generation=1, training=training)
@@ -78,14 +78,14 @@ def test_links_are_kept_for_their_generation_the_busiest_first() -> None:
 
 
 def test_links_are_bounded_for_one_member_and_for_all_together() -> None:
-    world = world_of(4, links=3, told_links=8)
+    world = world_of(4, links=3, status_links=8)
     for rank in range(4):
         beat(world, rank, generation=1, links=[link(peer, peer) for peer in range(100, 200)])
-    assert [len(member.links) for member in world.coordinator.jobs[world.job].roster] == [3] * 4
+    assert [len(member.links) for member in world.coordinator.jobs[world.job].members] == [3] * 4
     assert [len(member.links) for member in status_of(world).members] == [2] * 4
 
 
-def test_an_open_barrier_tells_who_came_when() -> None:
+def test_the_status_of_an_open_barrier_has_arrival_times() -> None:
     world = world_of(3)
     world.tick(SECOND)
     request = barrier_pb2.BarrierRequest(generation=1, name="b", ordinal=1, timeout_ms=60_000)
@@ -98,7 +98,7 @@ def test_an_open_barrier_tells_who_came_when() -> None:
     assert (list(barrier.missing_ranks), barrier.age_ms) == ([1], 2000)
 
 
-def test_a_straggler_is_charged_with_what_the_others_waited_for_it_alone() -> None:
+def test_a_straggler_counts_the_time_that_others_waited_for_it_alone() -> None:
     world = world_of(3)
     for ordinal, late in ((1, "m1"), (2, "m1"), (3, "m0")):
         request = barrier_pb2.BarrierRequest(generation=1, name="b", ordinal=ordinal, timeout_ms=60_000)
@@ -112,7 +112,7 @@ def test_a_straggler_is_charged_with_what_the_others_waited_for_it_alone() -> No
     assert told == [(1, 2, 1000), (0, 1, 500)]
 
 
-def test_nobody_comes_last_to_what_ferrorpc_itself_does() -> None:
+def test_internal_barriers_have_no_stragglers() -> None:
     world = world_of(2)
     for name in ("ferrorpc/shared_memory/offers", "epoch"):
         request = barrier_pb2.BarrierRequest(generation=1, name=name, ordinal=1, timeout_ms=60_000)
@@ -122,7 +122,7 @@ def test_nobody_comes_last_to_what_ferrorpc_itself_does() -> None:
     assert [(found.rank, found.barriers) for found in status_of(world).stragglers] == [(1, 1)]
 
 
-def test_a_generation_is_told_of_with_its_times_as_far_as_they_were_lived() -> None:
+def test_the_status_of_a_generation_has_the_times_that_this_coordinator_saw() -> None:
     world = world_of(2)
     world.tick(3 * SECOND)
     world.cut("m1")
@@ -135,7 +135,7 @@ def test_a_generation_is_told_of_with_its_times_as_far_as_they_were_lived() -> N
     assert not line.HasField("lasted_ms")
 
 
-def test_what_is_told_of_grows_older_while_nobody_is_there() -> None:
+def test_ages_in_the_status_grow_while_no_member_is_there() -> None:
     world = world_of(2)
     world.tick(3 * SECOND)
     for name in ("m0", "m1"):

@@ -1,4 +1,4 @@
-"""The store at its edges: unary calls, waits that end otherwise, keys that vanish, history that is compacted."""
+"""Edge cases of the store: unary calls, waits that fail, deleted keys, compacted history."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_unary_wait_ends_with_its_caller() -> None:
     assert world.coordinator.next_deadline() is None
 
 
-def test_everyone_who_waits_for_a_key_is_told_and_nobody_waits_for_one_that_is_there() -> None:
+def test_all_waits_for_a_key_end_when_it_is_set_and_none_begins_after_that() -> None:
     world = World()
     world.hello("a")
     wait = store_pb2.WaitOperation(keys=["k", "l", "k"], wait_ms=60_000)
@@ -55,7 +55,7 @@ def test_everyone_who_waits_for_a_key_is_told_and_nobody_waits_for_one_that_is_t
     assert at_once.store.found
 
 
-def test_a_caller_that_goes_away_ends_nobody_elses_wait() -> None:
+def test_a_cancelled_call_does_not_end_other_waits() -> None:
     world = World()
     world.hello("a")
     number = world.ask("a", store=store_pb2.StoreRequest(wait=store_pb2.WaitOperation(keys=["k"], wait_ms=60_000)))
@@ -64,7 +64,7 @@ def test_a_caller_that_goes_away_ends_nobody_elses_wait() -> None:
     assert world.clients["a"].results[number].store.found
 
 
-def test_a_wait_that_is_over_says_who_waited_how_long_for_what() -> None:
+def test_a_store_timeout_names_the_client_the_time_and_the_keys() -> None:
     world = World()
     world.hello("a")
     world.tick(SECOND)
@@ -74,7 +74,7 @@ def test_a_wait_that_is_over_says_who_waited_how_long_for_what() -> None:
     assert "waited 2.0 s for k, l" in error(world, "a").message
 
 
-def test_keys_of_a_generation_vanish_when_all_its_members_left_in_peace() -> None:
+def test_keys_of_a_generation_are_deleted_when_all_its_members_left() -> None:
     world = World()
     join(world, "a", "b")
     bound = store_pb2.SetOperation(key="k", value=b"v", binding=store_pb2.KEY_BINDING_GENERATION)
@@ -102,8 +102,8 @@ def test_a_unary_call_can_neither_watch_nor_bind() -> None:
         assert reply.code == ErrorCode.USAGE
 
 
-def test_a_key_cannot_be_bound_to_a_generation_by_one_who_has_none() -> None:
-    """Who had one, in a coordinator that kept nothing, goes on through reform(): as after any end of a generation."""
+def test_a_member_without_a_generation_cannot_bind_a_key_to_one() -> None:
+    """A member of a generation continues through reform() at a coordinator that lost it, as after any end of a generation."""
     world = World()
     world.hello("a")
     store(world, "a", set=store_pb2.SetOperation(key="k", value=b"", binding=store_pb2.KEY_BINDING_GENERATION))
@@ -121,7 +121,7 @@ def test_a_sum_that_does_not_fit_is_refused() -> None:
     assert result.store.value == str(2**63 - 1).encode()
 
 
-def test_a_retried_compare_set_tells_again_that_it_won() -> None:
+def test_a_retried_compare_set_succeeds_again() -> None:
     world = World()
     join(world, "a", "b")
     mine = store_pb2.CompareSetOperation(key="leader", expect_absent=True, value=b"a")
@@ -132,7 +132,7 @@ def test_a_retried_compare_set_tells_again_that_it_won() -> None:
     assert (again.store.found, again.store.value) == (True, b"a")
 
 
-def test_keys_of_a_session_that_died_while_the_coordinator_was_down_vanish_when_that_is_known() -> None:
+def test_keys_of_a_session_that_died_during_an_outage_are_deleted_afterwards() -> None:
     world = World()
     join(world, "a")
     store(world, "a", set=store_pb2.SetOperation(key="seat", value=b"a", binding=store_pb2.KEY_BINDING_SESSION))
@@ -144,7 +144,7 @@ def test_keys_of_a_session_that_died_while_the_coordinator_was_down_vanish_when_
     assert not any(table == "write" for table, _ in world.rows)
 
 
-def test_a_key_that_is_set_anew_is_bound_anew() -> None:
+def test_setting_a_key_again_replaces_its_binding() -> None:
     world = World()
     join(world, "a", "b")
     store(world, "a", set=store_pb2.SetOperation(key="k", value=b"1", binding=store_pb2.KEY_BINDING_SESSION))
@@ -155,7 +155,7 @@ def test_a_key_that_is_set_anew_is_bound_anew() -> None:
     assert result.store.value == b"2"
 
 
-def test_a_watch_from_before_the_history_is_told_so() -> None:
+def test_a_watch_from_before_the_history_gets_compacted() -> None:
     world = World(Settings(durable=True, limits=replace(Limits(), history_events=3)))
     join(world, "a")
     for _ in range(5):
@@ -174,7 +174,7 @@ def test_a_watch_from_before_the_history_is_told_so() -> None:
         assert told == [*forgotten, False, False, False]
 
 
-def test_after_a_restart_a_watch_is_told_that_history_is_gone() -> None:
+def test_after_a_restart_a_watch_gets_compacted() -> None:
     world = World()
     join(world, "a")
     set_(world, "a", "k", b"v")
@@ -199,7 +199,7 @@ TAKEN = {"get": {"key": "k"}, "delete": {"key": "k"}, "keys": {"prefix": ""}}
 
 
 @pytest.mark.parametrize("operation", [*REFUSED, *TAKEN])
-def test_a_full_disk_takes_nothing_that_grows_by_whatever_way_it_comes(operation: str) -> None:
+def test_a_full_disk_refuses_writes_of_sessions_and_unary_calls(operation: str) -> None:
     world = World()
     client = world.hello("a")
     request = store_pb2.StoreRequest(request_id=1, **{operation: {**REFUSED, **TAKEN}[operation]})  # type: ignore[arg-type]
@@ -215,8 +215,8 @@ def test_a_full_disk_takes_nothing_that_grows_by_whatever_way_it_comes(operation
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_write_that_was_carried_out_before_the_disk_was_full_is_no_new_one(restarted: bool) -> None:
-    """Its answer was lost with the line: were it refused now, its caller would have it carried out again later."""
+def test_a_retried_write_is_answered_though_the_disk_is_full_now(restarted: bool) -> None:
+    """Its answer was lost with the connection; if it were refused now, its caller would repeat it later."""
     world = World()
     client = world.hello("a")
     assert add(world, "a", "n", request_id=1) == 1

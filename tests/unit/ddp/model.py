@@ -1,4 +1,4 @@
-"""A module with nothing but what DistributedDataParallel asks for."""
+"""A minimal module for DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ class Plain:
 
 
 def gradients(rank: int, shapes: dict[str, tuple[int, ...]], dtype=np.float32) -> dict[str, np.ndarray]:
-    """One rank's gradients, from a seed of its own."""
+    """One rank's gradients, with the rank as seed."""
     rng = np.random.default_rng(rank)
     return {name: np.asarray(rng.standard_normal(shape)).astype(dtype) for name, shape in shapes.items()}

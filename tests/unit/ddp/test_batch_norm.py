@@ -1,4 +1,4 @@
-"""Batch normalisation over uneven batches against one process that has all rows."""
+"""Batch normalisation over uneven batches, compared with one process that has all rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication hooks: what arrives, what is left for later, what travels, and that ranks agree to the last bit."""
+"""Communication hooks: results, residues, bytes sent, and equal bits on all ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_all_ranks_have_the_same_bits_in_any_order_of_arrival(make, cap_mb):
 
 
 class Twice(Hook):
-    """Two operations a bucket, one after the other."""
+    """Two collectives for each bucket, one after the other."""
 
     operations = 2
     text = "twice"
@@ -68,10 +68,10 @@ class Twice(Hook):
     def __init__(self) -> None:
         self.followed: list[str] = []
 
-    def exchange(self, part, lane):
-        yield lane.all_reduce(np.ones(1, np.float32))
+    def exchange(self, part, collectives):
+        yield collectives.all_reduce(np.ones(1, np.float32))
         self.followed.append(part.key)
-        yield lane.all_reduce(part.values)
+        yield collectives.all_reduce(part.values)
 
 
 def test_what_follows_an_operation_begins_while_others_still_compute():
@@ -114,7 +114,7 @@ def test_int8_is_as_far_off_as_its_codec_says():
 
 @pytest.mark.parametrize("make", [HOOKS[name] for name in HOOKS if "feedback" in name or "factors" in name])
 def test_with_feedback_everything_arrives_in_the_end(make):
-    """Constant gradients: the mean over many rounds comes as close as the residue, which stays bounded, is small beside it."""
+    """Constant gradients: the error of the mean over many steps is bounded, because the residue is."""
     rounds = 150
 
     def body(group):
@@ -132,7 +132,7 @@ def test_with_feedback_everything_arrives_in_the_end(make):
 
 @pytest.mark.parametrize("make", [HOOKS[name] for name in HOOKS if "feedback" in name])
 def test_a_round_that_is_broken_off_leaves_all_of_its_values_to_the_next(make):
-    """Rank 1 leaves after the first round; rank 0's second ends with it."""
+    """Rank 1 leaves after the first step; rank 0's second step still completes."""
 
     def body(group):
         hook = make()
@@ -166,7 +166,7 @@ def test_without_feedback_a_low_rank_leaves_the_rest_out_for_ever():
     assert np.linalg.norm(found - best) < 0.05 * np.linalg.norm(best), "the warm start has found the largest singular pair"
 
 
-def test_a_matrix_of_low_rank_comes_whole_after_one_warm_round():
+def test_a_matrix_of_low_rank_comes_whole_after_one_warm_step():
     left, right = np.random.default_rng(1).standard_normal((2, 40, 2)).astype(np.float32)
     product = left @ right[:30].T
 
@@ -199,7 +199,7 @@ def test_the_largest_values_are_added_in_rank_order_and_the_others_wait():
 
 @hooks
 def test_hooks_take_weights_unused_gradients_and_uneven_steps(make):
-    """Weights reach beyond what a narrow header could hold; who used what is told exactly."""
+    """Weights exceed what a narrow header could hold; the header is exact."""
 
     def body(group):
         sync = synchroniser(group, make())
@@ -274,7 +274,7 @@ def test_a_hook_that_remembers_serves_one_model_at_a_time(make):
         with pytest.raises(UsageError, match="one hook for each model"):
             synchroniser(group, ErrorFeedback(hook))
         first(grads(group.rank))
-        del first  # the one that follows it goes on with what is remembered
+        del first  # the next one continues with its state
         again = synchroniser(group, hook)
         other = group.reform()
         found = synchroniser(other, hook)(grads(group.rank))
@@ -296,7 +296,7 @@ def test_a_hook_that_remembers_nothing_serves_several(hook):
 
 @pytest.mark.filterwarnings("error")
 @hooks
-def test_an_overflow_shows_in_the_mean_and_is_over_with_the_next_round(make):
+def test_an_overflow_shows_in_the_mean_and_is_over_with_the_next_step(make):
     def body(group):
         sync = synchroniser(group, make())
         sync(grads(group.rank))
@@ -309,7 +309,7 @@ def test_an_overflow_shows_in_the_mean_and_is_over_with_the_next_round(make):
 
 
 def test_bytes_on_the_wire_are_counted_as_they_are_sent():
-    """Against what the transport was given, at the rank that sends most."""
+    """Compared with what the transport was given, on the rank that sends most."""
 
     def body(group):
         sent = 0
@@ -335,9 +335,9 @@ def test_bytes_on_the_wire_are_counted_as_they_are_sent():
 
     for size in (2, 4):
         results = run_world(size, body)
-        for place, (told, _) in enumerate(results[0]):
+        for place, (counted, _) in enumerate(results[0]):
             busiest = max(found[place][1] for found in results)
-            assert abs(told - busiest) <= 0.02 * busiest + 64 * size, (place, told, busiest)
+            assert abs(counted - busiest) <= 0.02 * busiest + 64 * size, (place, counted, busiest)
 
 
 def test_the_bytes_that_were_promised():

@@ -1,4 +1,4 @@
-"""DistributedDataParallel against a single process that adds gradients in rank order and divides."""
+"""DistributedDataParallel, compared with one process that adds gradients in rank order and divides."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_weights_of_ranks_count_in_the_mean():
 
 
 def test_a_gradient_that_only_ranks_of_weight_zero_have_is_the_mean_there_too():
-    """Otherwise they alone would update the parameter, by it."""
+    """Otherwise only these ranks would update the parameter."""
 
     def body(group):
         module = Plain(w=np.zeros(2), rare=np.zeros(2))
@@ -359,7 +359,7 @@ def test_an_unknown_mode_of_buffers_is_refused():
 
 
 def test_passes_whose_gradients_nobody_averages_are_noticed(caplog):
-    """A script for torch's own wrapper averages nothing with this one, and nothing else says so."""
+    """A script for torch's own wrapper averages nothing with this one, and would not notice."""
 
     def body(group, training, syncs):
         module = plain(0)

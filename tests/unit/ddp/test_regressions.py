@@ -1,4 +1,4 @@
-"""Defects of an earlier design of data parallelism, each as the sentence that must stay true."""
+"""Regression tests for the defects of an earlier design of data parallelism."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.ddp.world import run_world
 
 
 def test_buckets_of_equal_size_in_flight_together_are_never_swapped():
-    """Untagged messages of equal length could be taken for one another; here every bucket has a number of its own."""
+    """Untagged messages of equal length could be confused; here every bucket has a number."""
     names = [f"p{index}" for index in range(8)]
 
     def body(group):
@@ -39,7 +39,7 @@ def test_buckets_of_equal_size_in_flight_together_are_never_swapped():
 
 
 def test_broadcast_parameters_keeps_the_objects_that_optimizers_hold():
-    """Replaced parameters would leave an optimizer with stale ones, and ranks would drift apart from the first step on."""
+    """If parameters were replaced, an optimizer would keep the old ones, and ranks would diverge from the first step."""
 
     def body(group):
         module = Plain(w=np.full(3, float(group.rank)))
@@ -65,7 +65,7 @@ def test_element_counts_need_not_divide_by_the_number_of_ranks():
 
 
 def test_ranks_with_unequal_batches_get_the_mean_over_samples():
-    """A mean of means would count a sample on a rank with a small batch for more than one elsewhere."""
+    """A mean of means would give samples of small batches more weight than others."""
     samples = [np.array([1.0, 2.0, 3.0]), np.array([10.0])]
 
     def body(group):

@@ -1,4 +1,4 @@
-"""Where the time of steps goes, from known times, and that steps are counted and drawn."""
+"""The times of steps: their computation from known times, and their recording, comparison and drawing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.ddp.bucket import lay_out
-from ferrorpc.ddp.round import Flight
+from ferrorpc.ddp.bucket_reduction import BucketReduction
 from ferrorpc.ddp.steps import Step, StepTimes
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -23,7 +23,7 @@ from tests.unit.ddp.world import run_world
 
 
 @pytest.mark.parametrize(
-    ("flights", "hidden"),
+    ("buckets", "hidden"),
     [
         ((), 0.0),
         (((0, 2.0, 3.0), (1, 5.0, 6.0)), 2.0),  # apart
@@ -32,31 +32,31 @@ from tests.unit.ddp.world import run_world
         (((0, 8.0, 12.0), (1, 11.0, 12.0)), 2.0),  # what comes after 10 is exposed
     ],
 )
-def test_communication_before_the_wait_is_hidden_and_counts_once(flights, hidden):
-    assert Step(3, 1.0, 10.0, 12.0, flights).times == StepTimes(9.0, 2.0, hidden)
+def test_communication_before_the_wait_is_hidden_and_counts_once(buckets, hidden):
+    assert Step(3, 1.0, 10.0, 12.0, buckets).times == StepTimes(9.0, 2.0, hidden)
 
 
-def test_a_bucket_is_home_when_that_was_seen_although_nobody_has_told_yet():
-    """Whoever ends an operation says so before it tells of it."""
+def test_a_reduction_ends_when_its_last_collective_is_complete_although_no_callback_has_run_yet():
+    """done() is true before on_done callbacks run."""
     clock = ManualClock()
     told = []
     operations = [Work(clock, "first"), Work(clock, "second")]
     for work in operations:
         work.on_done = told.append
     bucket = lay_out([("a", TensorSpec(DType.FLOAT32, (3,)))], 1024).buckets[0]
-    flight = Flight(bucket, (work for work in operations), clock, clock.parker(), nullcontext)
+    reduction = BucketReduction(bucket, (work for work in operations), clock, clock.parker(), nullcontext)
     operations[0].complete(None)
-    assert not flight.advance()
+    assert not reduction.advance()
     clock.advance(2.0)
     told[0]()
     clock.advance(2.0)
     operations[1].complete(None)
-    assert flight.advance()
-    assert (flight.left, flight.home) == (0.0, 4.0)
+    assert reduction.advance()
+    assert (reduction.started, reduction.ended) == (0.0, 4.0)
 
 
-def test_two_threads_may_take_a_bucket_further():
-    """Those of a backward pass that says on several of them what is ready."""
+def test_two_threads_may_advance_a_bucket():
+    """A backward pass may report gradients on several threads."""
     entered, go = threading.Event(), threading.Event()
     operations = [Work(SYSTEM_CLOCK, "first"), Work(SYSTEM_CLOCK, "second")]
 
@@ -67,16 +67,16 @@ def test_two_threads_may_take_a_bucket_further():
         yield operations[1]
 
     bucket = lay_out([("a", TensorSpec(DType.FLOAT32, (3,)))], 1024).buckets[0]
-    flight = Flight(bucket, begun(), SYSTEM_CLOCK, SYSTEM_CLOCK.parker(), nullcontext)
+    reduction = BucketReduction(bucket, begun(), SYSTEM_CLOCK, SYSTEM_CLOCK.parker(), nullcontext)
     operations[0].complete(None)
     with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(flight.advance)
+        one = pool.submit(reduction.advance)
         entered.wait(20)
-        other = pool.submit(flight.advance)
+        other = pool.submit(reduction.advance)
         SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.05, go.set)
         assert [one.result(20), other.result(20)] == [False, False]
     operations[1].complete(None)
-    assert flight.advance()
+    assert reduction.advance()
 
 
 def test_steps_are_kept_compared_between_ranks_and_drawn(tmp_path):
@@ -95,9 +95,9 @@ def test_steps_are_kept_compared_between_ranks_and_drawn(tmp_path):
     for rank, (steps, mean, by_rank, trace) in enumerate(results):
         assert [step.number for step in steps] == [0, 1, 2, 3]
         for before, step in pairwise(steps):
-            assert before.ended == step.began <= step.waited <= step.ended
-            assert sorted(bucket for bucket, _, _ in step.flights) == [0, 1]
-            assert all(left <= home <= step.ended for _, left, home in step.flights)
+            assert before.ended == step.began <= step.wait_began <= step.ended
+            assert sorted(bucket for bucket, _, _ in step.buckets) == [0, 1]
+            assert all(started <= ended <= step.ended for _, started, ended in step.buckets)
             assert step.times.hidden_seconds <= step.times.compute_seconds
         assert mean.compute_seconds == pytest.approx(sum(step.times.compute_seconds for step in steps[1:]) / 3)
         assert by_rank[rank] == pytest.approx(mean)

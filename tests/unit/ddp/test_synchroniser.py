@@ -1,4 +1,4 @@
-"""GradientSynchronizer against a single process, ready in any order, with and without weights."""
+"""GradientSynchronizer, compared with one process: gradients ready in any order, with and without weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.ddp.module import DistributedDataParallel
-from ferrorpc.ddp.round import Round
+from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
 from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError, TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec
@@ -216,14 +216,14 @@ def averaged_by_a_module(group):
 def test_an_interrupt_while_gradients_are_averaged_ends_the_generation(average, monkeypatch):
     """The others would take a step that the interrupted rank may not take."""
 
-    bring_home, victims = Round._bring_home, []
+    wait_for_buckets, victims = Reduction._wait_for_buckets, []
 
     def interrupted(self):
         if threading.get_ident() in victims:
             raise KeyboardInterrupt
-        return bring_home(self)
+        return wait_for_buckets(self)
 
-    monkeypatch.setattr(Round, "_bring_home", interrupted)
+    monkeypatch.setattr(Reduction, "_wait_for_buckets", interrupted)
 
     def body(group):
         if group.rank == 1:

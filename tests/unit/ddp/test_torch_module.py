@@ -1,4 +1,4 @@
-"""torch modules in DistributedDataParallel, where torch is installed."""
+"""torch modules in the DistributedDataParallel for any module."""
 
 from __future__ import annotations
 

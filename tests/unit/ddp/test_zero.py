@@ -1,4 +1,4 @@
-"""ZeroOptimizer against one process that keeps everything: the same bits, a fraction of the memory."""
+"""ZeroOptimizer, compared with one process that keeps the whole state: the same bits, a fraction of the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A world of process groups in one process, that tell which operations they began."""
+"""A world of process groups in one process that record their operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ferrorpc.group import ProcessGroup
 
 
 class WatchedGroup(ProcessGroup):
-    """One rank's group. `calls`: the label of every operation it began."""
+    """One rank's group. `calls`: the labels of the operations it has started."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend, timeout=20.0)
@@ -32,7 +32,7 @@ class WatchedGroup(ProcessGroup):
 
 
 def run_world(size: int, body: Callable[[WatchedGroup], Any]) -> list[Any]:
-    """body(group) on every rank, each on a thread of its own; the results in rank order."""
+    """Runs body(group) on every rank, each on its own thread. Returns the results in rank order."""
     groups = [WatchedGroup(backend) for backend in SimulatedBackend.create_group(size)]
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(body, group) for group in groups]

@@ -1,4 +1,4 @@
-"""The example network: its gradients against finite differences, and the protocol it shows."""
+"""The example network: its gradients against finite differences, and the methods that DistributedDataParallel needs."""
 
 import importlib.util
 import sys

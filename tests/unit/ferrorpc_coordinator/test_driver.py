@@ -1,4 +1,4 @@
-"""The driver over a small decider of its own: order, durability, timers, and what happens when something breaks."""
+"""The driver with a scripted state machine: order, durability, timers, and what happens when something fails."""
 
 import asyncio
 import logging.handlers
@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.outbox import OUTBOX_BYTES_MAX, Outbox
+from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
 from ferrorpc_coordinator.state.effects import Close, Note, Persist, Reply, Send, SendMany
 from ferrorpc_coordinator.state.events import Called, Cancelled, Connected, Disconnected, Received, Tick
 
@@ -18,8 +18,8 @@ MILLISECOND = 1_000_000
 SECOND = 1_000 * MILLISECOND
 
 
-class ScriptedDecider:
-    """Answers each event with what `script` says, and remembers what it was given."""
+class ScriptedStateMachine:
+    """Returns the effects that `script` gives for each event, and records the events."""
 
     def __init__(self, script):
         self.script = script
@@ -55,21 +55,21 @@ def frame(text):
     return result
 
 
-def texts(outbox):
-    return [session_pb2.ServerFrame.FromString(data).event.fenced.message for data in outbox._frames]
+def texts(queue):
+    return [session_pb2.ServerFrame.FromString(data).event.fenced.message for data in queue._frames]
 
 
 def driven(test):
-    """Runs a coroutine function with `make(script, journal=None) -> (driver, decider)`."""
+    """Runs a coroutine function with `make(script, journal=None) -> (driver, state_machine)`."""
 
     def run():
         async def main():
             drivers = []
 
             def make(script=lambda event: (), journal=None):
-                decider = ScriptedDecider(script)
-                drivers.append(Driver(decider, journal, Counters()))
-                return drivers[-1], decider
+                state_machine = ScriptedStateMachine(script)
+                drivers.append(Driver(state_machine, journal, Counters()))
+                return drivers[-1], state_machine
 
             try:
                 await asyncio.wait_for(test(make), 30)
@@ -97,9 +97,9 @@ async def test_without_a_journal_nothing_waits(make):
         return []
 
     driver, _ = make(script)
-    outbox = driver.connect(session_pb2.Hello())
-    driver.receive(outbox.stream, session_pb2.ClientFrame())
-    assert texts(outbox) == ["done"]
+    queue = driver.connect(session_pb2.Hello())
+    driver.receive(queue.stream, session_pb2.ClientFrame())
+    assert texts(queue) == ["done"]
 
 
 @driven
@@ -114,22 +114,22 @@ async def test_a_frame_waits_for_every_row_decided_before_it(make):
     )
     journal = ManualJournal()
     driver, _ = make(lambda event: next(answers) if isinstance(event, Received) else [], journal)
-    outbox = driver.connect(session_pb2.Hello())
+    queue = driver.connect(session_pb2.Hello())
     for _ in range(3):
         driver.receive(1, session_pb2.ClientFrame())
     await turns()
-    assert texts(outbox) == ["before any row"]
+    assert texts(queue) == ["before any row"]
     assert [rows for rows, _ in journal.groups] == [[("t", "a", b"1")]]
     driver.receive(1, session_pb2.ClientFrame())  # decided while the first group is being written
     await turns()
     assert len(journal.groups) == 1
     journal.groups[0][1]()
     await turns()
-    assert texts(outbox) == ["before any row", "with a", "after a, decides no row"]
+    assert texts(queue) == ["before any row", "with a", "after a, decides no row"]
     assert [rows for rows, _ in journal.groups[1:]] == [[("t", "b", b"2")]]
     journal.groups[1][1]()
     await turns()
-    assert texts(outbox)[-1] == "with b"
+    assert texts(queue)[-1] == "with b"
 
 
 @driven
@@ -145,7 +145,7 @@ async def test_events_of_one_turn_share_a_group_and_the_last_write_of_a_key_coun
 
 
 @driven
-async def test_a_reply_waits_too_and_an_abandoned_call_is_told(make):
+async def test_a_reply_waits_too_and_a_cancelled_call_is_reported(make):
     journal = ManualJournal()
 
     def script(event):
@@ -153,21 +153,21 @@ async def test_a_reply_waits_too_and_an_abandoned_call_is_told(make):
             return [Persist("t", "k", b""), Reply(event.call, session_pb2.StatusResponse(job="j"))]
         return []
 
-    driver, decider = make(script, journal)
+    driver, state_machine = make(script, journal)
     call = asyncio.ensure_future(driver.call(session_pb2.StatusRequest()))
     abandoned = asyncio.ensure_future(driver.call(session_pb2.StatusRequest()))
     await turns()
     assert not call.done()
     abandoned.cancel()
     await turns()
-    assert [type(event) for event, _ in decider.events] == [Called, Called, Cancelled]
+    assert [type(event) for event, _ in state_machine.events] == [Called, Called, Cancelled]
     journal.groups[0][1]()
     assert (await call).job == "j"
-    assert not driver._calls  # or a coordinator that is asked all day long would grow
+    assert not driver._calls  # or memory would grow with the number of calls
 
 
 @driven
-async def test_an_answer_for_a_caller_that_went_away_in_this_moment_stops_nobody(make):
+async def test_an_answer_for_a_call_cancelled_at_the_same_moment_is_dropped(make):
     driver, _ = make(lambda event: [Reply(1, session_pb2.StatusResponse())] if isinstance(event, Connected) else [])
     abandoned = asyncio.ensure_future(driver.call(session_pb2.StatusRequest()))
     await turns()
@@ -199,12 +199,12 @@ async def test_a_shared_frame_reaches_each_recipient_with_its_own_overlay(make):
         return []
 
     driver, _ = make(script)
-    outboxes = [driver.connect(session_pb2.Hello()) for _ in range(2)]
+    queues = [driver.connect(session_pb2.Hello()) for _ in range(2)]
     driver.receive(1, session_pb2.ClientFrame())
-    for outbox in outboxes:
-        (data,) = outbox._frames
+    for queue in queues:
+        (data,) = queue._frames
         result = session_pb2.ServerFrame.FromString(data).result
-        assert (result.sequence, result.barrier.spread_ms) == (outbox.stream, 7)
+        assert (result.sequence, result.barrier.spread_ms) == (queue.stream, 7)
 
 
 @driven
@@ -212,45 +212,45 @@ async def test_close_ends_the_stream_after_what_was_sent(make):
     driver, _ = make(
         lambda event: [Send(event.stream, frame("bye")), Close(event.stream)] if isinstance(event, Connected) else []
     )
-    outbox = driver.connect(session_pb2.Hello())
+    queue = driver.connect(session_pb2.Hello())
     written = []
 
     async def write(data):
         await asyncio.sleep(0)
         written.append(data)
 
-    await outbox.drain(write)
+    await queue.drain(write)
     assert len(written) == 1
 
 
 @driven
-async def test_a_client_that_does_not_read_is_cut_off(make):
+async def test_a_client_that_does_not_read_is_disconnected(make):
     large = frame("x" * (1 << 20))
-    driver, decider = make(lambda event: [Send(event.stream, large)] if isinstance(event, Received) else [])
-    outbox = driver.connect(session_pb2.Hello())
-    for _ in range(OUTBOX_BYTES_MAX // (1 << 20) + 1):
+    driver, state_machine = make(lambda event: [Send(event.stream, large)] if isinstance(event, Received) else [])
+    queue = driver.connect(session_pb2.Hello())
+    for _ in range(SEND_QUEUE_BYTES_MAX // (1 << 20) + 1):
         driver.receive(1, session_pb2.ClientFrame())
     await turns()
-    assert outbox.overflowed
-    assert not len(outbox)
-    assert isinstance(decider.events[-1][0], Disconnected)
+    assert queue.overflowed
+    assert not len(queue)
+    assert isinstance(state_machine.events[-1][0], Disconnected)
     assert driver.sessions == 0
-    driver.receive(1, session_pb2.ClientFrame())  # what it still sends finds no stream to answer on
-    assert not len(outbox)
+    driver.receive(1, session_pb2.ClientFrame())  # its later frames are dropped
+    assert not len(queue)
 
 
 @driven
-@mock.patch("ferrorpc_coordinator.outbox.ROOM_SECONDS", 600.0)  # so that only what is written makes room
-async def test_no_more_is_read_of_a_client_while_much_waits_for_it(make):
+@mock.patch("ferrorpc_coordinator.send_queue.ROOM_WAIT_SECONDS", 600.0)  # so that only writing makes room
+async def test_requests_of_a_client_are_not_read_while_much_is_queued_for_it(make):
     journal = ManualJournal()
     answer = [Persist("t", "a", b"1"), Send(1, frame("x" * (1 << 20)))]
     driver, _ = make(lambda event: answer if isinstance(event, Received) else [], journal)
-    outbox = driver.connect(session_pb2.Hello())
+    queue = driver.connect(session_pb2.Hello())
     for _ in range(3):
         driver.receive(1, session_pb2.ClientFrame())
-    room = asyncio.ensure_future(outbox.room())
+    room = asyncio.ensure_future(queue.wait_for_room())
     await turns()
-    assert not room.done()  # though all of it waits for the journal yet
+    assert not room.done()  # although all of it still waits for the journal
     journal.groups[0][1]()
     await turns()
     assert not room.done()
@@ -258,39 +258,39 @@ async def test_no_more_is_read_of_a_client_while_much_waits_for_it(make):
     async def write(_):
         await asyncio.sleep(0)
 
-    draining = asyncio.ensure_future(outbox.drain(write))
+    draining = asyncio.ensure_future(queue.drain(write))
     await asyncio.wait_for(room, 10)
-    outbox.finish()
+    queue.finish()
     await draining
 
 
 @driven
-async def test_a_client_is_heard_of_now_and_then_though_a_stuck_disk_owes_it_much(make):
+async def test_a_client_is_read_now_and_then_while_a_stuck_disk_holds_its_answers(make):
     journal = ManualJournal()
     answer = [Persist("t", "a", b"1"), Send(1, frame("x" * (3 << 20)))]
     driver, _ = make(lambda event: answer if isinstance(event, Received) else [], journal)
-    outbox = driver.connect(session_pb2.Hello())
+    queue = driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
-    await asyncio.wait_for(outbox.room(), 10)
+    await asyncio.wait_for(queue.wait_for_room(), 10)
 
 
 @driven
-@mock.patch("ferrorpc_coordinator.outbox.ROOM_SECONDS", 600.0)
-async def test_what_a_disk_owes_cuts_nobody_off_and_keeps_no_stream_that_ended(make):
-    outbox = Outbox(1)
-    outbox.owe(OUTBOX_BYTES_MAX)
-    assert outbox.push(b"x")
-    room = asyncio.ensure_future(outbox.room())
+@mock.patch("ferrorpc_coordinator.send_queue.ROOM_WAIT_SECONDS", 600.0)
+async def test_answers_held_by_a_disk_neither_disconnect_a_client_nor_keep_its_queue(make):
+    queue = SendQueue(1)
+    queue.reserve(SEND_QUEUE_BYTES_MAX)
+    assert queue.push(b"x")
+    room = asyncio.ensure_future(queue.wait_for_room())
     await turns()
     assert not room.done()
-    outbox.finish()
+    queue.finish()
     await asyncio.wait_for(room, 10)
-    outbox.owe(1)
-    await asyncio.wait_for(outbox.room(), 10)
+    queue.reserve(1)
+    await asyncio.wait_for(queue.wait_for_room(), 10)
 
 
 @driven
-async def test_a_loss_is_told_more_loudly_than_what_is_as_it_should_be(make):
+async def test_a_loss_is_logged_at_a_higher_level_than_routine_events(make):
     told, story = logging.handlers.BufferingHandler(100), logging.getLogger("ferrorpc.coordinator.job")
     notes = [Note("j", kind, kind, rank=1, generation=2) for kind in ("generation", "left", "dead", "broken")]
     driver, _ = make(lambda event: notes)
@@ -311,47 +311,47 @@ async def test_a_loss_is_told_more_loudly_than_what_is_as_it_should_be(make):
 
 
 @driven
-async def test_a_stream_ends_once_however_often_it_is_told(make):
-    driver, decider = make()
-    outbox = driver.connect(session_pb2.Hello())
-    driver.disconnect(outbox.stream)
-    driver.disconnect(outbox.stream)
-    assert [type(event) for event, _ in decider.events] == [Connected, Disconnected]
+async def test_a_stream_is_disconnected_once(make):
+    driver, state_machine = make()
+    queue = driver.connect(session_pb2.Hello())
+    driver.disconnect(queue.stream)
+    driver.disconnect(queue.stream)
+    assert [type(event) for event, _ in state_machine.events] == [Connected, Disconnected]
 
 
 @driven
 async def test_the_timer_ticks_at_the_deadline_and_not_before(make):
-    driver, decider = make()
+    driver, state_machine = make()
     origin = driver._now_ns()
     ticked = asyncio.Event()
 
     def script(event):
-        if isinstance(event, Tick) and decider.events[-1][1] >= decider.deadline:
-            decider.deadline = None
+        if isinstance(event, Tick) and state_machine.events[-1][1] >= state_machine.deadline:
+            state_machine.deadline = None
             ticked.set()
         return []
 
-    decider.script = script
-    decider.deadline = origin + 60_000 * MILLISECOND
+    state_machine.script = script
+    state_machine.deadline = origin + 60_000 * MILLISECOND
     driver.tick()
     await turns()
-    decider.deadline = origin + 50 * MILLISECOND  # nearer than what was armed
+    state_machine.deadline = origin + 50 * MILLISECOND  # earlier than the timer
     driver.connect(session_pb2.Hello())
     await ticked.wait()
-    ticks = [now for event, now in decider.events if isinstance(event, Tick)]
-    assert len(ticks) == 2  # begin, and the deadline
+    ticks = [now for event, now in state_machine.events if isinstance(event, Tick)]
+    assert len(ticks) == 2  # the start, and the deadline
     assert ticks[1] >= origin + 50 * MILLISECOND
 
 
 @driven
 async def test_a_deadline_that_moved_away_causes_no_early_tick(make):
-    driver, decider = make()
-    decider.deadline = driver._now_ns() + 20 * MILLISECOND
+    driver, state_machine = make()
+    state_machine.deadline = driver._now_ns() + 20 * MILLISECOND
     driver.tick()
     await turns()
-    decider.deadline += 200 * MILLISECOND
+    state_machine.deadline += 200 * MILLISECOND
     await asyncio.sleep(0.1)
-    assert sum(isinstance(event, Tick) for event, _ in decider.events) == 1
+    assert sum(isinstance(event, Tick) for event, _ in state_machine.events) == 1
 
 
 @driven
@@ -361,8 +361,8 @@ async def test_an_exception_in_the_state_stops_everything(make):
             raise AssertionError("a bug")
         return []
 
-    driver, decider = make(script)
-    outbox = driver.connect(session_pb2.Hello())
+    driver, state_machine = make(script)
+    queue = driver.connect(session_pb2.Hello())
     waiting = asyncio.ensure_future(driver.call(session_pb2.StatusRequest()))
     await turns()
     with pytest.raises(AssertionError):
@@ -371,16 +371,16 @@ async def test_an_exception_in_the_state_stops_everything(make):
         await driver.failure
     with pytest.raises(CoordinatorUnavailableError):
         await waiting
-    await outbox.drain(None)  # ended
-    seen = len(decider.events)
-    await driver.connect(session_pb2.Hello()).drain(None)  # ended as soon as it came
+    await queue.drain(None)  # ended
+    seen = len(state_machine.events)
+    await driver.connect(session_pb2.Hello()).drain(None)  # ended at once
     with pytest.raises(CoordinatorUnavailableError):
         await driver.call(session_pb2.StatusRequest())
-    assert len(decider.events) == seen
+    assert len(state_machine.events) == seen
 
 
 @driven
-async def test_an_exception_on_the_way_out_stops_everything_too(make):
+async def test_an_exception_while_sending_stops_everything_too(make):
     class Unwritable(SendMany):
         def encoded(self):
             raise ValueError("a bug")
@@ -388,30 +388,32 @@ async def test_an_exception_on_the_way_out_stops_everything_too(make):
     effects = [Persist("t", "a", b"1"), Unwritable(frame("to all"), ((1, b""),)), Send(1, frame("never"))]
     journal = ManualJournal()
     driver, _ = make(lambda event: effects if isinstance(event, Received) else [], journal)
-    outbox = driver.connect(session_pb2.Hello())
+    queue = driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
     await turns()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     journal.groups[0][1]()
     with pytest.raises(ValueError, match="a bug"):
         await driver.failure
-    assert not texts(outbox)
+    assert not texts(queue)
 
 
 @driven
-async def test_a_cause_that_a_later_version_has_is_told_and_counted(make):
+async def test_a_cause_of_a_later_version_is_sent_and_counted(make):
     broken = session_pb2.ServerFrame()
     broken.event.broken.cause.code = 9999
     driver, _ = make(lambda event: [Send(1, broken)] if isinstance(event, Received) else [])
-    outbox = driver.connect(session_pb2.Hello())
+    queue = driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
-    assert len(outbox) == 1
+    assert len(queue) == 1
     assert +driver._counters.generations_broken == {"unknown": 1}
 
 
-async def told_while_a_group_is_written(make, rings):
-    """What the log says of a group that never becomes durable while the driver's timer, armed for the first of each pair of
-    seconds, rings at the second one."""
+async def logged_while_a_group_is_written(make, timers):
+    """The log lines about a group that never becomes durable.
+
+    The driver's timer is armed for the first of each pair of times in `timers`, and fires at the second.
+    """
     journal, told = ManualJournal(), logging.handlers.BufferingHandler(100)
     driver, _ = make(lambda event: [Persist("t", "a", b"1")] if isinstance(event, Received) else [], journal)
     driver.connect(session_pb2.Hello())
@@ -420,29 +422,29 @@ async def told_while_a_group_is_written(make, rings):
     start, log = driver._flushed_ns, logging.getLogger("ferrorpc.coordinator.driver")
     log.addHandler(told)
     try:
-        for armed, rung in rings:
-            driver._armed_ns, driver._now_ns = start + armed * SECOND, lambda rung=rung: start + rung * SECOND
-            driver._ring()
+        for armed, fired in timers:
+            driver._armed_ns, driver._now_ns = start + armed * SECOND, lambda fired=fired: start + fired * SECOND
+            driver._on_timer()
         journal.groups[0][1]()
         await turns()
         driver._armed_ns = driver._now_ns()
-        driver._ring()
+        driver._on_timer()
     finally:
         log.removeHandler(told)
     return [record.getMessage() for record in told.buffer]
 
 
 @driven
-async def test_a_disk_that_is_stuck_is_told_of_once(make):
-    assert await told_while_a_group_is_written(make, [(0, 0)]) == []
-    (line,) = await told_while_a_group_is_written(make, [(1, 1), (7, 7), (8, 8)])
+async def test_a_stuck_disk_is_logged_once(make):
+    assert await logged_while_a_group_is_written(make, [(0, 0)]) == []
+    (line,) = await logged_while_a_group_is_written(make, [(1, 1), (7, 7), (8, 8)])
     assert "disk has been stuck for 7 s" in line
 
 
 @driven
-async def test_a_disk_is_not_blamed_for_the_time_in_which_the_process_itself_stood_still(make):
+async def test_a_pause_of_the_process_is_not_logged_as_a_stuck_disk(make):
     """As after SIGSTOP, or in a virtual machine that was suspended."""
-    (line,) = await told_while_a_group_is_written(make, [(1, 9), (10, 10)])
+    (line,) = await logged_while_a_group_is_written(make, [(1, 9), (10, 10)])
     assert "stood still for 8.0 s" in line
 
 
@@ -452,23 +454,28 @@ async def test_a_journal_that_fails_stops_everything_and_releases_nothing(make):
     driver, _ = make(
         lambda event: [Persist("t", "k", b""), Send(1, frame("promised"))] if isinstance(event, Connected) else [], journal
     )
-    outbox = driver.connect(session_pb2.Hello())
+    queue = driver.connect(session_pb2.Hello())
     await turns()
     journal.failed(OSError("the disk is gone"))
     await turns()
     with pytest.raises(OSError, match="the disk is gone"):
         await driver.failure
-    assert texts(outbox) == []
+    assert texts(queue) == []
 
 
 @driven
-async def test_requests_are_decided_in_the_knowledge_of_a_full_disk(make):
+async def test_requests_carry_whether_the_disk_is_full(make):
     journal = ManualJournal()
-    driver, decider = make(
+    driver, state_machine = make(
         lambda event: [Reply(event.call, session_pb2.UnaryStoreResponse())] if isinstance(event, Called) else [], journal
     )
-    outbox = driver.connect(session_pb2.Hello())
+    queue = driver.connect(session_pb2.Hello())
     for journal.full in (False, True):
-        driver.receive(outbox.stream, session_pb2.ClientFrame())
+        driver.receive(queue.stream, session_pb2.ClientFrame())
         await driver.call(session_pb2.UnaryStoreRequest())
-    assert [event.full for event, _ in decider.events if isinstance(event, Received | Called)] == [False, False, True, True]
+    assert [event.full for event, _ in state_machine.events if isinstance(event, Received | Called)] == [
+        False,
+        False,
+        True,
+        True,
+    ]

@@ -7,7 +7,7 @@ from grpc_health.v1 import health_pb2
 
 
 class Stream:
-    """A call whose writes are kept; `on_write` runs while the first is on its way."""
+    """A call that records what is written; `on_write` runs during the first write."""
 
     def __init__(self, on_write):
         self.written = []
@@ -32,13 +32,13 @@ def watched(service, on_write):
     return asyncio.run(watch())
 
 
-def test_a_stop_while_the_first_answer_is_written_is_still_told():
+def test_a_stop_while_the_first_answer_is_written_is_reported():
     assert watched("known", Health.stop) == ["SERVING", "NOT_SERVING"]
 
 
-def test_a_stop_after_the_first_answer_is_told():
+def test_a_stop_after_the_first_answer_is_reported():
     assert watched("", lambda health: None) == ["SERVING", "NOT_SERVING"]
 
 
-def test_an_unknown_service_is_told_once():
+def test_an_unknown_service_is_reported_once():
     assert watched("other", Health.stop) == ["SERVICE_UNKNOWN"]

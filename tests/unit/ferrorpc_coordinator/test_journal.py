@@ -31,7 +31,7 @@ def test_rows_come_back_after_reopening(tmp_path):
 
 
 def test_what_is_written_reaches_the_disk_and_not_only_the_kernel(tmp_path):
-    """A power failure cannot be had in a test."""
+    """A test cannot cause a power failure, so it checks the system calls."""
     journal = opened(tmp_path)
     found = [journal._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
     journal.close()
@@ -55,7 +55,7 @@ def test_groups_are_durable_before_done_is_called(tmp_path):
     finished = threading.Event()
 
     def done(number):
-        # Another connection sees what was committed; it cannot see what was not.
+        # Another connection sees only what was committed.
         with contextlib.closing(sqlite3.connect(tmp_path / "data" / "journal.sqlite")) as reader:
             seen.append((number, list(reader.execute("SELECT tab, key, value FROM rows"))))
         if number == 2:
@@ -80,7 +80,7 @@ def test_close_writes_what_was_queued(tmp_path):
     again.close()
 
 
-def test_a_second_opener_is_refused_and_told_who_has_it(tmp_path):
+def test_a_second_coordinator_is_refused_and_told_the_process_that_has_it(tmp_path):
     code = (
         "import sys, pathlib; from ferrorpc_coordinator.journal import Journal;"
         "Journal.open(pathlib.Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
@@ -105,7 +105,7 @@ def test_a_journal_of_a_newer_format_is_refused(tmp_path):
     journal.close()
     with pytest.raises(ConfigError, match="format 99"):
         opened(tmp_path)
-    # And the refusal gave the lock back.
+    # The refused open released the lock.
     with pytest.raises(ConfigError, match="format 99"):
         opened(tmp_path)
 
@@ -122,7 +122,7 @@ def test_a_damaged_journal_is_refused(tmp_path):
         opened(tmp_path)
 
 
-def test_a_bit_that_the_disk_turned_over_is_found_and_its_row_named(tmp_path):
+def test_a_flipped_bit_is_found_and_its_row_named(tmp_path):
     journal = opened(tmp_path)
     journal.commit([("store", "weights", b"the value that was written"), ("store", "other", b"x")])
     journal.close()
@@ -137,7 +137,7 @@ def test_a_bit_that_the_disk_turned_over_is_found_and_its_row_named(tmp_path):
         again.close()
 
 
-def test_a_journal_of_the_first_format_is_read_and_has_checksums_from_then_on(tmp_path):
+def test_a_journal_of_the_first_format_is_converted(tmp_path):
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / "journal.sqlite"
     with contextlib.closing(sqlite3.connect(path)) as older:
@@ -156,7 +156,7 @@ def test_a_journal_of_the_first_format_is_read_and_has_checksums_from_then_on(tm
     journal.close()
 
 
-def test_a_journal_that_was_cut_off_is_refused_though_it_could_be_read_as_one_with_fewer_rows(tmp_path):
+def test_a_truncated_journal_is_refused_though_sqlite_can_read_it(tmp_path):
     journal = opened(tmp_path)
     journal.commit([("t", "k", b"kept")])
     journal.close()
@@ -167,7 +167,7 @@ def test_a_journal_that_was_cut_off_is_refused_though_it_could_be_read_as_one_wi
 
 
 @pytest.mark.parametrize("left", [b"", None], ids=["empty", "missing"])
-def test_a_journal_of_which_nothing_is_left_is_not_taken_for_a_new_one(tmp_path, left):
+def test_an_emptied_journal_is_not_taken_for_a_new_one(tmp_path, left):
     journal = opened(tmp_path, reserve_bytes=4096)
     journal.commit([("t", "k", b"kept")])
     journal.close()
@@ -268,19 +268,19 @@ def test_closing_does_not_wait_for_a_full_disk_for_ever(tmp_path):
     assert not called
 
 
-def test_closing_leaves_a_disk_alone_that_does_not_return(tmp_path, monkeypatch):
+def test_closing_does_not_wait_for_a_hanging_system_call(tmp_path, monkeypatch):
     journal, released = opened(tmp_path), threading.Event()
     monkeypatch.setattr(journal, "commit", lambda group: released.wait(5))
     journal.start(failed=lambda error: None)
     journal.write([("t", "k", b"v")], lambda: None)
     journal.close(seconds=0.05)
     assert not released.is_set()
-    journal._connection.execute("SELECT 1")  # the writer is still in there
+    journal._connection.execute("SELECT 1")  # still open: the writer thread uses it
     released.set()
     journal.close()
 
 
-def test_any_other_failure_is_final_and_told_once(tmp_path):
+def test_any_other_failure_is_final_and_reported_once(tmp_path):
     journal = opened(tmp_path)
     failures = []
     told = threading.Event()
@@ -296,7 +296,7 @@ def test_any_other_failure_is_final_and_told_once(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A function that makes a disk of so many KiB, with nothing on it."""
+    """A function that mounts an empty disk of this many KiB."""
     mount = tmp_path / "small"
     mount.mkdir()
 
@@ -327,7 +327,7 @@ def test_the_reserve_keeps_a_really_full_disk_working(small_disk):
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
-    written(journal, [("t", str(number), b"x" * 1000) for number in range(40)])  # into the room the reserve gave up
+    written(journal, [("t", str(number), b"x" * 1000) for number in range(40)])  # into the room of the reserve
     assert journal.full
     filler.unlink()
     eventually(lambda: not journal.full)
@@ -337,7 +337,7 @@ def test_the_reserve_keeps_a_really_full_disk_working(small_disk):
 
 @pytest.mark.root
 def test_a_start_on_a_disk_that_is_nearly_full_refuses_what_could_fill_it(small_disk):
-    """Without a reserve the write that fills it would wait, and everybody behind it."""
+    """Without a reserve, the write that fills the disk would wait, and all others behind it."""
     mount = small_disk(1024)
     filler = mount / "filler"
     filler.write_bytes(bytes(640 << 10))
@@ -350,8 +350,8 @@ def test_a_start_on_a_disk_that_is_nearly_full_refuses_what_could_fill_it(small_
     journal.close()
 
 
-def test_a_journal_of_a_version_that_gave_no_room_back_still_gives_none(tmp_path):
-    """To write it anew would take as much room as it takes."""
+def test_a_journal_without_auto_vacuum_is_not_shrunk(tmp_path):
+    """Rewriting the file would need as much room as it occupies."""
     with contextlib.closing(sqlite3.connect(tmp_path / "journal.sqlite")) as earlier:
         earlier.execute("CREATE TABLE rows (tab, key, value, checksum, PRIMARY KEY (tab, key)) WITHOUT ROWID")
         earlier.execute("PRAGMA user_version = 2")
@@ -365,8 +365,8 @@ def test_a_journal_of_a_version_that_gave_no_room_back_still_gives_none(tmp_path
 
 
 @pytest.mark.root
-def test_rows_that_are_removed_make_room_on_a_full_disk_of_its_own(small_disk):
-    """As on a volume, where there is nothing else to remove."""
+def test_removed_rows_make_room_on_a_full_volume(small_disk):
+    """As on a volume of its own, where no other file can be removed."""
     mount = small_disk(16 << 10)
     journal = Journal.open(mount)
     journal.start(failed=lambda error: None)

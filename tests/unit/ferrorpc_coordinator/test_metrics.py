@@ -9,7 +9,7 @@ from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import arrive, join, set_
 
 
-def test_a_value_counts_under_each_bound_that_it_does_not_pass():
+def test_a_value_counts_in_each_bucket_up_to_its_bound():
     histogram = Histogram((0.5, 2.0))
     for value in (0.0, 0.5, 0.6, 2.0, 2.1):
         histogram.observe(value)
@@ -17,7 +17,7 @@ def test_a_value_counts_under_each_bound_that_it_does_not_pass():
     assert histogram.total == 5.2
 
 
-def test_answers_are_counted_by_what_they_tell():
+def test_answers_are_counted_by_kind():
     counters = Counters()
     counters.observe(session_pb2.ServerFrame(result={"barrier": {"spread_ms": 1500}}))
     counters.observe(session_pb2.ServerFrame(result={"error": {"code": int(ErrorCode.BARRIER_TIMEOUT)}}))
@@ -28,8 +28,8 @@ def test_answers_are_counted_by_what_they_tell():
     assert not +counters.generations_broken
 
 
-def test_what_has_not_happened_yet_is_counted_as_zero():
-    """Prometheus sees no increase in the first value of a series that was not there before."""
+def test_counters_start_at_zero():
+    """Prometheus sees no increase in the first value of a new series."""
     counters = Counters()
     assert counters.generations_broken["peer_lost"] == counters.member_changes["dead"] == 0
     assert {"peer_lost", "collective_mismatch"} <= set(counters.generations_broken)
@@ -37,7 +37,7 @@ def test_what_has_not_happened_yet_is_counted_as_zero():
     assert "barrier_timeout" in counters.request_errors
 
 
-def test_only_who_is_there_has_an_age():
+def test_only_living_members_have_a_beat_age():
     world = World()
     join(world, "active", "stalled", "suspect", "dead", "left")
     world.hello("waiting")
@@ -49,12 +49,12 @@ def test_only_who_is_there_has_an_age():
     job = world.coordinator.jobs["job"]
     gauges = JobGauges.of(job)
     assert gauges.members == {"active": 1, "stalled": 1, "suspect": 1, "dead": 1, "left": 1, "waiting": 1}
-    ranks = {name: job.roster.get(name).rank for name in ("active", "stalled", "suspect")}
+    ranks = {name: job.members.get(name).rank for name in ("active", "stalled", "suspect")}
     assert gauges.beat_age_seconds == {ranks["active"]: 0, ranks["stalled"]: 4, ranks["suspect"]: 0}
     assert (gauges.generation, gauges.world_size) == (1, 5)
 
 
-def test_a_large_job_has_no_age_for_each_rank():
+def test_a_large_job_has_no_beat_ages():
     for members, ages in ((MEMBERS_BY_RANK_MAX, MEMBERS_BY_RANK_MAX), (MEMBERS_BY_RANK_MAX + 1, 0)):
         world = World()
         join(world, *(f"m{number}" for number in range(members)))
@@ -62,7 +62,7 @@ def test_a_large_job_has_no_age_for_each_rank():
         assert (gauges.members, len(gauges.beat_age_seconds)) == ({"active": members}, ages)
 
 
-def test_barriers_and_the_store_of_a_job_are_told():
+def test_barriers_and_the_store_of_a_job_are_measured():
     world = World()
     join(world, "a", "b")
     assert JobGauges.of(world.coordinator.jobs["job"]).longest_barrier_seconds == 0

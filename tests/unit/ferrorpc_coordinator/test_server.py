@@ -19,12 +19,12 @@ from ferrorpc.wire.tls import TlsFiles
 OPTIONS = server.Options("127.0.0.1:0", Settings(), data_dir=Path("data"))
 
 
-def test_a_journal_that_makes_no_sense_is_blamed():
+def test_an_error_while_recovering_is_reported_as_a_damaged_journal():
     with pytest.raises(ConfigError, match="the journal in data cannot be read"):
         server._recovered(OPTIONS, [("member", "job/a", b"")], Access(()))
 
 
-def test_an_empty_journal_is_not_blamed_for_what_fails_without_it(monkeypatch):
+def test_an_error_with_an_empty_journal_is_not_reported_as_damage(monkeypatch):
     def mint():
         raise OSError("no entropy")
 
@@ -33,8 +33,8 @@ def test_an_empty_journal_is_not_blamed_for_what_fails_without_it(monkeypatch):
         server._recovered(OPTIONS, [], Access(()))
 
 
-def test_what_is_recovered_is_in_memory_once():
-    """Else a coordinator that needs most of its memory for its stores could not start again."""
+def test_recovered_rows_are_in_memory_once():
+    """Otherwise a coordinator whose stores need most of its memory could not start again."""
     values = 16
     tracemalloc.start()
     try:
@@ -64,12 +64,12 @@ FOR_ANYONE = TlsFiles(None, "certificate", "key")
         ("0.0.0.0:0", None, "1.82.0", False),
     ],
 )
-def test_who_can_be_flooded_by_strangers_is_told(caplog, listen, tls, grpcio, told):
+def test_a_coordinator_that_strangers_can_flood_logs_a_warning(caplog, listen, tls, grpcio, told):
     server.warn_of_floods(replace(OPTIONS, listen=listen, tls=tls), grpcio)
     assert ["grpcio is 1.81.2; try: pip install 'grpcio>=1.82'" in one for one in caplog.messages] == [True] * told
 
 
-def test_the_end_of_a_certificate_is_told_as_its_file_says_or_last_said(tmp_path):
+def test_the_expiry_of_a_certificate_is_read_from_its_last_readable_file(tmp_path):
     pytest.importorskip("cryptography")
     from tests.certificates import DAY, Issuer
 

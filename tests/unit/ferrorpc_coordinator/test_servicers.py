@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 from ferrorpc_coordinator import servicers
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.outbox import Outbox
+from ferrorpc_coordinator.send_queue import SendQueue
 from ferrorpc_coordinator.servicers import CoordinatorServicer
 
 from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
@@ -16,11 +16,11 @@ from ferrorpc.wire.status import TRAILER
 
 
 class AbortedError(Exception):
-    """What a call's abort raises."""
+    """The exception of `abort`."""
 
 
 class Call:
-    """A call whose frames are given; what is read after them never comes where `silent`, else it is their end."""
+    """A call with given frames. After them, `read` blocks if `silent`, else it returns the end of the stream."""
 
     def __init__(self, *frames, silent=False, proven=None):
         self._frames = list(frames)
@@ -52,14 +52,14 @@ class Call:
 
 
 class RememberingDriver:
-    """Remembers who called."""
+    """A driver that records its callers."""
 
     def __init__(self):
         self.callers = []
 
     def connect(self, hello, caller):
         self.callers.append(caller)
-        return Outbox(1)
+        return SendQueue(1)
 
     def disconnect(self, stream):
         pass
@@ -99,14 +99,14 @@ HELLO = session_pb2.ClientFrame(hello=session_pb2.Hello(job="a"))
     ],
     ids=["none", "of nobody", "worker"],
 )
-def test_a_certificate_that_says_nothing_is_not_taken_for_none(proven, identities):
-    """Without one, a token is enough; with one that is not of ferrorpc, nothing is."""
+def test_a_certificate_without_identities_is_not_taken_for_none(proven, identities):
+    """Without a certificate a token is enough; with a foreign one nothing is."""
     request = session_pb2.UnaryStoreRequest(request=store_pb2.StoreRequest(get={"key": "k"}))
     for driver in (served(Call(HELLO, proven=proven)), served(Call(proven=proven), request)):
         assert [caller.identities for caller in driver.callers] == [identities]
 
 
-def test_who_opens_a_session_and_says_nothing_is_let_go(monkeypatch):
+def test_a_session_without_a_hello_is_closed(monkeypatch):
     monkeypatch.setattr(servicers, "HELLO_SECONDS", 0.02)
     call = Call(silent=True)
     assert not served(call).callers

@@ -1,9 +1,9 @@
-"""A coordinator's file of tokens that is replaced while it runs."""
+"""A coordinator's token file that is replaced while it runs."""
 
 import pytest
 from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.events import Caller
-from ferrorpc_coordinator.tokens import TokenFile, grants_in
+from ferrorpc_coordinator.tokens import TokenFile, read_token_file
 
 from ferrorpc.errors import AuthenticationError
 from ferrorpc.wire.identity import Role
@@ -12,29 +12,29 @@ OLD, NEW = "old-token-of-workers", "new-token-of-workers"
 SOMEBODY = Caller("ipv4:1.2.3.4:5", None)
 
 
-def test_tokens_come_and_go_with_the_file_and_a_bad_one_changes_nothing(tmp_path, caplog):
+def test_tokens_follow_the_file_and_a_file_with_errors_changes_nothing(tmp_path, caplog):
     path = tmp_path / "tokens"
     path.write_text(f"worker {OLD}\n")
-    access = Access(grants_in(path))
+    access = Access(read_token_file(path))
     file = TokenFile(path, access)
     path.write_text(f"worker {OLD}\nworker {NEW}\n")
-    file.look()
+    file.reload()
     for token in (OLD, NEW):
         access.check(SOMEBODY, token, "a", Role.WORKER)
     path.write_text("")
-    file.look()
-    file.look()
-    assert caplog.text.count("the tokens in use are kept: the file of tokens is empty") == 1
+    file.reload()
+    file.reload()
+    assert caplog.text.count("the tokens in use are kept: the token file is empty") == 1
     path.write_text(f"worker {NEW}\n")
-    file.look()
+    file.reload()
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
     with pytest.raises(AuthenticationError):
         access.check(SOMEBODY, OLD, "a", Role.WORKER)
     path.write_text("")
-    file.look()
-    assert caplog.text.count("the tokens in use are kept: the file of tokens is empty") == 2
+    file.reload()
+    assert caplog.text.count("the tokens in use are kept: the token file is empty") == 2
     path.unlink()
-    file.look()
+    file.reload()
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
     assert OLD not in caplog.text
     assert NEW not in caplog.text

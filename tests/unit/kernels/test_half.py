@@ -1,4 +1,4 @@
-"""Half types to float32 and back with every converter there is, against NumPy's casts and ml_dtypes."""
+"""Every available converter between half types and float32, compared with NumPy's casts and ml_dtypes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ferrorpc.types import DType, ReduceOp
 HALVES = (DType.FLOAT16, DType.BFLOAT16)
 EVERY_HALF = np.arange(1 << 16, dtype=np.uint16)
 LOWER_HALVES = [top << 13 | low for top in range(8) for low in (0x0, 0x1, 0x0FFF, 0x1000, 0x1001, 0x1FFF)]
-"""With every upper half above them: each boundary between two half values, and its neighbours, whatever the exponent."""
+"""With every upper half, these give each boundary between two half values and its neighbours, for every exponent."""
 
 
 def makers():
-    """Name, dtype and maker of every converter that this environment can have."""
+    """The names and factories of all converters that this environment can make."""
     found = [("numpy", NumpyFloat16), ("numpy", NumpyBFloat16), ("ml_dtypes", lambda: NumpyBFloat16(ml_dtypes))]
     try:
         import torch
@@ -38,7 +38,7 @@ def logical(converter: Converter) -> np.dtype:
 
 
 def reference_of(converter: Converter, wide: np.ndarray) -> np.ndarray:
-    """The bits that `wide` is rounded to: NumPy's or ml_dtypes' cast, and NaN cut to its upper bits and made quiet."""
+    """The bits that `wide` rounds to: the cast of NumPy or ml_dtypes, and for NaN its upper bits, made quiet."""
     with np.errstate(all="ignore"):
         expected = wide.astype(logical(converter)).view(np.uint16)
     bits = wide.view(np.uint32)
@@ -49,7 +49,7 @@ def reference_of(converter: Converter, wide: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(wide), quiet, expected).astype(np.uint16)
 
 
-# Some processors (arm64) report a signalling NaN that is converted.
+# Some processors (arm64) report the conversion of a signalling NaN.
 silent = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 
 
@@ -80,13 +80,13 @@ def test_blocks_of_finite_values_alone_widen_exactly(make):
     assert np.array_equal(wide.view(np.uint32), finite.view(values.dtype).astype(np.float32).view(np.uint32))
 
 
-def test_subnormals_widen_where_the_processor_is_told_to_take_them_for_zero():
+def test_subnormals_widen_where_the_processor_flushes_them_to_zero():
     torch = pytest.importorskip("torch")
     subnormal = np.arange(1, 1024, dtype=np.uint16)
     expected = subnormal.view(np.float16).astype(np.float32)
     wide = np.empty(subnormal.shape, np.float32)
     if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot be told so")
+        pytest.skip("this processor cannot flush subnormals to zero")
     try:
         NumpyFloat16().widen_all(wide, subnormal.view(np.float16))
     finally:
@@ -138,7 +138,7 @@ def test_arrays_may_lie_at_odd_addresses(make):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT])
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-def test_two_sources_at_once_are_rounded_once_and_what_is_left_is_said(dtype, op, threads):
+def test_fold_two_rounds_once_and_returns_how_many_elements_are_done(dtype, op, threads):
     torch = pytest.importorskip("torch")
     from ferrorpc.kernels.half_torch import TorchBFloat16, TorchFloat16
 
@@ -149,7 +149,7 @@ def test_two_sources_at_once_are_rounded_once_and_what_is_left_is_said(dtype, op
     for narrow in (left, right):
         converter.narrow_all(narrow, rng.standard_normal(length).astype(np.float32))
     if dtype is DType.FLOAT16:
-        left.view(np.uint16)[-71:-7] = 0x7C01  # signalling NaN, of which PyTorch's scalar code makes others
+        left.view(np.uint16)[-71:-7] = 0x7C01  # signalling NaN, which PyTorch's scalar code turns into different NaN
     wide = [array.view(logical(converter)).astype(np.float32) for array in (left, right)]
     with np.errstate(all="ignore"):
         expected = reference_of(converter, (np.add if op is ReduceOp.SUM else np.multiply)(*wide))
@@ -168,7 +168,7 @@ def test_two_sources_at_once_are_rounded_once_and_what_is_left_is_said(dtype, op
     assert converter.fold_two(op, left[:100], right[:100], left[:100]) == 0
 
 
-def test_a_stretch_of_bfloat16_that_holds_nan_is_left_as_it_was():
+def test_a_stretch_of_bfloat16_with_nan_is_left_unchanged():
     torch = pytest.importorskip("torch")
     from ferrorpc.kernels.half_torch import TorchBFloat16
 

@@ -1,4 +1,4 @@
-"""`Kernel.reduce`: many arrays at once have the bits of one after the other, wherever the result is put."""
+"""`Kernel.reduce` gives the bits of folding one array at a time, wherever the result is written."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from ferrorpc.kernels.half import BLOCK_ELEMENTS
 from ferrorpc.kernels.reduction import HalfKernel, kernel
 from ferrorpc.kernels.registry import available
-from ferrorpc.kernels.workplace import BLOCK_BYTES
+from ferrorpc.kernels.thread_state import BLOCK_BYTES
 from ferrorpc.types import DType, ReduceOp
 from tests.unit.kernels.values import ALLOWED, fold_of, hard_ranks, ranks
 
 
 def block_of(dtype: DType) -> int:
-    """Elements of a block."""
+    """The number of elements in a block."""
     return BLOCK_BYTES // (4 if dtype.is_half else dtype.itemsize)
 
 
@@ -51,7 +51,7 @@ def test_result_may_be_the_memory_of_any_source(op, dtype):
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.COMPLEX64, DType.FLOAT16, DType.BFLOAT16], ids=lambda d: d.label)
-def test_arithmetic_is_silent_whatever_the_caller_asked_numpy_for(dtype):
+def test_arithmetic_is_silent_whatever_error_state_the_caller_has_set(dtype):
     arrays = hard_ranks(dtype, 3, 2000)
     with warnings.catch_warnings(), np.errstate(all="raise"):
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Kernels against references: NumPy's own arithmetic, Python integers and fractions, and ml_dtypes for bfloat16."""
+"""Kernels compared with references: NumPy's arithmetic, Python integers and fractions, and ml_dtypes for bfloat16."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMPY = {
 
 
 def expected_of(op: ReduceOp, dtype: DType, arrays: list[np.ndarray]) -> np.ndarray:
-    """NumPy in one process: halves widened by ml_dtypes or NumPy, folded in float32, rounded once."""
+    """The reduction in NumPy: half types are widened by ml_dtypes or NumPy, folded in float32 and rounded once."""
     wide = [a.view(logical(dtype)).astype(np.float32) if dtype.is_half else a for a in arrays]
     total = reduce(NUMPY[op], wide)
     if op is ReduceOp.MEAN:
@@ -50,7 +50,7 @@ def test_fold_in_rank_order_has_the_bits_of_numpy(op, dtype, count):
 
 @pytest.mark.parametrize(("op", "dtype"), ALLOWED, ids=lambda value: value.name.lower())
 def test_bits_do_not_depend_on_where_an_array_is_cut(op, dtype):
-    """Algorithms reduce slices, and lanes cut differently: each element must come out the same in any slice."""
+    """Algorithms and transports split arrays differently, so each element must have the same bits in any slice."""
     arrays = ranks(dtype, 4, 67)
     whole = fold_of(op, dtype, arrays)
     for start, stop in itertools.chain(zip(range(67), range(1, 68), strict=True), [(0, 5), (5, 38), (38, 67)]):
@@ -127,7 +127,7 @@ def test_overflow_and_infinities_are_silent_and_leave_no_state(dtype):
 
 @pytest.mark.parametrize("dtype", [d for d in DType if d.is_float], ids=lambda d: d.label)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX])
-def test_nan_of_any_rank_goes_through(op, dtype):
+def test_nan_of_any_rank_propagates(op, dtype):
     kind = logical(dtype)
     for where in range(3):
         arrays = [np.ones(5, kind) for _ in range(3)]
@@ -138,7 +138,7 @@ def test_nan_of_any_rank_goes_through(op, dtype):
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda d: d.label)
 def test_halves_are_rounded_once(dtype):
-    """1 + 8 tiny ones: rounding after each addition would leave 1 for ever; the float32 sum is exact."""
+    """1 plus 8 small values: with rounding after each addition the sum would stay 1; the float32 sum is exact."""
     kind = logical(dtype)
     tiny = float(ml_dtypes.finfo(kind).eps) / 4
     arrays = [np.array([1.0], kind)] + [np.array([tiny], kind)] * 8
@@ -149,7 +149,7 @@ def test_halves_are_rounded_once(dtype):
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda d: d.label)
 def test_mean_of_halves_divides_before_rounding(dtype):
-    """The sum of two largest values overflows the half type, their mean does not."""
+    """The sum of the two values overflows the half type; their mean does not."""
     kind = logical(dtype)
     largest = np.array([float(ml_dtypes.finfo(kind).max) * (0.5 if dtype is DType.BFLOAT16 else 1.0)], kind)
     mean = fold_of(ReduceOp.MEAN, dtype, [largest.view(dtype.storage)] * 2)

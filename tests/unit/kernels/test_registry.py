@@ -1,4 +1,4 @@
-"""Which converter is taken: the fastest that is loaded and proven, for each thread its own."""
+"""The registry takes the fastest loaded converter that passes the self-test, and makes one for each thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from ferrorpc.kernels import registry
 from ferrorpc.kernels.half import NumpyBFloat16, NumpyFloat16
-from ferrorpc.kernels.proof import is_exact
+from ferrorpc.kernels.self_test import is_exact
 from ferrorpc.types import DType, ReduceOp
 
 HALVES = (DType.FLOAT16, DType.BFLOAT16)
@@ -22,15 +22,15 @@ NUMPY = {DType.FLOAT16: NumpyFloat16, DType.BFLOAT16: NumpyBFloat16}
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """A registry that has chosen nothing yet."""
-    monkeypatch.setattr(registry, "_KEPT", registry._Kept())
+    """A registry with an empty cache."""
+    monkeypatch.setattr(registry, "_CACHE", registry._Cache())
     registry._is_exact.cache_clear()
     yield
     registry._is_exact.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-def test_numpy_is_taken_where_nothing_else_is_loaded(fresh, monkeypatch, dtype):
+def test_numpy_is_used_if_nothing_else_is_loaded(fresh, monkeypatch, dtype):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
     assert list(registry.available(dtype)) == ["numpy"]
@@ -39,7 +39,7 @@ def test_numpy_is_taken_where_nothing_else_is_loaded(fresh, monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-def test_torch_is_taken_from_when_it_is_loaded(fresh, monkeypatch, dtype):
+def test_torch_is_used_as_soon_as_it_is_loaded(fresh, monkeypatch, dtype):
     torch = pytest.importorskip("torch")
     monkeypatch.delitem(sys.modules, "torch")
     first = registry.converter(dtype)
@@ -48,7 +48,7 @@ def test_torch_is_taken_from_when_it_is_loaded(fresh, monkeypatch, dtype):
     assert registry.converter(dtype).name == "torch"
 
 
-def test_nothing_loads_torch_or_ml_dtypes():
+def test_reductions_import_neither_torch_nor_ml_dtypes():
     code = (
         "import sys, numpy as np\n"
         "from ferrorpc.kernels.reduction import kernel\n"
@@ -69,15 +69,15 @@ def test_a_torch_that_is_being_imported_is_not_touched_yet(fresh, monkeypatch, d
     monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
     monkeypatch.setitem(sys.modules, "torch", partial)
     assert registry.converter(dtype).name == "numpy"
-    assert registry._KEPT.found[True][dtype] is None, "it is asked again once the import is done"
+    assert registry._CACHE.found[True][dtype] is None, "it is asked again once the import is done"
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-def test_a_torch_without_what_is_needed_is_passed_over(fresh, monkeypatch, dtype):
+def test_a_torch_without_the_needed_functions_is_skipped(fresh, monkeypatch, dtype):
     monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     assert registry.converter(dtype).name == "numpy"
-    assert registry._KEPT.found[True][dtype] is not None
+    assert registry._CACHE.found[True][dtype] is not None
 
 
 def test_threads_have_converters_of_their_own():
@@ -90,7 +90,7 @@ def test_threads_have_converters_of_their_own():
 
 
 def flushing_to_zero(base):
-    """A converter that takes subnormal float32 for zero, as some instructions do."""
+    """A converter that flushes subnormal float32 to zero, as some instructions do."""
 
     class Flushing(base):
         def narrow(self, block):
@@ -123,7 +123,7 @@ def dropping_signs_of_nan(base):
 
 
 def folding_wrongly(base):
-    """Says it has combined half of the elements, and has written to one of the others."""
+    """A converter whose `fold_two` reports half of the elements as done, but also writes to one of the others."""
 
     class Wrong(base):
         def fold_two(self, op, left, right, out):
@@ -135,15 +135,15 @@ def folding_wrongly(base):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-def test_the_proof_accepts_the_reference_itself(dtype):
+def test_the_self_test_accepts_the_reference_itself(dtype):
     assert is_exact(NUMPY[dtype](), NUMPY[dtype]())
 
 
 @pytest.mark.parametrize("wrong", [rounding_up_ties, dropping_signs_of_nan, folding_wrongly])
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-def test_the_proof_finds_what_differs(dtype, wrong):
+def test_the_self_test_finds_what_differs(dtype, wrong):
     assert not is_exact(wrong(NUMPY[dtype]), NUMPY[dtype]())
 
 
-def test_the_proof_finds_subnormals_taken_for_zero():
+def test_the_self_test_finds_flushed_subnormals():
     assert not is_exact(flushing_to_zero(NumpyBFloat16), NumpyBFloat16())

@@ -1,4 +1,4 @@
-"""Arrays that reductions are tried on, and the left fold that defines their result."""
+"""Input arrays for tests of reductions, and the left fold that defines the result."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ REFUSED = [(op, dtype) for op, dtype in itertools.product(ReduceOp, DType) if re
 
 
 def logical(dtype: DType) -> np.dtype:
-    """The dtype its values have, where NumPy stores bfloat16 as uint16."""
+    """The dtype of the values: ml_dtypes' bfloat16 for bfloat16, which is stored as uint16, otherwise the storage dtype."""
     return np.dtype(ml_dtypes.bfloat16) if dtype is DType.BFLOAT16 else dtype.storage
 
 
 def ranks(dtype: DType, count: int, length: int) -> list[np.ndarray]:
-    """One array per rank, in storage dtype, with values of both signs where the dtype has them."""
+    """One random array per rank, in the storage dtype, with values of both signs if the dtype is signed."""
     rng = np.random.default_rng(length * 31 + count)
     kind = logical(dtype)
     if dtype is DType.BOOL:
@@ -35,9 +35,9 @@ def ranks(dtype: DType, count: int, length: int) -> list[np.ndarray]:
 
 
 def hard_ranks(dtype: DType, count: int, length: int) -> list[np.ndarray]:
-    """As `ranks`, with every kind of value: both zeros, infinities, largest, subnormals, and NaN of one rank at a time.
+    """As `ranks`, with special values: both zeros, infinities, the largest and smallest normal values, subnormals and NaN.
 
-    Two NaN never meet: which of the two an operator keeps is open.
+    Only one rank has a NaN at any index, because an operator may keep either of two NaN.
     """
     arrays = ranks(dtype, count, length)
     if not (dtype.is_float or dtype.is_complex):
@@ -58,7 +58,7 @@ def hard_ranks(dtype: DType, count: int, length: int) -> list[np.ndarray]:
 
 
 def fold_of(op: ReduceOp, dtype: DType, arrays: list[np.ndarray]) -> np.ndarray:
-    """The kernel's left fold in rank order, one array at a time."""
+    """The kernel's left fold in rank order, with `load`, `fold` and `finish`."""
     chosen = kernel(op, dtype, len(arrays))
     work = np.empty(arrays[0].shape, chosen.work)
     chosen.load(work, arrays[0])

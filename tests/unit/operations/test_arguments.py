@@ -9,7 +9,7 @@ import pytest
 
 from ferrorpc import InvalidRankError, ProcessGroup, SelfSendError, TensorMismatchError, UsageError
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.collectives.endpoints import TAG_MAX
+from ferrorpc.collectives.ranks_and_tags import TAG_MAX
 from ferrorpc.operations.arguments import Arguments
 from ferrorpc.testing import run_world
 

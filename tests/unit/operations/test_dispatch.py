@@ -12,13 +12,13 @@ import pytest
 
 from ferrorpc import PeerLostError, ProcessGroup, UsageError
 from ferrorpc.backends.simulated import SimulatedBackend
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import Prepared
 from ferrorpc.collectives.progress import drive
 from ferrorpc.guard import Latch
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
 from ferrorpc.testing import ManualClock, run_world
-from tests.unit.collectives.test_advancing import Counting
+from tests.unit.collectives.test_event_driven import Counting
 
 
 def test_the_calls_prepared_last_are_kept_and_no_more_of_them_than_a_program_needs() -> None:
@@ -27,7 +27,7 @@ def test_the_calls_prepared_last_are_kept_and_no_more_of_them_than_a_program_nee
     alive: WeakSet[Prepared] = WeakSet()
 
     def prepared(number: int) -> Prepared:
-        return dispatch.prepared((number,), lambda: Call(Operation.BARRIER))
+        return dispatch.prepared(Operation.BARRIER, note=str(number))
 
     for number in range(2 * PREPARED_CALLS):
         alive.add(prepared(number))

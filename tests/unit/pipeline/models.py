@@ -1,4 +1,4 @@
-"""A model that is no chain: an edge skips to the last stage, which has two inputs and shares its weight with the first."""
+"""A model that is not a chain: an edge skips to the last stage, which has two inputs and a weight tied to the first one's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.pipeline.stages import Layer
 
 
 class Joint(Layer):
-    """A layer behind the product of its inputs, whose output goes to several stages."""
+    """A layer that multiplies several inputs, and returns its output for several stages."""
 
     def __init__(self, number: int, inputs: int, outputs: int, dtype: Any = np.float64) -> None:
         super().__init__(number, dtype)
@@ -46,12 +46,12 @@ class Joint(Layer):
 
 
 def edges_of(pieces: int) -> list[tuple[int, int]]:
-    """The chain, and an edge from the first piece to the last."""
+    """The edges of a chain, and one from the first piece to the last."""
     return sorted({(0, pieces - 1), *((piece, piece + 1) for piece in range(pieces - 1))})
 
 
 def ties_of(pieces: int) -> list[tuple[str, str]]:
-    """The first piece's weight is the last one's."""
+    """Ties the weight of the first piece to that of the last."""
     return [("0/weight", f"{pieces - 1}/weight")]
 
 
@@ -63,7 +63,7 @@ def stage_of(number: int, pieces: int, dtype: Any = np.float64) -> Joint:
 
 
 def whole_model(pieces: int, dtype: Any = np.float64) -> list[Joint]:
-    """All pieces, the last one's weight a copy of the first one's."""
+    """All pieces; the weight of the last is a copy of that of the first."""
     stages = [stage_of(number, pieces, dtype) for number in range(pieces)]
     stages[-1].weight.data = stages[0].weight.data.copy()
     return stages
@@ -79,7 +79,7 @@ def one_process(
     skips: bool = True,
     ties: bool = True,
 ) -> float:
-    """One microbatch after the other, backward right after forward. Tied gradients are added up in the order of stages."""
+    """Runs microbatches one after the other, backward right after forward. Adds tied gradients in the order of stages."""
     last = len(stages) - 1
     skips = skips and last > 1
     total = 0.0

@@ -1,4 +1,4 @@
-"""Stages in NumPy, and what one process makes of them: what pipelines are compared with."""
+"""Stages in NumPy, and their training in one process, which pipelines are compared with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 6
 
 
 class Layer:
-    """y = tanh(x @ weight + bias), with a backward in one or in two."""
+    """y = tanh(x @ weight + bias), with a whole and a split backward."""
 
     def __init__(self, number: int, dtype=np.float64) -> None:
         rng = np.random.default_rng(number)
@@ -45,7 +45,7 @@ class Layer:
 
 
 class WholeLayer:
-    """The same, with its backward in one only."""
+    """The same with only a whole backward."""
 
     def __init__(self, number: int) -> None:
         self._layer = Layer(number)
@@ -75,7 +75,7 @@ def batch(rows: int, seed: int = 0, dtype=np.float64) -> tuple[np.ndarray, np.nd
 
 
 def one_process(stages: Sequence[Any], x, target, loss_fn: Callable, microbatches: int, mean: bool = True) -> float:
-    """Runs microbatches one after the other, backward right after forward; gradients are left in the stages."""
+    """Runs microbatches one after the other, backward right after forward. Gradients are in the stages."""
     total = 0.0
     for part, wanted in zip(split(x, microbatches, "x"), split(target, microbatches, "target"), strict=True):
         y, contexts = part, []
@@ -96,7 +96,7 @@ def gradients(stages: Sequence[Any]) -> list[np.ndarray]:
 
 
 def descend(stages: Sequence[Any], rate: float = 0.1) -> None:
-    """A step of gradient descent, and no gradients after it."""
+    """Takes a step of gradient descent, and clears the gradients."""
     for parameter in (parameter for stage in stages for parameter in stage.parameters()):
         parameter.data -= rate * parameter.grad
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""Actions and how they are written."""
+"""Actions and their notation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches, microbatches and their shares."""
+"""Batches, microbatches and the weights of their losses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.pipeline.batch import join, scaled, shares, split
+from ferrorpc.pipeline.batch import join, loss_weights, scaled, split
 
 
 def test_a_batch_is_cut_as_numpy_does():
@@ -44,17 +44,17 @@ def test_outputs_are_joined_along_axis_0():
     assert whole.dtype == np.float32
     assert whole.tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     assert [each.shape for each in join([(first, first), (second, second)], "outputs")] == [(3, 3), (3, 3)]
-    with pytest.raises(TensorMismatchError, match="cannot be put together"):
+    with pytest.raises(TensorMismatchError, match="cannot be joined"):
         join([first, np.zeros((1, 4), np.float32)], "outputs")
-    with pytest.raises(TensorMismatchError, match="cannot be put together"):
+    with pytest.raises(TensorMismatchError, match="cannot be joined"):
         join([np.array(1.0)], "outputs")
 
 
 def test_a_mean_counts_rows_or_what_weight_says_and_a_sum_counts_all_alike():
     targets = [np.zeros(1), np.zeros(3)]
-    assert shares(targets, "mean", None) == [0.25, 0.75]
-    assert shares(targets, "mean", lambda target: 10 - len(target)) == [9 / 16, 7 / 16]
-    assert shares(targets, "sum", None) == [1.0, 1.0]
+    assert loss_weights(targets, "mean", None) == [0.25, 0.75]
+    assert loss_weights(targets, "mean", lambda target: 10 - len(target)) == [9 / 16, 7 / 16]
+    assert loss_weights(targets, "sum", None) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_mean_counts_rows_or_what_weight_says_and_a_sum_counts_all_alike():
 )
 def test_shares_that_make_no_sense_are_refused(reduction, weight, message: str):
     with pytest.raises(UsageError, match=message):
-        shares([np.zeros(1), np.zeros(3)], reduction, weight)
+        loss_weights([np.zeros(1), np.zeros(3)], reduction, weight)
 
 
 def test_scaling_reaches_into_tuples_and_leaves_what_counts_whole():

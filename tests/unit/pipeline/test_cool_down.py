@@ -1,4 +1,4 @@
-"""Replicas of a pipeline exchange gradients while the pipeline cools down, in a world whose time is virtual.
+"""Replicas of a pipeline exchange gradients during its cool-down, in virtual time.
 
 Every action takes a second or two, every message ten milliseconds, so that it is certain what came before what.
 """
@@ -26,7 +26,7 @@ BUCKET_MB = 0.0003
 
 @dataclass(frozen=True, slots=True)
 class Watched(FaultPlan):
-    """Messages that take the same time each, and are written down: (source, target) -> when each of them left."""
+    """All messages take the same time. Records when each was sent, by (source, target)."""
 
     clock: Clock = field(default_factory=VirtualClock)
     departures: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -37,7 +37,7 @@ class Watched(FaultPlan):
 
 
 class Slow(Layer):
-    """A layer whose forward takes a second, and either half of its backward another; it takes down when."""
+    """A layer whose forward, and each part of its backward, takes a second. Records when they ran."""
 
     def __init__(self, number: int, clock: Clock) -> None:
         super().__init__(number)
@@ -66,14 +66,14 @@ class Slow(Layer):
 
 @dataclass
 class Seen:
-    """What one rank saw: its layers, by piece, and its weights' mean gradients."""
+    """The results of one rank: its layers, by piece, and the mean gradients of its weights."""
 
     layers: dict[int, Slow]
     means: dict[str, np.ndarray]
 
 
 def step(group: ProcessGroup, schedule: schedules.Schedule, clock: Clock, *, early: bool) -> Seen:
-    """One step of two replicas; gradients are handed over when they are complete, or when the step is over."""
+    """One step of two replicas. Gradients are sent when they are complete (`early`), or after the step."""
     mesh = Mesh({"dp": 2, "pp": STAGES}, group)
     layers = {number: Slow(number, clock) for number in schedule.pieces(mesh["pp"].rank)}
     pipe = Pipeline(list(layers.values()), mesh["pp"], schedule)
@@ -93,7 +93,7 @@ def step(group: ProcessGroup, schedule: schedules.Schedule, clock: Clock, *, ear
 
 
 def run(name: str, *, early: bool) -> tuple[list[Seen], list[list[float]]]:
-    """(what each rank saw, when each rank sent its twin in the other replica gradients)."""
+    """(the results of each rank, the times at which each rank sent gradients to its counterpart in the other replica)."""
     schedule = schedules.named(name, STAGES, MICROBATCHES)
     clock = VirtualClock()
     faults = Watched(delay_seconds=(MESSAGE_SECONDS, MESSAGE_SECONDS), clock=clock)

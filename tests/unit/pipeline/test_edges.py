@@ -1,4 +1,4 @@
-"""Models that are no chain."""
+"""Models that are not a chain."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_a_skipping_message_waits_for_a_credit_is_found():
 
 
 class Fork:
-    """x -> x for each of the two that want it."""
+    """x -> (x, x)."""
 
     def forward(self, x):
         return (x, x), None
@@ -121,7 +121,7 @@ def test_a_stage_that_gives_one_value_to_several_is_told_so():
 
     first, second, third = run_world(3, body, return_exceptions=True)
     assert isinstance(first, UsageError)
-    assert "0F0 gave one ndarray, but stage 0 is wired to stages 1, 2" in str(first)
+    assert "0F0 returned one ndarray, but stage 0 has edges to stages 1, 2" in str(first)
     assert isinstance(second, GroupAbortedError)
     assert isinstance(third, GroupAbortedError)
 

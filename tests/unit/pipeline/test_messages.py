@@ -7,15 +7,15 @@ import pytest
 
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.errors import CodecError, TensorMismatchError
-from ferrorpc.pipeline.messages import Letter, pack, unpack
+from ferrorpc.pipeline.messages import Envelope, pack, parse
 
-LETTER = Letter("1f1b", 7, "2SEND_F3")
+ENVELOPE = Envelope("1f1b", 7, "2SEND_F3")
 
 
 def round_trip(value):
-    letter, found = unpack(pack(LETTER, value), NUMPY)
-    assert letter == LETTER
-    return found
+    message = parse(pack(ENVELOPE, value))
+    assert message.envelope == ENVELOPE
+    return message.value(message.payload, NUMPY)
 
 
 @pytest.mark.parametrize(
@@ -50,23 +50,23 @@ def test_none_and_tuples_arrive_as_they_were():
 
 def test_a_message_is_a_copy():
     x = np.zeros(100)
-    message = pack(LETTER, x)
+    message = pack(ENVELOPE, x)
     x += 1
-    assert not unpack(message, NUMPY)[1].any()
+    assert not parse(message).value(message, NUMPY).any()
 
 
 def test_arrays_are_aligned():
-    message = pack(LETTER, (np.ones(3, np.uint8), np.ones(5)))
-    _, (_, second) = unpack(message, NUMPY)
+    message = pack(ENVELOPE, (np.ones(3, np.uint8), np.ones(5)))
+    _, second = parse(message).value(message, NUMPY)
     assert (second.ctypes.data - message.ctypes.data) % 64 == 0
 
 
 @pytest.mark.parametrize("change", [lambda m: m[:-1], lambda m: m[:2], lambda m: np.zeros(50, np.uint8)])
 def test_other_bytes_are_refused(change):
     with pytest.raises(CodecError, match="a message between stages of"):
-        unpack(change(pack(LETTER, np.arange(5))), NUMPY)
+        parse(change(pack(ENVELOPE, np.arange(5))))
 
 
 def test_what_cannot_be_sent_is_refused():
     with pytest.raises(TensorMismatchError):
-        pack(LETTER, np.array(["text"]))
+        pack(ENVELOPE, np.array(["text"]))

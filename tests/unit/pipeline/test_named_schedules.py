@@ -1,4 +1,4 @@
-"""The named schedules: sound wherever they are admitted, and true to their names."""
+"""The named schedules: sound for all counts that they admit, with the bubbles and peaks of the literature."""
 
 from __future__ import annotations
 

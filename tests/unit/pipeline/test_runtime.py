@@ -48,7 +48,7 @@ def trained(
     seed: int = 0,
     **options,
 ) -> tuple[list[Any], list[Any]]:
-    """(losses, stages by number) of a pipelined run with delays; a step of descent follows each but the last."""
+    """(losses, stages by number) of several steps with random delays; gradient descent after each but the last."""
 
     def body(group):
         stages = {number: layer(number) for number in schedule.pieces(group.rank)}
@@ -118,8 +118,7 @@ def test_gradients_are_those_of_the_whole_batch_at_once(name: str, mean: bool, d
 
 
 def test_means_over_tokens_weigh_microbatches_by_their_tokens():
-    """Microbatches of different shapes, as a list; the loss is a mean over tokens that are not masked, so where all are, it is
-    not a number."""
+    """Microbatches of different shapes, as a list. The loss is a mean over unmasked tokens; NaN if all are masked."""
     rng = np.random.default_rng(0)
     xs = [rng.standard_normal((rows, WIDTH)) for rows in (1, 4, 2, 2)]
     masks = [np.array([1.0]), np.array([1.0, 0.0, 0.0, 1.0]), np.array([0.0, 0.0]), np.array([0.0, 1.0])]
@@ -234,7 +233,7 @@ def test_inference_keeps_nothing_where_no_backward_can_follow():
         pipe = Pipeline(Layer(group.rank), group, "1f1b", 4)
         y = pipe.forward(batch(4)[0])
         assert pipe.peak_activations == 0
-        with pytest.raises(UsageError, match=r"begins backwards before it ends forwards(.|\n)*gpipe"):
+        with pytest.raises(UsageError, match=r"starts backwards before all forwards are done(.|\n)*gpipe"):
             pipe.backward(y, y)
         return y
 
@@ -246,13 +245,13 @@ def test_inference_keeps_nothing_where_no_backward_can_follow():
 def test_a_backward_needs_its_forward_and_gradients_of_its_rows():
     def body(group):
         pipe = Pipeline(Layer(0), group, "gpipe", 2)
-        with pytest.raises(UsageError, match="no forward whose backward"):
+        with pytest.raises(UsageError, match="no forward for this backward"):
             pipe.backward(None, None)
         y = pipe.forward(batch(4)[0])
         with pytest.raises(UsageError, match="grads must have the 4 rows"):
             pipe.backward(y, y[:3])
         pipe.backward(y, y)
-        with pytest.raises(UsageError, match="no forward whose backward"):
+        with pytest.raises(UsageError, match="no forward for this backward"):
             pipe.backward(y, y)
 
     run_world(1, body)
@@ -283,7 +282,7 @@ class Timed(Layer):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_takes_the_time_that_was_simulated(name: str):
-    """Compute of known length and messages of known latency, in virtual time."""
+    """Computations and messages of known duration, in virtual time."""
     schedule = schedule_of(name, 3, 6)
     latency = 0.25
     world = World(3, faults=FaultPlan(delay_seconds=(latency, latency)), timeout=600.0)
@@ -338,7 +337,7 @@ def test_when_a_rank_dies_the_others_name_it(victim: int):
 
 
 def test_outputs_that_the_next_stage_never_takes_are_a_timeout_that_names_it():
-    """More than goes without credit: the sender's part is not over before the receiver has come."""
+    """The output is more than is sent without credit, so the send is not complete before the receiver expects it."""
 
     def body(group):
         pipe = Pipeline(Layer(group.rank), group, "gpipe", 1)
@@ -447,7 +446,7 @@ def test_who_returns_too_little_or_too_much_is_told_what_to_return(layer, loss_f
 
 
 def test_a_schedule_of_ones_own_runs_as_well():
-    """1F1B read from its CSV, with messages spelled out."""
+    """1F1B read from its CSV, with explicit messages."""
     schedule = schedules.Schedule.from_csv(schedules.one_f_one_b(2, 3).with_messages().to_csv(), "mine")
     _, pipelined = trained(schedule, 1, lambda _: batch(6))
     alone = [Layer(0), Layer(1)]

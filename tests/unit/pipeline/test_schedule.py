@@ -1,4 +1,4 @@
-"""A schedule as a value: what is found wrong with it, what it costs, its texts."""
+"""Schedules as values: validation, simulation, and their text forms."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_each_rule_is_found(text: str, finding: tuple[str, str]):
 
 
 def test_a_deadlock_is_found_with_where_every_rank_stands():
-    """Rank 0 wants microbatch 0 back before it sends 1; rank 1 wants 1 before it gives anything back."""
+    """Rank 0 waits for the gradient of microbatch 0 before it sends 1; rank 1 waits for 1 before it sends a gradient."""
     assert found("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n") == [
         ("deadlock", "rank 0: never starts 0B0, which needs 1B0"),
         ("deadlock", "rank 1: never starts 1F1, which needs 0F1"),
@@ -51,7 +51,7 @@ def test_a_deadlock_is_found_with_where_every_rank_stands():
 
 
 def test_with_too_few_credits_a_send_blocks_for_ever():
-    """Rank 0 sends all four microbatches before it takes any back; rank 1 may not run so far ahead of it."""
+    """Rank 0 sends all four microbatches before it receives any; with fewer credits it blocks."""
     schedule = schedules.looped_bfs(stages=2, microbatches=4, chunks=2)
     assert schedule.validate(credits=4) == []
     assert [str(each) for each in schedule.validate(credits=1)] == [
@@ -94,7 +94,7 @@ def test_latency_and_transfer_delay_what_crosses_ranks():
     schedule = schedules.gpipe(stages=2, microbatches=2)
     spans = {span.name: span.start for span in schedule.simulate(latency=0.5, transfer=2.0).spans}
     assert spans["1F0"] == 1 + 2 + 0.5
-    assert spans["1F1"] == 1 + 2 + 2 + 0.5, "the second message waits for the first to leave the way"
+    assert spans["1F1"] == 1 + 2 + 2 + 0.5, "the second message waits for the first to leave the link"
 
 
 def test_costs_are_of_ranks_or_of_pieces():

@@ -1,4 +1,4 @@
-"""Searching for an order at given costs."""
+"""The search for a schedule at given costs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ferrorpc import schedules
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Kind
 from ferrorpc.pipeline.schedules import Schedule
-from ferrorpc.pipeline.schedules.greedy import Greedy, Taste
-from ferrorpc.pipeline.schedules.improve import Sweep, improve
-from ferrorpc.pipeline.schedules.search import NAMES
+from ferrorpc.pipeline.schedules.hill_climbing import MakespanModel, improve
+from ferrorpc.pipeline.schedules.list_scheduling import ListScheduler, PriorityRule
+from ferrorpc.pipeline.schedules.search import COST_NAMES
 
-EQUAL = {name: [1.0] * 4 for name in NAMES}
+EQUAL = {name: [1.0] * 4 for name in COST_NAMES}
 
 
 def random_costs(draw: random.Random, stages: int) -> dict[str, list[float]]:
-    return {name: [draw.uniform(0.5, 2) for _ in range(stages)] for name in NAMES}
+    return {name: [draw.uniform(0.5, 2) for _ in range(stages)] for name in COST_NAMES}
 
 
 def best_named(costs: dict[str, list[float]], latency: float, cap: float | None, microbatches: int) -> float:
@@ -58,8 +58,8 @@ def test_where_a_named_one_is_perfect_it_is_found():
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_where_little_can_be_held_it_turns_round_on_the_last_rank(stages: int):
-    """With room for one microbatch, a rank of a straight pipeline waits for its way to the end and back: 2p + 1 units each."""
-    found = schedules.search({name: [1.0] * stages for name in NAMES}, memory_cap=1, microbatches=6)
+    """With room for one microbatch, a rank of a straight pipeline waits for it to go to the end and back: 2p + 1 units each."""
+    found = schedules.search({name: [1.0] * stages for name in COST_NAMES}, memory_cap=1, microbatches=6)
     assert found.placement == (*range(stages), *reversed(range(stages)))
     assert found.simulate().makespan < 6 * (2 * stages + 1)
 
@@ -74,7 +74,7 @@ def test_a_cap_that_nothing_fits_and_costs_that_are_none_are_refused():
 
 
 def by_piece(schedule: Schedule) -> dict[tuple[Kind, int], float]:
-    """Costs as a rank's 1 for each part, split over its pieces."""
+    """A cost of 1 per rank for each kind of action, split over its pieces."""
     share = 1 / schedule.chunks
     one = {Kind.FORWARD: share, Kind.BACKWARD_INPUT: share, Kind.BACKWARD_WEIGHT: share, Kind.BACKWARD: 2 * share}
     return {(kind, piece): cost for kind, cost in one.items() for piece in range(schedule.virtual_stages)}
@@ -83,15 +83,15 @@ def by_piece(schedule: Schedule) -> dict[tuple[Kind, int], float]:
 @pytest.mark.parametrize("name", schedules.NAMED)
 def test_a_sweep_agrees_with_the_simulation(name: str):
     schedule = schedules.named(name, 3, 7)
-    sweep = Sweep(schedule, by_piece(schedule), latency=0.3)
-    assert sweep.makespan(schedule.actions) == pytest.approx(schedule.simulate(latency=0.3).makespan)
+    model = MakespanModel(schedule, by_piece(schedule), latency=0.3)
+    assert model.makespan(schedule.actions) == pytest.approx(schedule.simulate(latency=0.3).makespan)
 
 
 def test_a_sweep_that_stands_still_never_ends():
     schedule = schedules.one_f_one_b(2, 2)
     swapped = [list(row) for row in schedule.actions]
     swapped[1].reverse()
-    assert Sweep(schedule, by_piece(schedule), 0.0).makespan(swapped) == float("inf")
+    assert MakespanModel(schedule, by_piece(schedule), 0.0).makespan(swapped) == float("inf")
 
 
 def test_climbing_mends_a_bad_order_within_the_cap():
@@ -103,10 +103,10 @@ def test_climbing_mends_a_bad_order_within_the_cap():
     assert capped.validate(peak=1) == []
 
 
-@pytest.mark.parametrize("taste", [Taste(), Taste(True, 1.0, True), Taste(False, 0.5, True)])
-def test_a_list_schedule_is_sound_and_keeps_the_cap(taste: Taste):
+@pytest.mark.parametrize("rule", [PriorityRule(), PriorityRule(True, 1.0, True), PriorityRule(False, 0.5, True)])
+def test_a_list_schedule_is_sound_and_keeps_the_cap(rule: PriorityRule):
     placement = [0, 1, 2, 2, 1, 0]
     costs = {kind: [0.5] * 6 for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
-    schedule = Greedy(placement, 7, costs, 0.2, [6, 6, 6], taste).build("greedy")
+    schedule = ListScheduler(placement, 7, costs, 0.2, [6, 6, 6], rule).build("greedy")
     assert schedule is not None
     assert schedule.validate(peak=3) == []

@@ -1,4 +1,4 @@
-"""Comparing results in tests: bits, kinds and shapes, or values but for rounding."""
+"""Comparisons with reference results: bit for bit, or up to rounding."""
 
 from __future__ import annotations
 

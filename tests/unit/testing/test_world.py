@@ -26,7 +26,7 @@ def test_results_come_in_rank_order(clock) -> None:
 
 @both_clocks
 def test_it_returns_when_its_threads_are_gone(clock) -> None:
-    """torch ends the process where a thread lets go of tensors while the interpreter ends."""
+    """torch aborts the process if a thread frees tensors while the interpreter exits."""
     gone = []
 
     class Late:
@@ -40,7 +40,7 @@ def test_it_returns_when_its_threads_are_gone(clock) -> None:
     kept = threading.local()
 
     def body(group) -> None:
-        kept.value = Late(group.rank)  # goes when its thread does
+        kept.value = Late(group.rank)  # freed when the thread ends
 
     run_world(3, body, clock=clock)
     assert sorted(gone) == [0, 1, 2]
@@ -160,7 +160,7 @@ def test_what_waits_for_ever_is_an_error_that_says_where() -> None:
     def body(group) -> None:
         group.session.clock.parker().park(float("inf"))
 
-    with pytest.raises(FerroError, match=r"nobody can run.*'rank 0' in body"):
+    with pytest.raises(FerroError, match=r"no thread can run.*'rank 0' in body"):
         run_world(2, body)
 
 

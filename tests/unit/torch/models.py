@@ -1,4 +1,4 @@
-"""Small torch networks with weights from a seed, and what one process makes of them."""
+"""Small torch networks with seeded weights, and reference results of one process."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from ferrorpc.errors import UsageError
 from ferrorpc.testing import run_world
-from ferrorpc.testing.manual import ManualClock
+from ferrorpc.testing.manual_clock import ManualClock
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -1,4 +1,4 @@
-"""torch modules whose gradients are averaged while autograd still computes others, against one process."""
+"""torch modules whose gradients are averaged during the backward pass, compared with one process."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_wrapper_that_is_gone_leaves_the_module_alone_and_it_may_be_wrapped_ag
 
 
 def test_the_newest_wrapper_of_a_module_averages_alone() -> None:
-    """One of the generation before, which somebody still holds, has nothing more to say, wherever it had come to."""
+    """A wrapper of the previous generation that is still referenced does nothing more, in whatever state it was."""
 
     def fails(gradient):
         raise ValueError("on this rank only")
@@ -290,8 +290,8 @@ def test_the_backward_pass_of_a_wrapper_that_was_let_go_of_does_not_pass_for_an_
     run_world(2, body)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's tracer, which hides it by other means
-@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # of torch, on Python 3.13.0
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # from torch's tracer
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # from torch, on Python 3.13.0
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_wrapper_around_a_compiled_module_and_a_compiled_wrapper_compile_the_module_alone(inside: bool) -> None:
     def body(group):

@@ -1,4 +1,4 @@
-"""Torch modules as stages: gradients of one process, and backwards in two."""
+"""Torch modules as stages: the gradients of one process, and split backward passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved", "zb1p", "zb1p 2", "zb
 
 
 class Block(nn.Module):
-    """A layer with a residue, a norm, and two uses of one weight."""
+    """A layer with a residual connection, a norm, and two uses of one weight."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    """Many small operators in many threads of ranks: more threads for each would only wait for each other."""
+    """One thread per operator: the ranks are threads already, and their operators are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -56,7 +56,8 @@ loss_of = nn.functional.mse_loss
 
 @cache
 def one_process(blocks: int, rows: int, microbatches: int, steps: int) -> nn.Sequential:
-    """Microbatches one after the other, the loss of each by its share of the batch. Schedules of as many stages share it."""
+    """One process: microbatches one after the other, each loss scaled by its share of the batch. Cached for schedules with
+    equally many stages."""
     alone = nn.Sequential(*(Block(number) for number in range(blocks)))
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.02)
     for step in range(steps):
@@ -71,7 +72,7 @@ def one_process(blocks: int, rows: int, microbatches: int, steps: int) -> nn.Seq
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_steps_are_those_of_one_process(name: str, stages: int):
-    """Uneven microbatches, every schedule, with an optimizer of torch's."""
+    """Uneven microbatches, every schedule, with a torch optimizer."""
     key, _, chunks = name.partition(" ")
     schedule = schedules.named(key, stages, 8 if name == "dualpipe_v" else 7, int(chunks) if chunks else None)
 
@@ -95,7 +96,7 @@ def test_steps_are_those_of_one_process(name: str, stages: int):
 
 
 def test_nobody_computes_the_gradient_of_what_comes_from_outside():
-    """The first stage's input: neither in a whole backward, nor in the first half of one."""
+    """The first stage's input: neither in a whole backward pass, nor in the first half of a split one."""
     for name in ("gpipe", "zb1p"):
 
         def body(group, name=name):
@@ -216,7 +217,7 @@ def test_weights_wait_for_the_second_half():
 
 
 def test_no_half_does_the_work_of_the_other():
-    """Matrix products are counted: of three in a whole backward of two layers, each half does its own."""
+    """Counts matrix products: of the three in the backward pass of two layers, each half computes its own."""
     from torch.utils.flop_counter import FlopCounterMode
 
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))

@@ -1,4 +1,4 @@
-"""What the modules of real models do in a stage: write to what they are given, have no weights, pass None on."""
+"""Modules as in real models, in a stage: they write to their input, have no weights, or pass None on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def linear(seed: int) -> nn.Linear:
 
 
 class Masked(nn.Module):
-    """Hands on what an optional mask was, and which rows there are."""
+    """Passes on an optional mask and row numbers."""
 
     def __init__(self, seed: int, is_last: bool = False) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_what_cannot_go_on_to_the_next_stage_is_named():
 
 
 def test_a_stage_that_writes_to_what_it_is_given_does_so_to_its_own():
-    """Though another stage of this rank was given the same tensor."""
+    """Also when another stage of this rank was given the same tensor."""
 
     class Twice(nn.Module):
         def forward(self, x):

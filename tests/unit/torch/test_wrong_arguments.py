@@ -1,4 +1,4 @@
-"""What is passed for an argument of ferrorpc.torch and cannot be one is refused where it is passed, with what to pass."""
+"""Wrong arguments of ferrorpc.torch are refused where they are passed, with a hint what to pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch ZeroOptimizer against torch's own optimizer in one process."""
+"""The torch ZeroOptimizer, compared with torch's own optimizer in one process."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_groups_of_parameters_keep_their_settings_and_state_goes_on_where_it_was
 
 
 def test_frozen_parameters_are_left_as_they_are_and_thawed_ones_are_an_error():
-    """Weight decay is an update, too."""
+    """Weight decay would update them, too."""
 
     def trained(module, make):
         module[0].requires_grad_(False)
@@ -126,7 +126,7 @@ def test_frozen_parameters_are_left_as_they_are_and_thawed_ones_are_an_error():
 
 
 def test_a_state_of_a_group_of_another_size_is_refused():
-    """It would be that of other weights."""
+    """It would belong to other weights."""
 
     def saved(group):
         module = network()
@@ -252,7 +252,7 @@ def test_states_of_torchs_own_optimizer_that_cannot_be_joined_are_refused():
 
 
 def test_a_gathered_state_of_numbers_alone_goes_on():
-    """Their shapes do not tell what torch remembers of each of them."""
+    """Shapes do not distinguish per-element state from common state."""
 
     def made():
         return [torch.nn.Parameter(torch.tensor(value)) for value in (0.5, -2.0)]
@@ -300,7 +300,7 @@ def test_optimizers_of_whole_parameters_are_refused(kind):
 
 
 def resumed(module, make, step):
-    """Two steps, a checkpoint, and two more in new objects, under a schedule that also changes what Adam calls betas."""
+    """Two steps, a checkpoint, and two more steps in new objects, under a schedule that also changes Adam's betas."""
     saved = None
     for first in (0, 2):
         optimizer = make(module.parameters())
@@ -316,7 +316,7 @@ def resumed(module, make, step):
 
 
 def test_a_schedule_goes_on_where_it_was_when_the_state_was_saved():
-    """The state has what the scheduler wrote after the last step."""
+    """The state includes what the scheduler wrote after the last step."""
     size = 2
 
     def body(group):

@@ -4,8 +4,8 @@ import pytest
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
-from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, Entered, Mailbox
-from ferrorpc.transports.pairwise import Post
+from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, CallRecord, Mailbox
+from ferrorpc.transports.point_to_point import PostedReceive
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 
@@ -83,7 +83,7 @@ def test_a_late_frame_of_a_finished_call_is_dropped_when_it_agrees() -> None:
 @pytest.mark.parametrize("number", [3, 10])
 def test_frames_older_than_the_history_leave_nothing_behind(number: int) -> None:
     reported: list[FerroError] = []
-    box_of = Mailbox(1, reported.append, unasked_bytes_max=0)
+    box_of = Mailbox(1, reported.append, unexpected_bytes_max=0)
     for passed in range(1, HISTORY + 11):
         box_of.enter(Key(0, 0, passed), "a()", lambda: None)
         box_of.leave(Key(0, 0, passed))
@@ -119,12 +119,12 @@ def test_a_probe_is_answered_with_where_this_rank_stands() -> None:
 @pytest.mark.parametrize(("elsewhere", "last"), [(7, (7, "there()")), (2, (3, "here()"))])
 def test_a_probe_is_answered_with_the_last_operation_whether_it_sent_messages_or_not(elsewhere: int, last) -> None:
     class Arena:
-        def entered(self, key: Key) -> Entered:
-            return Entered(None, elsewhere, "there()")
+        def entered(self, key: Key) -> CallRecord:
+            return CallRecord(None, elsewhere, "there()")
 
     box_of, _ = mailbox()
     arena = Arena()
-    box_of.look_elsewhere(0, arena.entered)
+    box_of.register_lookup(0, arena.entered)
     box_of.enter(Key(0, 0, 3), "here()", lambda: None)
     box_of.leave(Key(0, 0, 3))
     assert box_of.standing(Key(0, 0, 9), "a()") == (ABSENT, "", *last)
@@ -133,7 +133,7 @@ def test_a_probe_is_answered_with_the_last_operation_whether_it_sent_messages_or
 def test_of_a_call_that_awaits_no_message_only_its_signature_stays() -> None:
     box_of, reported = mailbox()
     for number in range(1, HISTORY + 3):
-        box_of.note(Key(0, 0, number), f"a({number})")
+        box_of.record(Key(0, 0, number), f"a({number})")
     assert (len(box_of._boxes), len(box_of._history)) == (0, HISTORY)
     assert box_of.standing(Key(0, 0, 9), "a(9)") == (FINISHED, "a(9)", HISTORY + 2, f"a({HISTORY + 2})")
     assert box_of.standing(Key(0, 0, 9), "b()")[:2] == (DIFFERENT, "a(9)")
@@ -146,7 +146,7 @@ def test_a_message_for_a_call_that_awaits_none_is_a_difference(order: str) -> No
     key = Key(0, 0, 7)
     if order == "before":
         box_of.deliver(frame(key, 0, signature="b()"))
-    box_of.note(key, "a()")
+    box_of.record(key, "a()")
     if order == "after":
         box_of.deliver(frame(key, 0, signature="b()"))
     (error,) = reported
@@ -185,7 +185,7 @@ def test_messages_between_two_ranks_are_matched_as_their_first_chunks_come() -> 
     """A later chunk may overtake them on another lane."""
     box_of, _ = mailbox()
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 7), 0, slot=5, total=8, offset=4))
-    first, second = Post(lambda: None), Post(lambda: None)
+    first, second = PostedReceive(lambda: None), PostedReceive(lambda: None)
     box_of.post(0, 0, 5, first)
     box_of.post(0, 0, 5, second)
     assert first.message is None
@@ -198,7 +198,7 @@ def test_messages_between_two_ranks_are_matched_as_their_first_chunks_come() -> 
 
 def test_a_recv_that_gives_up_leaves_its_message_to_the_next_one() -> None:
     box_of, _ = mailbox()
-    first, second = Post(lambda: None), Post(lambda: None)
+    first, second = PostedReceive(lambda: None), PostedReceive(lambda: None)
     box_of.post(0, 0, 5, first)
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0, slot=5, total=8))
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 2), 0, slot=5))
@@ -212,7 +212,7 @@ def test_a_recv_that_gives_up_leaves_its_message_to_the_next_one() -> None:
 
 def test_a_recv_that_waits_in_vain_is_taken_out_of_the_queue() -> None:
     box_of, _ = mailbox()
-    first, second = Post(lambda: None), Post(lambda: None)
+    first, second = PostedReceive(lambda: None), PostedReceive(lambda: None)
     box_of.post(0, 0, 0, first)
     box_of.post(0, 0, 0, second)
     box_of.unpost(0, 0, 0, first)
@@ -224,7 +224,7 @@ def test_a_recv_that_waits_in_vain_is_taken_out_of_the_queue() -> None:
 @pytest.mark.parametrize("stream", [0, POINT_TO_POINT])
 def test_what_nobody_has_asked_for_waits_up_to_a_limit_and_then_ends_the_generation(stream: int) -> None:
     reported: list[FerroError] = []
-    limited = Mailbox(1, reported.append, unasked_bytes_max=10 * FRAME_COST_BYTES)
+    limited = Mailbox(1, reported.append, unexpected_bytes_max=10 * FRAME_COST_BYTES)
     for number in range(1, 1000):
         limited.deliver(frame(Key(0, stream, number), 0))
     assert {type(error) for error in reported} == {LimitExceededError}
@@ -235,7 +235,7 @@ def test_what_nobody_has_asked_for_waits_up_to_a_limit_and_then_ends_the_generat
 def test_messages_that_an_operation_does_not_have_count_as_long_as_it_lasts() -> None:
     """Its next part may have them: a broadcast is announced under the same key."""
     reported: list[FerroError] = []
-    limited = Mailbox(1, reported.append, unasked_bytes_max=10 * FRAME_COST_BYTES)
+    limited = Mailbox(1, reported.append, unexpected_bytes_max=10 * FRAME_COST_BYTES)
     key = Key(0, 0, 1)
     limited.enter(key, "a()", lambda: None, {(0, 7)})
     for slot in range(9):
@@ -254,7 +254,7 @@ def test_messages_that_an_operation_does_not_have_count_as_long_as_it_lasts() ->
 
 def test_what_was_asked_for_makes_room_for_more() -> None:
     reported: list[FerroError] = []
-    limited = Mailbox(1, reported.append, unasked_bytes_max=4 * FRAME_COST_BYTES)
+    limited = Mailbox(1, reported.append, unexpected_bytes_max=4 * FRAME_COST_BYTES)
     for number in range(1, 100):
         key = Key(0, 0, number)
         for source in (0, 2, 3):
@@ -262,7 +262,7 @@ def test_what_was_asked_for_makes_room_for_more() -> None:
         limited.enter(key, "a()", lambda: None)
         limited.leave(key)
         limited.deliver(frame(Key(0, POINT_TO_POINT, number), 0, slot=5))
-        post = Post(lambda: None)
+        post = PostedReceive(lambda: None)
         limited.post(0, 0, 5, post)
         assert post.message is not None
         limited.take(0, 0, 5, post)

@@ -31,6 +31,6 @@ def given(near_takes: float) -> tuple[float, float]:
     return near.given, far.given
 
 
-def test_a_neighbour_that_hangs_leaves_half_of_the_time_and_one_that_does_not_all_of_it() -> None:
+def test_a_host_peer_that_hangs_leaves_half_of_the_time_and_one_that_does_not_all_of_it() -> None:
     assert given(near_takes=100.0) == (5.0, 5.0)
     assert given(near_takes=1.0) == (5.0, 9.0)

@@ -9,8 +9,9 @@ import pytest
 from ferrorpc import errors
 from ferrorpc.errors import ErrorCode, FerroError, type_of
 from ferrorpc.v1 import error_pb2
+from ferrorpc.wire.error_detail import detail_of, restore
 from ferrorpc.wire.options import data_channel
-from ferrorpc.wire.status import STATUS_OF, TRAILER, TRAILER_BYTES_MAX, detail_of, error_of, restore, to_status
+from ferrorpc.wire.status import STATUS_OF, TRAILER, TRAILER_BYTES_MAX, error_of, to_status
 
 SAMPLES = [
     errors.PeerLostError(2, "signal 9"),

@@ -26,10 +26,10 @@ def ours(tmp_path: Path) -> Issuer:
     return Issuer(tmp_path / "ours")
 
 
-def kept(files: TlsFiles, *, listening: bool) -> "tls._Kept[bytes]":
+def kept(files: TlsFiles, *, listening: bool) -> "tls._Reloaded[bytes]":
     """What is made of them is simply the certificate's bytes."""
     assert files.certificate is not None
-    return tls._Kept(files, Path(files.certificate).read_bytes, listening=listening)
+    return tls._Reloaded(files, Path(files.certificate).read_bytes, listening=listening)
 
 
 def move(source: str | None, target: str | None) -> None:
@@ -156,7 +156,7 @@ def test_files_that_change_while_they_are_read_are_not_taken(ours: Issuer) -> No
         changes.pop(0)()
         return content
 
-    mine = tls._Kept(files, make, listening=True)
+    mine = tls._Reloaded(files, make, listening=True)
     before = mine.made
     ours.issue(Role.WORKER, "a", where="used")
     assert mine.renewed() is None
@@ -175,11 +175,11 @@ def test_files_that_are_replaced_while_a_process_starts_are_read_again_but_not_f
             ours.issue(Role.WORKER, "a", where="used")
         return content
 
-    assert tls._Kept(files, make, listening=True).made == Path(str(files.certificate)).read_text()
+    assert tls._Reloaded(files, make, listening=True).made == Path(str(files.certificate)).read_text()
     assert not changes
     changes += [True] * 20
     with pytest.raises(ConfigError, match="change faster than they can be read"):
-        tls._Kept(files, make, listening=True)
+        tls._Reloaded(files, make, listening=True)
 
 
 def test_who_dials_with_what_has_expired_is_told_so(ours: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a system that is measured. What a system cannot do it refuses, on every rank alike."""
+"""The interface to one rank of a measured system. An unsupported operation is refused on every rank alike."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Action = Callable[[], object]
 
 
 class Runner(ABC):
-    """A rank in a world that has met when the constructor returns.
+    """A rank of a measured system. When the constructor returns, all ranks are connected.
 
     Args:
-        settings: of the `case.System`.
+        settings: those of the `case.System`.
 
     Attributes:
-        name: of the system, in messages.
-        rank, size: its place.
-        version: of what is measured.
+        name: the system's name in messages.
+        rank, size: its rank, and the number of ranks.
+        version: name and version of the measured software.
     """
 
     name: ClassVar[str]
@@ -35,10 +35,10 @@ class Runner(ABC):
         self.settings = settings
 
     def array(self, count: int, dtype: str, memory: str) -> Any:
-        """`count` elements of the kind this system takes, in "ordinary" or "registered" memory; contents undefined.
+        """An uninitialised array of this system's kind, in "ordinary" or "registered" memory.
 
         Raises:
-            BackendUnavailableError: it has no such dtype or memory.
+            BackendUnavailableError: the dtype or kind of memory is not supported.
         """
         if memory != ORDINARY:
             raise self.unable(f"{memory} memory")
@@ -53,29 +53,29 @@ class Runner(ABC):
         return np.asarray(array).astype(np.float32)
 
     def barrier(self) -> Action:
-        """What is to be called for one barrier."""
+        """A function that performs one barrier."""
         raise self.unable("barrier")
 
     def all_reduce(self, array: Any, wire: str | None) -> Action:
-        """What is to be called for one sum in place."""
+        """A function that performs one in-place sum."""
         raise self.unable("all_reduce")
 
     def exchange(self, operation: str, source: Any, target: Any) -> Action:
-        """What is to be called for one of `case.EXCHANGES`, from one array into another; in a broadcast they are one."""
+        """A function that performs one of `case.EXCHANGES` from `source` to `target`, which are the same in a broadcast."""
         raise self.unable(operation)
 
     def send(self, array: Any, count: int) -> None:
-        """On rank 0: sends the array `count` times, and returns when rank 1 answers that it has all of them."""
+        """On rank 0: sends the array `count` times and returns when rank 1 confirms all of them."""
         raise self.unable("send")
 
     def receive(self, array: Any, count: int) -> Any:
-        """On rank 1: takes `count` arrays, answers, and returns the last one, which may be `array`, written to."""
+        """On rank 1: receives `count` arrays and confirms them. Returns the last one, which may be `array`."""
         raise self.unable("receive")
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves the world."""
+        """Leaves the job."""
 
     def unable(self, what: str) -> BackendUnavailableError:
-        """The error for what this system does not have."""
+        """The error for something that this system does not support."""
         return BackendUnavailableError(f"{self.name} has no {what}", "measure without it")

@@ -1,4 +1,4 @@
-"""ferrorpc itself, through its public face."""
+"""ferrorpc itself, through its public interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ferrorpc.versions import own_version
 
 
 class FerrorpcRunner(Runner):
-    """A rank of a group. Setting: transport."""
+    """A rank of a group. Its setting is "transport"."""
 
     name = "ferrorpc"
 

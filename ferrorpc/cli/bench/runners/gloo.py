@@ -1,4 +1,4 @@
-"""torch.distributed with Gloo, on host tensors. It reduces in place only."""
+"""torch.distributed with Gloo, on CPU tensors. Reductions are in place only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT: Final = timedelta(seconds=60)
 
 
 class GlooRunner(TensorRunner):
-    """A rank of the default process group; its place comes from torchrun's variables."""
+    """A rank of the default process group, set up from torchrun's variables."""
 
     name = "Gloo"
 

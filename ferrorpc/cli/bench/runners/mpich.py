@@ -1,4 +1,4 @@
-"""MPICH through mpi4py, on NumPy arrays; both come as wheels. In place, which is also its faster way."""
+"""MPICH through mpi4py, on NumPy arrays; both are available as wheels. Sums are in place, which is also faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MpichRunner(Runner):
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
-        from mpi4py import MPI  # which joins the world by being imported
+        from mpi4py import MPI  # importing it initialises MPI
 
         self._in_place = MPI.IN_PLACE
         self._finalize = MPI.Finalize

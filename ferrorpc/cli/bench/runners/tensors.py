@@ -1,4 +1,4 @@
-"""What all runners whose arrays are torch tensors have in common."""
+"""The common part of runners whose arrays are torch tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What is drawn on canvases: the tiles of all ranks, sparklines, the matrix of links.
+// Drawings on canvases: one tile per rank, sparklines, and the matrix of links.
 
 import { bytes } from "./text.js";
 
@@ -23,7 +23,7 @@ function prepare(canvas, height) {
   return [context, width];
 }
 
-// One tile for each member, as large as fits. Returns which member lies under a point.
+// One tile per member, as large as fits. Returns a function from a point to the member drawn there.
 export function tiles(canvas, members) {
   const width = canvas.clientWidth;
   const size = members.length <= 64 ? 34 : members.length <= 256 ? 22 : members.length <= 1024 ? 13 : 8;
@@ -59,7 +59,7 @@ export function tiles(canvas, members) {
   };
 }
 
-// Beat ages of the last minute. The line is drawn against the lease: what comes near the top is nearly lost.
+// Beat ages of the last minute.
 export function spark(canvas, ages) {
   const height = 18;
   const [context, width] = prepare(canvas, height);
@@ -86,7 +86,7 @@ export function spark(canvas, ages) {
 
 const HUES = { grpc: [15, 143, 128], shared_memory: [59, 130, 196], nccl: [168, 85, 200] };
 
-// Senders are rows, receivers columns; ranks are put together in equal parts where there are too many.
+// A row per sender, a column per receiver. In large worlds a cell stands for several adjacent ranks.
 export function matrix(canvas, size, links) {
   const part = Math.ceil(size / 48);
   const n = Math.ceil(size / part);
@@ -125,7 +125,7 @@ export function matrix(canvas, size, links) {
     }
   }
   labels(context, n, part, cell, margin);
-  return (x, y) => under(cells, n, part, Math.floor((y - margin) / cell), Math.floor((x - margin) / cell));
+  return (x, y) => cellText(cells, n, part, Math.floor((y - margin) / cell), Math.floor((x - margin) / cell));
 }
 
 function labels(context, n, part, cell, margin) {
@@ -141,7 +141,7 @@ function labels(context, n, part, cell, margin) {
   }
 }
 
-function under(cells, n, part, row, column) {
+function cellText(cells, n, part, row, column) {
   if (row < 0 || column < 0 || row >= n || column >= n) return "";
   const name = (i) => (part === 1 ? `rank ${i}` : `ranks ${i * part}-${(i + 1) * part - 1}`);
   const found = cells.get(row * n + column);

@@ -1,15 +1,15 @@
-// What the page knows: the last state, and what follows from comparing it with earlier ones.
+// The data behind the page: the last state, and rates computed by comparing it with earlier ones.
 
 const WINDOW_MS = 8_000;
 const SPARK_MAX = 60;
 const LATE_MS = 2_000;
 const BEHIND_MS = 5_000;
 const IN_STEP = 64;
-const SLOWER = 1.3;
+const SLOW_FACTOR = 1.3;
 
-export const TROUBLE = { dead: 0, suspect: 1, stalled: 2, joining: 3, waiting: 4, active: 5, left: 6 };
+export const SEVERITY = { dead: 0, suspect: 1, stalled: 2, joining: 3, waiting: 4, active: 5, left: 6 };
 
-// Who is gone does nothing any more, at no rate.
+// Whether a member has left or died, so that it has no rates.
 export function gone(member) {
   return member.state === "left" || member.state === "dead";
 }
@@ -26,13 +26,13 @@ export class Model {
     this.sparks = new Map();
   }
 
-  // One list of beat ages for each member, oldest first.
-  takeHistory(history) {
+  // `history`: member -> list of beat ages, oldest first.
+  setHistory(history) {
     for (const [name, ages] of Object.entries(history)) this.sparks.set(name, ages.slice(-SPARK_MAX));
     this.sparkAt = null;
   }
 
-  take(state) {
+  update(state) {
     const columns = state.members;
     const restarted = this.state && (this.state.cluster_id !== state.cluster_id || this.state.epoch !== state.epoch);
     if (restarted || (this.state && this.state.generation !== state.generation)) this.past = [];
@@ -47,9 +47,9 @@ export class Model {
     this.#spark(state.at_ms);
   }
 
-  // What a member does at an open barrier is more to the point than its last operation.
+  // For members at or missing from an open barrier, this is shown in place of their last operation.
   #barriers() {
-    const byRank = new Map(this.seated().map((member) => [member.rank, member]));
+    const byRank = new Map(this.ranked().map((member) => [member.rank, member]));
     for (const barrier of this.state.barriers) {
       if (barrier.generation !== this.state.generation) continue;
       for (const rank of barrier.arrived) if (byRank.has(rank)) byRank.get(rank).doing = `waits at barrier ${barrier.name}`;
@@ -69,16 +69,16 @@ export class Model {
       const earlier = before.members.get(member.name);
       const known = seconds > 0.2 && earlier && member.step >= earlier.step && !gone(member);
       const steps = known ? member.step - earlier.step : 0;
-      const within = known ? Math.min(1, Math.max(0, (member.operation_ms - earlier.operation_ms) / 1000 / seconds)) : null;
+      const operationShare = known ? Math.min(1, Math.max(0, (member.operation_ms - earlier.operation_ms) / 1000 / seconds)) : null;
       member.stepsPerSecond = known ? steps / seconds : null;
-      member.within = within;
+      member.operationShare = operationShare;
       member.stepMs = steps > 0 ? (seconds * 1000) / steps : null;
-      member.ownMs = steps > 0 ? member.stepMs * (1 - within) : null;
+      member.ownMs = steps > 0 ? member.stepMs * (1 - operationShare) : null;
       member.training = stepTimes(member.training, earlier && earlier.training);
       const barrierMs = member.missing && member.missing.age_ms > LATE_MS ? member.missing.age_ms : 0;
       member.lateMs = Math.max(barrierMs, late.has(member) ? member.step_age_ms : 0);
     }
-    const there = new Set(this.seated().filter((member) => !gone(member)).map((member) => member.rank));
+    const there = new Set(this.ranked().filter((member) => !gone(member)).map((member) => member.rank));
     this.links = [...this.past.at(-1).links.entries()].map(([key, link]) => {
       const earlier = before.links.get(key);
       const known = seconds > 0.2 && (earlier || before !== this.past.at(-1)) && there.has(link.from);
@@ -86,11 +86,11 @@ export class Model {
     });
   }
 
-  // Whose step does not move though another's is ahead and does; or though all stand, where the ranks work in step: then the
-  // others wait for those behind. Ranks that do different things, such as stages of a pipeline, drift apart and wait for nobody
-  // when all of them compute.
+  // Members whose step has not changed for a while although another member is ahead. If all members stand still, this counts only
+  // while their steps are close together: then the others wait for the ones behind. Ranks that do different things, such as stages
+  // of a pipeline, drift apart, and nobody waits for anybody while all of them compute.
   #lateRanks() {
-    const there = this.seated().filter((member) => !gone(member));
+    const there = this.ranked().filter((member) => !gone(member));
     const steps = there.map((member) => member.step);
     const front = Math.max(0, ...steps);
     const grace = front - Math.min(...steps) <= IN_STEP ? 0 : Math.min(...there.map((member) => member.step_age_ms));
@@ -107,27 +107,27 @@ export class Model {
     }
   }
 
-  // Those who have a rank, in rank order.
-  seated() {
+  // The members with a rank, in rank order.
+  ranked() {
     return this.members.filter((member) => member.rank >= 0);
   }
 
-  // Those who have a rank, and those who may get one; not those who had one in an earlier generation and are gone.
+  // The members that have a rank or may get one, without former members of earlier generations.
   present() {
     return this.members.filter((member) => member.rank >= 0 || !gone(member));
   }
 
-  // Those whose steps are known, the one that needs longest between operations first: the others wait for it.
+  // The members with known step times, the one with the longest time between operations first: the others wait for it.
   byOwnTime() {
-    return this.seated().filter((member) => member.ownMs !== null).sort((a, b) => b.ownMs - a.ownMs);
+    return this.ranked().filter((member) => member.ownMs !== null).sort((a, b) => b.ownMs - a.ownMs);
   }
 
-  // Those that train, the one that computes longest in a step first.
+  // The members that train, the one with the longest computing time per step first.
   byComputeTime() {
-    return this.seated().filter((member) => member.training).sort((a, b) => b.training.computeMs - a.training.computeMs);
+    return this.ranked().filter((member) => member.training).sort((a, b) => b.training.computeMs - a.training.computeMs);
   }
 
-  // Who holds the others up though nothing is wrong with it; empty when nobody does.
+  // Describes a rank that is slower than the others although it works; empty if there is none.
   slowest() {
     const training = this.byComputeTime();
     if (training.length > 1) return slowestOf(training, (member) => member.training.computeMs, "of computing in a training step");
@@ -138,46 +138,46 @@ export class Model {
     return this.state.generations.at(-1) || null;
   }
 
-  // How the job is, in a sentence: [good | warn | bad | idle, headline, what else there is to say].
-  verdict() {
-    const seated = this.seated();
+  // The state of the job in a sentence: [good | warn | bad | idle, headline, details].
+  summary() {
+    const ranked = this.ranked();
     const newest = this.newest();
-    const sick = seated.filter((member) => member.state === "stalled" || member.state === "suspect");
-    const working = seated.filter((member) => member.state === "active").length;
+    const unresponsive = ranked.filter((member) => member.state === "stalled" || member.state === "suspect");
+    const working = ranked.filter((member) => member.state === "active").length;
     const waiting = this.state.waiting ? `Next round: ${this.state.waiting}` : "";
     const late = this.state.barriers.filter((barrier) => barrier.missing.length && barrier.age_ms > 1000);
     if (!newest) return ["idle", this.members.length ? "The first round is still open" : "Nobody has joined yet", waiting];
     if (newest.end_reason) {
-      const over = seated.length && seated.every((member) => member.state === "left");
+      const over = ranked.length && ranked.every((member) => member.state === "left");
       if (over) return ["idle", "The job is over: all its members left", waiting];
       const [, what, why] = newest.end_reason.match(/^(.*?)(?:: (.*))?$/s);
       const more = [why, `generation ${newest.generation} is over`, waiting];
       return ["bad", what[0].toUpperCase() + what.slice(1), more.filter(Boolean).join(" · ")];
     }
-    if (sick.length) {
-      const [first] = sick;
-      const others = sick.length > 1 ? `, and ${sick.length - 1} more` : "";
+    if (unresponsive.length) {
+      const [first] = unresponsive;
+      const others = unresponsive.length > 1 ? `, and ${unresponsive.length - 1} more` : "";
       return ["warn", `Rank ${first.rank} is ${first.state}${others}`, [first.reason, waiting].filter(Boolean).join(" · ")];
     }
-    if (late.length) return ["warn", ...this.#lateness(late[0], waiting)];
-    const behind = seated.filter((member) => member.lateMs > BEHIND_MS).sort((a, b) => b.lateMs - a.lateMs);
-    if (behind.length) return ["warn", ...this.#behind(behind, waiting)];
-    const gone = seated.length - working;
-    const head = gone ? `${working} of ${seated.length} ranks work, ${gone} left` : `All ${seated.length} ranks work`;
-    return ["good", seated.length === 1 && !gone ? "The one rank works" : head, [waiting, this.slowest()].filter(Boolean).join(" · ")];
+    if (late.length) return ["warn", ...this.#barrierWarning(late[0], waiting)];
+    const behind = ranked.filter((member) => member.lateMs > BEHIND_MS).sort((a, b) => b.lateMs - a.lateMs);
+    if (behind.length) return ["warn", ...this.#behindWarning(behind, waiting)];
+    const left = ranked.length - working;
+    const head = left ? `${working} of ${ranked.length} ranks work, ${left} left` : `All ${ranked.length} ranks work`;
+    return ["good", ranked.length === 1 && !left ? "The one rank works" : head, [waiting, this.slowest()].filter(Boolean).join(" · ")];
   }
 
-  #lateness(barrier, waiting) {
+  #barrierWarning(barrier, waiting) {
     const seconds = (barrier.age_ms / 1000).toFixed(1);
-    const few = barrier.missing.slice(0, 3).map((rank) => this.seated().find((member) => member.rank === rank)).filter(Boolean);
+    const few = barrier.missing.slice(0, 3).map((rank) => this.ranked().find((member) => member.rank === rank)).filter(Boolean);
     const told = few.map((member) => `rank ${member.rank} on ${member.host || "?"}${member.activity ? ` was last seen in ${member.activity}` : ""}`);
     const who = barrier.missing.length === 1 ? `rank ${barrier.missing[0]}` : `${barrier.missing.length} ranks`;
     return [`Barrier ${barrier.name} has waited ${seconds} s for ${who}`, [told.join(" · "), waiting].filter(Boolean).join(" · ")];
   }
 
-  // `behind`: the one that is behind for longest first.
-  #behind(behind, waiting) {
-    const front = Math.max(...this.seated().map((member) => member.step));
+  // `behind`: the members that are behind, the longest first.
+  #behindWarning(behind, waiting) {
+    const front = Math.max(...this.ranked().map((member) => member.step));
     const told = behind.slice(0, 3).map((member) => `rank ${member.rank} on ${member.host || "?"} is at step ${member.step}, its last operation: ${member.activity || "none"}`);
     const who = behind.length === 1 ? `Rank ${behind[0].rank} has` : `${behind.length} ranks have`;
     const head = `${who} been behind for ${(behind[0].lateMs / 1000).toFixed(0)} s`;
@@ -185,7 +185,7 @@ export class Model {
   }
 }
 
-// What a training step takes: in those since `before`, or in all of them where none ended since; null where there is none.
+// Times per training step: over the steps since `before`, or over all steps if none ended since; null before the first.
 function stepTimes(now, before) {
   if (!now) return null;
   const since = before && before[0] < now[0] ? now.map((value, i) => value - before[i]) : now;
@@ -193,10 +193,10 @@ function stepTimes(now, before) {
   return { steps: now[0], computeMs: computeMs / steps, exposedMs: exposedMs / steps, hiddenMs: hiddenMs / steps };
 }
 
-// `order`: the slowest first.
+// `order`: the members, the slowest first.
 function slowestOf(order, ms, of) {
   const typical = order[Math.floor(order.length / 2)];
-  if (order.length < 2 || ms(order[0]) < SLOWER * ms(typical) || ms(order[0]) - ms(typical) < 1) return "";
+  if (order.length < 2 || ms(order[0]) < SLOW_FACTOR * ms(typical) || ms(order[0]) - ms(typical) < 1) return "";
   const [own, others] = [ms(order[0]), ms(typical)].map((value) => (value < 10 ? value.toFixed(1) : Math.round(value)));
   return `The slowest is rank ${order[0].rank}: ${own} ms ${of}, where others need ${others} ms`;
 }

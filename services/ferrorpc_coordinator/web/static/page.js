@@ -1,7 +1,7 @@
-// The status page: takes states as they come, and shows them. It changes nothing at the coordinator.
+// The status page: receives states and shows them. It cannot change anything at the coordinator.
 
 import { matrix, spark, tiles } from "./draw.js";
-import { Model, TROUBLE, gone } from "./model.js";
+import { Model, SEVERITY, gone } from "./model.js";
 import { bytes, clock, count, duration, element, fill, milliseconds, plural, ranks, rate, setText } from "./text.js";
 
 const ROWS = 32;
@@ -11,19 +11,19 @@ const STALE_MS = 3_000;
 const find = (id) => document.getElementById(id);
 const model = new Model();
 const view = { page: 0, sort: null, job: new URLSearchParams(location.search).get("job") || "" };
-let [under, underLink] = [() => undefined, () => ""];
-let [source, heard, drawn] = [null, 0, false];
+let [memberAt, linkAt] = [() => undefined, () => ""];
+let [source, lastMessage, drawn] = [null, 0, false];
 
 const COLUMNS = [
   ["rank", "right", (m) => (m.rank >= 0 ? `${m.rank}` : "–"), (m) => (m.rank < 0 ? 1e9 : m.rank)],
   ["name", "name", (m) => m.name, null],
   ["host", "name", (m) => m.host, null],
   ["device", "name", (m) => m.device, null],
-  ["state", "", (m) => m.state, (m) => TROUBLE[m.state]],
+  ["state", "", (m) => m.state, (m) => SEVERITY[m.state]],
   ["step", "right", (m) => count(m.step), (m) => m.step],
   ["behind for", "right", (m) => (m.lateMs ? duration(m.lateMs) : ""), (m) => -m.lateMs],
   ["ops/s", "right", (m) => rate(m.stepsPerSecond), (m) => m.stepsPerSecond],
-  ["in operations", "", null, (m) => m.within],
+  ["in operations", "", null, (m) => m.operationShare],
   ["beats, last minute", "", null, (m) => -m.beat_age_ms],
   ["last beat", "right", (m) => (gone(m) ? "" : duration(m.beat_age_ms)), (m) => -m.beat_age_ms],
   ["last operation", "operation", (m) => m.doing, null],
@@ -35,25 +35,25 @@ function connect() {
   source = new EventSource(`events?job=${encodeURIComponent(view.job)}`);
   source.addEventListener("history", (message) => {
     model.clear();
-    model.takeHistory(JSON.parse(message.data));
+    model.setHistory(JSON.parse(message.data));
   });
   source.addEventListener("state", (message) => {
-    heard = Date.now();
+    lastMessage = Date.now();
     const state = JSON.parse(message.data);
     if (state) {
-      model.take(state);
+      model.update(state);
       drawn = false;
       requestAnimationFrame(draw);
     } else {
-      nobody();
+      showNoJob();
     }
   });
 }
 
-// The coordinator answers, and has no such job (yet, or any more).
-function nobody() {
+// The coordinator has no such job, yet or any more.
+function showNoJob() {
   document.body.classList.add("empty");
-  find("verdict").className = "verdict";
+  find("summary").className = "summary";
   setText(find("headline"), view.job ? `Nobody has joined the job ${view.job} yet` : "There is no job yet");
   setText(find("subline"), "Workers join with: ferrorpc run --coordinator HOST:PORT -n 4 train.py");
 }
@@ -66,9 +66,9 @@ function draw() {
   find("about").title = `cluster ${state.cluster_id}`;
   setText(find("about"), `cluster ${state.cluster_id.slice(0, 8)} · epoch ${state.epoch} · ${kept} · ${state.version}`);
   setText(document.querySelector("title"), `${state.job} · ferrorpc`);
-  const [mood, headline, subline] = model.verdict();
+  const [level, headline, subline] = model.summary();
   document.body.classList.remove("empty");
-  find("verdict").className = `verdict ${mood}`;
+  find("summary").className = `summary ${level}`;
   setText(find("headline"), headline);
   setText(find("subline"), subline);
   drawNumbers();
@@ -83,16 +83,16 @@ function draw() {
 
 function drawNumbers() {
   const state = model.state;
-  const active = model.seated().filter((m) => m.state === "active");
+  const active = model.ranked().filter((m) => m.state === "active");
   const known = active.filter((m) => m.stepsPerSecond !== null);
   const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
   const newest = model.newest();
-  const within = mean(known.map((m) => m.within));
+  const within = mean(known.map((m) => m.operationShare));
   const rates = model.links.filter((link) => link.bytesPerSecond !== null);
   const sent = rates.reduce((sum, link) => sum + link.bytesPerSecond, 0);
   const numbers = [
-    [`${active.length} / ${model.seated().length}`, "ranks active"],
-    [newest ? `${newest.generation}` : "–", `generation${newest ? lived(newest) : ""}`],
+    [`${active.length} / ${model.ranked().length}`, "ranks active"],
+    [newest ? `${newest.generation}` : "–", `generation${newest ? ageText(newest) : ""}`],
     [rate(mean(known.map((m) => m.stepsPerSecond))), "operations/s on a rank"],
     [within === null ? "–" : `${Math.round(within * 100)} %`, "of time in operations"],
     [rates.length ? `${bytes(sent)}/s` : "–", "sent between ranks"],
@@ -101,21 +101,21 @@ function drawNumbers() {
   fill(find("numbers"), numbers.map(([value, what]) => element("div", "number", element("b", "", value), element("span", "", what))));
 }
 
-function lived(generation) {
+function ageText(generation) {
   if (generation.lasted_ms !== null) return `, lasted ${duration(generation.lasted_ms)}`;
   if (generation.end_reason) return ", over";
   return generation.age_ms === null ? "" : `, ${duration(generation.age_ms)} old`;
 }
 
-// Whether a generation ended as it should: its members asked for another, or had done their work.
-function calm(generation) {
+// Whether a generation ended without an error: its members asked for another, or all left.
+function endedNormally(generation) {
   return /^replaced by|^all its members/.test(generation.end_reason);
 }
 
 function drawRanks() {
   const members = model.present();
-  under = tiles(find("tiles"), members);
-  const states = [...new Set(members.map((m) => m.state))].sort((a, b) => TROUBLE[b] - TROUBLE[a]);
+  memberAt = tiles(find("tiles"), members);
+  const states = [...new Set(members.map((m) => m.state))].sort((a, b) => SEVERITY[b] - SEVERITY[a]);
   fill(find("legend"), states.map((state) => {
     const mark = element("i", `badge ${state}`);
     return element("li", "", mark, `${members.filter((m) => m.state === state).length} ${state}`);
@@ -138,10 +138,10 @@ function drawRanks() {
   rows.forEach((member, i) => drawRow(body.children[i], member, columns));
 }
 
-// Whoever is in trouble comes first where not all fit on one page.
+// If not all members fit on one page, those with problems come first.
 function sorted(members, columns) {
   const chosen = columns.find(([name]) => name === view.sort);
-  const key = chosen ? chosen[3] : members.length > ROWS ? (m) => TROUBLE[m.state] * 1e9 - m.lateMs : null;
+  const key = chosen ? chosen[3] : members.length > ROWS ? (m) => SEVERITY[m.state] * 1e9 - m.lateMs : null;
   return key ? [...members].sort((a, b) => (key(a) ?? 1e18) - (key(b) ?? 1e18)) : members;
 }
 
@@ -162,8 +162,8 @@ function drawRow(row, member, columns) {
       spark(cell.firstChild, model.sparks.get(member.name) || []);
     } else if (name === "in operations") {
       if (!cell.firstChild) cell.append(element("div", "bar", element("i", "within")));
-      cell.firstChild.firstChild.style.width = `${Math.round((member.within || 0) * 100)}%`;
-      cell.title = member.within === null ? "" : `${Math.round(member.within * 100)} %`;
+      cell.firstChild.firstChild.style.width = `${Math.round((member.operationShare || 0) * 100)}%`;
+      cell.title = member.operationShare === null ? "" : `${Math.round(member.operationShare * 100)} %`;
     } else {
       setText(cell, text(member));
       if (cell.className === "name") cell.title = text(member); // which may be cut off
@@ -216,7 +216,7 @@ function drawGenerations() {
   const lines = model.state.generations;
   fill(find("timeline"), lines.map((line) => {
     const long = line.lasted_ms ?? line.age_ms ?? 0;
-    const broken = line.end_reason && !calm(line);
+    const broken = line.end_reason && !endedNormally(line);
     const span = element("span", broken ? "broken" : line.end_reason ? "ended" : "", `${line.generation}`);
     span.style.flexGrow = `${1 + Math.log1p(long / 1000)}`;
     return span;
@@ -225,12 +225,12 @@ function drawGenerations() {
     const since = line.age_ms === null ? "before this coordinator started" : `since ${clock(line.age_ms)}`;
     const lasted = line.lasted_ms === null ? "" : `, lasted ${duration(line.lasted_ms)}`;
     const item = element("li", "", element("strong", "", `${line.generation}`), ` · ${plural(line.size, "rank")} · ${since}${lasted} · ${line.reason}`);
-    if (line.end_reason) item.append(element("span", calm(line) ? "end" : "end broken", `ended: ${line.end_reason}`));
+    if (line.end_reason) item.append(element("span", endedNormally(line) ? "end" : "end broken", `ended: ${line.end_reason}`));
     return item;
   }));
 }
 
-// The rank that needs longest between operations is the one the others wait for.
+// The others wait for the rank with the longest time between operations.
 function drawSteps() {
   const known = model.byOwnTime();
   const most = Math.max(1e-9, ...known.map((m) => m.stepMs));
@@ -245,7 +245,7 @@ function drawSteps() {
   fill(find("steps"), rows.length ? rows : [element("p", "none", "No operation ended lately.")]);
 }
 
-// Where the time of training steps goes: the rank that computes longest is the one the others wait for.
+// Where the time of training steps goes. The others wait for the rank that computes longest.
 function drawTraining() {
   const known = model.byComputeTime();
   find("training-card").hidden = known.length === 0;
@@ -271,7 +271,7 @@ function drawEvents() {
 }
 
 function drawLinks() {
-  const size = model.seated().length;
+  const size = model.ranked().length;
   find("links").hidden = size < 2;
   const kinds = [...new Set(model.links.map((link) => link.kind))].sort();
   const busiest = model.links.reduce((best, link) => ((link.bytesPerSecond || 0) > (best?.bytesPerSecond || 0) ? link : best), null);
@@ -279,17 +279,17 @@ function drawLinks() {
   setText(find("link-hint"), busiest && busiest.bytesPerSecond
     ? `Busiest: rank ${busiest.from} → rank ${busiest.to}, ${bytes(busiest.bytesPerSecond)}/s by ${busiest.kind}.`
     : "Nothing was sent between ranks in the last seconds.");
-  if (size >= 2) underLink = matrix(find("links"), size, model.links);
+  if (size >= 2) linkAt = matrix(find("links"), size, model.links);
 }
 
-async function pickJobs() {
+async function refreshJobs() {
   try {
     const answer = await fetch("api/v1/jobs");
     const jobs = await answer.json();
-    if (!view.job && jobs.length) choose(jobs[0].job);
+    if (!view.job && jobs.length) selectJob(jobs[0].job);
     if (!view.job) {
-      heard = Date.now();
-      nobody();
+      lastMessage = Date.now();
+      showNoJob();
     }
     const select = find("job");
     fill(select, jobs.map((job) => {
@@ -299,26 +299,26 @@ async function pickJobs() {
     }));
     select.value = view.job;
   } catch {
-    // watchTheLine says that nobody answers.
+    // updateConnection shows that the coordinator does not answer.
   }
-  setTimeout(pickJobs, view.job ? 5000 : 1000);
+  setTimeout(refreshJobs, view.job ? 5000 : 1000);
 }
 
-function choose(job) {
+function selectJob(job) {
   view.job = job;
   view.page = 0;
   connect();
 }
 
-function watchTheLine() {
-  const silent = Date.now() - heard;
-  const live = heard > 0 && silent < STALE_MS;
-  document.body.classList.toggle("stale", heard > 0 && !live);
-  find("line").className = `line ${live ? "live" : ""}`;
-  setText(find("line"), live ? "live" : heard ? `no news for ${duration(silent)}` : "connecting");
+function updateConnection() {
+  const silent = Date.now() - lastMessage;
+  const live = lastMessage > 0 && silent < STALE_MS;
+  document.body.classList.toggle("stale", lastMessage > 0 && !live);
+  find("connection").className = `connection ${live ? "live" : ""}`;
+  setText(find("connection"), live ? "live" : lastMessage ? `no news for ${duration(silent)}` : "connecting");
 }
 
-function tipAt(event, text) {
+function showTip(event, text) {
   const tip = find("tip");
   tip.hidden = !text;
   tip.textContent = text;
@@ -326,19 +326,19 @@ function tipAt(event, text) {
   tip.style.top = `${event.clientY + 14}px`;
 }
 
-function tipOf(member) {
+function tipText(member) {
   const rank = member.rank >= 0 ? `rank ${member.rank}` : "no rank";
   const about = [member.host, member.device, member.doing, member.reason].filter(Boolean).join(" · ");
   return `${rank}: ${member.name}, ${member.state}${about ? `\n${about}` : ""}`;
 }
 
-find("job").addEventListener("change", (event) => choose(event.target.value));
+find("job").addEventListener("change", (event) => selectJob(event.target.value));
 find("tiles").addEventListener("mousemove", (event) => {
-  const member = under(event.offsetX, event.offsetY);
-  tipAt(event, member ? tipOf(member) : "");
+  const member = memberAt(event.offsetX, event.offsetY);
+  showTip(event, member ? tipText(member) : "");
 });
-find("links").addEventListener("mousemove", (event) => tipAt(event, underLink(event.offsetX, event.offsetY)));
-for (const id of ["tiles", "links"]) find(id).addEventListener("mouseleave", (event) => tipAt(event, ""));
+find("links").addEventListener("mousemove", (event) => showTip(event, linkAt(event.offsetX, event.offsetY)));
+for (const id of ["tiles", "links"]) find(id).addEventListener("mouseleave", (event) => showTip(event, ""));
 document.querySelector("#ranks thead").addEventListener("click", (event) => {
   const name = event.target.dataset.sort;
   if (!name) return;
@@ -347,6 +347,6 @@ document.querySelector("#ranks thead").addEventListener("click", (event) => {
   draw();
 });
 addEventListener("resize", () => { drawn = false; draw(); });
-setInterval(watchTheLine, 500);
+setInterval(updateConnection, 500);
 if (view.job) connect();
-pickJobs();
+refreshJobs();

@@ -1,4 +1,4 @@
-// Numbers and elements as the page writes them. Text is only ever set as text: names come from members, who may be anyone.
+// Formats numbers and makes elements. Text is never set as HTML: names come from members, which are not trusted.
 
 export function duration(ms) {
   if (ms === null || ms === undefined) return "?";
@@ -10,7 +10,7 @@ export function duration(ms) {
   return `${Math.round(ms / 86_400_000)} days`;
 }
 
-// Without its unit, to three digits.
+// To three digits, without the unit.
 export function milliseconds(ms) {
   return ms < 999.5 ? ms.toPrecision(3) : count(Math.round(ms));
 }
@@ -40,7 +40,7 @@ export function plural(number, noun) {
   return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-// Ranks, compressed: 0-2, 5, 8-9.
+// Ranks as ranges: 0-2, 5, 8-9.
 export function ranks(list, most = 24) {
   const parts = [];
   for (let i = 0; i < list.length; ) {
@@ -63,7 +63,7 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Puts `children` in place of what is there, unless they look the same: so a selection survives an update.
+// Replaces the children of `node`, unless they look the same, so that a selection survives an update.
 export function fill(node, children) {
   const fresh = element("div", "", ...children);
   if (node.innerHTML !== fresh.innerHTML) node.replaceChildren(...fresh.childNodes);

@@ -1,4 +1,4 @@
-"""`ferrorpc bench` itself: what is measured when only `--json` is said, and where else it may stand."""
+"""`ferrorpc bench`: what `--json` alone measures, and where the flag may stand."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ def test_nothing_is_measured_unasked():
 def test_a_fit_is_not_mixed_with_other_measurements(words, tmp_path):
     result = CliRunner().invoke(command, ["--fit", str(tmp_path / "costs.json"), *words])
     assert result.exit_code == 2
-    assert "--fit is a measurement of its own" in result.stderr
+    assert "--fit is a separate measurement" in result.stderr

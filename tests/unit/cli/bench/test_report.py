@@ -1,4 +1,4 @@
-"""Comparisons as tables, and what they are held against."""
+"""Comparisons as tables, and their targets."""
 
 import pytest
 

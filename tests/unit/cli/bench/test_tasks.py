@@ -1,4 +1,4 @@
-"""What a rank repeats: a system that computes something wrong is noticed, wherever it is wrong."""
+"""The measured operations: a system with a wrong value anywhere is detected."""
 
 from functools import partial
 
@@ -138,7 +138,7 @@ def test_right_moves_pass_and_one_wrong_element_is_found(operation, size):
 
 
 def test_an_array_with_fewer_elements_than_ranks_is_not_moved():
-    with pytest.raises(UsageError, match="no element for each rank"):
+    with pytest.raises(UsageError, match="fewer elements than ranks"):
         task.make(Alone(3), Case(ALL_TO_ALL, 3, 8), "ordinary", None)
 
 

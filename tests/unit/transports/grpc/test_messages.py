@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ferrorpc.errors import CodecError, FerroError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
-from ferrorpc.transports.grpc.inlet import Inlet, read_message, refusal
+from ferrorpc.transports.grpc.incoming_stream import IncomingStream, read_message, refusal
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import Assignment, DType, Peer
@@ -23,8 +23,8 @@ class NoServer:
 
     token = "secret"
 
-    def register(self, seat: GrpcTransport) -> None:
-        self.seat = seat
+    def register(self, handler: GrpcTransport) -> None:
+        self.handler = handler
 
 
 def transport_of(failures: list[FerroError], lost: list[int]) -> GrpcTransport:
@@ -74,7 +74,7 @@ def test_fifty_thousand_damaged_data_messages_end_a_stream_at_worst() -> None:
     assert kinds == {Frame, transport_pb2.DataMessage, CodecError}
 
 
-def test_an_inlet_that_reads_damaged_messages_reports_codec_errors_and_nothing_else() -> None:
+def test_an_incoming_stream_that_reads_damaged_messages_reports_codec_errors_and_nothing_else() -> None:
     chance = random.Random(5)
     seen = set()
     for _ in range(3_000):
@@ -82,7 +82,7 @@ def test_an_inlet_that_reads_damaged_messages_reports_codec_errors_and_nothing_e
         lost: list[int] = []
         transport = transport_of(failures, lost)
         sent = iter([chance.choice(DATA_MESSAGES[:2]), mutate(chance, chance.choice(DATA_MESSAGES))])
-        Inlet(0, sent, transport).read()
+        IncomingStream(0, sent, transport).read()
         assert len(failures) + len(lost) <= 1
         seen.update(type(failure) for failure in failures)
         seen.update("lost" for _ in lost)
@@ -96,7 +96,7 @@ def test_fifty_thousand_damaged_control_messages_do_no_harm() -> None:
     transport = transport_of(failures, lost)
     box = transport.mailbox.enter(Key(1, 2, 3), "a()", lambda: None)
     samples = [message.SerializeToString() for message in CONTROL_MESSAGES]
-    lanes: list[Any] = [SimpleNamespace(peer=peer, carried=True, opened=False) for peer in (0, 2)]
+    lanes: list[Any] = [SimpleNamespace(peer=peer, sent_frames=True, opened=False) for peer in (0, 2)]
     parsed = 0
     for _ in range(50_000):
         try:
@@ -116,7 +116,7 @@ def test_a_message_of_a_newer_version_is_passed_over() -> None:
     failures: list[FerroError] = []
     lost: list[int] = []
     transport = transport_of(failures, lost)
-    Inlet(0, iter([b"\xaa\x06\x03new", b"", DATA_MESSAGES[2]]), transport).read()
+    IncomingStream(0, iter([b"\xaa\x06\x03new", b"", DATA_MESSAGES[2]]), transport).read()
     assert failures == lost == []
 
 

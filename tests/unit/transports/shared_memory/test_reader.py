@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
-from ferrorpc.transports.shared_memory.reader import ATTENTION_SECONDS, SKIPS_MAX, Reader
-from tests.unit.transports.shared_memory.meetings import SECONDS
+from ferrorpc.transports.shared_memory.reader import BUSY_POLL_SECONDS, SKIPPED_POLLS_MAX, Reader
+from tests.unit.transports.shared_memory.host_worlds import SECONDS
 
 PEER = 7
 
@@ -30,7 +30,7 @@ class Ends:
         self.on_message: Callable[[bytes], None] = lambda message: None
         self.told = threading.Condition()
         self.reader = Reader({PEER: mine}, clock, self._hear, self._end)
-        self.link = self.reader.links[PEER]
+        self.peer_socket = self.reader.sockets[PEER]
         self.thread = threading.Thread(target=self.reader.run, daemon=True)
 
     def _hear(self, peer: int, message: bytes) -> None:
@@ -49,8 +49,8 @@ class Ends:
         with self.told:
             assert self.told.wait_for(condition, SECONDS)
 
-    def attend(self, over: Callable[[], bool]) -> None:
-        self.reader.attend(PEER, over)
+    def busy_poll(self, over: Callable[[], bool]) -> None:
+        self.reader.busy_poll(PEER, over)
 
     def close(self) -> None:
         if self.thread.ident is not None:
@@ -83,7 +83,7 @@ class SteppingClock:
         self.seconds = 0.0
 
     def now(self) -> float:
-        self.seconds += ATTENTION_SECONDS / 4
+        self.seconds += BUSY_POLL_SECONDS / 4
         return self.seconds
 
 
@@ -94,7 +94,7 @@ def stepping() -> Ends:
 def test_who_waits_reads_on_its_own_thread_until_it_has_what_it_waits_for(ends: Ends) -> None:
     for number in range(3):
         ends.other.send(b"%d" % number)
-    ends.attend(lambda: len(ends.heard) == 2)
+    ends.busy_poll(lambda: len(ends.heard) == 2)
     here = threading.get_ident()
     assert ends.heard == [(b"0", here), (b"1", here)]
 
@@ -110,7 +110,7 @@ def test_a_link_that_is_attended_to_is_left_alone_and_then_read_again(ends: Ends
         return True
 
     ends.other.send(b"first")
-    ends.attend(over)
+    ends.busy_poll(over)
     assert read_elsewhere == [False]
     ends.wait_for(lambda: len(ends.heard) == 2)
     assert ends.heard == [(b"first", threading.get_ident()), (b"second", ends.thread.ident)]
@@ -119,14 +119,14 @@ def test_a_link_that_is_attended_to_is_left_alone_and_then_read_again(ends: Ends
 def test_the_end_of_a_link_is_told_once_by_the_reader_thread(ends: Ends) -> None:
     ends.other.send(b"last")
     ends.other.close()
-    ends.attend(lambda: False)
+    ends.busy_poll(lambda: False)
     assert [message for message, _ in ends.heard] == [b"last"]
     assert ends.ends == []
     ends.thread.start()
     ends.wait_for(lambda: ends.ends == [PEER])
     ends.thread.join(SECONDS)
-    ends.link.skips = 0
-    ends.attend(lambda: False)
+    ends.peer_socket.polls_to_skip = 0
+    ends.busy_poll(lambda: False)
     assert ends.ends == [PEER]
 
 
@@ -134,22 +134,22 @@ def test_who_waits_in_vain_sleeps_at_once_more_and_more_often() -> None:
     with contextlib.closing(stepping()) as ends:
         skips = []
         for _ in range(8):
-            ends.attend(lambda: False)
-            skips.append(ends.link.skips)
-            ends.link.skips = 0
-        assert skips == [1, 3, 7, 15, 31, 63, SKIPS_MAX, SKIPS_MAX]
+            ends.busy_poll(lambda: False)
+            skips.append(ends.peer_socket.polls_to_skip)
+            ends.peer_socket.polls_to_skip = 0
+        assert skips == [1, 3, 7, 15, 31, 63, SKIPPED_POLLS_MAX, SKIPPED_POLLS_MAX]
         ends.other.send(b"news")
-        ends.attend(lambda: True)
-        assert ends.link.skips == 0
+        ends.busy_poll(lambda: True)
+        assert ends.peer_socket.polls_to_skip == 0
 
 
 def test_who_is_to_sleep_at_once_does_not_look() -> None:
     with contextlib.closing(stepping()) as ends:
-        ends.attend(lambda: False)
+        ends.busy_poll(lambda: False)
         ends.other.send(b"news")
-        ends.attend(lambda: True)
+        ends.busy_poll(lambda: True)
         assert ends.heard == []
-        ends.attend(lambda: True)
+        ends.busy_poll(lambda: True)
         assert [message for message, _ in ends.heard] == [b"news"]
 
 
@@ -157,7 +157,7 @@ def test_one_who_attends_does_not_do_so_for_ever() -> None:
     with contextlib.closing(stepping()) as ends:
         ends.on_message = lambda message: ends.other.send(message) and None
         ends.other.send(b"again")
-        ends.attend(lambda: False)
+        ends.busy_poll(lambda: False)
         assert 1 <= len(ends.heard) <= 4
 
 
@@ -172,7 +172,7 @@ def test_several_who_wait_and_the_reader_thread_hand_on_everything_in_order(ends
 
     def wait_for_it() -> None:
         while not stop.is_set():
-            ends.attend(partial(more_than, len(ends.heard)))
+            ends.busy_poll(partial(more_than, len(ends.heard)))
 
     waiting = [threading.Thread(target=wait_for_it, daemon=True) for _ in range(2)]
     for thread in waiting:
@@ -190,18 +190,18 @@ def test_what_the_kernel_had_no_room_for_is_written_while_somebody_attends(ends:
     ends.thread.start()
     message = b"\1" * 4000
     sent = 0
-    while ends.link.offer(message, lambda: None):
+    while ends.peer_socket.try_send(message, lambda: None):
         sent += 1
-    assert ends.link.pending
+    assert ends.peer_socket.pending
     ends.other.settimeout(SECONDS)
     for _ in range(sent):
-        ends.attend(lambda: False)
+        ends.busy_poll(lambda: False)
         assert ends.other.recv(1 << 16) == message
 
 
 def test_who_waits_for_room_on_a_link_is_told_of_its_end(ends: Ends) -> None:
     told = threading.Event()
-    while ends.link.offer(b"\1" * 4000, told.set):
+    while ends.peer_socket.try_send(b"\1" * 4000, told.set):
         pass
     ends.other.close()
     ends.thread.start()
@@ -225,8 +225,8 @@ def test_closing_waits_for_who_reads_and_leaves_nothing_to_read() -> None:
 
     while not started.is_set():
         ends.other.send(b"news")
-        ends.link.skips = 0
-        ends.attend(over)
+        ends.peer_socket.polls_to_skip = 0
+        ends.busy_poll(over)
     closed.join(SECONDS)
     assert seen == [True]
-    ends.attend(lambda: False)
+    ends.busy_poll(lambda: False)

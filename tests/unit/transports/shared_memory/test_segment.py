@@ -15,16 +15,16 @@ import pytest
 
 from ferrorpc.errors import CodecError, FerroError, GroupClosedError, LimitExceededError, UsageError
 from ferrorpc.transports.shared_memory.segment import (
-    FRONT_BYTES,
-    FRONT_OFFSET,
-    GIVE_BACK_BYTES,
+    CONTROL_BYTES,
+    CONTROL_OFFSET,
     NONCE_BYTES,
+    PUNCH_HOLE_BYTES_MIN,
     SIZE_BYTES_MIN,
     Segment,
+    default_bytes,
     map_peer,
-    usual_bytes,
 )
-from tests.unit.transports.shared_memory.meetings import in_a_forked_child
+from tests.unit.transports.shared_memory.host_worlds import in_a_forked_child
 
 NONCE = bytes(range(NONCE_BYTES))
 
@@ -37,7 +37,7 @@ def segment() -> Iterator[Segment]:
 
 
 def seen_by_a_peer(segment: Segment, size_bytes: int | None = None, nonce: bytes = NONCE) -> np.ndarray:
-    descriptor = segment.descriptor_for_peers()
+    descriptor = segment.read_only_descriptor()
     try:
         return map_peer(descriptor, segment.size_bytes if size_bytes is None else size_bytes, nonce)
     finally:
@@ -46,7 +46,7 @@ def seen_by_a_peer(segment: Segment, size_bytes: int | None = None, nonce: bytes
 
 def pages_held(segment: Segment) -> int:
     """Bytes of memory that the segment takes."""
-    descriptor = segment.descriptor_for_peers()
+    descriptor = segment.read_only_descriptor()
     try:
         return os.fstat(descriptor).st_blocks * 512
     finally:
@@ -58,14 +58,14 @@ def test_what_is_written_is_seen_by_others_at_the_same_offset(segment: Segment) 
     block = segment.allocate(1000)
     block.array[:] = np.arange(1000) % 251
     np.testing.assert_array_equal(theirs[block.offset : block.offset + 1000], np.arange(1000) % 251)
-    segment.memory[FRONT_OFFSET : FRONT_OFFSET + 3] = 7, 8, 9
-    assert theirs[FRONT_OFFSET : FRONT_OFFSET + 4].tolist() == [7, 8, 9, 0]
+    segment.memory[CONTROL_OFFSET : CONTROL_OFFSET + 3] = 7, 8, 9
+    assert theirs[CONTROL_OFFSET : CONTROL_OFFSET + 4].tolist() == [7, 8, 9, 0]
 
 
 def test_others_can_only_read(segment: Segment) -> None:
     theirs = seen_by_a_peer(segment)
     assert not theirs.flags.writeable
-    descriptor = segment.descriptor_for_peers()
+    descriptor = segment.read_only_descriptor()
     with pytest.raises(PermissionError):
         mmap.mmap(descriptor, segment.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     with pytest.raises(OSError):
@@ -84,7 +84,7 @@ def test_nobody_can_take_pages_away_from_under_a_reader(segment: Segment) -> Non
 def test_blocks_are_aligned_apart_and_beyond_the_front(segment: Segment, align: int) -> None:
     blocks = [segment.allocate(nbytes, align) for nbytes in (1, 0, 63, 64, 65, 4097, 3 << 20)]
     assert all(block.offset % max(align, 64) == 0 for block in blocks)
-    assert all(block.offset >= FRONT_OFFSET + FRONT_BYTES for block in blocks)
+    assert all(block.offset >= CONTROL_OFFSET + CONTROL_BYTES for block in blocks)
     ranges = sorted((block.offset, block.offset + max(1, block.nbytes)) for block in blocks)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
 
@@ -128,11 +128,11 @@ def test_random_allocations_never_overlap_and_are_all_given_back() -> None:
 
 
 def test_large_freed_blocks_give_their_pages_back(segment: Segment) -> None:
-    block = segment.allocate(8 * GIVE_BACK_BYTES)
+    block = segment.allocate(8 * PUNCH_HOLE_BYTES_MIN)
     block.array[:] = 1
     held = pages_held(segment)
     block.free()
-    assert held - pages_held(segment) == 8 * GIVE_BACK_BYTES
+    assert held - pages_held(segment) == 8 * PUNCH_HOLE_BYTES_MIN
 
 
 def test_an_array_lives_in_the_segment_until_its_last_view_is_gone(segment: Segment) -> None:
@@ -221,7 +221,7 @@ def test_threads_may_allocate_and_free(segment: Segment) -> None:
 def test_what_is_freed_after_the_end_punches_no_hole_into_a_file_that_has_the_descriptor_now(
     segment: Segment, tmp_path: Path
 ) -> None:
-    block, descriptor = segment.allocate(GIVE_BACK_BYTES), segment._descriptor
+    block, descriptor = segment.allocate(PUNCH_HOLE_BYTES_MIN), segment._descriptor
     path = tmp_path / "somebody's file"
     path.write_bytes(b"\1" * (block.offset + block.nbytes))
     segment.close()
@@ -234,7 +234,7 @@ def test_what_is_freed_after_the_end_punches_no_hole_into_a_file_that_has_the_de
 
 
 def test_a_program_that_is_started_does_not_get_the_memory(segment: Segment) -> None:
-    descriptor = segment.descriptor_for_peers()
+    descriptor = segment.read_only_descriptor()
     assert [os.get_inheritable(each) for each in (segment._descriptor, descriptor)] == [False, False]
     os.close(descriptor)
 
@@ -256,8 +256,8 @@ def test_strange_requests_are_refused(segment: Segment) -> None:
 
 
 def test_the_usual_size_fits_beside_all_others() -> None:
-    assert usual_bytes(1) >= 2 * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE or usual_bytes(1) < 1 << 46
-    assert usual_bytes(4096) * 4096 <= 1 << 46
+    assert default_bytes(1) >= 2 * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE or default_bytes(1) < 1 << 46
+    assert default_bytes(4096) * 4096 <= 1 << 46
 
 
 def test_what_the_system_does_not_grant_is_tried_smaller_and_leaves_nothing_open() -> None:
@@ -270,10 +270,10 @@ def test_what_the_system_does_not_grant_is_tried_smaller_and_leaves_nothing_open
 
 def test_a_segment_without_room_for_its_front_is_not_mapped() -> None:
     descriptor = os.memfd_create("small", os.MFD_ALLOW_SEALING)
-    os.write(descriptor, NONCE.ljust(FRONT_OFFSET, b"\0"))
+    os.write(descriptor, NONCE.ljust(CONTROL_OFFSET, b"\0"))
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     with pytest.raises(CodecError, match="were announced"):
-        map_peer(descriptor, FRONT_OFFSET, NONCE)
+        map_peer(descriptor, CONTROL_OFFSET, NONCE)
     os.close(descriptor)
 
 
@@ -326,7 +326,7 @@ def test_a_child_may_be_forked_while_a_thread_allocates(segment: Segment) -> Non
 
 
 def test_a_forked_child_frees_nothing_of_its_parents(segment: Segment) -> None:
-    arrays = [segment.empty((GIVE_BACK_BYTES,), np.dtype(np.uint8))]
+    arrays = [segment.empty((PUNCH_HOLE_BYTES_MIN,), np.dtype(np.uint8))]
     arrays[0][:] = 9
 
     def child() -> bool:

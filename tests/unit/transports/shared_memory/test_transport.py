@@ -1,4 +1,4 @@
-"""Frames through shared memory: what a neighbour says is not believed, and slots are used again and never shared.
+"""Frames through shared memory: what a peer says is not believed, and slots are used again and never shared.
 
 That it is a transport like any other is held by `tests/contract/test_transports.py`."""
 
@@ -16,14 +16,14 @@ from ferrorpc.guard import Latch
 from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.mailbox import Mailbox
-from ferrorpc.transports.shared_memory.link import MESSAGE_BYTES_MAX
+from ferrorpc.transports.shared_memory.peer_socket import MESSAGE_BYTES_MAX
 from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, SIZE_BYTES_MIN, Segment
 from ferrorpc.transports.shared_memory.slots import SLOT_BYTES, SLOTS_MAX, SLOTS_MIN, Slot, Slots
 from ferrorpc.transports.shared_memory.transport import INLINE_BYTES, SharedMemoryTransport
 from ferrorpc.types import DType
 from ferrorpc.v1 import shared_memory_pb2, transport_pb2
-from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Header, Key, encode, opening
-from tests.unit.transports.shared_memory.meetings import Meeting
+from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Header, Key, encode, frame_prefix
+from tests.unit.transports.shared_memory.host_worlds import HostWorld
 from tests.waiting import eventually
 
 KEY = Key(0, 0, 1)
@@ -41,16 +41,16 @@ def segment() -> Iterator[Segment]:
 class Pair:
     """Rank 1 has a transport; rank 0 only its links, to say on them what it likes."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.stranger = meeting[0]
+    def __init__(self, world: HostWorld) -> None:
+        self.stranger = world[0]
         self.failures: list[FerroError] = []
         self.lost: list[tuple[int, str]] = []
         self.mailbox = Mailbox(1, self.failures.append)
         self.box = self.mailbox.enter(KEY, "a()", lambda: None)
         self.latch = Latch()
-        assignment = meeting.sessions[1].membership.assignment
+        assignment = world.sessions[1].membership.assignment
         self.transport = SharedMemoryTransport(
-            meeting[1], assignment, self.mailbox, self.latch, lambda peer, reason: self.lost.append((peer, reason))
+            world[1], assignment, self.mailbox, self.latch, lambda peer, reason: self.lost.append((peer, reason))
         )
 
     def tell(self, **body: object) -> None:
@@ -59,8 +59,8 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with Meeting(2, listening=False) as meeting:
-        pair = Pair(meeting)
+    with HostWorld(2, listening=False) as world:
+        pair = Pair(world)
         yield pair
         pair.transport.close(1.0)
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_ends_the_generation_once_and_nothing_after_it_is_believe
     pair.stranger.send(1, frame_of(5))
     pair.stranger.send(1, b"\xff\xff\xff")
     pair.stranger.close(1.0)
-    eventually(lambda: pair.transport._neighbours.has_left(0))
+    eventually(lambda: pair.transport._host_peers.has_left(0))
     (error,) = pair.failures
     assert isinstance(error, CodecError)
     assert not pair.box.frames
@@ -111,7 +111,7 @@ def test_what_cannot_be_ends_the_generation_once_and_nothing_after_it_is_believe
 
 def test_who_asks_and_never_reads_the_answers_is_cut_off(pair: Pair) -> None:
     probe = shared_memory_pb2.SharedMemoryMessage(probe={"number": 1, "signature": "a()"}).SerializeToString()
-    connection = pair.stranger._reader.links[1].connection
+    connection = pair.stranger._reader.sockets[1].connection
     connection.setblocking(True)
     for _ in range(4 * CONTROL_MAX):
         connection.send(probe)
@@ -126,7 +126,7 @@ def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
     pair.latch.trip(FerroError("it is over"))
     pair.stranger.send(1, b"\xff\xff\xff")
     pair.stranger.close(1.0)
-    eventually(lambda: pair.transport._neighbours.has_left(0))
+    eventually(lambda: pair.transport._host_peers.has_left(0))
     assert pair.failures == []
 
 
@@ -138,7 +138,7 @@ def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
     assert pair.failures == []
 
 
-def test_what_a_neighbour_changes_afterwards_changes_nothing_that_was_read(pair: Pair) -> None:
+def test_what_a_host_peer_changes_afterwards_changes_nothing_that_was_read(pair: Pair) -> None:
     block = pair.stranger.own.allocate(SLOT_BYTES)
     message = encode(KEY, header_of(100_000), 0, bytes([3]) * 100_000)
     block.array[: len(message)] = np.frombuffer(message, np.uint8)
@@ -151,7 +151,7 @@ def test_what_a_neighbour_changes_afterwards_changes_nothing_that_was_read(pair:
 
 
 def test_a_parcel_is_no_longer_than_a_slot_whatever_lies_there(pair: Pair) -> None:
-    """Nobody makes room for as much as a neighbour says that it has."""
+    """Nobody makes room for as much as a peer says that it has."""
     message = frame_of(2 * SLOT_BYTES)
     block = pair.stranger.own.allocate(len(message))
     block.array[:] = np.frombuffer(message, np.uint8)
@@ -161,7 +161,7 @@ def test_a_parcel_is_no_longer_than_a_slot_whatever_lies_there(pair: Pair) -> No
 
 
 @pytest.mark.parametrize("size", [INLINE_BYTES, CHUNK_BYTES], ids=["socket", "slots"])
-def test_who_waits_for_room_is_told_when_the_neighbour_leaves_and_what_found_none_is_not_counted(pair: Pair, size: int) -> None:
+def test_who_waits_for_room_is_told_when_the_host_peer_leaves_and_what_found_none_is_not_counted(pair: Pair, size: int) -> None:
     told, sent, payload = threading.Event(), 0, np.zeros(size, np.uint8)
     while pair.transport.send(0, KEY, header_of(1 << 30), sent * size, payload, told.set):
         sent += 1
@@ -173,7 +173,7 @@ def test_who_waits_for_room_is_told_when_the_neighbour_leaves_and_what_found_non
 def test_the_longest_frame_fits_into_its_message_and_into_its_slot() -> None:
     for size, limit in ((INLINE_BYTES, MESSAGE_BYTES_MAX), (CHUNK_BYTES, SLOT_BYTES)):
         header = Header(0, LONGEST, DType.UINT8, (*WIDEST, size), size)
-        assert len(opening(KEY, header, 0, size)) + size <= limit
+        assert len(frame_prefix(KEY, header, 0, size)) + size <= limit
 
 
 def test_slots_are_apart_and_the_one_given_back_last_is_taken_first(segment: Segment) -> None:
@@ -190,7 +190,7 @@ def test_slots_are_apart_and_the_one_given_back_last_is_taken_first(segment: Seg
         assert segment.locate(slot.array) == slot.offset
     for count, slot in enumerate(taken[: SLOTS_MAX // 2], 1):
         assert told == []
-        slots.give_back(slot.offset)
+        slots.release(slot.offset)
         assert told == [1] * (count == SLOTS_MAX // 2)
     again = slots.take(lambda: None)
     assert again is not None
@@ -201,14 +201,14 @@ def test_a_slot_cannot_be_given_back_twice(segment: Segment) -> None:
     slots = Slots(segment, 1)
     slot = slots.take(lambda: None)
     assert slot is not None
-    slots.give_back(slot.offset)
+    slots.release(slot.offset)
     with pytest.raises(CodecError, match="none is under way"):
-        slots.give_back(slot.offset)
+        slots.release(slot.offset)
 
 
-@pytest.mark.parametrize(("neighbours", "expected"), [(1, SLOTS_MAX), (3, 5), (1000, SLOTS_MIN)])
-def test_many_neighbours_have_fewer_slots_each(segment: Segment, neighbours: int, expected: int) -> None:
-    slots = Slots(segment, neighbours)
+@pytest.mark.parametrize(("peers", "expected"), [(1, SLOTS_MAX), (3, 5), (1000, SLOTS_MIN)])
+def test_many_host_peers_have_fewer_slots_each(segment: Segment, peers: int, expected: int) -> None:
+    slots = Slots(segment, peers)
     count = 0
     while slots.take(lambda: None) is not None:
         count += 1
@@ -229,7 +229,7 @@ def test_who_waits_for_a_slot_is_told_when_there_will_be_none(segment: Segment) 
     assert told.is_set()
     assert slots.take(told.set) is None
     assert taken[0] is not None
-    slots.give_back(taken[0].offset)
+    slots.release(taken[0].offset)
 
 
 def test_no_slot_is_given_out_after_the_end(segment: Segment) -> None:

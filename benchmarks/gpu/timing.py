@@ -1,0 +1,75 @@
+"""Timing on a GPU, and the exit code of a script with targets."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def exit_code(targets: Mapping[str, bool]) -> int:
+    """Prints the targets that were missed. Returns the exit code, 1 if there are any.
+
+    Args:
+        targets: whether each was met, by its description.
+    """
+    missed = [words for words, met in targets.items() if not met]
+    for words in missed:
+        print(f"missed: {words}")
+    return int(bool(missed))
+
+
+def gpu_seconds_of(
+    cupy: Any, calls: Mapping[str, Callable[[], object]], turns: int, before: Callable[[], object]
+) -> dict[str, float]:
+    """The median seconds between two GPU events around each call, taken in turns, after one warm-up turn.
+
+    Args:
+        before: keeps the GPU busy for longer than the host takes to queue any of the calls, which excludes the host's part.
+    """
+    stream, new = cupy.cuda.get_current_stream(), cupy.cuda.Event
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns + 1):
+        for name, call in calls.items():
+            begin, end = new(), new()
+            before()
+            begin.record(stream)
+            call()
+            end.record(stream)
+            stream.synchronize()
+            if turn:
+                times[name].append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def seconds_of(cupy: Any, calls: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    """The median seconds from each call until the current stream is done, taken in turns, after one warm-up turn."""
+    settle = cupy.cuda.get_current_stream().synchronize
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns + 1):
+        for name, call in calls.items():
+            settle()
+            begin = time.perf_counter()
+            call()
+            settle()
+            if turn:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def group_seconds_of(group: Any, call: Callable[[], object], settle: Callable[[], object], turns: int) -> float:
+    """The median seconds of a call that all ranks begin together, until the GPU is done, after one warm-up call.
+
+    Args:
+        settle: waits for the GPU.
+    """
+    times = []
+    for _ in range(turns + 1):
+        settle()
+        group.barrier()
+        begin = time.perf_counter()
+        call()
+        settle()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])

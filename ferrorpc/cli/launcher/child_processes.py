@@ -1,0 +1,181 @@
+"""The launcher's child processes. Each starts through the exec shim, in a session and process group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from ferrorpc.cli.launcher import cleanup, exec_shim
+from ferrorpc.cli.launcher.signals import STOP_SIGNALS
+from ferrorpc.errors import ConfigError
+
+_ISOLATED_PYTHON = (sys.executable, "-I", "-S")
+_CLEANUP_SECONDS = 10.0
+
+
+class Child:
+    """A child process and the process group that it leads.
+
+    Its exit is observed without reaping it. While the zombie exists, the kernel cannot reuse its process id, which is also
+    its group's id, so signals to the group reach no unrelated process.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int | None) -> None:
+        self._process = subprocess.Popen(
+            [*_ISOLATED_PYTHON, exec_shim.__file__, str(os.getpid()), *command],
+            env=dict(environment),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self.pid = self._process.pid
+        self.returncode: int | None = None
+        """As in subprocess: negative for a signal, None while the process runs."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """The pipe to its standard input, if it was started with one."""
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """The pipe from its standard output."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    @property
+    def stderr(self) -> IO[bytes]:
+        """The pipe from its standard error."""
+        assert self._process.stderr is not None
+        return self._process.stderr
+
+    def poll(self) -> int | None:
+        """Its return code once it has exited. Does not reap it."""
+        if self.returncode is None:
+            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if result is not None:
+                exited = result.si_code == os.CLD_EXITED
+                self.returncode = result.si_status if exited else -result.si_status
+        return self.returncode
+
+    def send(self, number: int) -> bool:
+        """Sends a signal to the whole group. After a stop signal, stopped processes are resumed so that they receive it.
+
+        Returns False where that is not permitted: the group now runs as another user (sudo) and has to end by itself.
+        """
+        try:
+            os.killpg(self.pid, number)
+            if number in STOP_SIGNALS:
+                os.killpg(self.pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return True  # the group is empty
+        except PermissionError:
+            return False
+        return True
+
+    def reap(self) -> None:
+        """Reaps the process and closes its pipes. Only after the group was killed, or when it is known to be empty."""
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def living_groups() -> frozenset[int]:
+    """The process groups with a live process, as far as this user may see them; empty without /proc."""
+    found = set()
+    for stat in glob.iglob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, _, group = Path(stat).read_bytes().rpartition(b")")[2].split()[:3]
+            if state not in (b"Z", b"X"):
+                found.add(int(group))
+    return frozenset(found)
+
+
+class ChildProcesses:
+    """Starts child processes and makes sure that none outlives the launcher. A context manager: its exit kills those left.
+
+    Args:
+        directories: temporary directories, still empty, that are removed when the launcher ends.
+
+    Raises:
+        ConfigError: no further process can be started, or no descriptors are left.
+    """
+
+    def __init__(self, directories: Sequence[Path] = ()) -> None:
+        self._children: list[Child] = []
+        try:
+            with self._starting():
+                self._cleanup = subprocess.Popen(
+                    [*_ISOLATED_PYTHON, cleanup.__file__, *map(str, directories)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    bufsize=0,
+                )
+        except ConfigError:
+            for directory in directories:
+                directory.rmdir()
+            raise
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int | None = subprocess.DEVNULL) -> Child:
+        """Starts a child. Call it on the main thread: PR_SET_PDEATHSIG applies to the thread that started the child.
+
+        Args:
+            stdin: as in subprocess; None inherits the launcher's.
+
+        Raises:
+            ConfigError: no further process can be started, or no descriptors are left.
+        """
+        with self._starting():
+            child = Child(command, environment, stdin=stdin)
+        self._children.append(child)
+        self._tell_cleanup(f"+{child.pid}\n")
+        return child
+
+    def discard(self, child: Child) -> None:
+        """Kills what is left of a child's process group and reaps the child."""
+        child.send(signal.SIGKILL)
+        self._tell_cleanup(f"-{child.pid}\n")
+        self._children.remove(child)
+        child.reap()
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"beside {len(self._children)} processes no other can be started: {error.strerror}",
+                hint="ask for fewer workers, or allow more descriptors and processes (ulimit -n, ulimit -u)",
+            ) from None
+
+    def _tell_cleanup(self, line: str) -> None:
+        assert self._cleanup.stdin is not None
+        try:
+            self._cleanup.stdin.write(line.encode())
+        except BrokenPipeError:
+            return  # the cleanup process was killed; PR_SET_PDEATHSIG and __exit__ still apply
+
+    def __enter__(self) -> ChildProcesses:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for child in self._children:
+            child.send(signal.SIGKILL)
+        assert self._cleanup.stdin is not None
+        self._cleanup.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # on a slow file system it finishes on its own
+            self._cleanup.wait(timeout=_CLEANUP_SECONDS)
+        for child in self._children:
+            child.reap()

@@ -1,0 +1,89 @@
+"""The coordinator that the launcher starts: a child process with a temporary journal, restarted on its address when it dies."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses
+from ferrorpc.cli.launcher.output import LineBuffer
+from ferrorpc.cli.launcher.signals import describe
+from ferrorpc.cli.launcher.worker_group import NO_DEADLINE
+from ferrorpc.exit_codes import EXIT_CONFIG
+
+_RESTART_SECONDS: Final = 0.1
+_RESTART_SECONDS_MAX: Final = 2.0
+_FAILED_STARTS_MAX: Final = 3
+"""After this many exits in a row before it listened, the coordinator is not started again."""
+
+
+class CoordinatorProcess:
+    """Keeps one coordinator running on one address. Thanks to its journal, workers do not notice a restart.
+
+    Args:
+        data_dir: a temporary directory that `children` removes.
+        http_port: of its status page; None leaves that to the environment.
+    """
+
+    def __init__(
+        self,
+        children: ChildProcesses,
+        address: str,
+        data_dir: Path,
+        environment: Mapping[str, str],
+        http_port: int | None = None,
+    ) -> None:
+        self._children = children
+        # -P: the user's directory must not shadow what the coordinator imports.
+        self._command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--listen", address, "--data-dir", str(data_dir)]
+        self._command += [] if http_port is None else ["--http-port", str(http_port)]
+        self._environment = dict(environment)
+        self.page_address = ""
+        """host:port of its status page, once it listens; empty without one."""
+        self._output = LineBuffer()
+        self.has_listened = False
+        """Whether it has ever been in service."""
+        self._failed_starts = 0
+        self._delay = _RESTART_SECONDS
+        self.restart_at = NO_DEADLINE
+        """When it is to be restarted; finite only while it is down."""
+        self.child = self._start()
+
+    @property
+    def cannot_start(self) -> bool:
+        """Whether another restart is pointless."""
+        return self._failed_starts >= _FAILED_STARTS_MAX
+
+    def on_output(self, data: bytes) -> None:
+        """Takes its standard output. The line "listening ..." says that it is in service."""
+        for line in self._output.feed(data):
+            if line.startswith(b"listening"):
+                self.has_listened = True
+                self._failed_starts = 0
+                self._delay = _RESTART_SECONDS
+                self.page_address = line.partition(b" http ")[2].decode()
+
+    def check(self, now: float) -> str | None:
+        """Detects its exit and schedules the restart. Returns a description of the exit, once."""
+        if self.restart_at != NO_DEADLINE or self.child.poll() is None:
+            return None
+        assert self.child.returncode is not None
+        if self.child.returncode > 0:  # it failed by itself; one that was killed may well run the next time
+            misconfigured = self.child.returncode == EXIT_CONFIG and not self.has_listened
+            self._failed_starts = _FAILED_STARTS_MAX if misconfigured else self._failed_starts + 1
+        self.restart_at = now + self._delay
+        self._delay = min(2 * self._delay, _RESTART_SECONDS_MAX)
+        return describe(self.child.returncode)
+
+    def restart(self) -> Child:
+        """Starts it again on the same address and journal."""
+        self._children.discard(self.child)
+        self.restart_at = NO_DEADLINE
+        self.child = self._start()
+        return self.child
+
+    def _start(self) -> Child:
+        self._output = LineBuffer()
+        return self._children.start(self._command, self._environment)

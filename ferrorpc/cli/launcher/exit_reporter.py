@@ -1,0 +1,42 @@
+"""The launcher's side of the exit reporter process (exit_reporter_main.py): sends it exits and counts its answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses
+
+
+class ExitReporter:
+    """Reports exits of workers to the coordinator, through a child process that `start` starts."""
+
+    def __init__(self, children: ChildProcesses, address: str, job: str, environment: Mapping[str, str]) -> None:
+        self._children = children
+        self._command = [sys.executable, "-P", "-m", "ferrorpc.cli.launcher.exit_reporter_main", address, job]
+        self._environment = dict(environment)
+        self.child: Child | None = None
+        self.unanswered = 0
+        """Reports without an answer yet."""
+
+    def start(self) -> Child:
+        """Starts the process ahead of time, so that a report need not wait for its imports."""
+        self.child = self._children.start(self._command, self._environment, stdin=subprocess.PIPE)
+        return self.child
+
+    def send(self, name: str, launch: str, returncode: int, reason: str) -> None:
+        """Reports the exit of the member `name` whose process was started as `launch`. Does not wait for the answer."""
+        assert self.child is not None
+        assert self.child.stdin is not None
+        line = json.dumps({"name": name, "launch": launch, "returncode": returncode, "reason": reason}) + "\n"
+        try:
+            self.child.stdin.write(line.encode())
+            self.unanswered += 1
+        except BrokenPipeError:
+            self.unanswered = 0  # the process is gone: the coordinator notices the ended stream and the lease instead
+
+    def on_output(self, data: bytes) -> None:
+        """Takes the process's standard output; b"" is its end."""
+        self.unanswered = max(0, self.unanswered - data.count(b"\n")) if data else 0

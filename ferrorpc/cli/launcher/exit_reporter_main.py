@@ -1,0 +1,73 @@
+"""The exit reporter process: tells the coordinator how workers ended, so that the launcher need not load gRPC.
+
+    python -m ferrorpc.cli.launcher.exit_reporter_main ADDRESS JOB < one JSON object a line > "ok" or "failed: ..." a line
+
+After an exit report the coordinator declares a suspect member dead at once. Its peers need not wait for the grace period in
+which a member whose stream broke may resume.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import click
+
+from ferrorpc.errors import CoordinatorUnavailableError, FerroError
+from ferrorpc.guard import SYSTEM_CLOCK
+
+RETRY_SECONDS: Final = 60.0
+"""How long a report is retried while no coordinator answers: what killed a worker may have killed the coordinator too."""
+RETRY_PAUSE_SECONDS: Final = 0.2
+
+
+def serve(address: str, job: str) -> None:
+    """Reports each line of standard input and answers on standard output."""
+    from ferrorpc.cli.client import call, connect, token
+    from ferrorpc.config import Config
+    from ferrorpc.v1.session_pb2 import UnaryReportRequest
+
+    config = Config({"job": job})
+
+    def deliver(report: Any) -> None:
+        request = UnaryReportRequest(job=job, token=token(config), request=report)
+        # A new connection for each: reports are rare, and certificates may have been renewed since the last one.
+        with connect(address, config) as stub:
+            call(stub.Report, request, address, wait_for_ready=True)
+
+    for line in sys.stdin:
+        click.echo(_delivered(partial(deliver, _request(json.loads(line)))))
+        sys.stdout.flush()
+
+
+def _delivered(deliver: Callable[[], None]) -> str:
+    """The answer once a report was accepted or has failed for good. Reporting the same exit twice is harmless."""
+    clock = SYSTEM_CLOCK
+    until = clock.now() + RETRY_SECONDS
+    while True:
+        try:
+            deliver()
+            return "ok"
+        except CoordinatorUnavailableError as error:
+            if clock.now() >= until:
+                return f"failed: {error.message}"
+        except FerroError as error:
+            return f"failed: {error.message}"
+        clock.parker().park(clock.now() + RETRY_PAUSE_SECONDS)
+
+
+def _request(report: dict[str, Any]) -> Any:
+    from ferrorpc.v1 import session_pb2
+
+    return session_pb2.ReportRequest(
+        exit=session_pb2.ProcessExit(
+            name=report["name"], instance_id=report["launch"], returncode=report["returncode"], reason=report["reason"]
+        )
+    )
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2])

@@ -1,0 +1,244 @@
+"""A job's status as plain text: the content of the coordinator's status page, for a terminal.
+
+Rates are computed from two responses; with only one, their columns are omitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ferrorpc.cli.headline import headline
+from ferrorpc.cli.stragglers import GONE, ms_behind, state_name
+from ferrorpc.cli.table import table
+from ferrorpc.logs import escape_unprintable
+
+if TYPE_CHECKING:
+    from ferrorpc.v1.identity_pb2 import Member
+    from ferrorpc.v1.session_pb2 import BarrierStatus, GenerationStatus, StatusResponse
+
+GENERATIONS_SHOWN: Final = 8
+EVENTS_SHOWN: Final = 8
+STRAGGLERS_SHOWN: Final = 4
+LINKS_SHOWN: Final = 8
+TRAINING_SHOWN: Final = 8
+MATRIX_RANKS_MAX: Final = 12
+_STATE_ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "left")
+_RIGHT_ALIGNED: Final = frozenset({"rank", "step", "last beat", "behind for", "ops/s", "in ops"})
+
+
+@dataclass(frozen=True, slots=True)
+class PreviousStatus:
+    """An earlier response, and the seconds since then."""
+
+    response: StatusResponse
+    seconds: float
+
+
+def as_text(response: StatusResponse, previous: PreviousStatus | None = None, rows_max: int | None = None) -> str:
+    """The whole response. With `rows_max`, at most so many members are listed, those in trouble first; the rest is counted."""
+    position = response.position
+    title, details = headline(response)
+    kept = "journal on disk" if response.durable else "in memory"
+    parts = [
+        f"job {response.job}  generation {position.generation}  cluster {position.cluster_id} epoch {position.epoch}  "
+        f"({kept}, coordinator {response.version})",
+        "\n".join(escape_unprintable(line) for line in (title, details) if line),
+        f"store: {_plural(response.store_keys, 'key')}, {_plural(response.store_bytes, 'byte')}",
+    ]
+    parts.append(_members(response.members, previous, rows_max))
+    if response.barriers:
+        parts.append(_titled("open barriers", [_barrier(barrier) for barrier in response.barriers]))
+    if response.stragglers:
+        parts.append(_titled("came last to the script's named barriers", _stragglers(response)))
+    training = _training(response)
+    if training:
+        parts.append(_titled("training steps, means in milliseconds", training))
+    links = _links(response, previous)
+    if links:
+        parts.append(_titled("links", links))
+    if response.generations:
+        shown = [_generation(generation) for generation in reversed(response.generations)]
+        parts.append(_titled("generations, the newest first", _first(shown, GENERATIONS_SHOWN)))
+    if response.occurrences:
+        told = [f"{_ago(event.age_ms):>8} ago  {event.kind}: {event.text}" for event in reversed(response.occurrences)]
+        parts.append(_titled("events, the newest first", _first(told, EVENTS_SHOWN)))
+    return "\n\n".join(parts)
+
+
+def _titled(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {escape_unprintable(line)}" for line in lines)])
+
+
+def _first(lines: list[str], most: int) -> list[str]:
+    """The first lines, and the number of the others."""
+    return lines if len(lines) <= most else [*lines[:most], f"... and {len(lines) - most} more"]
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+# -- members -----------------------------------------------------------------------------------------------------------
+
+
+def _members(members: Sequence[Member], previous: PreviousStatus | None, rows_max: int | None) -> str:
+    present = [member for member in members if member.rank >= 0 or state_name(member) not in GONE]
+    gone = [member for member in members if member.rank < 0 and state_name(member) in GONE]
+    text = _rows(present, previous, rows_max) if present else "no members"
+    return f"{text}\nearlier processes: {_counted(gone)}" if gone else text
+
+
+def _rows(members: list[Member], previous: PreviousStatus | None, rows_max: int | None) -> str:
+    ordered = sorted(members, key=lambda m: (m.rank < 0, m.rank, m.name))
+    behind = ms_behind(members)
+    hidden = 0
+    if rows_max is not None and len(ordered) > rows_max:
+        ordered.sort(key=lambda m: (_STATE_ORDER.index(state_name(m)), -behind[m.name]))
+        hidden = len(ordered) - rows_max
+    before = {member.name: member for member in previous.response.members} if previous else {}
+    seconds = previous.seconds if previous else 0.0
+    rows = [_row(member, before.get(member.name), seconds, behind[member.name]) for member in ordered[:rows_max]]
+    header = ("rank", "name", "state", "host", "step", "ops/s", "in ops", "behind for", "last beat", "last operation", "why")
+    kept = [column for column, name in enumerate(header) if name in _ALWAYS_SHOWN or any(row[column] for row in rows)]
+    text = table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], right=_RIGHT_ALIGNED)
+    return f"{text}\n... and {hidden} more; of all: {_counted(members)}" if hidden else text
+
+
+def _counted(members: Sequence[Member]) -> str:
+    states = [state_name(member) for member in members]
+    return ", ".join(f"{states.count(state)} {state}" for state in _STATE_ORDER if state in states)
+
+
+_ALWAYS_SHOWN: Final = frozenset({"rank", "name", "state", "host", "step", "last beat", "last operation", "why"})
+
+
+def _row(member: Member, before: Member | None, seconds: float, behind_ms: int) -> tuple[str, ...]:
+    rate = share = ""
+    is_active = member.rank >= 0 and state_name(member) not in GONE
+    if before is not None and seconds > 0 and member.step >= before.step and is_active:
+        rate = f"{(member.step - before.step) / seconds:.1f}"
+        share = f"{min(100.0, (member.operation_ms - before.operation_ms) / seconds / 10):.0f} %"
+    return (
+        str(member.rank) if member.rank >= 0 else "-",
+        member.name,
+        state_name(member),
+        member.host or "-",
+        str(member.step),
+        rate,
+        share,
+        f"{behind_ms / 1000:.1f} s" if behind_ms else "",
+        "-" if state_name(member) in GONE else f"{member.beat_age_ms / 1000:.1f} s",
+        member.activity or "-",
+        member.reason,
+    )
+
+
+# -- other sections ----------------------------------------------------------------------------------------------------------
+
+
+def _barrier(barrier: BarrierStatus) -> str:
+    missing = ", ".join(map(str, barrier.missing_ranks)) or "none"
+    last = f", the last {max(barrier.arrived_after_ms) / 1000:.1f} s after the first" if barrier.arrived_after_ms else ""
+    return (
+        f"{barrier.name} #{barrier.ordinal} of generation {barrier.generation}: {len(barrier.arrived_ranks)} arrived{last}, "
+        f"missing ranks {missing}, open for {barrier.age_ms / 1000:.1f} s"
+    )
+
+
+def _stragglers(response: StatusResponse) -> list[str]:
+    told = [
+        f"rank {straggler.rank}: {straggler.barriers} of the last ones, waited for {straggler.waited_ms / 1000:.2f} s in all"
+        for straggler in response.stragglers
+    ]
+    return _first(told, STRAGGLERS_SHOWN)
+
+
+def _training(response: StatusResponse) -> list[str]:
+    """A table of compute and wait times; the others wait for the rank that computes longest."""
+    members = sorted((m for m in response.members if m.rank >= 0 and m.training.steps), key=lambda m: m.rank)
+    if not members:
+        return []
+    means = {
+        m.rank: [value / m.training.steps for value in (m.training.compute_ms, m.training.exposed_ms, m.training.hidden_ms)]
+        for m in members
+    }
+    ordered = sorted(members, key=lambda m: -means[m.rank][0])
+    rows = [
+        [str(m.rank), str(m.training.steps), *(f"{value:.1f}" for value in means[m.rank])] for m in ordered[:TRAINING_SHOWN]
+    ]
+    header = ["rank", "steps", "compute", "exposed", "hidden"]
+    lines = table(header, rows, right=frozenset(header)).splitlines()
+    if len(ordered) > len(rows):
+        lines.append(f"... and {len(ordered) - len(rows)} more, which compute less")
+    if len(means) > 1:
+        slowest, others = ordered[0].rank, [times[0] for rank, times in means.items() if rank != ordered[0].rank]
+        behind = means[slowest][0] - sum(others) / len(others)
+        lines.append(f"rank {slowest} computes longest, {behind:.1f} ms a step more than the others' mean")
+    return lines
+
+
+def _generation(generation: GenerationStatus) -> str:
+    end = f"; ended: {generation.end_reason}" if generation.end_reason else ""
+    times = f", {_ago(generation.age_ms)} ago" if generation.HasField("age_ms") else ""
+    times += f", lasted {_ago(generation.lasted_ms)}" if generation.HasField("lasted_ms") else ""
+    return f"{generation.generation}: {_plural(generation.size, 'member')}{times}, {generation.reason}{end}"
+
+
+def _links(response: StatusResponse, previous: PreviousStatus | None) -> list[str]:
+    """Bytes a second from row to column, given two responses and a small world; otherwise the busiest links.
+
+    Ranks that are gone send nothing any more, so for a finished job the totals are shown instead of rates.
+    """
+    sent = _sent(response)
+    if not sent:
+        return []
+    size = max(max(pair) for pair in sent) + 1
+    present = {member.rank for member in response.members if state_name(member) not in GONE}
+    if previous is None or not any(source in present for source, _ in sent):
+        return _busiest({pair: (kind, float(count), "") for pair, (kind, count) in sent.items()})
+    before = _sent(previous.response)
+    rates = {
+        pair: (kind, max(0, count - before.get(pair, ("", 0))[1]) / previous.seconds, "/s")
+        for pair, (kind, count) in sent.items()
+        if pair[0] in present
+    }
+    if size > MATRIX_RANKS_MAX:
+        return _busiest(rates)
+    header = ["to", *map(str, range(size))]
+    rows = [
+        [f"from {row}", *(_bytes(rates[row, column][1]) if (row, column) in rates else "" for column in range(size))]
+        for row in range(size)
+    ]
+    kinds = ", ".join(sorted({kind for kind, _, _ in rates.values()}))
+    return [f"bytes a second by {kinds}", *table(header, rows, right=frozenset(header[1:])).splitlines()]
+
+
+def _sent(response: StatusResponse) -> dict[tuple[int, int], tuple[str, int]]:
+    return {
+        (member.rank, link.peer_rank): (link.kind, link.sent_bytes)
+        for member in response.members
+        if member.rank >= 0
+        for link in member.links
+    }
+
+
+def _busiest(links: dict[tuple[int, int], tuple[str, float, str]]) -> list[str]:
+    order = sorted(links.items(), key=lambda item: (-item[1][1], item[0]))
+    told = [f"rank {source} to {target} by {kind}: {_bytes(count)}{unit}" for (source, target), (kind, count, unit) in order]
+    return _first(told, LINKS_SHOWN)
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _ago(milliseconds: int) -> str:
+    seconds = milliseconds / 1000
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

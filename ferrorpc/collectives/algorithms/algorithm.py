@@ -1,0 +1,71 @@
+"""One algorithm for one operation: how it is planned, what it costs, and in which order it folds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, unique
+
+from ferrorpc.collectives.algorithms.plan import Plan
+from ferrorpc.collectives.call import Call
+
+
+@unique
+class Order(Enum):
+    """The order of summation. Algorithms of one order give the same bits, so a measurement may choose between them."""
+
+    NONE = "moves only"
+    RANKS = "in rank order"
+    PAIRS = "in pairs, then pairs of pairs"
+    TREE = "in the tree's order"
+    RING = "each slice round the ring"
+    HOSTS = "host by host"
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether results are the left fold in rank order, or nothing is folded."""
+        return self in (Order.NONE, Order.RANKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The work of the busiest rank in terms of the alpha-beta-gamma model, and of all ranks where others do less."""
+
+    rounds: float
+    """Messages that wait for one another: times alpha."""
+    sent_bytes: float
+    """Bytes through one rank's link, the busier direction: times beta."""
+    folded_bytes: float = 0.0
+    """Bytes that a reduction kernel processes: times gamma."""
+    filling_bytes: float = 0.0
+    """Bytes that pass other links before the busiest one can begin: also times beta."""
+    messages: float = 0.0
+    """Messages the busiest rank sends, or receives, one after another; 0 for one a round."""
+    all_messages: float = 0.0
+    """Messages that all ranks send together; 0 where each sends as many as the busiest."""
+    all_bytes: float = 0.0
+    """Bytes that all ranks send together; 0 where each sends as many as the busiest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One algorithm for one operation.
+
+    Attributes:
+        build: (call, rank, size) -> this rank's plan.
+        cost: (group size, bytes of one rank's input) -> cost. For scatter the bytes of one part, for reduce_scatter and
+            all_to_all those of all parts.
+        order: of summation.
+        compresses: supports a wire codec: every value is rounded once as an operand and once as a result, and all ranks
+            get the same bits.
+        needs_size: `build` needs the root's array in `call.inputs` on every rank, not only on the root.
+        needs_alike: works only where all arrays of all ranks have one shape.
+    """
+
+    name: str
+    build: Callable[[Call, int, int], Plan]
+    cost: Callable[[int, int], Cost]
+    order: Order = Order.NONE
+    compresses: bool = False
+    needs_size: bool = False
+    needs_alike: bool = False

@@ -1,0 +1,24 @@
+"""Slices of arrays and the order of peers, which every algorithm needs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Plan, Region
+
+
+def slices(count: int, size: int) -> list[tuple[int, int]]:
+    """`size` contiguous runs [start, stop) that cover `count` elements; lengths differ by at most one, longer ones first."""
+    short, longer = divmod(count, size)
+    starts = [rank * short + min(rank, longer) for rank in range(size + 1)]
+    return list(pairwise(starts))
+
+
+def others(rank: int, size: int) -> list[int]:
+    """All other ranks, beginning with the next, so that ranks that start together do not all send to rank 0 first."""
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def copy_plan(algorithm: str) -> Plan:
+    """The plan of every operation in a group of one: the result is a copy of the input, bit for bit."""
+    return Plan(algorithm, (Copy(Region(Buffer.IN), Region(Buffer.OUT)),))

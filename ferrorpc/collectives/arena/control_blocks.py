@@ -1,0 +1,413 @@
+"""Control blocks in shared memory, in which the ranks of one host tell each other how far they are. Only the owner writes one.
+
+Every rank has a *control block* of words for each channel of each stream of each group, in its own segment. Peers map it for
+reading and poll it. Progress words only grow, so a reader of an old value just waits a little longer. x86-64 keeps stores in
+order, so a reader that sees a word sees everything that was written before it.
+
+A *channel* runs one operation at a time. A stream has several; operation `number` uses channel `number % channels`. So
+operations of different channels may overtake each other, and an operation waits until every rank has left the previous one on
+its channel.
+
+Idea. Single-writer flags whose values only grow, instead of states that are set and reset, as in Open MPI's xhc component
+(Katevenis and Ploumidis, 2022) and MPICH's release-gather (Jain et al., 2018): nothing has to be reset after an operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
+from typing import Any, Final, Protocol, TypeAlias
+from weakref import WeakSet
+
+import numpy as np
+
+from ferrorpc.collectives.polling import Polling
+from ferrorpc.errors import LimitExceededError
+from ferrorpc.transports.shared_memory.segment import CONTROL_OFFSET, Segment
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Words: TypeAlias = "memoryview[int]"
+Place: TypeAlias = tuple[Array, Array]
+"""The control blocks of a stream's channels, and their slots."""
+Wait: TypeAlias = Generator[int, None, None]
+"""Yields while it has to wait, each time the progress of its rank."""
+
+BLOCK_WORDS: Final = 16
+"""Two cache lines, because processors fetch them in pairs."""
+STAGED: Final = 0
+"""How many chunks of the operation this rank has published; POISONED after a failure."""
+REDUCED: Final = 1
+"""Of how many chunks it has reduced its slice."""
+LEFT: Final = 2
+"""How many chunks it needs no longer."""
+SIGNATURE: Final = 3
+"""Hash of the signature of its current call."""
+TEXT: Final = 4
+"""Offset of that signature's text in its segment."""
+RING: Final = 5
+"""Offset of its ring, through which it passes what others cannot read in place."""
+SOURCE: Final = 6
+"""Offset of its array, or of the table of its parts; 0: its array comes through the ring."""
+RESULT: Final = 7
+"""Offset of its result; 0: it comes through the ring."""
+
+NOTES: Final = (8, 11)
+"""Offsets of the notes of calls that only send (`signature_check`): ticket, hash, offset of the signature's text."""
+
+BLOCK_BYTES: Final = BLOCK_WORDS * 8
+SLOT_BYTES: Final = 128 << 10
+"""Every channel has a slot of this size for small arrays; it never moves."""
+
+CHUNK_BITS: Final = 20
+"""A progress word is ticket << CHUNK_BITS | chunks."""
+POISONED: Final = -1
+"""Less than any progress: a rank that waits for a failed one waits until it learns of the generation's end."""
+
+"""At the front of every segment is the directory: a count, then entries of (group, stream, offsets of its lines and slots)."""
+DIRECTORY_ENTRIES: Final = 4096
+_ENTRY_WORDS: Final = 4
+_DIRECTORY_BYTES: Final = 8 * (1 + DIRECTORY_ENTRIES * _ENTRY_WORDS)
+_TEXT_BYTES: Final = 4096
+_NOTHING: Final[Array] = np.empty(0, np.uint8)
+
+
+class Memory(Protocol):
+    """What this module needs of the memory that ranks of one host share (`transports.shared_memory.host_peers`)."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """World ranks that share it, ascending."""
+
+    @property
+    def own(self) -> Segment:
+        """This rank's segment."""
+
+    def memory(self, rank: int) -> Array:
+        """The whole segment of a world rank as bytes; only this rank's own can be written."""
+
+
+class ControlBlocks:
+    """This rank's control blocks, and access to those of its peers. One per generation.
+
+    Control blocks stay where they are until the end of the generation, so that a peer never reads anything else in their place.
+    The larger memory of a stream that has ended on this rank is freed when the next stream is opened, once its peers have left
+    it too.
+
+    Args:
+        memory: the shared segments.
+        rank: own world rank.
+    """
+
+    def __init__(self, memory: Memory, rank: int) -> None:
+        self.memory = memory
+        self.rank = rank
+        self.polling = Polling(len(memory.ranks))
+        self._lock = threading.Lock()
+        self._directory = _directory(memory.memory(rank))
+        self._banks: dict[tuple[int, int], Bank] = {}
+        self._over: deque[Bank] = deque()
+        self._texts: dict[str, tuple[int, int]] = {}
+        self._held: list[Array] = []
+        self.calls = Calls()
+
+    def bank(self, group: int, stream: int, ranks: Sequence[int], channels: int) -> Bank:
+        """The channels of one stream of a group of world ranks, in group order; the same object for the same stream.
+
+        Raises:
+            LimitExceededError: there is no room for another stream.
+        """
+        with self._lock:
+            found = self._banks.get((group, stream))
+            if found is None:
+                self._free_ended()
+                found = self._banks[group, stream] = Bank(
+                    self, (group, stream), ranks, channels, self._open(group, stream, channels)
+                )
+        return found
+
+    def let_go(self, bank: Bank) -> None:
+        """This rank starts nothing more there. Takes no lock, because a finaliser may run at any point of any thread."""
+        self._over.append(bank)
+
+    def _free_ended(self) -> None:
+        for _ in range(len(self._over)):
+            bank = self._over.popleft()
+            if not bank.free():
+                self._over.append(bank)
+
+    def _open(self, group: int, stream: int, channels: int) -> Place:
+        directory = self._directory
+        count = directory[0]
+        if count == DIRECTORY_ENTRIES:
+            raise LimitExceededError(
+                f"rank {self.rank} has opened {count} streams and subgroups in this generation, and there is room for no more",
+                hint="keep subgroups and streams instead of making new ones",
+            )
+        blocks_offset, blocks = self.allocate(channels * BLOCK_BYTES)
+        blocks[:] = 0
+        slots_offset, slots = self.allocate(channels * SLOT_BYTES)
+        entry = 1 + count * _ENTRY_WORDS
+        for word, value in enumerate((_signed(group), stream, blocks_offset, slots_offset)):
+            directory[entry + word] = value
+        directory[0] = count + 1
+        return blocks, slots
+
+    def allocate(self, nbytes: int) -> tuple[int, Array]:
+        """New memory in this rank's segment: its offset and bytes, free again when nothing refers to them any more."""
+        place = self.memory.own.empty((nbytes,), np.dtype(np.uint8))
+        offset = self.memory.own.locate(place)
+        if offset is None:
+            raise AssertionError("a segment does not find what it has just given")
+        return offset, place
+
+    def find(self, rank: int, stream: tuple[int, int], channels: int) -> Place | None:
+        """Lines and slots of another rank's (group, stream); None while it has not opened it."""
+        memory = self.memory.memory(rank)
+        directory, wanted = _directory(memory), (_signed(stream[0]), stream[1])
+        for entry in range(1, 1 + min(directory[0], DIRECTORY_ENTRIES) * _ENTRY_WORDS, _ENTRY_WORDS):
+            if (directory[entry], directory[entry + 1]) == wanted:
+                blocks, slots = directory[entry + 2], directory[entry + 3]
+                return memory[blocks : blocks + channels * BLOCK_BYTES], memory[slots : slots + channels * SLOT_BYTES]
+        return None
+
+    def sign(self, text: str) -> tuple[int, int]:
+        """The hash of a signature, and the offset of its text in this rank's segment."""
+        with self._lock:
+            found = self._texts.get(text)
+            if found is None:
+                raw = text.encode()[:_TEXT_BYTES]
+                offset, place = self.allocate(8 + len(raw))
+                place[:8].view(np.int64)[0] = len(raw)
+                place[8 : 8 + len(raw)] = np.frombuffer(raw, np.uint8)
+                self._held.append(place)
+                digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+                found = self._texts[text] = digest, offset
+        return found
+
+    def read_text(self, rank: int, offset: int) -> str:
+        """The text of another rank's signature."""
+        memory = self.memory.memory(rank)
+        if offset % 8 or not 0 < offset <= memory.size - 8:
+            return "an operation that it does not name"
+        length = min(max(int(memory[offset : offset + 8].view(np.int64)[0]), 0), _TEXT_BYTES)
+        return bytes(memory[offset + 8 : offset + 8 + length]).decode(errors="replace")
+
+
+class Readable(Protocol):
+    """A prepared call whose runs let peers read this rank's memory."""
+
+    def given_bytes(self) -> dict[int, int]:
+        """World rank of a peer -> bytes it has read in all runs so far."""
+
+
+class SlotUser(Protocol):
+    """A prepared call that caches views of a channel's slots."""
+
+    def forget(self, channel: Channel) -> None:
+        """Drops them."""
+
+
+class PendingCheck(Protocol):
+    """An operation whose call has not been compared with that of every peer yet (`signature_check`)."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been compared with all."""
+
+    def settle(self) -> None:
+        """Compares with the peers that have come so far. Raises CollectiveMismatchError."""
+
+
+class Calls:
+    """Counts the bytes that peers have read from this rank's memory, by prepared calls that exist and those that are gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._live: WeakSet[Readable] = WeakSet()
+        self._gone: Counter[int] = Counter()
+        self._going: deque[dict[int, int]] = deque()
+
+    def add(self, call: Readable) -> None:
+        """Counts the runs of a prepared call from now on."""
+        with self._lock:
+            self._live.add(call)
+
+    def forget(self, call: Readable) -> None:
+        """A prepared call is dropped. Takes no lock, because its finaliser may run at any point of any thread."""
+        self._going.append(call.given_bytes())
+
+    def taken_bytes(self) -> dict[int, int]:
+        """World rank of a peer -> payload bytes that it has read, or is about to."""
+        with self._lock:
+            live = list(self._live)
+            while self._going:
+                self._gone.update(self._going.popleft())
+            total = self._gone.copy()
+        for call in live:
+            total.update(call.given_bytes())
+        return total
+
+
+class Bank:
+    """The channels of one stream.
+
+    Attributes:
+        control: this rank's control blocks.
+        peers: world ranks of the others, in group order.
+        memories: their segments, in the same order.
+        channels: in order.
+        pending_checks: operations whose calls have not been compared with that of every peer yet.
+    """
+
+    def __init__(
+        self, control: ControlBlocks, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Place
+    ) -> None:
+        self.control = control
+        self.peers = tuple(rank for rank in ranks if rank != control.rank)
+        self.memories = [control.memory.memory(peer) for peer in self.peers]
+        self.channels = [Channel(self, number) for number in range(channels)]
+        self.pending_checks: list[PendingCheck] = []
+        self._stream = stream
+        self._ranks = tuple(ranks)
+        self._places = {control.rank: own}
+        for channel in self.channels:
+            channel.block = _block(own, channel.number)
+
+    def meet(self) -> Wait:
+        """Waits until every peer has opened this stream, then gives the channels the control blocks and slots of all ranks."""
+        for peer in self.peers:
+            while peer not in self._places:
+                place = self.control.find(peer, self._stream, len(self.channels))
+                if place is None:
+                    yield 0
+                else:
+                    self._places[peer] = place
+        for channel in self.channels:
+            channel.slots = [_slot(self._places[rank], channel.number) for rank in self._ranks]
+            channel.others = [_block(self._places[peer], channel.number) for peer in self.peers]
+
+    def free(self) -> bool:
+        """Frees slots and rings, unless a rank is still in an operation of this stream. Returns whether it did.
+
+        A stream that was never used keeps its own: its peers may be about to read its directory entry.
+        """
+        if not all(channel.is_free(channel.last) for channel in self.channels):
+            return False
+        self._places[self.control.rank] = self._places[self.control.rank][0], _NOTHING
+        for channel in self.channels:
+            channel.slots, channel.ring = [], _NOTHING
+            for user in list(channel.slot_users):
+                user.forget(channel)
+        return True
+
+    def settle(self) -> None:
+        """Compares with the peers that have come so far. If checks remain, the stream's next operations settle them.
+
+        Raises:
+            CollectiveMismatchError: a peer was in another call.
+        """
+        for doubt in tuple(self.pending_checks):
+            doubt.settle()
+            if doubt.is_over:
+                with contextlib.suppress(ValueError):  # another thread has removed it already
+                    self.pending_checks.remove(doubt)
+        if self.pending_checks:
+            for channel in self.channels:
+                channel.signed = 0
+
+    def latest(self, peer: int) -> tuple[int, str]:
+        """Ticket and signature of the operation that a peer has entered last; (0, "") before its first."""
+        place = self._places.get(peer)
+        if place is None:
+            return 0, ""
+        block = max((_block(place, channel.number) for channel in self.channels), key=lambda block: block[STAGED])
+        ticket = block[STAGED] >> CHUNK_BITS
+        return (ticket, self.control.read_text(peer, block[TEXT])) if ticket > 0 else (0, "")
+
+
+class Channel:
+    """One rank's side of one channel.
+
+    Attributes:
+        bank: the channels of its stream.
+        block: this rank's control block.
+        others: the peers' control blocks, in the order of `bank.peers`; empty until all have opened the stream.
+        slots: the memory of all ranks for small arrays, in group order; empty until then, too.
+        last: the value of LEFT at the end of the latest operation started here.
+        signed: the hash in the control block; 0: the next operation must publish its own, and settle pending checks.
+        noted: how many notes of calls this rank has made.
+        ring: this rank's memory for what others cannot read in place.
+        slot_users: prepared calls that cache views of `slots`.
+    """
+
+    __slots__ = ("bank", "block", "last", "noted", "number", "others", "ring", "signed", "slot_users", "slots")
+
+    block: Words
+
+    def __init__(self, bank: Bank, number: int) -> None:
+        self.bank = bank
+        self.number = number
+        self.others: list[Words] = []
+        self.slots: list[Array] = []
+        self.last = 0
+        self.signed = 0
+        self.noted = 0
+        self.ring = _NOTHING
+        self.slot_users: WeakSet[SlotUser] = WeakSet()
+
+    def is_free(self, before: int) -> bool:
+        """Whether every rank, this one included, has left the operation that ended with this value of LEFT."""
+        if self.block[LEFT] < before or not self.others:
+            return False
+        for other in self.others:  # noqa: SIM110  a generator for all() would cost every operation as much as its flags
+            if other[LEFT] < before:
+                return False
+        return True
+
+    def enter(self, before: int) -> Wait:
+        """Waits until the channel is free."""
+        if not self.others:
+            yield from self.bank.meet()
+        while not self.is_free(before):
+            yield before
+
+    def await_others(self, word: int, goal: int, places: Sequence[int] | None = None) -> Wait:
+        """Waits until this word of all other ranks, or of those at these places among them, has reached `goal`."""
+        for other in self.others if places is None else [self.others[place] for place in places]:
+            while other[word] < goal:
+                yield goal
+
+    def widen(self, nbytes: int) -> None:
+        """Makes the ring at least `nbytes` large. Only after `enter`."""
+        if self.ring.size < nbytes:
+            offset, self.ring = self.bank.control.allocate(nbytes)
+            self.block[RING] = offset
+
+    def poison(self) -> None:
+        """This rank's operation failed: what it published may change from now on, so peers must not use it."""
+        self.block[STAGED] = POISONED
+
+
+def _block(place: Place, channel: int) -> Words:
+    return words_of(place[0][channel * BLOCK_BYTES : (channel + 1) * BLOCK_BYTES])
+
+
+def _slot(place: Place, channel: int) -> Array:
+    return place[1][channel * SLOT_BYTES : (channel + 1) * SLOT_BYTES]
+
+
+def words_of(data: Array) -> Words:
+    """Bytes as 64-bit words."""
+    return memoryview(data.data).cast("q")
+
+
+def _directory(memory: Array) -> Words:
+    return words_of(memory[CONTROL_OFFSET : CONTROL_OFFSET + _DIRECTORY_BYTES])
+
+
+def _signed(group: int) -> int:
+    """A group's id, which is an unsigned number of 64 bits, as a word."""
+    return group - (1 << 64) if group >= 1 << 63 else group

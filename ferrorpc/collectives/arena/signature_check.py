@@ -1,0 +1,79 @@
+"""Deferred signature checks, for peers whose calls no reader compares with this rank's.
+
+Idea. A rank that reads what a peer brought compares their calls. But the root of a broadcast or scatter reads nobody, and a
+rank that only sends to the root of a gather or reduce does not read the root. If the peer reads nothing either (one broadcasts
+to the other, which reduces to it), both continue, and each has lost what the other sent. So such a rank notes its call in its
+control block, and later compares its peers' notes with its own: at the end of the operation, at the beginning of the stream's
+next ones and the end of those that wait for everybody, or when it enters the channel again.
+
+A peer without a note reads this rank, and finds the difference itself. A channel needs only two notes: a peer cannot be further
+than the operation after the one that this rank has left last on it.
+
+Cost: three words for an operation that only sends, and nothing for any other.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, NOTES, STAGED, Channel
+from ferrorpc.errors import CollectiveMismatchError
+
+_TICKET: Final = 0
+_DIGEST: Final = 1
+_TEXT: Final = 2
+
+
+class SignatureCheck:
+    """The check of one operation with the peers whose calls have not been compared with this rank's.
+
+    Args:
+        channel: where it runs; its control block has no newer note yet.
+        peers: their places among the others of the channel.
+        base: of the operation's progress words.
+        signed: the hash and the text offset of the call's signature (`ControlBlocks.sign`).
+        signature: of the call.
+    """
+
+    def __init__(self, channel: Channel, peers: frozenset[int], base: int, signed: tuple[int, int], signature: str) -> None:
+        self._channel = channel
+        self._peers = set(peers)
+        self._base = base
+        self._digest = signed[0]
+        self._signature = signature
+        block, note = channel.block, NOTES[channel.noted % len(NOTES)]
+        channel.noted += 1
+        block[note + _DIGEST], block[note + _TEXT] = signed
+        block[note + _TICKET] = base >> CHUNK_BITS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been compared with all peers."""
+        return not self._peers
+
+    def settle(self) -> None:
+        """Compares with the peers that have come so far. Two threads may do so at once, each in an operation of the stream.
+
+        Raises:
+            CollectiveMismatchError: of this operation, which may have ended here long ago.
+        """
+        channel, ticket = self._channel, self._base >> CHUNK_BITS
+        control, differing = channel.bank.control, {}
+        for peer in tuple(self._peers):
+            block = channel.others[peer]
+            if block[STAGED] <= self._base:
+                continue
+            self._peers.discard(peer)
+            note = next((note for note in NOTES if block[note + _TICKET] == ticket), None)
+            if note is not None and block[note + _DIGEST] != self._digest:
+                rank = channel.bank.peers[peer]
+                differing[rank] = control.read_text(rank, block[note + _TEXT])
+        if differing:
+            raise mismatch({control.rank: self._signature} | differing, ticket - 1)
+
+
+def mismatch(signatures: dict[int, str], number: int) -> CollectiveMismatchError:
+    """The error for operation `number`, with the signature of each world rank."""
+    calls = ", ".join(f"rank {rank} called {text}" for rank, text in sorted(signatures.items()))
+    text = f"ranks {sorted(signatures)} disagree about operation {number}: {calls}"
+    return CollectiveMismatchError(signatures, text, number=number)

@@ -1,0 +1,224 @@
+"""Collectives over a backend's blocking send and recv, so that a third party needs to write nothing else.
+
+The plans are the same. Sends run on helper threads, one for each peer and in order, since a backend's send may block until its
+peer receives. Receives are blocking calls on the driver's thread. Every message has its own tag, made from the operation's key
+and the plan's slot. Such a backend runs one operation at a time, and cannot tell a mismatch from a delay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ferrorpc.arrays.numpy_kind import NUMPY
+from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
+from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.workspace import Rules, Workspace
+from ferrorpc.errors import CollectiveTimeoutError, FerroError
+from ferrorpc.guard import Guard
+from ferrorpc.types import DType, TensorSpec, dtype_of
+from ferrorpc.wire.frames import Key
+
+Array = np.ndarray[Any, Any]
+
+
+class SendRecv(Protocol):
+    """What this module needs of a backend: blocking send and recv between group ranks."""
+
+    rank: int
+    size: int
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """World rank of each group rank."""
+
+    def send(self, data: Array, dst: int, tag: int = 0) -> None:
+        """As `Backend.send`."""
+
+    def recv(self, src: int, tag: int = 0, out: Array | None = None, timeout: float | None = None) -> Array:
+        """As `Backend.recv`."""
+
+
+def message_tag(key: Key, slot: int) -> int:
+    """A tag that is not used again between two ranks for a long time, and never by callers, whose tags are smaller."""
+    return 1 << 62 | (key.stream & 0xFFFF) << 46 | (key.number & 0x3FFFFFFF) << 16 | (slot & 0xFFFF)
+
+
+class SenderThreads:
+    """Sends arrays to each peer in order, on one thread each. The first failure is kept for the driver."""
+
+    def __init__(self, backend: SendRecv, guard: Guard) -> None:
+        self._backend = backend
+        self._guard = guard
+        self._lock = threading.Lock()
+        self._queues: dict[int, deque[tuple[Array, int]]] = {}
+        """What is still to be sent to each peer. A peer has an entry as long as its thread runs."""
+        self._drained = guard.clock.parker()
+        self.error: Exception | None = None
+
+    def send(self, data: Array, peer: int, tag: int) -> None:
+        """Queues one array, which must not change any more."""
+        with self._lock:
+            start = peer not in self._queues
+            self._queues.setdefault(peer, deque()).append((data, tag))
+        if start:
+            self._guard.clock.start(lambda: self._run(peer), "ferrorpc-senders")
+
+    def _run(self, peer: int) -> None:
+        while True:
+            with self._lock:
+                if not self._queues[peer] or self.error is not None:
+                    del self._queues[peer]
+                    break
+                data, tag = self._queues[peer].popleft()
+            try:
+                self._backend.send(data, peer, tag)
+            except Exception as problem:  # noqa: BLE001  the driver raises it: a third party's send may raise anything
+                self.error = problem
+        self._drained.unpark()
+
+    def drain(self) -> None:
+        """Waits until all is sent. Raises what stopped it."""
+        while self._queues:
+            if not self._drained.park(self._guard.deadline):
+                raise CollectiveTimeoutError([], f"a send took longer than {self._guard.seconds:g} s")
+        if self.error is not None:
+            raise self.error
+
+
+class BlockingExecution(Execution):
+    """The base of these executions. They block in `advance`, so there is nothing to probe and nothing to free."""
+
+    def __init__(self, backend: SendRecv, guard: Guard, label: str, peers: Sequence[int]) -> None:
+        self.guard = guard
+        self.results: list[Array] = []
+        self.specs: list[TensorSpec] = []
+        self._backend = backend
+        self._label = label
+        self._peers = list(peers)
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def waiting_on(self) -> list[int]:
+        return [self._backend.world_ranks[peer] for peer in self._peers]
+
+    def probe(self) -> None:
+        """Does nothing: a backend with only send and recv has no probes."""
+
+    def explain(self) -> str:
+        return f"{self._label} waits for ranks {self.waiting_on()}"
+
+    def timeout_error(self) -> FerroError:
+        return CollectiveTimeoutError(self.waiting_on(), f"after {self.guard.seconds:g} s, {self.explain()}")
+
+    def finish(self) -> None:
+        """Does nothing: it holds nothing."""
+
+    def receive(self, src: int, tag: int, out: Array | None = None) -> Array:
+        """A blocking recv until the deadline. A timeout of the backend's socket is raised as this operation's own."""
+        remaining = max(0.0, self.guard.deadline - self.guard.clock.now())
+        try:
+            return self._backend.recv(src, tag, out=out, timeout=remaining)
+        except TimeoutError as late:
+            if isinstance(late, FerroError):
+                raise
+            raise self.timeout_error() from late
+
+
+class BlockingPrepared(Prepared):
+    """A call with its plan, run over `backend.send` and `backend.recv`."""
+
+    def __init__(self, backend: SendRecv, call: Call, plan: Plan) -> None:
+        self.backend = backend
+        self.call = call
+        self.plan = plan
+        self.rules = Rules(call, plan, plan.actions, backend.rank, backend.size)
+
+    def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
+        return BlockingCollective(self, key, inputs, outputs, guard)
+
+
+class BlockingCollective(BlockingExecution):
+    """One run of a plan."""
+
+    def __init__(
+        self, prepared: BlockingPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
+    ) -> None:
+        actions = prepared.plan.actions
+        peers = {action.peer for action in actions if isinstance(action, Receive | Fold | FoldUnder)}
+        super().__init__(prepared.backend, guard, f"{prepared.call.signature} #{key.number}", sorted(peers))
+        self._actions = actions
+        self._codec = prepared.rules.codec
+        self._key = key
+        self._workspace = Workspace(prepared.rules, inputs, outputs)
+
+    def advance(self) -> bool:
+        senders = SenderThreads(self._backend, self.guard)
+        for index, action in enumerate(self._actions):
+            if senders.error is not None:
+                raise senders.error
+            if isinstance(action, Send):
+                senders.send(self._message(index, action), action.peer, message_tag(self._key, action.slot))
+            elif isinstance(action, Receive | Fold | FoldUnder):
+                self._take(action)
+            else:
+                self._workspace.apply(index, 0, self._workspace.elements(action))
+        senders.drain()
+        self.results, self.specs = self._workspace.results
+        return True
+
+    def _message(self, index: int, action: Send) -> Array:
+        """The contents of a send, as an array that does not change any more."""
+        spec, values = self._workspace.outgoing(action.region)
+        if self._codec is not None and values.size:
+            return self._workspace.encoded(index, 0, values.size)
+        return NUMPY.typed(values.copy().reshape(spec.shape), spec)
+
+    def _take(self, action: Receive | Fold | FoldUnder) -> None:
+        data = self.receive(action.peer, message_tag(self._key, action.slot))
+        spec = TensorSpec(dtype_of(data.dtype), data.shape)
+        self._workspace.expect(action.region, spec)
+        flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)
+        if self._codec is not None and flat.size:
+            flat = self._codec.decode(flat, self._workspace.elements(action))
+        dtype = DType.FLOAT32 if self._codec is not None else spec.dtype
+        self._workspace.accept(action, dtype, 0, flat)
+
+
+class BlockingSend(BlockingExecution):
+    """One blocking send."""
+
+    def __init__(self, backend: SendRecv, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> None:
+        super().__init__(backend, guard, f"send({spec} to rank {backend.world_ranks[dst]}, tag={tag})", [dst])
+        self._data = NUMPY.typed(data, spec)
+        self._dst = dst
+        self._tag = tag
+
+    def advance(self) -> bool:
+        self._backend.send(self._data, self._dst, self._tag)
+        return True
+
+
+class BlockingRecv(BlockingExecution):
+    """One blocking recv."""
+
+    timeout_breaks = False
+
+    def __init__(self, backend: SendRecv, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard) -> None:
+        super().__init__(backend, guard, f"recv(from rank {backend.world_ranks[src]}, tag={tag})", [src])
+        self._src = src
+        self._tag = tag
+        self._out = out if out is None or spec is None else NUMPY.typed(out, spec)
+
+    def advance(self) -> bool:
+        data = self.receive(self._src, self._tag, self._out)
+        spec = TensorSpec(dtype_of(data.dtype), data.shape)
+        self.results, self.specs = [data.view(spec.dtype.storage)], [spec]
+        return True

@@ -1,0 +1,149 @@
+"""Executions that are advanced by the thread that brings an event, such as the reader of a stream that has received a chunk.
+
+The driver of such an execution sleeps until the operation is complete. Waking it for every chunk would cost two context
+switches each, more than most chunks take to be folded. So the thread with the event advances the execution itself. The driver
+is woken earlier only when a full lane has room again, once for several chunks: the lane's writer should write rather than copy
+the next chunks. Several threads may have events at once: one advances the execution, the others set a flag and return. No
+thread waits for another.
+
+Advancing one execution can cause an event of another on the same thread: where ranks share a process, its message arrives on
+the same stack. Such events are queued until the first execution has been advanced, so that calls do not nest without bound.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.collectives.device_transfers import DeviceTransfers
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.guard import Guard
+from ferrorpc.types import TensorSpec
+
+
+class _Thread(threading.local):
+    """State of one thread."""
+
+    agenda: deque[EventDrivenExecution] | None = None
+    """Executions with events to process; None while the thread processes none."""
+
+
+_thread = _Thread()
+
+
+class EventDrivenExecution(Execution):
+    """An execution that one thread at a time advances. Subclasses implement `step`, and register `notify` for events.
+
+    Args:
+        transfers: of its arrays that are on a GPU. A GPU notifies nobody, so the driver polls it.
+    """
+
+    def __init__(self, guard: Guard, transfers: DeviceTransfers | None = None) -> None:
+        self.guard = guard
+        self.transfers = transfers
+        self.polling = None if transfers is None else transfers.polling
+        self.device = None if transfers is None else transfers.device
+        self.results: list[np.ndarray[Any, Any]] = []
+        self.specs: list[TensorSpec] = []
+        self._step_lock = threading.Lock()
+        self._event = False
+        self._moved = False
+        self._driven = False
+        self._ended = False
+        self._has_woken = False
+        self._finished = False
+        self._failure: BaseException | None = None
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Does what can be done without waiting, on one thread at a time. Returns whether the operation is complete."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Frees what the operation held. Called once, as the last call."""
+
+    def advance(self) -> bool:
+        transfers = self.transfers
+        if transfers is None:
+            return self._drive()
+        transfers.advance_downloads()
+        over = self._drive()
+        transfers.advance_uploads()
+        results = transfers.finished(self.results) if over else None
+        if results is None:
+            return False
+        self.results = results
+        return True
+
+    @property
+    def position(self) -> int:  # type: ignore[override]
+        """Progress of the copies from and to a device."""
+        return 0 if self.transfers is None else self.transfers.position
+
+    def make_stream_wait(self) -> None:
+        if self.transfers is not None:
+            self.transfers.make_stream_wait()
+
+    def _drive(self) -> bool:
+        self._driven = True
+        self.notify()
+        self._driven = False
+        # A thread that ended it while the driver was here has not woken the driver.
+        if not self._ended:
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def notify(self) -> None:
+        """Reports an event. Called from any thread, once the first `advance` has begun. Never blocks."""
+        self._event = True
+        if _thread.agenda is not None:
+            _thread.agenda.append(self)
+            return
+        agenda = _thread.agenda = deque((self,))
+        try:
+            while agenda:
+                agenda.popleft()._process_events()
+        finally:
+            _thread.agenda = None
+
+    def _process_events(self) -> None:
+        """Steps while there are events and no other thread does. The thread that ends the operation wakes its driver."""
+        while self._event and self._step_lock.acquire(blocking=False):
+            try:
+                self._event = False
+                if not self._ended:
+                    self._try_step()
+            finally:
+                self._step_lock.release()
+        if self._ended and not self._driven and not self._has_woken:
+            self._has_woken = True
+            self.wake()
+
+    def _try_step(self) -> None:
+        self._moved = not self._driven
+        try:
+            self._ended = self.step()
+        except BaseException as error:  # noqa: BLE001  the driver raises it, whichever thread it occurred on
+            self._failure = error
+            self._ended = True
+
+    def moved(self) -> bool:
+        """Whether another thread than the driver has advanced it since the last call."""
+        moved, self._moved = self._moved, False
+        return moved
+
+    def finish(self) -> None:
+        with self._step_lock:
+            finished, self._finished = self._finished, True
+            self._ended = self._has_woken = True
+        self._failure = None  # its traceback refers to this execution: a reference cycle would keep the arrays alive
+        if not finished:
+            self.leave()
+            if self.transfers is not None:
+                self.transfers.finish()

@@ -1,0 +1,242 @@
+"""send and recv as executions, over a transport with a mailbox.
+
+Messages to one rank with one tag are received in the order of the send calls. To keep that order, a send waits in a queue until
+the first chunk of the previous one is on its lane. So neither side keeps any state for a tag without messages in flight, and a
+job may use a new tag for each message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.collectives.dependencies import UNBOUNDED
+from ferrorpc.collectives.device_transfers import transfers_for
+from ferrorpc.collectives.event_driven import EventDrivenExecution
+from ferrorpc.collectives.outgoing_message import OutgoingMessage
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchError
+from ferrorpc.guard import Guard
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.mailbox import Box
+from ferrorpc.transports.point_to_point import Message, PostedReceive
+from ferrorpc.types import TensorSpec
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
+
+Array = np.ndarray[Any, Any]
+
+
+class SendQueues:
+    """The sends of one group that have not begun, in a queue for each (target, tag)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[tuple[int, int], deque[SendExecution]] = {}
+
+    def join(self, send: SendExecution) -> int:
+        """Adds a send. Returns the number of its message, larger than those before it."""
+        with self._lock:
+            self._waiting.setdefault(send.destination, deque()).append(send)
+            return next(self._numbers)
+
+    def is_first(self, send: SendExecution) -> bool:
+        """Whether a send may begin."""
+        return self._waiting[send.destination][0] is send
+
+    def leave(self, send: SendExecution) -> None:
+        """Removes a send that has begun, or never will: the next one in its queue may begin."""
+        with self._lock:
+            queue = self._waiting[send.destination]
+            queue.remove(send)
+            following = queue[0] if queue else None
+            if following is None:
+                del self._waiting[send.destination]
+        if following is not None:
+            following.notify_if_driven()
+
+
+class _PointToPoint(EventDrivenExecution):
+    """An execution that can have events before it has a driver."""
+
+    def notify_if_driven(self) -> None:
+        """Reports an event. Before it has a driver nothing needs to be done: the first `advance` looks at everything."""
+        if hasattr(self, "wake"):
+            self.notify()
+
+
+class SendExecution(_PointToPoint):
+    """One send. `peer` is a world rank; `data` may be on a device."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: int,
+        queues: SendQueues,
+        data: Any,
+        spec: TensorSpec,
+        peer: int,
+        tag: int,
+        guard: Guard,
+    ) -> None:
+        super().__init__(guard, transfers_for([data], None, 0))
+        self._transport = transport
+        self.destination = peer, tag
+        """Peer and tag, which have one queue."""
+        self._queues: SendQueues | None = queues
+        """None once it has begun."""
+        self._peer = peer
+        self._tag = tag
+        self._box: Box | None = None
+        here = data if self.transfers is None else self.transfers.inputs[0]
+        self._outgoing = OutgoingMessage(peer, Header(tag, "send", spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
+        self._spec = spec
+        self._key = Key(group, POINT_TO_POINT, queues.join(self))
+
+    @property
+    def label(self) -> str:
+        return f"send({self._spec} to rank {self._peer}, tag={self._tag})"
+
+    def step(self) -> bool:
+        box, outgoing = self._box, self._outgoing
+        if self._queues is not None and not self._queues.is_first(self):
+            return False
+        if box is None:
+            box = self._box = Box()
+            box.wake = self.notify
+            self._transport.mailbox.start_sending(self._key, self._peer, self._tag, box)
+        # Room wakes the driver, which has nothing else to do: the lane's writer, which reports it, should write.
+        limit = UNBOUNDED if self.transfers is None else self.transfers.downloaded(0)
+        while outgoing.send(self._transport, self._key, box, limit, self.wake):
+            self._leave_queue()
+            if outgoing.done == outgoing.count:
+                return True
+        return False
+
+    def _leave_queue(self) -> None:
+        queues, self._queues = self._queues, None
+        if queues is not None:
+            queues.leave(self)
+
+    def waiting_on(self) -> list[int]:
+        return [self._peer]
+
+    def probe(self) -> None:
+        """Asks nothing: a receiver that has not called recv yet is not in any operation."""
+
+    def explain(self) -> str:
+        if self.transfers is not None and not self.transfers.has_all_inputs:
+            return f"{self.label} waits for this rank's own GPU"
+        return f"{self.label} waits for rank {self._peer} to call recv(src={self._transport.rank}, tag={self._tag})"
+
+    def timeout_error(self) -> FerroError:
+        hint = "where both ranks send first, send with async_op=True, receive, then wait; or pass a larger timeout="
+        return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}", hint=hint)
+
+    def leave(self) -> None:
+        self._leave_queue()
+        self._transport.mailbox.stop_sending(self._key, self._peer, self._tag)
+        self._box = None
+
+
+class RecvExecution(_PointToPoint):
+    """One recv. `peer` is a world rank; `out` may be on a device.
+
+    A timeout, or an `out` that does not fit, leaves the message for the next recv.
+    """
+
+    timeout_breaks = False
+
+    def __init__(
+        self, transport: Transport, group: int, peer: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard
+    ) -> None:
+        super().__init__(guard, None if out is None else transfers_for([], [out], 1))
+        self._transport = transport
+        self._group = group
+        self._peer = peer
+        self._tag = tag
+        self._out: Array | None = out if self.transfers is None else None
+        self._spec = spec
+        self._taken = np.empty(0, np.uint8)
+        """The bytes of the result, of which the first `_received` are here."""
+        self._received = -1
+        self._post: PostedReceive | None = PostedReceive(self.notify_if_driven)
+        transport.mailbox.post(group, peer, tag, self._post)
+
+    @property
+    def label(self) -> str:
+        return f"recv(from rank {self._peer}, tag={self._tag})"
+
+    def step(self) -> bool:
+        post = self._post
+        message = None if post is None else post.message
+        if post is None or message is None:
+            return False
+        if self._received < 0:
+            self._begin(message, post.number)
+        first = self._received
+        while message.frames:
+            self._take(message.frames.popleft())
+        if self.transfers is not None and self._received > first:
+            size_bytes = self.results[0].itemsize
+            self.transfers.allow_upload(0, self.results[0], first // size_bytes, self._received // size_bytes)
+        if self._received < message.header.total:
+            return False
+        self._transport.mailbox.take(self._group, self._peer, self._tag, post)
+        self._post = None
+        return True
+
+    def _begin(self, message: Message, number: int) -> None:
+        header = message.header
+        spec = TensorSpec(header.dtype, header.shape)
+        if self._spec is not None and spec != self._spec:
+            raise TensorMismatchError(
+                f"rank {self._peer} sent {spec} with tag {self._tag}, but out is {self._spec}",
+                hint="call recv without out=, or with a matching one: the message still waits",
+            )
+        out = self._out if self.transfers is None else self.transfers.host_memory(0, spec)
+        if out is None:
+            out = np.empty(spec.shape, spec.dtype.storage)
+        self.results, self.specs = [out], [spec]
+        self._taken, self._received = out.reshape(-1).view(np.uint8), 0
+        if message.needs_grant:
+            message.needs_grant = False
+            self._transport.grant(self._peer, Key(self._group, POINT_TO_POINT, number), self._tag)
+
+    def _take(self, frame: Frame) -> None:
+        self._received = frame.offset + len(frame.payload)
+        self._taken[frame.offset : self._received] = frame.payload
+
+    def busy_poll(self) -> None:
+        self._transport.busy_poll(self._peer, lambda: self._ended)
+
+    def waiting_on(self) -> list[int]:
+        return [self._peer]
+
+    def probe(self) -> None:
+        """Probes operation number 0, which never exists: sending on the lane shows whether the peer is gone."""
+        self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, 0), self.label)
+
+    def explain(self) -> str:
+        return f"{self.label} waits for rank {self._peer} to call send(dst={self._transport.rank}, tag={self._tag})"
+
+    def timeout_error(self) -> FerroError:
+        return CollectiveTimeoutError(
+            [self._peer],
+            f"after {self.guard.seconds:g} s, {self.explain()}",
+            hint="call recv again: nothing was lost and the group goes on",
+        )
+
+    def leave(self) -> None:
+        post, self._post = self._post, None
+        if post is None:
+            return
+        if post.message is not None and self._received > 0:
+            # The next recv begins where this one did: all that has arrived becomes one chunk.
+            begun = memoryview(self._taken[: self._received].tobytes())
+            key = Key(self._group, POINT_TO_POINT, post.number)
+            post.message.frames.appendleft(Frame(key, self._peer, post.message.header, 0, begun))
+        self._transport.mailbox.unpost(self._group, self._peer, self._tag, post)

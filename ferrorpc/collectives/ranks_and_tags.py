@@ -1,0 +1,44 @@
+"""Checks the ranks and tags that callers pass."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any, Final
+
+from ferrorpc.errors import InvalidRankError, SelfSendError, UsageError
+
+TAG_MAX: Final = (1 << 62) - 1
+"""The largest tag of callers. Larger ones belong to collectives that run over a backend's send and recv (blocking.py)."""
+BACKEND_TAG_MAX: Final = (1 << 63) - 1
+"""The largest tag of a backend's own send and recv."""
+
+
+def rank_of(rank: Any, size: int, what: str) -> int:
+    """A rank of a group of `size`. Raises InvalidRankError."""
+    try:
+        found = -1 if isinstance(rank, bool) else index(rank)
+    except TypeError:
+        found = -1
+    if not 0 <= found < size:
+        raise InvalidRankError(f"{what} is {rank!r}, but this group has ranks 0 to {size - 1}")
+    return found
+
+
+def peer_of(peer: Any, own: int, size: int, what: str) -> int:
+    """The other rank of a send or recv. Raises InvalidRankError or SelfSendError."""
+    found = rank_of(peer, size, what)
+    if found == own:
+        raise SelfSendError(f"{what} is {found}, which is this rank itself")
+    return found
+
+
+def tag_of(tag: Any, largest: int = TAG_MAX) -> int:
+    """The tag of a send or recv. Raises UsageError."""
+    try:
+        found = -1 if isinstance(tag, bool) else index(tag)
+    except TypeError:
+        found = -1
+    if not 0 <= found <= largest:
+        reach = largest.bit_length()
+        raise UsageError(f"tag={tag!r} is no integer from 0 to 2^{reach} - 1", hint="leave it out, or count from 0")
+    return found

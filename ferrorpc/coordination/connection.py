@@ -1,0 +1,461 @@
+"""A member's connection to its coordinator: reconnects when its stream breaks, gives up after `max_outage` seconds.
+
+    starting ──Welcome──> up <──Welcome, resumed──> down ──max_outage──> ended
+                           └──────fenced, refused, closed───────────────> ended
+
+It has two daemon threads. One reads the stream, and reconnects with backoff when it ends; the other sends heartbeats. Callers
+add requests and wait. They go on waiting during an outage, because losing the coordinator alone is no error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from google.protobuf.message import Message
+
+from ferrorpc.coordination.channel import ChannelFactory
+from ferrorpc.coordination.condition import Condition
+from ferrorpc.coordination.pending_requests import PendingRequests, Request, check_size
+from ferrorpc.coordination.session_stream import SessionStream
+from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, StaleGenerationError, UsageError
+from ferrorpc.guard import Clock, Latch
+from ferrorpc.v1 import identity_pb2, session_pb2 as wire
+from ferrorpc.wire.error_detail import restore
+
+BACKOFF_FIRST_SECONDS: Final = 0.1
+BACKOFF_MAX_SECONDS: Final = 1.0
+RESUME_JITTER_SECONDS: Final = 0.2
+"""Keeps the members of a large job from reconnecting to a restarted coordinator all at once."""
+_RANDOM: Final = random.Random()
+"""Not the global generator, which the user may have seeded alike on all ranks."""
+REPLY_MARGIN_SECONDS: Final = 3.0
+"""The coordinator answers a wait at its deadline, with all it knows. The client gives up this much later."""
+WELCOME_SECONDS: Final = 10.0
+"""A stream that has had no Welcome for so long is closed and replaced: its first frames may be lost."""
+EXPLAIN_FIRST_SECONDS: Final = 5.0
+EXPLAIN_FACTOR: Final = 3.0
+_CONNECTION_CODES: Final = (ErrorCode.COORDINATOR_UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.CODEC)
+"""Codes of a broken connection. All others are decisions of the coordinator."""
+_log = logging.getLogger("ferrorpc.coordination")
+
+
+class Listener(Protocol):
+    """The owner of a connection. All methods but `explain` and `beat` run on the reading thread, where they must not block."""
+
+    def hello(self, resume_token: str) -> wire.Hello:
+        """The first frame of a stream."""
+
+    def beat(self) -> wire.Beat:
+        """The next heartbeat."""
+
+    def welcomed(self) -> None:
+        """A stream is up; unanswered requests are sent after this call. Events of earlier streams may be out of date."""
+
+    def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
+        """An answer. The caller who waits for it sees it after this call."""
+
+    def event(self, event: wire.Event) -> None:
+        """An event that the coordinator pushed."""
+
+    def session_ended(self, cause: FerroError) -> None:
+        """The coordinator does not know this session any more, so the generation is over for this member."""
+
+    def explain(self, request: Request, stream: SessionStream | None) -> str:
+        """What a request waits for, and for whom. Called on the waiting thread; may block."""
+
+
+class Connection:
+    """A connection that outlives its streams.
+
+    Args:
+        address: of the coordinator, for messages.
+        connect: makes a channel to it.
+        listener: the owner.
+        initial_outage: seconds the coordinator may be unreachable until `joined` is called.
+        max_outage: seconds it may be unreachable later.
+        heartbeat_interval: seconds between heartbeats, unless the coordinator wants them more often.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        connect: ChannelFactory,
+        listener: Listener,
+        clock: Clock,
+        *,
+        initial_outage: float,
+        max_outage: float,
+        heartbeat_interval: float,
+    ) -> None:
+        self.address = address
+        self.cluster_id = ""
+        self._last_position = identity_pb2.Position()
+        """The newest generation and revision that the coordinator sent. They are durable: the same journal never goes back."""
+        self.ended_by: FerroError | None = None
+        """Why the connection has ended; None while it is up or reconnects."""
+        self.leave_error: FerroError | None = None
+        """Set before a Leave is sent. After that the end of the stream is no loss, and the answer ends the connection."""
+        self._connect = connect
+        self._listener = listener
+        self._clock = clock
+        self._condition = Condition(clock)
+        self._requests = PendingRequests()
+        self._token = ""
+        self._stream: SessionStream | None = None
+        self._opened_at = clock.now()
+        self._down_since: float | None = clock.now()
+        self._loss_logged = False
+        """Its loss was logged as a warning, so its return is, too."""
+        self._failure: FerroError = CoordinatorUnavailableError(f"nobody has answered at {address} yet")
+        self._outage_limit = initial_outage
+        self._max_outage = max_outage
+        self._interval = heartbeat_interval
+        self._reader_parker = clock.parker()
+        self._heartbeat_parker = clock.parker()
+
+    def start(self) -> None:
+        """Starts both threads."""
+        self._clock.start(self._read, "ferrorpc-session")
+        self._clock.start(self._send_heartbeats, "ferrorpc-beat")
+
+    def joined(self) -> None:
+        """This member has a generation to lose, so from now on it waits up to `max_outage` for the coordinator."""
+        self._outage_limit = self._max_outage
+
+    # -- what callers do -----------------------------------------------------------------------------------------------
+
+    def post(self, label: str, latch: Latch | None = None, **body: Any) -> Request:
+        """Sends a request, now or once the connection is up again. Never blocks.
+
+        Raises:
+            MessageTooLargeError: it is larger than the coordinator takes; nothing was sent.
+            FerroError: the connection has ended.
+        """
+        check_size(label, **body)
+        with self._condition.lock:
+            if self.ended_by is not None:  # close() has failed the waiting requests, and fails no later one
+                raise self.ended_by.again()
+            request = self._requests.add(label, latch, **body)
+            if self._down_since is None:
+                self._send(request)
+        return request
+
+    def ask(
+        self, label: str, seconds: float, timeout_error: Callable[[str], FerroError], latch: Latch | None = None, **body: Any
+    ) -> Any:
+        """Sends a request and waits for its answer, which the coordinator gives within `seconds`.
+
+        Args:
+            timeout_error: makes the error for a coordinator that is reachable but does not answer, from its message.
+
+        Raises:
+            FerroError: the coordinator's answer, `latch`'s cause, the error that ended the connection, or `timeout_error`.
+        """
+        request = self.post(label, latch, **body)
+        wait_log = _WaitLog(self._clock.now())
+        while True:
+            until, explain_at = self._give_up_at(request, seconds), wait_log.due
+            outcome, now = self._wait(request, min(until, explain_at)), self._clock.now()
+            if outcome is None and now >= self._give_up_at(request, seconds):
+                waited = seconds + REPLY_MARGIN_SECONDS
+                text = f"{label}: the coordinator at {self.address} has not answered for {waited:g} s"
+                outcome = self._drop(request) or timeout_error(text)
+            if isinstance(outcome, FerroError):
+                raise outcome.again()
+            if outcome is not None:
+                return outcome
+            if now >= explain_at:
+                wait_log.say(request.label, now, self.outage() or self._listener.explain(request, self._stream))
+
+    def try_ask(self, label: str, seconds: float, **body: Any) -> Any:
+        """The answer, or None if none comes within `seconds`, for whatever reason."""
+        try:
+            request = self.post(label, **body)
+        except FerroError:
+            return None
+        self._wait(request, self._clock.now() + seconds)
+        outcome = self._drop(request)
+        return None if isinstance(outcome, FerroError) else outcome
+
+    def wait_until_up(self, label: str, until: float) -> None:
+        """Returns once the connection is up or has ended, or at clock time `until`. Logs meanwhile what `label` waits for."""
+        wait_log = _WaitLog(self._clock.now())
+
+        def settled() -> bool | None:
+            return True if self._down_since is None or self.ended_by is not None else None
+
+        while self._condition.wait_for(settled, min(until, wait_log.due)) is None:
+            now, why = self._clock.now(), self.outage()
+            if now >= until:
+                return
+            if why:
+                wait_log.say(label, now, why)
+
+    def outage(self) -> str:
+        """Why the connection is down; empty while it is up."""
+        down_since = self._down_since
+        if down_since is None:
+            return ""
+        seconds, failure = self._clock.now() - down_since, self._failure
+        if isinstance(failure, CoordinatorUnavailableError):
+            return f"no coordinator at {self.address} for {seconds:.1f} s ({failure.message})"
+        return f"the coordinator at {self.address} refuses this process ({failure.message})"
+
+    def wake(self) -> None:
+        """Wakes all waiting callers, because a latch has tripped."""
+        with self._condition.lock:
+            self._condition.notify_all()
+
+    def close(self, error: FerroError) -> None:
+        """Ends the connection; waiting callers raise `error`. Idempotent: the first error stays."""
+        with self._condition.lock:
+            if self.ended_by is not None:
+                return
+            self.ended_by = error
+            stream = self._stream
+            self._requests.fail(error, lambda _: True)
+            self._condition.notify_all()
+        if stream is not None:
+            stream.close()
+        self._reader_parker.unpark()
+        self._heartbeat_parker.unpark()
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: leaves the parent's connection alone and makes every use of this copy an error."""
+        _kept_after_fork.append((self._condition, self._stream, self._connect))
+        self._condition = Condition(self._clock)
+        self._stream = None
+        self.ended_by = UsageError(
+            f"this process ({os.getpid()}) was forked from a member; a session does not survive a fork",
+            hint="start worker processes that are to be members with the spawn method",
+        )
+
+    def _wait(self, request: Request, until: float) -> Message | FerroError | None:
+        self._condition.wait_for(lambda: True if request.outcome is not None else None, until)
+        return request.outcome
+
+    def _drop(self, request: Request) -> Message | FerroError | None:
+        """Forgets a request that nobody waits for any more. An answer that has just come counts."""
+        with self._condition.lock:
+            self._requests.drop(request)
+            return request.outcome
+
+    def _give_up_at(self, request: Request, seconds: float) -> float:
+        """Clock time until which a request waits. Its time does not run during an outage."""
+        with self._condition.lock:  # so that a request is never seen between reconnecting and being sent again
+            if self._down_since is not None or request.sent_at is None:
+                return self._clock.now() + BACKOFF_MAX_SECONDS
+            return request.sent_at + seconds + REPLY_MARGIN_SECONDS
+
+    def _send(self, request: Request) -> None:
+        assert self._stream is not None
+        request.sent_at = self._clock.now()
+        self._stream.send(request.frame)
+
+    # -- the reading thread --------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            self._stay_connected()
+        finally:
+            if self.ended_by is None:  # a bug: the thread prints its traceback, and waiting callers must not hang
+                self._fail(FerroError(f"the thread that reads from {self.address} failed"))
+
+    def _stay_connected(self) -> None:
+        delay = BACKOFF_FIRST_SECONDS
+        while self.ended_by is None:
+            was_up = self._run_stream()
+            if self.ended_by is not None:
+                return
+            self._give_up_after_outage()
+            if was_up:
+                delay = BACKOFF_FIRST_SECONDS
+            pause = _RANDOM.uniform(0.0, RESUME_JITTER_SECONDS) if was_up else delay * _RANDOM.uniform(0.5, 1.0)
+            self._reader_parker.park(self._clock.now() + pause)
+            delay = min(delay * 2, BACKOFF_MAX_SECONDS)
+
+    def _run_stream(self) -> bool:
+        """Opens a stream and reads it to its end. Returns whether it came up."""
+        try:
+            stream = SessionStream(self._connect, f"the coordinator at {self.address}")
+        except FerroError as error:
+            if not self._token:
+                self._fail(error)
+            return self._went_down(error)  # a later certificate may be accepted
+        with self._condition.lock:
+            self._stream, self._opened_at = stream, self._clock.now()
+        try:
+            if self.ended_by is not None:
+                return False
+            stream.send(wire.ClientFrame(hello=self._listener.hello(self._token)))
+            for frame in stream.frames():
+                self._handle_frame(frame)
+            failure: FerroError = CoordinatorUnavailableError(f"the coordinator at {self.address} ended the stream")
+        except FerroError as error:
+            failure = self._diagnosed(error)
+            if self._is_final(failure):
+                self._fail(failure)
+        finally:
+            stream.close()
+        return self._went_down(failure)
+
+    def _diagnosed(self, error: FerroError) -> FerroError:
+        """The error, or the TLS problem behind it if no stream has come up yet."""
+        if self._token or not isinstance(error, CoordinatorUnavailableError):
+            return error
+        return self._connect.diagnose() or error
+
+    def _went_down(self, failure: FerroError) -> bool:
+        """Notes that the stream has ended or could not be opened. Returns whether it was up."""
+        with self._condition.lock:
+            was_up = self._down_since is None
+            if was_up:
+                self._down_since = self._clock.now()
+                if self.ended_by is None and self.leave_error is None:
+                    self._loss_logged = True
+                    _log.warning("lost the coordinator at %s: %s", self.address, failure.message)
+            self._failure = failure
+            self._condition.notify_all()
+        return was_up
+
+    def _handle_frame(self, frame: wire.ServerFrame) -> None:
+        body = frame.WhichOneof("body")
+        if body == "welcome":
+            self._handle_welcome(frame.position, frame.welcome)
+            self._last_position.CopyFrom(frame.position)
+        elif body == "result":
+            self._handle_result(frame.position, frame.result)
+            self._advance_position(frame.position)
+        elif body == "event" and frame.event.WhichOneof("kind") == "fenced":
+            if self._token and frame.position.cluster_id != self.cluster_id:
+                cluster_id = frame.position.cluster_id
+                self._forget_session(_journal_lost(self.address, self.cluster_id, cluster_id), cluster_id)
+            raise restore(frame.event.fenced)
+        elif body == "event":
+            self._listener.event(frame.event)
+            self._advance_position(frame.position)
+
+    def _advance_position(self, position: identity_pb2.Position) -> None:
+        self._last_position.generation = max(self._last_position.generation, position.generation)
+        self._last_position.revision = max(self._last_position.revision, position.revision)
+
+    def _handle_welcome(self, position: identity_pb2.Position, welcome: wire.Welcome) -> None:
+        same = position.revision >= self._last_position.revision and position.generation >= self._last_position.generation
+        if self._token and not same:
+            self._forget_session(_journal_older(self.address, self._last_position, position), position.cluster_id)
+        self._listener.welcomed()
+        down_since = self._down_since
+        with self._condition.lock:
+            self._token, self.cluster_id = welcome.resume_token, position.cluster_id
+            if welcome.heartbeat_interval_ms:
+                self._interval = min(self._interval, welcome.heartbeat_interval_ms / 1000)
+            if self.ended_by is None:
+                self._down_since = None
+                for request in self._requests.unanswered():
+                    self._send(request)
+            self._condition.notify_all()
+        session = "the session goes on" if welcome.resumed and same else "this is a new session"
+        if self._loss_logged and down_since is not None:
+            self._loss_logged = False
+            _log.warning(
+                "the coordinator at %s is back after %.1f s: %s", self.address, self._clock.now() - down_since, session
+            )
+        else:
+            _log.info("the coordinator at %s answered: %s", self.address, session)
+        self._heartbeat_parker.unpark()
+
+    def _forget_session(self, why: FerroError, cluster_id: str) -> None:
+        """The coordinator lost this session or part of its state: ends the generation and the requests that belong to it."""
+        with self._condition.lock:
+            self._token, self.cluster_id = "", cluster_id
+        self._listener.session_ended(why)
+        with self._condition.lock:
+            self._requests.fail(why, lambda request: request.latch is not None)
+            self._condition.notify_all()
+
+    def _handle_result(self, position: identity_pb2.Position, result: wire.Result) -> None:
+        if not result.sequence and result.HasField("error"):
+            raise restore(result.error)
+        self._listener.result(position, result)
+        kind = result.WhichOneof("outcome")
+        answer = restore(result.error) if kind == "error" else getattr(result, kind or "report")
+        with self._condition.lock:
+            self._requests.complete(result.sequence, answer)
+            self._condition.notify_all()
+        if kind == "leave" and self.leave_error is not None:
+            self.close(self.leave_error)  # a new stream would be refused as that of a member that left
+
+    def _is_final(self, error: FerroError) -> bool:
+        """Whether reconnecting is pointless: the coordinator refuses a member that it knows, or refuses for good."""
+        if error.code in _CONNECTION_CODES:
+            return False
+        return bool(self._token) or not error.retryable
+
+    def _give_up_after_outage(self) -> None:
+        down_since = self._down_since
+        if down_since is None or self._clock.now() - down_since < self._outage_limit:
+            return
+        if not isinstance(self._failure, CoordinatorUnavailableError):
+            self._fail(self._failure)
+            return
+        seconds, last = self._outage_limit, self._failure.message
+        self._fail(
+            CoordinatorUnavailableError(f"nobody answered at {self.address} for {seconds:g} s; the last attempt: {last}")
+        )
+
+    def _fail(self, error: FerroError) -> None:
+        self._listener.session_ended(error)  # first, so that a caller that sees the end finds the generation broken, too
+        self.close(error)
+
+    # -- the heartbeat thread ------------------------------------------------------------------------------------------
+
+    def _send_heartbeats(self) -> None:
+        while self.ended_by is None:
+            unanswered = None
+            with self._condition.lock:
+                if self._stream is not None and self._down_since is None:
+                    self._stream.send(wire.ClientFrame(beat=self._listener.beat()))
+                elif self._clock.now() >= self._opened_at + WELCOME_SECONDS:
+                    unanswered = self._stream
+            if unanswered is not None:
+                unanswered.close()  # the reading thread sees the end and reconnects
+            self._heartbeat_parker.park(self._clock.now() + self._interval)
+
+
+class _WaitLog:
+    """Logs what a caller waits for: after 5 s, then each time after three times as long."""
+
+    def __init__(self, now: float) -> None:
+        self._started = now
+        self._after = EXPLAIN_FIRST_SECONDS
+
+    @property
+    def due(self) -> float:
+        return self._started + self._after
+
+    def say(self, label: str, now: float, why: str) -> None:
+        self._after *= EXPLAIN_FACTOR
+        _log.warning("%s has waited for %.1f s: %s", label, now - self._started, why)
+
+
+_kept_after_fork: list[object] = []
+"""The parent's connections in a forked child. Kept, because finalising them would touch the parent's sockets."""
+
+
+def _journal_lost(address: str, before: str, now: str) -> StaleGenerationError:
+    message = f"the coordinator at {address} restarted without its journal: cluster {before} is gone, this is cluster {now}"
+    hint = "give the coordinator a --data-dir, so that a restart keeps its jobs; group.reform() starts anew"
+    return StaleGenerationError(message, hint=hint)
+
+
+def _journal_older(address: str, before: identity_pb2.Position, now: identity_pb2.Position) -> StaleGenerationError:
+    message = (
+        f"the coordinator at {address} came back with an older journal: it is in generation {now.generation} at revision "
+        f"{now.revision}, after it had told this member of generation {before.generation} and revision {before.revision}"
+    )
+    hint = "start it on its newest data directory, or an empty one; group.reform() goes on with what the older one holds"
+    return StaleGenerationError(message, hint=hint)

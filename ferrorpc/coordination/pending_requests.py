@@ -1,0 +1,87 @@
+"""Requests that await their answer. They outlive a stream: unanswered ones are sent again, under the same number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from google.protobuf.message import Message
+
+from ferrorpc.coordination import limits
+from ferrorpc.errors import FerroError, MessageTooLargeError, require
+from ferrorpc.guard import Latch
+from ferrorpc.v1 import session_pb2 as wire
+
+STORE_OVERHEAD_BYTES: Final = 4 << 10
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request.
+
+    Attributes:
+        frame: the frame to send, with its number.
+        label: its name in log lines and errors, such as "barrier 'epoch'".
+        latch: of the generation it belongs to; None if it outlives generations.
+        sent_at: clock time when it was last sent; None before that.
+        answer: the answer, or the error because of which there will be none.
+    """
+
+    frame: wire.ClientFrame
+    label: str
+    latch: Latch | None = None
+    sent_at: float | None = None
+    answer: Message | FerroError | None = None
+
+    @property
+    def outcome(self) -> Message | FerroError | None:
+        """Its answer, or the cause that ended its generation."""
+        if self.answer is None and self.latch is not None:
+            return self.latch.cause
+        return self.answer
+
+
+class PendingRequests:
+    """The unanswered requests by number. The caller holds its lock around every use."""
+
+    def __init__(self) -> None:
+        self._sequence = 0
+        self._open: dict[int, Request] = {}
+
+    def add(self, label: str, latch: Latch | None, **body: Any) -> Request:
+        """A new request, with the next number."""
+        self._sequence += 1
+        request = Request(wire.ClientFrame(sequence=self._sequence, **body), label, latch)
+        self._open[self._sequence] = request
+        return request
+
+    def complete(self, sequence: int, answer: Message | FerroError) -> None:
+        """Gives a request its answer. An answer to a request that was dropped is ignored."""
+        request = self._open.pop(sequence, None)
+        if request is not None:
+            request.answer = answer
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request that nobody waits for any more."""
+        self._open.pop(request.frame.sequence, None)
+
+    def unanswered(self) -> list[Request]:
+        """All requests that await an answer, in the order of their numbers."""
+        return list(self._open.values())
+
+    def fail(self, error: FerroError, which: Callable[[Request], bool]) -> None:
+        """Answers the requests for which `which` is true with an error."""
+        for sequence in [sequence for sequence, request in self._open.items() if which(request)]:
+            self.complete(sequence, error)
+
+
+def check_size(label: str, **body: Any) -> None:
+    """Refuses a request that is larger than a coordinator takes, before it is sent.
+
+    Raises:
+        MessageTooLargeError: naming the request and the limit.
+    """
+    ((kind, message),) = body.items()
+    most = limits.VALUE_BYTES_MAX + STORE_OVERHEAD_BYTES if kind == "store" else limits.FRAME_BYTES_MAX
+    require(f"the bytes of {label}", message.ByteSize(), "frame_bytes", most, MessageTooLargeError)

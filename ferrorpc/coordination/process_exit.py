@@ -1,0 +1,139 @@
+"""How a member's process ends: it leaves its jobs, tells the reason if there is one, and exits with the code of its error.
+
+A forked child is no member: the sessions that it inherits do nothing. It cannot join either, because gRPC's threads do not
+survive a fork, and calls hang.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Final, Protocol
+
+from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.exit_codes import exit_code_of
+
+LEAVE_ALL_SECONDS: Final = 2.0
+_PACKAGE: Final = __name__.partition(".")[0]
+
+
+class MemberSession(Protocol):
+    """A session that is left when the process ends."""
+
+    def leave(self, reason: str = "") -> None:
+        """Leaves the job."""
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: makes the session unusable, without touching the parent's connection."""
+
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+_sessions: weakref.WeakSet[MemberSession] = weakref.WeakSet()
+_installed = False
+_had_sessions = False
+"""Whether this process, or the one it was forked from, has been a member."""
+_forked_from_member = False
+
+
+def install_hooks() -> None:
+    """Hooks this process's exit, uncaught exceptions and forks. Idempotent."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    atexit.register(leave_all)
+    os.register_at_fork(after_in_child=_abandon_all)
+    previous = sys.excepthook
+
+    def handle_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _show(previous, kind, error, trace)
+        leave_all(reason_of(error))
+        code = exit_code_of(error)
+        if code is not None:
+            raise SystemExit(code)
+
+    sys.excepthook = handle_uncaught
+
+
+def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Passes an exception to the previous hook. An error of this library is shown without the library's own frames."""
+    shown, left_out = _callers_part(trace)
+    if not left_out or not isinstance(error, FerroError) or logging.getLogger(_PACKAGE).isEnabledFor(logging.DEBUG):
+        hook(kind, error, trace)
+        return
+    error.add_note(f"({left_out} calls within {_PACKAGE} are left out above; FERRORPC_LOG_LEVEL=DEBUG shows them)")
+    error.__traceback__ = shown
+    hook(kind, error, shown)
+    error.__traceback__ = trace
+
+
+def _callers_part(trace: TracebackType | None) -> tuple[TracebackType | None, int]:
+    """A traceback up to its last frame outside this library (the whole if there is none), and how many frames that drops."""
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    others = [number for number, entry in enumerate(entries, 1) if not _is_own(entry.tb_frame)]
+    kept = others[-1] if others else len(entries)
+    part = None
+    for entry in reversed(entries[:kept]):
+        part = TracebackType(part, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return part, len(entries) - kept
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
+
+
+def register(session: MemberSession) -> None:
+    """Leaves this session when the process ends."""
+    global _had_sessions
+    install_hooks()
+    _had_sessions = True
+    _sessions.add(session)
+
+
+def unregister(session: MemberSession) -> None:
+    """Undoes `register`: the session has left."""
+    _sessions.discard(session)
+
+
+def refuse_in_child() -> None:
+    """Raises UsageError in a process that was forked from a member."""
+    if _forked_from_member:
+        raise UsageError(
+            f"this process ({os.getpid()}) was forked from one that had been a member, where gRPC does not survive",
+            hint="start it with the spawn method (multiprocessing.get_context('spawn')), or before init_process_group()",
+        )
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception as the other ranks see it: "ValueError: no such file"."""
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+def leave_all(reason: str = "") -> None:
+    """Leaves every session in turn, until LEAVE_ALL_SECONDS have passed.
+
+    Starts no thread, because an interpreter that is shutting down refuses to.
+    """
+    deadline = time.monotonic() + LEAVE_ALL_SECONDS
+    for session in list(_sessions):
+        if time.monotonic() < deadline:
+            session.leave(reason)
+
+
+def _abandon_all() -> None:
+    global _forked_from_member
+    _forked_from_member = _had_sessions
+    for session in list(_sessions):
+        session.abandon_in_child()
+    _sessions.clear()

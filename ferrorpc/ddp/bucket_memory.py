@@ -1,0 +1,236 @@
+"""The memory of one bucket: gradients are written to it, and collectives reduce it. This file has the interface and its
+implementation on the host; that on a GPU is in device_bucket_memory.py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+
+import numpy as np
+
+from ferrorpc.arrays.base import Kind, View
+from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.ddp.bucket import Bucket, Slot
+from ferrorpc.kernels.reduction import kernel
+from ferrorpc.types import DType, ReduceOp
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+class ReducedHeader(NamedTuple):
+    """The contents of a bucket's header after its reduction.
+
+    Attributes:
+        used: names of the gradients that at least one rank has used.
+        total_weight: the sum of the ranks' weights; None in a step without weights.
+    """
+
+    used: list[str]
+    total_weight: float | None
+
+
+class BucketMemory(ABC):
+    """The memory of one bucket, used again in every step.
+
+    A step calls `begin`, `write` for each gradient, and `pack`; after the reduction `finish`; then the means can be read.
+
+    Weighted gradients of half types are accumulated in a second array, in float32, so that they are not rounded before the
+    division. That array is allocated at its first use.
+
+    Attributes:
+        bucket: the layout.
+        array: shape (bucket.count,), in the users' dtype. The gaps between gradients are zero and stay zero.
+    """
+
+    array: Any
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._weight: float | None = None
+        self._float32: Any = None
+
+    @abstractmethod
+    def _zeros(self, dtype: DType) -> Any:
+        """Allocates an array of the bucket's shape."""
+
+    @property
+    def accumulator(self) -> Any:
+        """The array in the dtype of sums: float32 for the half types, else `array` itself."""
+        if not self.bucket.dtype.is_half:
+            return self.array
+        if self._float32 is None:
+            self._float32 = self._zeros(DType.FLOAT32)
+        return self._float32
+
+    @property
+    def _operand(self) -> Any:
+        """The array that is reduced in this step."""
+        return self.array if self._weight is None else self.accumulator
+
+    @abstractmethod
+    def begin(self, weight: float | None) -> None:
+        """Begins a step. Every gradient counts as used until `write` says otherwise.
+
+        Args:
+            weight: of this rank in a weighted mean; None for an unweighted one.
+        """
+
+    @abstractmethod
+    def write(self, slot: Slot, gradient: View | None, used: bool, deferrable: bool) -> None:
+        """Writes a gradient to its slot, times the weight. None writes zeros.
+
+        Args:
+            gradient: may already lie in its slot.
+            used: whether this rank has used the parameter.
+            deferrable: the gradient does not change before `pack`, so it may be copied then, in the stream that is current
+                now.
+        """
+
+    @abstractmethod
+    def add(self, slot: Slot, part: View, is_first: bool) -> None:
+        """Adds a part of a gradient to its slot; the first part overwrites the slot."""
+
+    @abstractmethod
+    def pack(self) -> Any:
+        """Completes the bucket. Returns the array to be reduced: shape (bucket.count,), in the users' dtype."""
+
+    def hook_context(self) -> AbstractContextManager[Any]:
+        """A context in which hooks work on the packed array. On a GPU it selects a stream that all buckets there share."""
+        return nullcontext()
+
+    @abstractmethod
+    def finish(self) -> ReducedHeader:
+        """After the reduction: reads the header, and divides by the sum of the weights if that is finite and not zero."""
+
+    @abstractmethod
+    def place(self, slot: Slot) -> Any:
+        """The memory of a slot: shape (stop - start,), storage dtype."""
+
+    @abstractmethod
+    def alias(self, slot: Slot, kind: Kind) -> Any | None:
+        """The memory of a slot as an array of a kind, in the gradient's shape; None if this kind cannot use that memory."""
+
+    @abstractmethod
+    def read(self, slots: Sequence[Slot], targets: Sequence[Any]) -> None:
+        """Copies slots to C-contiguous arrays in storage dtype on the bucket's device, one for each slot."""
+
+    @abstractmethod
+    def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
+        """Copies of slots as new arrays of the kinds given for their names."""
+
+    @abstractmethod
+    def save(self, slot: Slot) -> Any:
+        """A copy of `place`, for `restore`."""
+
+    @abstractmethod
+    def restore(self, slot: Slot, saved: Any) -> None:
+        """Writes back what `save` returned."""
+
+    def _reduced(self, header: Array) -> ReducedHeader:
+        flags = (header[: self.bucket.weight] != 0).tolist()
+        used = [slot.name for slot, flag in zip(self.bucket.slots, flags, strict=True) if flag]
+        return ReducedHeader(used, None if self._weight is None else float(header[self.bucket.weight].real))
+
+
+class HostBucketMemory(BucketMemory):
+    """A bucket on the host, in the memory from `group.empty`, which the transports read without copies.
+
+    Attributes:
+        storage: `array` in the storage dtype (bfloat16 as uint16).
+    """
+
+    def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
+        super().__init__(bucket)
+        self._group = group
+        self.array: Array = self._zeros(bucket.dtype)
+        self.storage: Array = self.array.view(bucket.dtype.storage)
+
+    def _zeros(self, dtype: DType) -> Array:
+        found: Array = self._group.empty((self.bucket.count,), dtype)
+        found[...] = 0
+        return found
+
+    def begin(self, weight: float | None) -> None:
+        self._weight = weight
+        self._operand[: self.bucket.weight] = 1
+
+    def write(self, slot: Slot, gradient: View | None, used: bool, deferrable: bool) -> None:
+        if not used:
+            self._operand[slot.flag] = 0
+        if gradient is None:
+            self._operand[slot.start : slot.stop] = 0
+            return
+        if self._weight is None:
+            target = self.place(slot)
+            if not _is_same(gradient.data, target):
+                source = gradient.data if gradient.origin is None else gradient.origin
+                np.copyto(target.reshape(slot.spec.shape), source)
+            return
+        target = self.accumulator[slot.start : slot.stop]
+        if not _is_same(gradient.data, target):
+            kernel(ReduceOp.SUM, slot.spec.dtype, 1).load(target, gradient.data.reshape(-1))
+        if self._weight != 1:
+            with np.errstate(all="ignore"):
+                np.multiply(target, real_type(target.dtype)(self._weight), out=target)
+
+    def add(self, slot: Slot, part: View, is_first: bool) -> None:
+        total, given = (NUMPY.typed(data.reshape(slot.spec.shape), slot.spec) for data in (self.place(slot), part.data))
+        if is_first:
+            np.copyto(total, given)
+        else:
+            with np.errstate(all="ignore"):
+                np.add(total, given, out=total)
+
+    def pack(self) -> Any:
+        self._operand[self.bucket.weight] = 0 if self._weight is None else self._weight
+        return self._operand
+
+    def finish(self) -> ReducedHeader:
+        header = self._reduced(self._operand)
+        if is_divisor(header.total_weight):
+            body = slice(self.bucket.header, None)
+            sums = self.accumulator[body]
+            with np.errstate(all="ignore"):
+                np.divide(sums, real_type(sums.dtype)(header.total_weight), out=sums)
+            if self.bucket.dtype.is_half:
+                kernel(ReduceOp.SUM, self.bucket.dtype, 1).finish(self.storage[body], sums)
+        return header
+
+    def place(self, slot: Slot) -> Array:
+        return self.storage[slot.start : slot.stop]
+
+    def alias(self, slot: Slot, kind: Kind) -> Any | None:
+        return kind.alias(self.place(slot), slot.spec)
+
+    def read(self, slots: Sequence[Slot], targets: Sequence[Any]) -> None:
+        for slot, target in zip(slots, targets, strict=True):
+            np.copyto(target, self.place(slot).reshape(slot.spec.shape))
+
+    def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
+        return [kinds[slot.name].wrap(self.save(slot).reshape(slot.spec.shape), slot.spec) for slot in slots]
+
+    def save(self, slot: Slot) -> Array:
+        return self.place(slot).copy()
+
+    def restore(self, slot: Slot, saved: Array) -> None:
+        self.place(slot)[...] = saved
+
+
+def is_divisor(total_weight: float | None) -> TypeGuard[float]:
+    """Whether a mean can be computed with this sum of weights."""
+    return total_weight is not None and total_weight != 0 and bool(np.isfinite(total_weight))
+
+
+def real_type(dtype: np.dtype[Any]) -> type[np.floating[Any]]:
+    """The real type of a dtype's precision. Weights are real also where gradients are complex."""
+    return np.float32 if dtype in (np.float32, np.complex64) else np.float64
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    """Whether two C-contiguous arrays of equal length and dtype are the same memory."""
+    return bool(one.__array_interface__["data"] == other.__array_interface__["data"])

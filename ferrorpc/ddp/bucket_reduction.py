@@ -1,0 +1,78 @@
+"""The reduction of one bucket: a chain of collectives, each started when the one before is complete."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from ferrorpc.ddp.bucket import Bucket
+from ferrorpc.guard import FOREVER, Clock, Parker
+from ferrorpc.work import Work
+
+
+class BucketReduction:
+    """Starts the first collective at once; `advance` starts the others.
+
+    Args:
+        operations: yields each collective and is sent its result.
+        parker: unparked, from any thread, when `advance` may make progress.
+        context: makes the context in which collectives are started and their results are handled.
+
+    Attributes:
+        started: clock time of the first collective's start.
+        ended: clock time at which the last started collective was complete.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        operations: Generator[Work[Any], Any, None],
+        clock: Clock,
+        parker: Parker,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.bucket = bucket
+        self.started = clock.now()
+        self.ended = FOREVER
+        self._operations = operations
+        self._context = context
+        self._clock = clock
+        self._parker = parker
+        self._work: Work[Any] | None = None
+        self._lock = threading.Lock()
+        with context():
+            self._begin(next(operations))
+
+    def _begin(self, work: Work[Any]) -> None:
+        self._work, self.ended = work, FOREVER
+        work.on_done(partial(self._completed, work))
+
+    def _completed(self, work: Work[Any]) -> None:
+        if work is self._work:
+            self.ended = self._clock.now()
+        self._parker.unpark()
+
+    def advance(self) -> bool:
+        """Starts the collectives that can be started without waiting. True once the last one is complete. Any thread may call
+        it."""
+        with self._lock:
+            while self._work is not None and self._work.done():
+                try:
+                    with self._context():
+                        self._begin(self._operations.send(self._work.wait()))
+                except StopIteration:
+                    self._work = None
+                    self.ended = min(self.ended, self._clock.now())  # done() is true before on_done callbacks run
+            return self._work is None
+
+    def abandon(self) -> None:
+        """Nobody will wait for it. Its error, which was raised elsewhere, is not logged."""
+        if self._work is not None:
+            self._work.on_done(partial(_observe, self._work))
+
+
+def _observe(work: Work[Any]) -> None:
+    work.exception()

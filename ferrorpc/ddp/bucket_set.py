@@ -1,0 +1,75 @@
+"""The buckets of a reducer: their memory, and the stream in which they are reduced. Both are used again in every step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.ddp.bucket import Layout, Slot
+from ferrorpc.ddp.bucket_collectives import BucketCollectives, Traffic
+from ferrorpc.ddp.bucket_memory import BucketMemory, HostBucketMemory
+from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
+from ferrorpc.ddp.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+
+_log = logging.getLogger("ferrorpc.ddp")
+_warned = threading.Lock()
+"""Held once this process has warned that gradients on a GPU go through the host."""
+
+
+class BucketSet:
+    """All buckets of one layout, on one rank.
+
+    Args:
+        layout: the same on all ranks.
+        group: every rank makes its bucket set at the same point of its program.
+        hook: how buckets of float32 and of half types are summed; None for a plain all_reduce.
+        kind: of CuPy arrays on the GPU that holds the buckets; None for the host.
+
+    Attributes:
+        memory: one for each bucket.
+        size: how many ranks there are.
+        traffic: the bytes sent for all buckets.
+        number: of the buckets' stream.
+    """
+
+    def __init__(self, layout: Layout, group: ProcessGroup, hook: Hook | None, kind: CupyKind | None) -> None:
+        self.layout = layout
+        self.size = group.size
+        self.hook = hook
+        self.kind = kind
+        self.traffic = Traffic(group.size)
+        self._operations = 1 if hook is None else 1 + hook.operations
+        # Each of a bucket's operations starts step after step: the ascending order that a channel in shared memory requires.
+        self._stream = group.stream(channels=max(1, len(layout.buckets) * self._operations))
+        if hook is not None:
+            hook.serve(self._stream)
+        self.clock = self._stream.clock
+        self.number = self._stream.number
+        self.memory = self._allocate(group)
+
+    def _allocate(self, group: ProcessGroup) -> list[BucketMemory]:
+        if self.kind is None:
+            return [HostBucketMemory(bucket, group) for bucket in self.layout.buckets]
+        if group.size > 1 and not group.capabilities.device_moves and _warned.acquire(blocking=False):
+            _log.warning(
+                "gradients are on a GPU, and backend %r takes them through the host; backend='hybrid' has NCCL, which 'auto' "
+                "chooses where the program has imported CuPy, or begun to use a GPU through torch, when it joins",
+                group.backend,
+            )
+        context = DeviceContext(self.kind, self.clock)
+        return [DeviceBucketMemory(bucket, context) for bucket in self.layout.buckets]
+
+    def at(self, name: str) -> tuple[BucketMemory, Slot]:
+        """The memory and slot of a gradient. The contents belong to a step until the next one begins."""
+        slot = self.layout.slots[name]
+        return self.memory[slot.bucket], slot
+
+    def collectives(self, step: int, bucket: int) -> BucketCollectives:
+        """The collectives of one bucket in one step; with a hook, those of the header and the hook's own."""
+        return BucketCollectives(self._stream, (step * len(self.memory) + bucket) * self._operations, self.traffic)

@@ -1,0 +1,281 @@
+"""The memory of a bucket on a GPU. The host only queues work, and waits once a step: for the bucket's reduced header.
+
+Idea. Every use of a bucket, in whichever stream is current, waits on the GPU for the use before it (`StreamOrder`). So a bucket
+is reduced after its last gradient was written, is not written again before its means were read, and its memory returns to the
+pool after all of that. The header is made and read on the host; it is copied through a few bytes of pinned memory, in the same
+order. Gradients that do not change before the bucket is complete are packed by one kernel for the whole bucket, which also
+multiplies and casts. Means that are copied out are unpacked likewise.
+
+Cost: on the host one copy to queue for each gradient, or one kernel for each bucket; on the GPU one pass over the gradients,
+none for those that were computed in their slots.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ferrorpc.arrays.base import Kind, View
+from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.arrays.device import Device, DeviceArray, Event, Stream
+from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.arrays.staging import COPY_SECONDS, wait_for
+from ferrorpc.ddp.bucket import Bucket, Slot
+from ferrorpc.ddp.bucket_memory import Array, BucketMemory, ReducedHeader, is_divisor, real_type
+from ferrorpc.guard import Clock
+from ferrorpc.kernels.cuda.reference import NAMES
+from ferrorpc.types import DType, TensorSpec
+
+
+class DeviceContext:
+    """What the buckets on one GPU share.
+
+    Args:
+        kind: of CuPy arrays there.
+        clock: for waits for the GPU.
+    """
+
+    def __init__(self, kind: CupyKind, clock: Clock) -> None:
+        self.kind = kind
+        self.clock = clock
+        self.device: Device = kind.device
+        self.kernels = self.device.kernels
+
+    @cached_property
+    def hook_stream(self) -> Stream:
+        """The stream of communication hooks."""
+        return self.device.new_stream()
+
+
+class StreamOrder:
+    """Serialises the uses of some memory by different streams. The current stream is the first.
+
+    Instances are kept alive in a class attribute until `release`: in a reference cycle that becomes garbage, a stream's own
+    finalizer, which destroys it, could run before that of the memory.
+    """
+
+    _alive: ClassVar[set[StreamOrder]] = set()
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last = device.current()
+        self._allocators: list[Stream] = []
+        self._alive.add(self)
+
+    def enter(self) -> Stream:
+        """Orders what the current stream is given from now on after all earlier uses. Returns that stream."""
+        stream = self._device.current()
+        if stream.pointer != self._last.pointer:
+            stream.wait(self._last.record())
+        self._last = stream
+        return stream
+
+    def allocating(self) -> None:
+        """A part of the memory is about to be allocated in the current stream."""
+        self._allocators.append(self.enter())
+
+    def release(self) -> None:
+        """Orders the memory's return to its pool, in the streams it was allocated in, after all uses."""
+        for stream in self._allocators:
+            if stream.pointer != self._last.pointer:
+                stream.wait(self._last.record())
+        self._alive.discard(self)
+
+    def record(self) -> Event:
+        """An event after all uses so far."""
+        return self._last.record()
+
+
+class DeviceBucketMemory(BucketMemory):
+    """A bucket on a GPU."""
+
+    def __init__(self, bucket: Bucket, context: DeviceContext) -> None:
+        super().__init__(bucket)
+        self._context = context
+        self._device, self._kernels = context.device, context.kernels
+        self._order = StreamOrder(self._device)
+        self.array: DeviceArray = self._zeros(bucket.dtype)
+        self._storage: DeviceArray = self.array.view(bucket.dtype.storage)
+        self._address = self._device.pointer(self._storage)
+        self._pinned = self._device.pinned(bucket.header * self._accumulator_dtype.itemsize)
+        self._unweighted, self._weighted = (self._header_of(dtype) for dtype in (bucket.dtype, self._accumulator_dtype))
+        self._deferred: list[tuple[Slot, DeviceArray]] = []
+        """Gradients that `pack` copies. They are kept until the GPU has done that."""
+
+    def __del__(self) -> None:
+        order = getattr(self, "_order", None)
+        if order is not None and not sys.is_finalizing():
+            order.release()
+            # The header of an abandoned step may still be in transfer, and the memory returns in a stream's order only while
+            # that stream exists.
+            self._device.staging.uploads.keep((getattr(self, "_pinned", None), order), order.record())
+
+    def _zeros(self, dtype: DType) -> DeviceArray:
+        self._order.allocating()
+        with self._device.here():
+            found = self._context.kind.empty((self.bucket.count,), dtype)
+            found.view(dtype.storage)[...] = 0
+            return found
+
+    @property
+    def _accumulator_dtype(self) -> DType:
+        return DType.FLOAT32 if self.bucket.dtype.is_half else self.bucket.dtype
+
+    @property
+    def _target(self) -> tuple[DeviceArray, DType]:
+        """The array that is reduced, in its storage dtype, and its dtype."""
+        return (self._storage, self.bucket.dtype) if self._weight is None else (self.accumulator, self._accumulator_dtype)
+
+    def _header_of(self, dtype: DType) -> tuple[Array, Array]:
+        """The pinned memory as `_header` in this dtype."""
+        flat = self._pinned[: self.bucket.header * dtype.itemsize].view(dtype.storage)
+        return NUMPY.typed(flat, TensorSpec(dtype, flat.shape)), flat
+
+    @property
+    def _header(self) -> tuple[Array, Array]:
+        """The header on the host: in the dtype that is reduced, and in its storage dtype. The GPU does not access it between
+        steps."""
+        return self._unweighted if self._weight is None else self._weighted
+
+    def begin(self, weight: float | None) -> None:
+        self._weight = weight
+        self._deferred = []
+        header, _ = self._header
+        header[...] = 0
+        header[: self.bucket.weight] = 1
+
+    def write(self, slot: Slot, gradient: View | None, used: bool, deferrable: bool) -> None:
+        if not used:
+            self._header[0][slot.flag] = 0
+        if slot.start == slot.stop:
+            return
+        if gradient is not None and deferrable and self.bucket.dtype in NAMES and not self._is_in_place(slot, gradient.data):
+            self._deferred.append((slot, gradient.data))
+            return
+        stream = self._order.enter()
+        with self._device.here():
+            if gradient is None:
+                self._target[0][slot.start : slot.stop] = 0
+            else:
+                self._write_now(slot, gradient.data, stream)
+
+    def _is_in_place(self, slot: Slot, data: DeviceArray) -> bool:
+        """Whether an array is the slot itself."""
+        return self._device.pointer(data) == self._address + slot.start * self.bucket.dtype.itemsize
+
+    def _write_now(self, slot: Slot, data: DeviceArray, stream: Stream) -> None:
+        """Copies one gradient to its slot, times the weight."""
+        if self._weight is not None and self.bucket.dtype in NAMES:
+            self._pack([(slot, data)])
+            return
+        place = self._target[0][slot.start : slot.stop]
+        if not self._is_in_place(slot, data):
+            self._device.copy(place, data, stream)
+        if self._weight not in (None, 1):
+            self._multiply(place, float(self._weight or 0))
+
+    def _pack(self, gradients: Sequence[tuple[Slot, DeviceArray]]) -> None:
+        """As `_write_now`, for several gradients in one kernel."""
+        (target, to), scale = self._target, 1.0 if self._weight is None else self._weight
+        arrays, starts = [data for _, data in gradients], [slot.start for slot, _ in gradients]
+        self._kernels.pack(arrays, starts, target, self.bucket.dtype, to, scale)
+
+    def add(self, slot: Slot, part: View, is_first: bool) -> None:
+        total, given, dtype = self.place(slot), part.data.reshape(-1), self.bucket.dtype
+        with self._device.here():
+            if is_first:
+                total[...] = given
+            elif dtype.is_half:
+                self._kernels.sum_peers([total, given], total, dtype)
+            elif real_type(dtype.storage) == np.float32:
+                total, given = total.view(np.float32), given.view(np.float32)
+                self._kernels.sum_peers([total, given], total, DType.FLOAT32)
+            else:
+                total += given
+
+    def pack(self) -> DeviceArray:
+        header, flat = self._header
+        header[self.bucket.weight] = 0 if self._weight is None else self._weight
+        stream = self._order.enter()
+        with self._device.here():
+            if self._deferred:
+                self._pack(self._deferred)
+            self._device.upload(self._target[0][: self.bucket.header], flat, stream)
+        return self._operand
+
+    @contextmanager
+    def hook_context(self) -> Iterator[None]:
+        with self._device.on(self._context.hook_stream):
+            self._order.enter()
+            yield
+
+    def finish(self) -> ReducedHeader:
+        start, body = self.bucket.header, slice(self.bucket.header, None)
+        stream, (typed, flat) = self._order.enter(), self._header
+        self._device.download(flat, self._target[0][:start], stream)
+        wait_for(stream.record(), self._context.clock, COPY_SECONDS)
+        self._deferred = []
+        header = self._reduced(typed)
+        if is_divisor(header.total_weight) and self.bucket.count > start:
+            with self._device.here():
+                self._divide(self.accumulator[body], header.total_weight)
+                if self.bucket.dtype.is_half:
+                    self._kernels.unpack([self._storage[body]], [start], self.accumulator, DType.FLOAT32, self.bucket.dtype)
+        return header
+
+    def place(self, slot: Slot) -> DeviceArray:
+        self._order.enter()
+        return self._storage[slot.start : slot.stop]
+
+    def alias(self, slot: Slot, kind: Kind) -> Any | None:
+        return kind.wrap(self.place(slot), slot.spec) if kind.device_kind is self._context.kind else None
+
+    def read(self, slots: Sequence[Slot], targets: Sequence[Any]) -> None:
+        filled = [(slot, target) for slot, target in zip(slots, targets, strict=True) if slot.start < slot.stop]
+        dtype, stream = self.bucket.dtype, self._order.enter()
+        with self._device.here():
+            if dtype in NAMES and len(filled) > 1:
+                arrays, starts = [target for _, target in filled], [slot.start for slot, _ in filled]
+                self._kernels.unpack(arrays, starts, self._storage, dtype, dtype)
+                return
+            for slot, target in filled:
+                self._device.copy(target, self._storage[slot.start : slot.stop], stream)
+
+    def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
+        found = [self._device.empty(slot.spec.shape, slot.spec.dtype.storage) for slot in slots]
+        self.read(slots, found)
+        return [kinds[slot.name].wrap(each, slot.spec) for each, slot in zip(found, slots, strict=True)]
+
+    def save(self, slot: Slot) -> DeviceArray:
+        with self._device.here():
+            return self.place(slot).copy()
+
+    def restore(self, slot: Slot, saved: DeviceArray) -> None:
+        with self._device.here():
+            self.place(slot)[...] = saved
+
+    # float32 goes through the library's own kernels: CuPy's flush subnormal numbers to zero.
+
+    def _multiply(self, array: DeviceArray, factor: float) -> None:
+        """array *= factor, with NumPy's bits: complex numbers by their parts."""
+        real = real_type(array.dtype)
+        reals = array.view(real)
+        if real is np.float32:
+            self._kernels.pack([reals], [0], reals, DType.FLOAT32, DType.FLOAT32, factor)
+        else:
+            reals *= real(factor)
+
+    def _divide(self, array: DeviceArray, divisor: float) -> None:
+        """array /= divisor, with NumPy's bits: it multiplies complex numbers by the reciprocal."""
+        real = real_type(array.dtype)
+        if array.dtype != real:
+            self._multiply(array, float(real(1) / real(divisor)))
+        elif real is np.float32:
+            self._kernels.sum_peers([array], array, DType.FLOAT32, divisor)
+        else:
+            array /= real(divisor)

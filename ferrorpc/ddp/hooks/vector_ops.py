@@ -1,0 +1,128 @@
+"""Operations of hooks on float32 vectors, on the host or on a GPU, with the same bits.
+
+On a GPU everything is allocated and queued in the current stream; only `to_host` waits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.arrays.device import DeviceArray
+from ferrorpc.arrays.kinds import gpu_of
+from ferrorpc.ddp.bucket_memory import Array
+from ferrorpc.kernels.cuda.codecs import DeviceCodec
+from ferrorpc.types import DType
+from ferrorpc.wire.codecs import Codec
+
+_SINGLE = np.dtype(np.float32)
+
+
+class VectorOps(ABC):
+    """Operations on one device. All arrays are float32 of one dimension."""
+
+    @abstractmethod
+    def zeros(self, count: int) -> Any:
+        """A new array of zeros."""
+
+    @abstractmethod
+    def assign(self, target: Any, source: Any) -> None:
+        """target[:] = source."""
+
+    @abstractmethod
+    def add(self, target: Any, other: Any) -> None:
+        """target += other."""
+
+    @abstractmethod
+    def subtract_delivered(self, values: Any, delivered: Any) -> None:
+        """values -= delivered; all zeros if any result is not finite."""
+
+    @abstractmethod
+    def rounded(self, codec: Codec, values: Any) -> Any:
+        """A new array of values after encoding and decoding by a codec."""
+
+    @abstractmethod
+    def from_host(self, source: Array) -> Any:
+        """A copy of a host array."""
+
+    @abstractmethod
+    def to_host(self, values: Any) -> Array:
+        """A copy on the host."""
+
+
+class HostVectorOps(VectorOps):
+    """On NumPy arrays."""
+
+    def zeros(self, count: int) -> Array:
+        return np.zeros(count, _SINGLE)
+
+    def assign(self, target: Array, source: Array) -> None:
+        np.copyto(target, source)
+
+    def add(self, target: Array, other: Array) -> None:
+        with np.errstate(all="ignore"):
+            np.add(target, other, out=target)
+
+    def subtract_delivered(self, values: Array, delivered: Array) -> None:
+        with np.errstate(all="ignore"):
+            np.subtract(values, delivered, out=values)
+        if not np.isfinite(values).all():
+            values[...] = 0
+
+    def rounded(self, codec: Codec, values: Array) -> Array:
+        return codec.decode(codec.encode(values), values.size)
+
+    def from_host(self, source: Array) -> Array:
+        return np.array(source, _SINGLE)
+
+    def to_host(self, values: Array) -> Array:
+        return values.copy()
+
+
+class DeviceVectorOps(VectorOps):
+    """On arrays of a GPU, which is the current device, in the stream that is current at construction."""
+
+    def __init__(self, kind: CupyKind) -> None:
+        self._device = kind.device
+        self._kernels = kind.device.kernels
+        self._stream = kind.device.current()
+
+    def zeros(self, count: int) -> DeviceArray:
+        found = self._device.empty((count,), _SINGLE)
+        found[...] = 0
+        return found
+
+    def assign(self, target: DeviceArray, source: DeviceArray) -> None:
+        self._device.copy(target, source, self._stream)
+
+    def add(self, target: DeviceArray, other: DeviceArray) -> None:
+        self._kernels.sum_peers([target, other], target, DType.FLOAT32)
+
+    def subtract_delivered(self, values: DeviceArray, delivered: DeviceArray) -> None:
+        self._kernels.residue(values, delivered)
+
+    def rounded(self, codec: Codec, values: DeviceArray) -> DeviceArray:
+        device_codec, found = DeviceCodec(self._kernels, codec.name), self._device.empty(values.shape, _SINGLE)
+        encoded = self._device.empty((codec.encoded_bytes(values.size),), np.dtype(np.uint8))
+        device_codec.encode(values, encoded)
+        device_codec.decode(encoded, found)
+        return found
+
+    def from_host(self, source: Array) -> DeviceArray:
+        return self._device.staging.to_device(np.array(source, _SINGLE))
+
+    def to_host(self, values: DeviceArray) -> Array:
+        with self._device.on(self._stream):
+            return self._device.staging.to_host(values)
+
+
+HOST = HostVectorOps()
+
+
+def vector_ops_for(array: Any) -> VectorOps:
+    """The operations for an array's device."""
+    kind = gpu_of(array)
+    return HOST if kind is None else DeviceVectorOps(kind)

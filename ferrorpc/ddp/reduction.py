@@ -1,0 +1,207 @@
+"""The reduction of all gradients in one step: each bucket's starts with its last gradient; the end waits for all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.arrays.base import Kind, View
+from ferrorpc.ddp.bucket import Bucket, Slot
+from ferrorpc.ddp.bucket_memory import BucketMemory
+from ferrorpc.ddp.bucket_reduction import BucketReduction
+from ferrorpc.ddp.bucket_set import BucketSet
+from ferrorpc.ddp.hooks.base import Part
+from ferrorpc.ddp.steps import Step, Steps
+from ferrorpc.errors import UsageError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import FOREVER
+from ferrorpc.types import ReduceOp
+from ferrorpc.work import Work
+
+_NAMES_SHOWN = 4
+
+
+class Reduction:
+    """One step's reduction. `put` each gradient, or write it to its slot and `put_in_place`; then `finish`.
+
+    Args:
+        steps: records its times when it is over.
+        number: of this step, from 0.
+        weight: of this rank in a weighted mean; None for an unweighted one, on all ranks or on none.
+    """
+
+    def __init__(self, buckets: BucketSet, steps: Steps, number: int, weight: float | None) -> None:
+        self.number = number
+        self.weight = weight
+        self._buckets = buckets
+        self._steps = steps
+        self._missing = [len(bucket.slots) for bucket in buckets.layout.buckets]
+        self._received: set[str] = set()
+        self._in_flight: list[BucketReduction] = []
+        self._parker = buckets.clock.parker()
+        self._used: set[str] = set()
+        self._began = buckets.clock.now()
+        for memory in buckets.memory:
+            memory.begin(weight)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient was put."""
+        return len(self._received) == len(self._buckets.layout.slots)
+
+    def has(self, name: str) -> bool:
+        """Whether this gradient was put."""
+        return name in self._received
+
+    def put(self, name: str, gradient: View | None, used: bool = True, deferrable: bool = False) -> None:
+        """Takes this rank's gradient of one parameter, once a step. The last one of a bucket starts its reduction.
+
+        Args:
+            gradient: on the bucket's device; None counts as zeros, not used. It is copied unless it already lies in its slot.
+            used: whether this rank has used the parameter. On a rank of weight 0 the caller decides: what is used nowhere else
+                becomes zeros on all ranks if it counts here, and has no mean if it does not.
+            deferrable: the gradient does not change before the last one of its bucket is put, in the same stream, so all may be
+                copied together.
+        """
+        memory, slot = self._buckets.at(name)
+        memory.write(slot, None if self.weight == 0 else gradient, used and gradient is not None, deferrable)
+        self.put_in_place(slot)
+
+    def put_in_place(self, slot: Slot) -> None:
+        """As `put`, of a used gradient that already lies in its slot. Only without a weight."""
+        self._received.add(slot.name)
+        self._missing[slot.bucket] -= 1
+        if self._missing[slot.bucket] == 0:
+            self._start(self._buckets.memory[slot.bucket])
+        if self._buckets.hook is not None:  # only hooks have collectives that follow others
+            for each in self._in_flight:
+                self._advance(each)
+
+    def _start(self, memory: BucketMemory) -> None:
+        operations = self._operations(memory.bucket, memory.pack())
+        context = nullcontext if self._buckets.hook is None else memory.hook_context
+        self._in_flight.append(BucketReduction(memory.bucket, operations, self._buckets.clock, self._parker, context))
+
+    def _operations(self, bucket: Bucket, array: Any) -> Generator[Work[Any], Any, None]:
+        hook = self._buckets.hook
+        collectives = self._buckets.collectives(self.number, bucket.index)
+        if hook is None or array.dtype != np.float32:
+            yield collectives.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
+            return
+        header = collectives.all_reduce(array[: bucket.header])
+        yield from hook.exchange(Part(f"bucket{bucket.index}", array[bucket.header :], matrices(bucket)), collectives)
+        yield header
+
+    def finish(self) -> None:
+        """Puts the remaining gradients as unused, and waits until every slot holds the mean.
+
+        Raises:
+            UsageError: the weights of all ranks sum to zero, or to no finite number (on every rank).
+            FerroError: what ended the generation.
+        """
+        if self.wait() == 0:
+            raise UsageError("the weights of all ranks sum to zero", hint="at least one rank needs a positive weight")
+
+    def wait(self) -> float:
+        """As `finish`, but returns the sum of the weights also where it is zero; then there are no means."""
+        for name in () if self.is_complete else self._buckets.layout.slots:
+            if name not in self._received:
+                self.put(name, None)
+        wait_began, reductions = self._buckets.clock.now(), list(self._in_flight)
+        with self._steps.waiting(wait_began):
+            totals = self._wait_for_buckets()
+        self._record(wait_began, reductions)
+        if not all(map(math.isfinite, totals)):
+            raise UsageError(
+                f"the weights of all ranks sum to {max(totals)}", hint="weigh by samples or tokens, in smaller units"
+            )
+        return totals[-1]
+
+    def _wait_for_buckets(self) -> list[float]:
+        """Returns the sum of the weights as each bucket's header has it."""
+        totals = [float(self._buckets.size)]
+        while self._in_flight:
+            # Advances all of them while it waits for any: the order in which they complete differs between ranks.
+            pending = [each for each in self._in_flight if not self._advance(each)]
+            for each in self._in_flight:
+                if each not in pending:
+                    totals.append(self._finish_bucket(self._buckets.memory[each.bucket.index]))
+            if len(pending) == len(self._in_flight):
+                self._parker.park(FOREVER)  # each collective has its own deadline
+            self._in_flight = pending
+        return totals
+
+    def _record(self, wait_began: float, reductions: list[BucketReduction]) -> None:
+        ended, before = self._buckets.clock.now(), self._steps.last_end
+        began = self._began if before is None else before
+        buckets = tuple((each.bucket.index, each.started, each.ended) for each in reductions)
+        self._steps.add(Step(self.number, began, wait_began, ended, buckets))
+
+    def _advance(self, reduction: BucketReduction) -> bool:
+        try:
+            return reduction.advance()
+        except BaseException as error:
+            self.abandon()
+            error.add_note(f"while averaging {_described(reduction.bucket)}, step {self.number}")
+            raise
+
+    def abandon(self) -> None:
+        """This reduction will not be finished."""
+        for each in self._in_flight:
+            each.abandon()
+
+    def _finish_bucket(self, memory: BucketMemory) -> float:
+        """Notes which parameters were used. Returns the sum of the weights."""
+        header = memory.finish()
+        self._used.update(header.used)
+        return float(self._buckets.size) if header.total_weight is None else header.total_weight
+
+    def used(self, name: str) -> bool:
+        """After `finish`: whether any rank has used the parameter. If none has, there is no mean."""
+        return name in self._used
+
+    def means(self, kinds: Mapping[str, Kind], as_views: bool) -> dict[str, Any]:
+        """After `finish`: name -> mean, as an array of the kind given for it; None if no rank has used the parameter.
+
+        Args:
+            as_views: means are views of the buckets, if their kind permits. The next step overwrites them.
+        """
+        found: dict[str, Any] = dict.fromkeys(self._buckets.layout.slots)
+        for memory in self._buckets.memory:
+            used = [slot for slot in memory.bucket.slots if slot.name in self._used]
+            if as_views:
+                found.update({slot.name: memory.alias(slot, kinds[slot.name]) for slot in used})
+            rest = [slot for slot in used if found[slot.name] is None]
+            found.update(zip([slot.name for slot in rest], memory.copies(rest, kinds), strict=True))
+        return found
+
+
+@contextmanager
+def abort_on_interrupt(reduction: Reduction, group: ProcessGroup) -> Iterator[None]:
+    """For the end of a step: an interrupt ends the generation, because the other ranks take the step and this one may not."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        reduction.abandon()
+        group.abort("KeyboardInterrupt while gradients were averaged")
+        raise
+
+
+def matrices(bucket: Bucket) -> tuple[tuple[int, int, int], ...]:
+    """(start after the header, rows, columns) of each gradient with at least two dimensions: the first one by all others."""
+    found = []
+    for slot in bucket.slots:
+        rows = slot.spec.shape[0] if len(slot.spec.shape) > 1 else 0
+        if slot.stop > slot.start and rows:
+            found.append((slot.start - bucket.header, rows, (slot.stop - slot.start) // rows))
+    return tuple(found)
+
+
+def _described(bucket: Bucket) -> str:
+    names = [slot.name for slot in bucket.slots]
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"bucket {bucket.index} ({', '.join(names[:_NAMES_SHOWN])}{more})"

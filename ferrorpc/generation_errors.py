@@ -1,0 +1,62 @@
+"""The errors that end a generation, in the words that the coordinator and a world in one process share."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError, StaleGenerationError
+
+REFORMED_HINT: Final = (
+    "use the group that reform() returned, and make again what belonged to this one: subgroups, wrapped modules, pipelines"
+)
+_RANK_FIELDS: Final = frozenset(("rank", "signatures"))
+"""Fields of errors that name ranks."""
+
+
+def error_on_rank(rank: int, origin: int, cause: FerroError) -> FerroError:
+    """What `rank` raises when rank `origin` (-1: no rank) ended the generation with `cause`.
+
+    All ranks raise the first cause, with one exception: a collective's timeout is raised only on the rank whose deadline
+    passed; the others raise GroupAbortedError. A cause that names no rank gets a note that says where it happened.
+    """
+    if origin in (-1, rank):
+        return cause
+    if isinstance(cause, CollectiveTimeoutError):
+        return GroupAbortedError(origin, cause.message)
+    if not cause.fields.keys() & _RANK_FIELDS:
+        cause = cause.again()
+        cause.add_note(f"(this happened on rank {origin} and ended the generation)")
+    return cause
+
+
+def link_lost(reporter: int, peer: int, reason: str) -> GroupAbortedError:
+    """The data stream between two ranks broke, and both ranks are alive."""
+    return GroupAbortedError(
+        reporter,
+        f"the data stream between rank {reporter} and rank {peer} broke: {reason}; both are alive",
+        hint="look at the network between the two hosts; group.reform() connects anew",
+    )
+
+
+def already_reforming(reporter: int, peer: int) -> GroupAbortedError:
+    """An operation needs a rank that has closed its data streams for the next generation."""
+    return GroupAbortedError(
+        peer,
+        f"it called reform() already, and an operation of rank {reporter} still needs it",
+        hint="make every rank call reform() after the same operations, or after an error of the group",
+    )
+
+
+def generation_replaced(generation: int, by: int) -> StaleGenerationError:
+    """All ranks went on to a later generation."""
+    return StaleGenerationError(f"generation {generation} was replaced by generation {by}", hint=REFORMED_HINT)
+
+
+def member_left(peer: int) -> PeerLostError:
+    """An operation needs a rank that has left the job."""
+    return PeerLostError(
+        peer,
+        "it left the job",
+        f"rank {peer} was lost: it left the job, and an operation here still needs it",
+        hint="make all ranks call the same operations (for loops of different lengths: `uneven()`), and close() after the last",
+    )

@@ -1,0 +1,102 @@
+"""The fast path for the most frequent call on a GPU: all_reduce of a plain array, where the backend takes addresses.
+
+A small all_reduce takes the GPU a few microseconds, and the host should not need longer to launch it. So for each dtype, shape
+and operator this caches what the general path has found out, and checks only what can differ between two calls. Everything else
+is left to the general path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from ferrorpc.arrays.base import Kind
+from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.execution import PointerAllReduce
+from ferrorpc.guard import seconds_of
+from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, UNKNOWN
+from ferrorpc.operations.results import DeviceResult
+from ferrorpc.types import DType, ReduceOp
+from ferrorpc.wire.frames import Key
+
+NOT_PLAIN: Final = (AttributeError, TypeError, RuntimeError)
+"""Raised by reading or hashing `dtype` and `shape` if the argument is no plain array."""
+
+
+class Known(NamedTuple):
+    """What is known of calls with arrays of one type, dtype and shape.
+
+    Attributes:
+        kind: of the arrays.
+        dtype: of the elements.
+        size_bytes: of each.
+        prepared: the call.
+    """
+
+    kind: Kind
+    dtype: DType
+    size_bytes: int
+    prepared: PointerAllReduce
+
+
+class DeviceFastPath:
+    """The fast path of one group.
+
+    Args:
+        dispatch: the general path.
+    """
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+        self._group_id = dispatch.backend.group_id
+        self._is_alone = dispatch.backend.size == 1
+        self._known: dict[tuple[Any, ...], Known | None] = {}
+
+    def all_reduce(self, x: Any, op: Any, out: Any, async_op: bool, timeout: float | None) -> Any:
+        """As `Collectives.all_reduce`, or GENERAL_PATH."""
+        try:
+            key = type(x), x.dtype, x.shape, op
+            known = self._known.get(key, UNKNOWN)
+        except NOT_PLAIN:
+            return GENERAL_PATH
+        if known is UNKNOWN:
+            known = self._learn(key, x, op)
+        if known is None or (self._is_alone and not async_op):
+            return GENERAL_PATH
+        kind, dtype, size_bytes, prepared = known
+        source = target = kind.address(x)
+        if not source:
+            return GENERAL_PATH
+        if out is None:
+            out = kind.empty(x.shape, dtype)
+            target = kind.address(out)
+        elif out is not x:
+            if type(out) is not key[0] or out.dtype != key[1] or out.shape != key[2]:
+                return GENERAL_PATH
+            target = kind.address(out)
+            if not target or 0 < abs(target - source) < size_bytes:
+                return GENERAL_PATH
+        dispatch = self._dispatch
+        dispatch.check_open()
+        guard = dispatch.guard(seconds_of(timeout, dispatch.timeout))
+        place = Key(self._group_id, 0, dispatch.next_number())
+        execution = prepared.start_at(place, source, target, (x, out), guard)
+        if not async_op and dispatch.ran(prepared, execution):
+            return out
+        return dispatch.finish(execution, DeviceResult(out), async_op)
+
+    def _learn(self, key: tuple[Any, ...], x: Any, op: Any) -> Known | None:
+        """Prepares a call by the general path and caches it; None where the fast path does not support it."""
+        kind = kind_of(x)
+        if not kind.on_device or not kind.address(x) or not isinstance(op, str | ReduceOp) or len(self._known) >= CACHED_CALLS:
+            return None
+        spec, chosen = kind.spec(x), ReduceOp.named(op)
+        if type(kind.empty((0,), spec.dtype)) is not key[0]:  # a subclass may define its own behaviour
+            return None
+        self._dispatch.check_open()
+        prepared = self._dispatch.prepared(Operation.ALL_REDUCE, (spec,), chosen)
+        on_pointers = prepared.for_pointers(kind.staging.device) if spec.elements else None
+        found = None if on_pointers is None else Known(kind, spec.dtype, spec.nbytes, on_pointers)
+        self._known[key] = found
+        return found

@@ -1,0 +1,99 @@
+"""send and recv of a group, as training code calls them, and the state that all operations of a group share."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack, overload
+
+from numpy.typing import NDArray
+
+from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.backends.base import Backend
+from ferrorpc.collectives.ranks_and_tags import peer_of, tag_of
+from ferrorpc.guard import seconds_of
+from ferrorpc.operations.arguments import Arguments
+from ferrorpc.operations.device_fast_path import DeviceFastPath
+from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.operations.expected import Expected
+from ferrorpc.operations.fast_path import FastPath
+from ferrorpc.operations.results import Into
+from ferrorpc.operations.type_hints import A, Array, Later, Now, Readable, Timed
+from ferrorpc.work import Work
+
+
+class PointToPoint:
+    """send and recv of a group.
+
+    Args:
+        backend: performs the operations.
+        timeout: default timeout of an operation, in seconds.
+    """
+
+    def __init__(self, backend: Backend, timeout: float) -> None:
+        self._backend = backend
+        self._dispatch = Dispatch(backend, timeout)
+        self._rank = backend.rank
+        self._size = backend.size
+        self._arguments = Arguments(backend.capabilities.device_arrays)
+        self._fast_path = None if backend.arena is None else FastPath(self._dispatch, backend.arena)
+        self._device_fast_path = DeviceFastPath(self._dispatch) if backend.capabilities.device_moves else None
+
+    @property
+    def timeout(self) -> float:
+        """Seconds an operation may take where none are given."""
+        return self._dispatch.timeout
+
+    @overload
+    def send(self, x: Array | Readable, dst: int, tag: int = ..., *, async_op: Now = ..., **options: Unpack[Timed]) -> None: ...
+    @overload
+    def send(
+        self, x: Array | Readable, dst: int, tag: int = ..., *, async_op: Later, **options: Unpack[Timed]
+    ) -> Work[None]: ...
+    def send(self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Sends an array to rank `dst`. Returns, or the Work is done, when x may be changed again; receipt is not implied.
+
+        The part of a message beyond 4 MiB is sent only once rank `dst` is in its recv. So where two ranks exchange arrays, each
+        sends with `async_op=True`, receives, and then waits.
+
+        Raises:
+            SelfSendError: `dst` is this rank.
+        """
+        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._arguments.view_to_send(x)
+        guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
+        self._dispatch.check_open()
+        return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
+
+    @overload
+    def recv(self, src: int, tag: int, out: A, timeout: float | None = ..., *, async_op: Now = ...) -> A: ...
+    @overload
+    def recv(self, src: int, tag: int, out: A, timeout: float | None = ..., *, async_op: Later) -> Work[A]: ...
+    @overload
+    def recv(self, src: int, tag: int = ..., *, out: A, timeout: float | None = ..., async_op: Now = ...) -> A: ...
+    @overload
+    def recv(self, src: int, tag: int = ..., *, out: A, timeout: float | None = ..., async_op: Later) -> Work[A]: ...
+    @overload
+    def recv(
+        self, src: int, tag: int = ..., out: None = ..., timeout: float | None = ..., *, async_op: Now = ...
+    ) -> NDArray[Any]: ...
+    @overload
+    def recv(
+        self, src: int, tag: int = ..., out: None = ..., timeout: float | None = ..., *, async_op: Later
+    ) -> Work[NDArray[Any]]: ...
+    def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None, *, async_op: bool = False) -> Any:
+        """The next array that rank `src` sent with this tag, first in, first out; a NumPy array unless `out` is given.
+
+        Raises:
+            CollectiveTimeoutError: nothing came in time. Nothing is lost or broken: call it again.
+            TensorMismatchError: `out` does not fit; the message stays for the next recv.
+            SelfSendError: `src` is this rank.
+        """
+        peer, tag = peer_of(src, self._rank, self._size, "src"), tag_of(tag)
+        result = self._arguments.one_result(out, NUMPY, None, [])
+        guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
+        self._dispatch.check_open()
+        target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
+        execution = self._backend.start_recv(peer, tag, target, spec, guard)
+        return self._dispatch.finish(execution, result, async_op)
+
+    def expect(self, src: int, tag: int = 0) -> Expected:
+        """A recv whose place in the queue is taken now; its caller waits with `take`, when it needs the array."""
+        return Expected(self._dispatch, peer_of(src, self._rank, self._size, "src"), tag_of(tag))

@@ -1,0 +1,81 @@
+"""What enters and leaves a pipeline: the microbatches of a batch, and the losses or outputs that come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeAlias
+
+from ferrorpc.pipeline.batch import check_like, scaled
+from ferrorpc.pipeline.stage import pair_of
+
+LossFunction: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
+"""(y, target) of a microbatch -> (loss, gradient of y)."""
+
+
+_LOSS: Final = "(loss, gradient of y); a loss of torch does by ferrorpc.torch.with_gradient(loss)"
+
+
+class BatchIO(Protocol):
+    """Inputs for the first piece of the model, and what is done with the outputs of the last."""
+
+    def input(self, microbatch: int) -> Any:
+        """x of a microbatch, on the rank of the first piece."""
+
+    def output(self, microbatch: int, y: Any) -> None:
+        """Takes y of a microbatch from the last piece."""
+
+    def grad(self, microbatch: int) -> Any:
+        """The gradient of that y."""
+
+
+class TrainingBatch:
+    """Computes the loss of each output, and its gradient.
+
+    Attributes:
+        loss: of the batch so far, on the rank of the last piece; None elsewhere.
+    """
+
+    def __init__(self, inputs: list[Any]) -> None:
+        self.loss: Any = None
+        self._inputs = inputs
+        self._targets: list[Any] = []
+        self._loss_weights: list[float] = []
+        self._loss_fn: LossFunction | None = None
+        self._grads: dict[int, Any] = {}
+
+    def set_targets(self, targets: list[Any], loss_weights: list[float], loss_fn: LossFunction) -> None:
+        """For the rank of the last piece: what the outputs are compared with."""
+        self._targets, self._loss_weights, self._loss_fn = targets, loss_weights, loss_fn
+
+    def input(self, microbatch: int) -> Any:
+        return self._inputs[microbatch]
+
+    def output(self, microbatch: int, y: Any) -> None:
+        assert self._loss_fn is not None, "only the last stage has outputs"
+        loss, grad = pair_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", _LOSS)
+        check_like(grad, y, "loss_fn's gradient of y")
+        weight = self._loss_weights[microbatch]
+        self._grads[microbatch] = scaled(grad, weight)
+        if weight:  # The loss of a microbatch with weight 0 may be NaN: a mean over no elements.
+            self.loss = loss * weight if self.loss is None else self.loss + loss * weight
+
+    def grad(self, microbatch: int) -> Any:
+        return self._grads.pop(microbatch)
+
+
+class InferenceBatch:
+    """Collects the outputs. Gradients for a backward pass are set from outside."""
+
+    def __init__(self, inputs: list[Any]) -> None:
+        self.outputs: dict[int, Any] = {}
+        self.grads: list[Any] = []
+        self._inputs = inputs
+
+    def input(self, microbatch: int) -> Any:
+        return self._inputs[microbatch]
+
+    def output(self, microbatch: int, y: Any) -> None:
+        self.outputs[microbatch] = y
+
+    def grad(self, microbatch: int) -> Any:
+        return self.grads[microbatch]

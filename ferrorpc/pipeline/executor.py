@@ -1,0 +1,126 @@
+"""Runs one rank's actions: computes, passes values on, and records when each action ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ferrorpc.errors import UsageError
+from ferrorpc.guard import Clock
+from ferrorpc.pipeline.actions import Action, Kind
+from ferrorpc.pipeline.batch_io import BatchIO
+from ferrorpc.pipeline.exchange import Exchange
+from ferrorpc.pipeline.schedules.lowering import KIND_LABELS
+from ferrorpc.pipeline.schedules.schedule import Schedule
+from ferrorpc.pipeline.stage import Piece
+from ferrorpc.pipeline.transfers import Transfer, inputs_of, outputs_of
+from ferrorpc.plans.timeline import Span
+
+
+class Executor:
+    """Runs the actions of one pass over a batch.
+
+    Args:
+        rank: this rank.
+        pieces: this rank's pieces of the model, by number.
+        schedule: says which rank has which piece, and the edges between them.
+        exchange: the messages of this pass.
+        batch_io: inputs and outputs of this pass.
+        clock: what recorded times are read from.
+        keep_contexts: whether a backward follows.
+        completed: called with the number of a piece when its last backward is done.
+
+    Attributes:
+        spans: what was computed, and when.
+        peak: the most contexts that were kept at once.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        pieces: Mapping[int, Piece],
+        schedule: Schedule,
+        exchange: Exchange,
+        batch_io: BatchIO,
+        clock: Clock,
+        keep_contexts: bool,
+        completed: Callable[[int], None],
+    ) -> None:
+        self.spans: list[Span] = []
+        self.peak = 0
+        self._rank = rank
+        self._pieces = pieces
+        self._kinds = {number: piece.kind for number, piece in pieces.items()}
+        self._edges = schedule.edges
+        self._placement = schedule.placement
+        self._microbatches = schedule.microbatches
+        self._exchange = exchange
+        self._batch_io = batch_io
+        self._clock = clock
+        self._completed = completed
+        self._values: dict[Transfer, Any] = {}
+        """Results that wait for an action of this rank, or for their send."""
+        self._backwards: Counter[int] = Counter()
+        self._chunk = {number: chunk for chunk, number in enumerate(sorted(pieces))}
+        self._compute: dict[Kind, Callable[[Action, Any], Any]] = {
+            Kind.FORWARD: lambda each, x: pieces[each.stage].forward(each.microbatch, x, keep_contexts),
+            Kind.BACKWARD: lambda each, grad: pieces[each.stage].backward(each.microbatch, grad),
+            Kind.BACKWARD_INPUT: lambda each, grad: pieces[each.stage].backward_input(each.microbatch, grad),
+            Kind.BACKWARD_WEIGHT: lambda each, _: pieces[each.stage].backward_weight(each.microbatch),
+        }
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Runs them in order, sends included. A receive happens when the action that needs it runs."""
+        for each in actions:
+            if each.kind.sends:
+                for transfer in outputs_of(each, self._edges):
+                    if self._placement[transfer.target] != self._rank:
+                        self._exchange.send(transfer, self._values.pop(transfer))
+            elif each.kind.computes:
+                self._run_compute(each)
+
+    def _run_compute(self, each: Action) -> None:
+        value = None if each.kind is Kind.BACKWARD_WEIGHT else self._input(each)
+        start = self._clock.now()
+        result = self._compute[each.kind](each, value)
+        if each.kind is Kind.FORWARD and each.stage == len(self._placement) - 1:
+            self._batch_io.output(each.microbatch, result)
+        stop = self._clock.now()
+        label, chunk = KIND_LABELS[each.kind], self._chunk[each.stage]
+        self.spans.append(Span(str(each), self._rank, start, stop, label, str(each.microbatch), chunk))
+        self.peak = max(self.peak, sum(piece.held for piece in self._pieces.values()))
+        if each.kind is not Kind.BACKWARD_WEIGHT:
+            self._keep(each, result)
+        if each.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            self._backwards[each.stage] += 1
+            if self._backwards[each.stage] == self._microbatches:
+                self._completed(each.stage)
+
+    def _input(self, each: Action) -> Any:
+        """What an action works on: from the batch, or from each piece with an edge to it, here or on other ranks."""
+        transfers = inputs_of(each, self._edges)
+        if not transfers:
+            return self._batch_io.input(each.microbatch) if each.kind is Kind.FORWARD else self._batch_io.grad(each.microbatch)
+        values = tuple(self._received(transfer) for transfer in transfers)
+        return values[0] if len(values) == 1 else values
+
+    def _received(self, transfer: Transfer) -> Any:
+        if self._placement[transfer.source] == self._rank:
+            return self._values.pop(transfer)
+        return self._exchange.receive(transfer, self._kinds[transfer.target])
+
+    def _keep(self, each: Action, result: Any) -> None:
+        """Keeps a result for the pieces that it goes to; those on other ranks get theirs when the send is due."""
+        transfers = outputs_of(each, self._edges)
+        if len(transfers) > 1 and not (isinstance(result, tuple) and len(result) == len(transfers)):
+            targets = ", ".join(str(transfer.target) for transfer in transfers)
+            raise UsageError(
+                f"{each} returned {_describe(result)}, but stage {each.stage} has edges to stages {targets}",
+                hint=f"return a tuple of {len(transfers)}, one value for each of them in this order",
+            )
+        self._values.update(zip(transfers, result if len(transfers) > 1 else (result,), strict=False))
+
+
+def _describe(result: Any) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else f"one {type(result).__name__}"

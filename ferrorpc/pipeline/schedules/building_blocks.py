@@ -1,0 +1,98 @@
+"""Building blocks of the named schedules: placements of pieces, groups of microbatches, and rows that are filled in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.actions import Action, Kind
+
+DOWN, UP = 0, 1
+"""The chunks of a rank in a V-shaped placement: on the way down the ranks, and back up."""
+
+
+def check(name: str, **counts: int) -> None:
+    """Raises UsageError unless every count is an integer of at least 1."""
+    for what, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise UsageError(f"{name} with {what}={count!r}: {what} is an integer of at least 1", hint=f"pass {what}=4, say")
+
+
+def loop_placement(rank: int, stages: int, chunks: int) -> list[int]:
+    """The pieces of a rank where the model goes round the ranks `chunks` times: rank, rank + stages, ..."""
+    return [rank + chunk * stages for chunk in range(chunks)]
+
+
+def v_placement(rank: int, stages: int) -> list[int]:
+    """The two pieces of a rank where the model goes down the ranks and back up: the last rank has the middle of the model."""
+    return [rank, 2 * stages - 1 - rank]
+
+
+def microbatch_groups(stages: int, microbatches: int) -> list[range]:
+    """Microbatches in groups of at least `stages`, of nearly equal size, larger ones first; one group if there are fewer."""
+    count = max(1, microbatches // stages)
+    each, more = divmod(microbatches, count)
+    starts = [number * each + min(number, more) for number in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def interleaved_chunks(groups: Sequence[range], chunks: int) -> tuple[list[int], list[int]]:
+    """The chunks of successive forwards, and of successive backwards: each group passes all chunks before the next group."""
+    forwards = [chunk for group in groups for chunk in range(chunks) for _ in group]
+    backwards = [chunk for group in groups for chunk in reversed(range(chunks)) for _ in group]
+    return forwards, backwards
+
+
+class RowBuilder:
+    """Builds a rank's row of actions. Each kind takes each chunk's microbatches in ascending order.
+
+    Args:
+        pieces: the pieces of the model that the rank holds, by chunk.
+        microbatches: how many there are.
+    """
+
+    def __init__(self, pieces: Sequence[int], microbatches: int) -> None:
+        self.actions: list[Action] = []
+        self._pieces = pieces
+        self._microbatches = microbatches
+        self._done = {(kind, chunk): 0 for kind in Kind for chunk in range(len(pieces))}
+        self._weights: list[deque[tuple[int, Action]]] = [deque() for _ in pieces]
+        """Backwards of weights that are due, by chunk, each with the position of its backward of the input in the row."""
+
+    def add(self, kind: Kind, chunk: int) -> None:
+        """Adds the kind's next microbatch on this chunk, if there is one."""
+        microbatch = self._done[kind, chunk]
+        backward = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        if backward:  # each microbatch has one backward, whole or in two parts
+            microbatch = self._done[Kind.BACKWARD, chunk] + self._done[Kind.BACKWARD_INPUT, chunk]
+        if microbatch >= self._microbatches:
+            return
+        self._done[kind, chunk] += 1
+        self.actions.append(Action(self._pieces[chunk], kind, microbatch))
+        if kind is Kind.BACKWARD_INPUT:
+            due = Action(self._pieces[chunk], Kind.BACKWARD_WEIGHT, microbatch)
+            self._weights[chunk].append((len(self.actions), due))
+
+    def add_weight(self, chunk: int | None = None) -> None:
+        """Adds the oldest backward of weights that is due, of this chunk or of any, if there is one."""
+        due = [each for each in (self._weights if chunk is None else (self._weights[chunk],)) if each]
+        if due:
+            _, oldest = min(due, key=lambda each: each[0]).popleft()
+            self.actions.append(oldest)
+
+    def forwards_left(self, chunk: int) -> int:
+        """How many forwards of a chunk are still to be added."""
+        return self._microbatches - self._done[Kind.FORWARD, chunk]
+
+    def finish(self) -> list[Action]:
+        """Adds the remaining backwards of inputs, then those of weights. Returns the row."""
+        for chunk in reversed(range(len(self._pieces))):
+            for _ in range(self._microbatches):
+                if not self._done[Kind.BACKWARD, chunk]:
+                    self.add(Kind.BACKWARD_INPUT, chunk)
+        for chunk in reversed(range(len(self._pieces))):
+            for _ in range(self._microbatches):
+                self.add_weight(chunk)
+        return self.actions

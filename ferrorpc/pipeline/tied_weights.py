@@ -1,0 +1,236 @@
+"""Tied weights: one weight that several stages have, such as an embedding that is also the model's last layer.
+
+Each of these stages has a copy. Copies begin with the same value, and after each step each has the sum of all copies'
+gradients, added in the order of the stages. So equal optimizers keep the copies equal bit for bit. A stage sends its gradient
+to the ranks with the other copies as soon as its last backward is done; it waits for theirs only at the end of the step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferrorpc.arrays.base import Kind
+from ferrorpc.arrays.kinds import kind_of, spec_of, view, view_out
+from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.exchange import Exchange
+from ferrorpc.pipeline.stage import Piece
+from ferrorpc.pipeline.transfers import Transfer, TransferKind
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+
+class TiedWeight:
+    """One tied weight, as this rank sees it.
+
+    Args:
+        number: of the tied weight.
+        names: the parameter's name in each piece that holds a copy, in ascending order of pieces.
+        pieces: this rank's.
+        placement: the rank of each piece.
+        rank: this rank.
+
+    Attributes:
+        own: the copies on this rank, by piece.
+    """
+
+    def __init__(
+        self, number: int, names: Mapping[int, str], pieces: Mapping[int, Piece], placement: Sequence[int], rank: int
+    ) -> None:
+        self.own = {piece: pieces[piece].named_parameters()[name] for piece, name in names.items() if placement[piece] == rank}
+        self._holders = list(names)
+        self._number = number
+        self._remote = [piece for piece in names if placement[piece] != rank]
+        self._targets = list({placement[piece]: piece for piece in reversed(self._remote)}.values())
+        """The first holder on each other rank: a rank receives once, for all of its copies."""
+        self._backwards_left = len(self.own)
+        self._grads_before: dict[int, Any] = {}
+
+    def broadcast(self, exchange: Exchange) -> None:
+        """Gives all copies the value of the first one."""
+        first = self._holders[0]
+        if first in self.own:
+            for target in self._targets:
+                exchange.send(self._transfer(first, target), self.own[first].data)
+            data = self.own[first].data
+        elif self.own:
+            data = exchange.receive(self.broadcast_receives()[0], self._kind())
+        for piece, parameter in self.own.items():
+            if piece != first:
+                place = view_out(parameter.data, spec_of(parameter.data))
+                place.data[...] = view(data).data
+                place.commit()
+
+    def broadcast_receives(self) -> list[Transfer]:
+        """What this rank receives for `broadcast`."""
+        first = self._holders[0]
+        return [] if first in self.own or not self.own else [self._transfer(first, min(self.own))]
+
+    def gradient_receives(self) -> list[Transfer]:
+        """What this rank receives for `sum_gradients`."""
+        return [self._transfer(piece, min(self.own)) for piece in self._remote] if self.own else []
+
+    def begin_step(self) -> None:
+        """Sets gradients of earlier steps aside. All copies have the same ones, so they must not be summed again."""
+        self._backwards_left = len(self.own)
+        self._grads_before = {piece: parameter.grad for piece, parameter in self.own.items()}
+        for parameter in self.own.values():
+            parameter.grad = None
+
+    def piece_completed(self, piece: int, exchange: Exchange) -> None:
+        """A piece of this rank has done its last backward. If it is the last one here with a copy, their gradients are sent."""
+        if piece not in self.own:
+            return
+        self._backwards_left -= 1
+        if self._backwards_left:
+            return
+        for holder, grad in self._gradients():
+            for target in self._targets:
+                exchange.send(self._transfer(holder, target), grad)
+
+    def sum_gradients(self, exchange: Exchange) -> None:
+        """Gives this rank's copies the sum of all gradients, added to what was there before the step."""
+        if not self.own:
+            return
+        kind = self._kind()
+        parts = dict(self._gradients())
+        for transfer in self.gradient_receives():
+            parts[transfer.source] = exchange.receive(transfer, kind)
+        total = None
+        for piece in self._holders:
+            if parts[piece] is not None:
+                total = parts[piece] if total is None else total + parts[piece]
+        for piece, parameter in self.own.items():
+            parameter.grad = _accumulated(self._grads_before[piece], total)
+        self._grads_before = {}
+
+    def _transfer(self, source: int, target: int) -> Transfer:
+        return Transfer(source, target, TransferKind.TIED, self._number)
+
+    def _kind(self) -> Kind:
+        return kind_of(next(iter(self.own.values())).data)
+
+    def _gradients(self) -> Iterator[tuple[int, Any]]:
+        """The gradients on this rank, by piece. Pieces that share one parameter object have one gradient, the first piece's."""
+        seen: set[int] = set()
+        for piece, parameter in self.own.items():
+            yield piece, None if id(parameter) in seen else parameter.grad
+            seen.add(id(parameter))
+
+
+def _accumulated(before: Any, total: Any) -> Any:
+    """The sum, in a new array, so that no two copies share one."""
+    if total is None or before is not None:
+        return before if total is None else before + total
+    got = view(total)
+    return got.kind.wrap(np.array(got.data), got.spec)
+
+
+class TiedWeights:
+    """All tied weights of a pipeline. Collective.
+
+    Args:
+        tied: for each tied weight the names of its copies, as "piece/name": [("0/embedding", "3/head")].
+        pieces: this rank's.
+        placement: the rank of each piece.
+        group: the pipeline's ranks.
+
+    Raises:
+        UsageError: a weight does not exist, copies differ in dtype or shape, or one is tied twice; on every rank alike.
+    """
+
+    def __init__(
+        self,
+        tied: Iterable[Iterable[str]],
+        pieces: Mapping[int, Piece],
+        placement: Sequence[int],
+        group: ProcessGroup,
+    ) -> None:
+        named = [_holders(names, len(placement)) for names in tied]
+        if named:
+            _check(named, _all_weights(pieces, group))
+        self._weights = [TiedWeight(number, names, pieces, placement, group.rank) for number, names in enumerate(named)]
+
+    def in_piece(self, piece: int) -> bool:
+        """Whether a piece of this rank has a tied weight: then its gradients are complete only at the end of the step."""
+        return any(piece in weight.own for weight in self._weights)
+
+    def broadcast_receives(self) -> list[Transfer]:
+        """What this rank receives for `broadcast`, in order."""
+        return [transfer for weight in self._weights for transfer in weight.broadcast_receives()]
+
+    def gradient_receives(self) -> list[Transfer]:
+        """What this rank receives for `sum_gradients`, in order."""
+        return [transfer for weight in self._weights for transfer in weight.gradient_receives()]
+
+    def broadcast(self, exchange: Exchange) -> None:
+        """Gives all copies of each weight the value of the first one."""
+        for weight in self._weights:
+            weight.broadcast(exchange)
+
+    def begin_step(self) -> None:
+        """Must be called before the first backward."""
+        for weight in self._weights:
+            weight.begin_step()
+
+    def piece_completed(self, piece: int, exchange: Exchange) -> None:
+        """Must be called when a piece of this rank has done its last backward."""
+        for weight in self._weights:
+            weight.piece_completed(piece, exchange)
+
+    def sum_gradients(self, exchange: Exchange) -> None:
+        """Gives all copies of each weight the sum of their gradients."""
+        for weight in self._weights:
+            weight.sum_gradients(exchange)
+
+
+def _holders(names: Iterable[str], pieces: int) -> dict[int, str]:
+    """The name of the copy in each piece, in ascending order of pieces."""
+    given = [names] if isinstance(names, str) else list(names)
+    found: dict[int, str] = {}
+    for each in given:
+        piece, _, name = each.partition("/")
+        if not piece.isdecimal() or not name or int(piece) >= pieces or int(piece) in found:
+            raise UsageError(
+                f"{each!r} names no weight that can be tied to others of {given}",
+                hint='write the stage and the name its named_parameters() gives, such as "0/embedding.weight", each stage once',
+            )
+        found[int(piece)] = name
+    if len(found) < 2:
+        raise UsageError(f"a tie of {given} ties nothing", hint='tied=[("0/embedding.weight", "3/head.weight")]')
+    return dict(sorted(found.items()))
+
+
+def _all_weights(pieces: Mapping[int, Piece], group: ProcessGroup) -> dict[str, str]:
+    """The dtype and shape of all ranks' weights, by "piece/name"."""
+    own = {
+        f"{number}/{name}": str(spec_of(parameter.data))
+        for number, piece in pieces.items()
+        for name, parameter in piece.named_parameters().items()
+    }
+    found: dict[str, str] = {}
+    for text in group.all_gather(np.frombuffer(json.dumps(own).encode(), np.uint8)):
+        found.update(json.loads(bytes(text)))
+    return found
+
+
+def _check(named: Sequence[Mapping[int, str]], specs: Mapping[str, str]) -> None:
+    seen: set[str] = set()
+    for names in named:
+        full = [f"{piece}/{name}" for piece, name in names.items()]
+        for each in full:
+            if each not in specs:
+                known = ", ".join(other for other in specs if other.startswith(each.partition("/")[0] + "/"))
+                raise UsageError(f"there is no weight {each!r} to tie", hint=f"that stage has {known or 'none'}")
+            if each in seen:
+                raise UsageError(f"weight {each!r} is in two ties", hint="put all copies of a weight into one tie")
+            seen.add(each)
+        if len({specs[each] for each in full}) > 1:
+            raise UsageError(
+                "tied weights differ: " + ", ".join(f"{each} is {specs[each]}" for each in full),
+                hint="tie copies of one weight, of the same dtype and shape",
+            )

@@ -1,0 +1,225 @@
+"""Autograd hooks that reduce each gradient as soon as autograd has accumulated it.
+
+A post-accumulate hook on every parameter reports that its gradient is complete. A callback that autograd runs at the end of a
+backward pass waits for the reduction. A reduction begins with the pass in which an output of `forward` gets its gradient, if
+that pass accumulates into `.grad`; `torch.autograd.grad` does not, and is not synchronised. Nested passes (re-entrant
+checkpoints run one for each segment) may accumulate a parameter's gradient in several parts, so these gradients are reduced
+only at the end of the outer pass. The first step reduces everything at its end, and learns which they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ferrorpc.ddp.reduction import Reduction
+from ferrorpc.ddp.replica import Replica
+from ferrorpc.errors import UsageError
+
+
+class _BucketView:
+    """A parameter's view of its bucket, looked up once because the hook runs for each parameter in each step."""
+
+    __slots__ = ("_address", "_alias", "_replica", "name", "slot")
+
+    def __init__(self, name: str, replica: Replica) -> None:
+        self.name = name
+        self.slot = replica.reducer.layout.slots[name]
+        self._replica = replica
+        self._look_up()
+
+    def _look_up(self) -> None:
+        self._alias: torch.Tensor | None = self._replica.alias(self.name)
+        self._address = 0 if self._alias is None else self._alias.data_ptr()
+
+    def adopt(self, parameter: torch.Tensor) -> bool:
+        """Moves the gradient into its bucket if possible, so that autograd accumulates there. Returns whether it is there."""
+        if self._alias is not None and self._alias.data_ptr() != self._address:
+            self._look_up()  # the user or module.to() has set its .data
+        gradient, alias = parameter.grad, self._alias
+        if gradient is alias or gradient is None or alias is None:
+            return gradient is not None and alias is not None
+        if gradient.requires_grad or gradient.layout != torch.strided or not gradient.is_contiguous():
+            return False
+        if gradient.dtype != alias.dtype or gradient.shape != alias.shape:
+            return False
+        alias.copy_(gradient)
+        parameter.grad = alias
+        return True
+
+
+class _AccumulateHook:
+    """A post-accumulate hook of one parameter."""
+
+    __slots__ = ("_call", "_handle", "_parameter")
+
+    def __init__(self, parameter: Any, call: Callable[[torch.Tensor], None]) -> None:
+        self._parameter = parameter
+        self._call = call
+        self._handle = parameter.register_post_accumulate_grad_hook(call)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def move_last(self) -> None:
+        """Registers it again, after all others: hooks are called in the order of their registration."""
+        if next(reversed(self._parameter._post_accumulate_grad_hooks)) != self._handle.id:
+            self._handle.remove()
+            self._handle = self._parameter.register_post_accumulate_grad_hook(self._call)
+
+
+class BackwardHooks:
+    """The hooks of one replica.
+
+    Attributes:
+        weight: of this rank in the next mean; None for an unweighted one.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.weight: float | None = None
+        self._replica = replica
+        self._reduction: Reduction | None = None
+        self._graph_task = -1
+        self._used: set[str] = set()
+        self._is_first = True
+        self._in_parts: set[str] = set()
+        self._is_removed = False
+        for each in replica.parameters.values():
+            _remove_hooks(each)
+        self._hooks = [
+            _AccumulateHook(each, partial(self._accumulated, _BucketView(name, replica)))
+            for name, each in replica.parameters.items()
+        ]
+
+    def remove(self) -> None:
+        """Removes the hooks: gradients are no longer averaged, or by the next wrapper."""
+        self._is_removed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def move_last(self) -> None:
+        """Moves the hooks behind those that users have registered since, whose changes to a gradient are part of it.
+
+        Raises:
+            UsageError: the hooks were removed.
+        """
+        self._check()
+        for hook in self._hooks:
+            hook.move_last()
+
+    def watch(self, outputs: Any) -> None:
+        """Hooks the outputs of a forward pass, tensors in any containers, to notice their backward pass.
+
+        Raises:
+            UsageError: the previous backward pass began and did not end. The generation ends too, because other ranks wait.
+        """
+        if self._reduction is not None and _current_task() < 0:
+            self._reduction.abandon()
+            self._reduction = None
+            error = UsageError(
+                "a backward pass of this module ended before all gradients were there (by an error that was caught?)",
+                hint="let the error end the process, or all ranks call group.reform() and wrap the module again",
+            )
+            self._replica.group.abort(error)
+            raise error
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.register_hook(partial(self._output_gradient, _nearest_leaf(output.grad_fn)))
+
+    def _output_gradient(self, leaf: Any, gradient: torch.Tensor) -> None:
+        """Called when an output gets its gradient.
+
+        Args:
+            leaf: one of the output's graph, or None.
+        """
+        if self._replica.syncs and self._reduction is None and _is_added_to(leaf):
+            self._begin()
+
+    def _check(self) -> None:
+        if self._is_removed:
+            raise UsageError(
+                "this DistributedDataParallel averages nothing any more: its module was wrapped again, or it was let go of",
+                hint="call the newest wrapper of a module, and keep it",
+            )
+
+    def _begin(self) -> Reduction:
+        self._check()
+        self._reduction = self._replica.begin(self.weight)
+        self._graph_task = _current_task()
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        return self._reduction
+
+    def _accumulated(self, view: _BucketView, parameter: torch.Tensor) -> None:
+        """Called when a parameter's gradient was added to its `.grad`."""
+        name = view.name
+        self._used.add(name)
+        if not self._replica.syncs:
+            return
+        reduction = self._begin() if self._reduction is None else self._reduction
+        if parameter.grad is None:
+            raise UsageError(
+                f"the gradient of {name!r} was taken away, by another hook, before it was averaged",
+                hint="let optimizers step when backward() has returned",
+            )
+        if reduction.has(name):
+            raise UsageError(
+                f"parameter {name!r} got a gradient again after the first one was sent: a re-entrant checkpoint uses it too",
+                hint="pass use_reentrant=False to torch.utils.checkpoint",
+            )
+        is_in_place = view.adopt(parameter)
+        if _current_task() != self._graph_task:
+            self._in_parts.add(name)
+        elif not self._is_first and name not in self._in_parts:
+            if is_in_place and reduction.weight is None:
+                reduction.put_in_place(view.slot)
+            else:
+                self._replica.contribute(reduction, name)
+
+    def _finish(self) -> None:
+        """Called at the end of the backward pass."""
+        assert self._reduction is not None
+        reduction, self._reduction = self._reduction, None
+        used, self._used = self._used, set()
+        self._is_first = False
+        self._replica.finish(reduction, used)
+
+
+def _remove_hooks(parameter: Any) -> None:
+    """Removes the hooks of an older wrapper from a parameter, such as one of the previous generation that is still referenced.
+    Otherwise both would average its gradient."""
+    for call in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        owner = getattr(getattr(call, "func", None), "__self__", None)
+        if isinstance(owner, BackwardHooks):
+            owner.remove()
+
+
+def _nearest_leaf(node: Any) -> Any:
+    """The nearest leaf that a node of the graph leads to; None if it leads to none."""
+    waiting, seen = deque([node]), {node}
+    while waiting:
+        node = waiting.popleft()
+        if hasattr(node, "variable"):
+            return node
+        fresh = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        waiting.extend(fresh)
+        seen.update(fresh)
+    return None
+
+
+def _is_added_to(leaf: Any) -> bool:
+    """Whether the running backward pass adds to this leaf's `.grad`; True if there is no leaf."""
+    try:
+        return leaf is None or bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # torch.autograd.grad returns this leaf's gradient
+        return False
+
+
+def _current_task() -> int:
+    """The number of the backward pass that runs on this thread; -1 for none."""
+    return int(torch._C._current_graph_task_id())

@@ -1,0 +1,200 @@
+"""The ranks of a generation that share the memory of this host, from `discover_host_peers` (discovery.py) until `close`.
+
+There is a socket to each of them, which ends with its process; reader.py reads all of them. A socket that ends without a
+goodbye is reported at once as a lost link, and the coordinator decides what that means. A socket that ends with a goodbye
+belongs to a peer that has left; its link counts as lost only for operations that still need it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ferrorpc.errors import GroupClosedError, UsageError
+from ferrorpc.guard import Clock, Latch
+from ferrorpc.transports.shared_memory.hosts import Hosts
+from ferrorpc.transports.shared_memory.reader import Reader
+
+if TYPE_CHECKING:
+    from ferrorpc.transports.shared_memory.handshake import HostPeer
+    from ferrorpc.transports.shared_memory.segment import Segment
+
+STOP_SECONDS: Final = 0.5
+"""How long the goodbyes of an exiting process may take: it has about two seconds for everything."""
+
+GOODBYE: Final = b"\0"
+"""A message of one zero byte. All other messages are protobuf, which never begins with a zero byte."""
+
+
+class HostPeers:
+    """The host peers of one rank in one generation. Made by `discover_host_peers`.
+
+    Attributes:
+        ranks: world ranks on this host in ascending order, including this one; only this one where nothing is shared.
+        hosts: the ranks of every host of the world; equal on all ranks.
+        separation_reason: why the world is not one host; empty when it is.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Hosts,
+        segment: Segment | None,
+        proven: Sequence[HostPeer],
+        separation_reason: str,
+        latch: Latch,
+        clock: Clock,
+    ) -> None:
+        self.rank = rank
+        self.hosts = hosts
+        self.ranks = next(host for host in hosts if rank in host)
+        self.separation_reason = separation_reason
+        self._segment = segment
+        self._host_peers = {host_peer.rank: host_peer for host_peer in proven}
+        self._latch = latch
+        self._clock = clock
+        self._on_link_lost: Callable[[int, str], None] = _nobody
+        self._on_message: Callable[[int, bytes], None] = _nobody
+        self._on_end: Callable[[int], None] = _nobody
+        self._lock = threading.Lock()
+        self._lost: set[int] = set()
+        self._left: set[int] = set()
+        self._started = False
+        self._closing = False
+        connections = {host_peer.rank: host_peer.connection for host_peer in proven}
+        self._reader = Reader(connections, clock, self._message_received, self._socket_ended)
+        _all.add(self)
+
+    @property
+    def own(self) -> Segment:
+        """This rank's segment.
+
+        Raises:
+            UsageError: this rank has no host peers.
+        """
+        if self._segment is None:
+            raise UsageError(f"rank {self.rank} shares no memory: {self.separation_reason}")
+        return self._segment
+
+    def memory(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The segment of one of `ranks`: uint8, shape (its bytes,); read-only unless it is this rank's own.
+
+        Raises:
+            GroupClosedError: after `close`.
+        """
+        memory = self.own.memory if rank == self.rank else self._host_peers[rank].memory
+        if not memory.size:
+            raise GroupClosedError(f"rank {self.rank} has closed its shared memory")
+        return memory
+
+    def start(
+        self,
+        on_link_lost: Callable[[int, str], None],
+        on_message: Callable[[int, bytes], None] | None = None,
+        on_end: Callable[[int], None] | None = None,
+    ) -> None:
+        """Starts the thread that reads the sockets. To be called once. The callbacks must not block.
+
+        Args:
+            on_link_lost: called with (peer, reason) at most once per peer; never after `close` or after the latch has tripped.
+            on_message: called with (peer, message) for every message but goodbyes.
+            on_end: called with (peer) when its socket has ended, for whatever reason.
+        """
+        self._on_link_lost = on_link_lost
+        self._on_message = _nobody if on_message is None else on_message
+        self._on_end = _nobody if on_end is None else on_end
+        if self._reader.sockets:
+            self._started = True
+            self._clock.start(self._reader.run, f"ferrorpc-host-peers-of-{self.rank}")
+
+    def send(self, peer: int, message: bytes) -> bool:
+        """Sends a message to a host peer, in order; never blocks. False, and dropped, where too many messages wait."""
+        return self._reader.sockets[peer].send(message)
+
+    def try_send(self, peer: int, message: bytes, room: Callable[[], None]) -> bool:
+        """Sends a message if no other to this host peer waits. Else returns False, and calls `room` once none waits."""
+        return self._reader.sockets[peer].try_send(message, room)
+
+    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
+        """Reads what a host peer sends on this thread, until `over` or for half a millisecond. Only after `start`."""
+        self._reader.busy_poll(peer, over)
+
+    def has_left(self, peer: int) -> bool:
+        """Whether a host peer has said goodbye. Its memory stays mapped, with all that it wrote before."""
+        return peer in self._left
+
+    def report_lost(self, peer: int, reason: str) -> None:
+        """Reports the loss of a host peer, unless one was reported before or the generation is over."""
+        with self._lock:
+            if self._closing or self._latch.cause is not None or peer in self._lost:
+                return
+            self._lost.add(peer)
+        self._on_link_lost(peer, reason)
+
+    def close(self, timeout: float) -> None:
+        """Says goodbye, stops reading and releases the memory. Idempotent; takes at most `timeout` seconds.
+
+        Arrays in this rank's segment stay valid, and so do views of other segments, although nobody writes them any more.
+        """
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        for peer_socket in self._reader.sockets.values():
+            peer_socket.send(GOODBYE)
+        if self._started:
+            self._reader.stop(timeout)
+        self._reader.close()
+        for host_peer in self._host_peers.values():
+            host_peer.close()
+        if self._segment is not None:
+            self._segment.close()
+
+    # -- events of the reader ------------------------------------------------------------------------------------------
+
+    def _message_received(self, peer: int, message: bytes) -> None:
+        if message == GOODBYE:
+            self._left.add(peer)
+        else:
+            self._on_message(peer, message)
+
+    def _socket_ended(self, peer: int) -> None:
+        if peer not in self._left:
+            self.report_lost(peer, "its process ended without a goodbye")
+        self._on_end(peer)
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: closes its copies of the sockets, so that peers see the parent's end while the child lives."""
+        self._lock = threading.Lock()
+        self._closing = True
+        self._reader.abandon_in_child()
+
+
+def _nobody(*_: Any) -> None:
+    """The callbacks before `start`."""
+
+
+_all: Final[weakref.WeakSet[HostPeers]] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for host_peers in list(_all):
+        host_peers.abandon_in_child()
+
+
+def _say_goodbye() -> None:
+    """At exit: says goodbye to peers although nobody called `close`."""
+    for host_peers in list(_all):
+        host_peers.close(STOP_SECONDS)
+
+
+atexit.register(_say_goodbye)
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,135 @@
+"""The Unix socket to one peer on this host. It carries all small messages, and the announcements of frames in shared memory.
+
+A sequenced-packet socket (SOCK_SEQPACKET) keeps message boundaries, and its end is seen at once when the peer's process dies.
+Sending never blocks: what the kernel does not accept at once waits in a queue, which the reader thread writes later.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from ferrorpc.transports.control import CONTROL_MAX
+
+MESSAGE_BYTES_MAX: Final = 32 << 10
+"""Fits a message with the longest signature."""
+READER_SECONDS: Final = 0.2
+"""How long `close` waits for a thread that reads; far longer than a thread reads at a time."""
+
+
+class PeerSocket:
+    """The socket to a proven peer, non-blocking.
+
+    Args:
+        peer: the peer's world rank.
+        wake: asks the reader thread to check `pending`; must not block.
+    """
+
+    def __init__(self, peer: int, connection: socket.socket, wake: Callable[[], None]) -> None:
+        self.peer = peer
+        self.connection = connection
+        self.reading = threading.Lock()
+        """Held by the thread that reads the socket."""
+        self.busy_polled = False
+        """Whether that is a thread in `Reader.busy_poll`."""
+        self.polls_to_skip = 0
+        """How many of the next calls of `busy_poll` return at once."""
+        self.failed_polls = 0
+        """Grows with each call of `busy_poll` in a row that failed; reset by one that succeeds."""
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._queue: deque[bytes] = deque()
+        self._waiting: list[Callable[[], None]] = []
+        self._over = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether messages wait until the kernel accepts them."""
+        return bool(self._queue)
+
+    def send(self, message: bytes) -> bool:
+        """Sends a message, in order. Returns False, and drops it, where CONTROL_MAX messages wait already.
+
+        Drops it as well when the socket has ended, which the reader reports.
+        """
+        with self._lock:
+            if len(self._queue) >= CONTROL_MAX:
+                return False
+            self._queue.append(message)
+        self.flush()
+        if self._queue:
+            self._wake()
+        return True
+
+    def try_send(self, message: bytes, room: Callable[[], None]) -> bool:
+        """Sends a message as `send` does, if none waits. Else returns False, and calls `room` once when none waits any more.
+
+        Args:
+            room: called on any thread; must not block.
+        """
+        with self._lock:
+            if self._queue:
+                if room not in self._waiting:
+                    self._waiting.append(room)
+                return False
+        return self.send(message)
+
+    def flush(self) -> None:
+        """Writes as many waiting messages as the kernel accepts."""
+        woken: list[Callable[[], None]] = []
+        with self._lock:
+            self._write()
+            if not self._queue:
+                woken, self._waiting = self._waiting, []
+        for room in woken:
+            room()
+
+    def end(self) -> None:
+        """Drops the waiting messages and all later ones."""
+        with self._lock:
+            self._over = True
+        self.flush()
+
+    def _write(self) -> None:
+        while self._queue and not self._over:
+            try:
+                self.connection.send(self._queue[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._over = True
+                break
+            self._queue.popleft()
+        if self._over:
+            self._queue.clear()
+
+    def receive(self) -> bytes | None:
+        """The next message; empty at the end of the socket, None where there is none yet.
+
+        Raises:
+            MessageTooLong: never sent by ferrorpc.
+        """
+        while True:
+            try:
+                return self.connection.recv(MESSAGE_BYTES_MAX)
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                continue  # The peer ended before it had read everything; what it wrote can still be read.
+            except OSError:
+                return b""
+
+    def close(self) -> None:
+        """Closes the socket. The peer reads what was sent, and then the end.
+
+        Waits for a thread that reads, because the descriptor's number could be reused under it. The wait is limited, because a
+        reader that an interrupt has ended may never release the lock.
+        """
+        self.end()
+        is_mine = self.reading.acquire(timeout=READER_SECONDS)
+        self.connection.close()
+        if is_mine:
+            self.reading.release()

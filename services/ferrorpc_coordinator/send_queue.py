@@ -1,0 +1,112 @@
+"""The send queue of one session's stream: a bounded queue between the driver, which never blocks, and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+SEND_QUEUE_BYTES_MAX: Final = 8 << 20
+"""A client that leaves more than this unread is disconnected; it can resume and gets what it missed."""
+READ_PAUSE_BYTES: Final = SEND_QUEUE_BYTES_MAX // 4
+"""While more than this is queued or reserved for a client, its requests are read slowly, so that their answers do not get it
+disconnected."""
+ROOM_WAIT_SECONDS: Final = 1.0
+
+
+class SendQueue:
+    """Encoded frames, in order.
+
+    Invariants: 1. `push` and `finish` never block. 2. What was pushed before `finish` is written before `drain` returns, unless
+    the limit was exceeded, in which case everything unwritten is dropped at once.
+    """
+
+    __slots__ = (
+        "_bytes_max",
+        "_finished",
+        "_frames",
+        "_queued_bytes",
+        "_reserved_bytes",
+        "_room",
+        "_waiter",
+        "overflowed",
+        "stream",
+    )
+
+    def __init__(self, stream: int, bytes_max: int = SEND_QUEUE_BYTES_MAX) -> None:
+        self.stream = stream
+        self.overflowed = False
+        self._frames: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._reserved_bytes = 0
+        self._bytes_max = bytes_max
+        self._finished = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def push(self, frame: bytes) -> bool:
+        """Queues one frame. False if the client reads too slowly: then nothing more is written."""
+        if self._finished:
+            return not self.overflowed
+        self._count(queued=len(frame))
+        if self._queued_bytes > self._bytes_max:
+            self.overflowed = True
+            self._frames.clear()
+            self.finish()
+            return False
+        self._frames.append(frame)
+        self._wake()
+        return True
+
+    def reserve(self, frame_bytes: int) -> None:
+        """Reserves room for a frame that will be pushed once it is durable; a negative size releases it."""
+        self._count(reserved=frame_bytes)
+
+    async def wait_for_room(self) -> None:
+        """Waits until little is queued for the client, the stream ends, or a second has passed.
+
+        The client is read at least once a second even if the disk is stuck, so that it is not taken for silent.
+        """
+        if not self._room.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._room.wait(), ROOM_WAIT_SECONDS)
+
+    def finish(self) -> None:
+        """Ends the stream after what is queued."""
+        self._finished = True
+        self._room.set()
+        self._wake()
+
+    async def drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Writes frames until `finish`. There is only one consumer."""
+        frames = self._frames
+        while True:
+            while frames:
+                frame = frames.popleft()
+                await write(frame)
+                self._count(queued=-len(frame))
+            if self._finished:
+                return
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _count(self, queued: int = 0, reserved: int = 0) -> None:
+        self._queued_bytes += queued
+        self._reserved_bytes += reserved
+        if self._finished or self._queued_bytes + self._reserved_bytes <= READ_PAUSE_BYTES:
+            self._room.set()
+        else:
+            self._room.clear()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

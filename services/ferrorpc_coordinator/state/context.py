@@ -1,0 +1,200 @@
+"""What the parts of one job share: the time, deadlines, journal rows, and ways to answer requests and push events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from google.protobuf.message import Message
+
+from ferrorpc.v1 import (
+    barrier_pb2,
+    error_pb2,
+    nccl_pb2,
+    rendezvous_pb2,
+    session_pb2,
+    store_pb2,
+)
+from ferrorpc_coordinator.state.deadlines import Deadlines
+from ferrorpc_coordinator.state.durable_state import DurableState
+from ferrorpc_coordinator.state.effect_buffer import EffectBuffer
+from ferrorpc_coordinator.state.effects import UnaryResponse
+from ferrorpc_coordinator.state.member import Member
+from ferrorpc_coordinator.state.occurrences import OccurrenceLog
+from ferrorpc_coordinator.state.settings import Limits, Settings
+
+Answer = (
+    error_pb2.ErrorDetail
+    | rendezvous_pb2.JoinResponse
+    | rendezvous_pb2.LeaveResponse
+    | barrier_pb2.BarrierResponse
+    | store_pb2.StoreResponse
+    | nccl_pb2.CommBootstrapResponse
+    | session_pb2.ReportResponse
+    | session_pb2.DescribeResponse
+)
+_OUTCOME: Final[dict[type[Message], str]] = {
+    error_pb2.ErrorDetail: "error",
+    rendezvous_pb2.JoinResponse: "join",
+    rendezvous_pb2.LeaveResponse: "leave",
+    barrier_pb2.BarrierResponse: "barrier",
+    store_pb2.StoreResponse: "store",
+    nccl_pb2.CommBootstrapResponse: "comm_bootstrap",
+    session_pb2.ReportResponse: "report",
+    session_pb2.DescribeResponse: "describe",
+}
+
+
+class SharedState:
+    """State shared by all jobs of a coordinator.
+
+    `now` is set at the start of each step, in nanoseconds of running time. `full` is set with each request: whether the
+    journal's disk is full.
+    """
+
+    def __init__(self, settings: Settings, durable_state: DurableState, mint: Callable[[], str]) -> None:
+        self.settings = settings
+        self.durable_state = durable_state
+        self.effects = EffectBuffer(durable_state)
+        self.deadlines = Deadlines()
+        self.mint = mint
+        self.now = 0
+        self.full = False
+
+
+@dataclass(frozen=True, slots=True)
+class Requester:
+    """The sender of a request: a member's session, or a unary call (then `member` is None)."""
+
+    number: int
+    """The request's sequence number in its session, or the number of the unary call."""
+    member: Member | None
+    client: str
+    """The client whose request ids it uses."""
+
+    def __str__(self) -> str:
+        return str(self.member) if self.member is not None else f"client {self.client}"
+
+
+class JobContext:
+    """The shared state as one job sees it: its keys, rows and deadlines are prefixed with the job's name."""
+
+    def __init__(self, shared: SharedState, job: str) -> None:
+        self.shared = shared
+        self.job = job
+        self.newest_generation = 0
+        self.durable_state = shared.durable_state
+        self.occurrences = OccurrenceLog(job, lambda: shared.now, shared.effects.note)
+
+    @property
+    def now(self) -> int:
+        """The current time, in nanoseconds of running time."""
+        return self.shared.now
+
+    @property
+    def settings(self) -> Settings:
+        """The coordinator's settings."""
+        return self.shared.settings
+
+    @property
+    def limits(self) -> Limits:
+        """The coordinator's limits."""
+        return self.shared.settings.limits
+
+    def arm(self, key: tuple[Hashable, ...], when: int, action: Callable[[], None]) -> None:
+        """Sets or moves a deadline of this job."""
+        self.shared.deadlines.set((self.job, *key), when, action)
+
+    def disarm(self, key: tuple[Hashable, ...]) -> None:
+        """Removes a deadline of this job, if it is set."""
+        self.shared.deadlines.drop((self.job, *key))
+
+    def put(self, table: str, key: str, row: Message | bytes) -> None:
+        """Writes a row of this job."""
+        self.durable_state.put(table, f"{self.job}/{key}", row if isinstance(row, bytes) else row.SerializeToString())
+
+    def remove(self, table: str, key: str) -> None:
+        """Removes a row of this job."""
+        self.durable_state.remove(table, f"{self.job}/{key}")
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def answer(self, requester: Requester, message: Answer) -> None:
+        """Answers one request. A session's answer is kept for a while, in case the client repeats the request."""
+        member = requester.member
+        if member is None:
+            self.shared.effects.reply(self, requester.number, _unary_response(message))
+            return
+        result = _result_of(message)
+        result.sequence = requester.number
+        member.open_requests.discard(requester.number)
+        self._remember_result(member, result)
+        if member.stream is not None:
+            self.shared.effects.send(self, member.stream, session_pb2.ServerFrame(result=result))
+
+    def answer_many(self, requesters: Iterable[tuple[Requester, Message | None]], message: Answer) -> None:
+        """Answers many requests with the same message, encoded once.
+
+        Each requester comes with the fields in which its answer differs, or None. These answers are not kept with the sessions:
+        the caller must keep the outcome to answer a repeated request.
+        """
+        recipients: list[tuple[int, bytes]] = []
+        field = _OUTCOME[type(message)]
+        for requester, own in requesters:
+            member = requester.member
+            if member is None:
+                self.shared.effects.reply(self, requester.number, _unary_response(message))
+                continue
+            member.open_requests.discard(requester.number)
+            if member.stream is not None:
+                overlay = session_pb2.ServerFrame()
+                overlay.result.sequence = requester.number
+                if own is not None:
+                    getattr(overlay.result, field).CopyFrom(own)
+                recipients.append((member.stream, overlay.SerializeToString()))
+        if recipients:
+            frame = session_pb2.ServerFrame()
+            frame.result.CopyFrom(_result_of(message))
+            self.shared.effects.send_many(self, frame, recipients)
+
+    def resend(self, member: Member, number: int) -> bool:
+        """Sends the kept answer of this request again; False if there is none."""
+        result = member.results.get(number)
+        if result is None:
+            return False
+        if member.stream is not None:
+            self.shared.effects.send(self, member.stream, session_pb2.ServerFrame(result=result))
+        return True
+
+    def push(self, members: Iterable[Member], event: session_pb2.Event) -> int:
+        """Sends an event to those of these members that are connected; returns how many."""
+        recipients = [(member.stream, b"") for member in members if member.stream is not None]
+        if recipients:
+            self.shared.effects.send_many(self, session_pb2.ServerFrame(event=event), recipients)
+        return len(recipients)
+
+    def _remember_result(self, member: Member, result: session_pb2.Result) -> None:
+        size = result.ByteSize()
+        if size > self.limits.remembered_result_bytes:
+            return
+        member.results[result.sequence] = result
+        member.result_bytes += size
+        while len(member.results) > self.limits.remembered_results or member.result_bytes > self.limits.remembered_result_bytes:
+            _, oldest = member.results.popitem(last=False)
+            member.result_bytes -= oldest.ByteSize()
+
+
+def _result_of(message: Answer) -> session_pb2.Result:
+    fields: dict[str, Any] = {_OUTCOME[type(message)]: message}
+    return session_pb2.Result(**fields)
+
+
+def _unary_response(message: Answer) -> UnaryResponse | error_pb2.ErrorDetail:
+    if isinstance(message, error_pb2.ErrorDetail):
+        return message
+    if isinstance(message, store_pb2.StoreResponse):
+        return session_pb2.UnaryStoreResponse(response=message)
+    if isinstance(message, barrier_pb2.BarrierResponse):
+        return session_pb2.UnaryBarrierResponse(response=message)
+    return session_pb2.UnaryReportResponse()

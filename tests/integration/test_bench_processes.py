@@ -1,0 +1,105 @@
+"""The rank processes of measurements: errors quote the system's own output, and no process is left behind."""
+
+import os
+import time
+
+import pytest
+
+from ferrorpc.cli.bench import machine
+from ferrorpc.cli.bench.case import ALL_REDUCE, BARRIER, Case, Contender, System
+from ferrorpc.cli.bench.comparison import Comparison
+from ferrorpc.cli.bench.rank_processes import RankProcesses
+from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
+from tests.integration.launching import wait_until_gone
+
+SUM = Case(ALL_REDUCE, 2, 4096)
+
+
+def calm(fault=""):
+    return System(f"calm {fault}".strip(), "tests.integration.bench_runners:Calm", {"fault": fault})
+
+
+def test_ranks_are_measured_and_end():
+    with RankProcesses(calm(), 2) as world:
+        assert world.version == "calm 1"
+        low, high = world.prepare(SUM, Contender(calm()))
+        assert low == 1 < high
+        world.ask("verify")
+        first, second = world.ask("turn", warm_ups=1, blocks=4, count=3)
+        assert len(first["seconds"]) == len(second["seconds"]) == 4
+        assert all(seconds > 0 for seconds in first["seconds"])
+        assert first["turn_cpu_seconds"] > first["cpu_seconds"] > 0
+        pids = world.process_ids
+        assert len(set(pids)) == 2
+    assert wait_until_gone(pids) == []
+
+
+def test_waiting_ranks_use_no_processor():
+    with RankProcesses(calm(), 2) as world:
+        before = world.ask("usage")
+        time.sleep(0.5)
+        after = world.ask("usage")
+    assert all(now["cpu_seconds"] - then["cpu_seconds"] < 0.05 for now, then in zip(after, before, strict=True))
+
+
+def test_a_pinned_rank_has_one_processor():
+    with RankProcesses(calm(), 2, pin=True) as world:
+        allowed = [os.sched_getaffinity(pid) for pid in world.process_ids]
+    available = sorted(os.sched_getaffinity(0))
+    assert allowed == [{available[0]}, {available[1 % len(available)]}]
+
+
+def test_a_system_that_does_not_start_says_why():
+    with pytest.raises(BackendUnavailableError, match="calm absent did not start: calm is not at home"):
+        RankProcesses(calm("absent"), 2)
+
+
+def test_a_module_that_is_not_installed_is_named():
+    with pytest.raises(BackendUnavailableError, match="no_such_module is not installed"):
+        RankProcesses(System("absent", "x:Y", needs=("no_such_module",)), 2)
+
+
+def test_what_every_rank_refuses_leaves_the_world_as_it_was():
+    with RankProcesses(calm("unable"), 2) as world:
+        with pytest.raises(BackendUnavailableError, match="calm has no sums"):
+            world.prepare(SUM, Contender(calm("unable")))
+        assert world.prepare(Case(BARRIER), Contender(calm("unable"))) == (1, 1000)
+
+
+def test_a_rank_that_dies_is_lost():
+    with RankProcesses(calm("dies"), 2) as world:
+        world.prepare(SUM, Contender(calm()))
+        with pytest.raises(PeerLostError, match="rank 1 of calm dies failed: its process ended") as raised:
+            world.ask("turn", warm_ups=0, blocks=1, count=1)
+        assert raised.value.rank == 1
+        pids = world.process_ids
+    assert wait_until_gone(pids) == []
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    with RankProcesses(calm("hangs"), 2) as world:
+        world.prepare(SUM, Contender(calm()))
+        with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] of calm hangs did not reply in time"):
+            world.ask("turn", warm_ups=0, blocks=1, count=1, deadline_seconds=0.3)
+        pids = world.process_ids
+    assert wait_until_gone(pids) == []
+
+
+def test_a_wrong_sum_on_one_rank_is_an_error_and_no_figure():
+    contenders = [Contender(calm()), Contender(calm("wrong"))]
+    notes = []
+    comparison = Comparison(seconds=0.01, rounds=2, note=notes.append)
+    row = comparison.run([SUM], contenders)[0]
+    assert row["results"]["calm"]["blocks"] >= 6
+    assert "rank 1 of calm wrong failed: " in row["results"]["calm wrong"]["skipped"]
+    assert "values are wrong" in row["results"]["calm wrong"]["skipped"]
+    assert comparison.versions == {"calm": "calm 1", "calm wrong": "calm 1"}
+    assert notes[0] == SUM.title
+
+
+def test_processor_time_of_the_machine_goes_on():
+    before = machine.busy_seconds()
+    began = time.process_time()
+    while time.process_time() - began < 0.1:
+        pass
+    assert machine.busy_seconds() - before >= 0.08

@@ -1,0 +1,96 @@
+"""Exit reports: the launcher's side with a fake process, and the process with a fake coordinator."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ferrorpc.cli import client
+from ferrorpc.cli.launcher import exit_reporter_main
+from ferrorpc.cli.launcher.exit_reporter import ExitReporter
+from ferrorpc.cli.launcher.exit_reporter_main import serve
+from ferrorpc.errors import CoordinatorUnavailableError
+
+
+@pytest.fixture
+def reporter():
+    """A child whose standard input the test reads."""
+    reader, writer = os.pipe()
+    with open(writer, "wb", buffering=0) as stdin:
+        yield SimpleNamespace(reader=reader, stdin=stdin)
+
+
+@pytest.fixture
+def reports(reporter):
+    children = SimpleNamespace(start=lambda *arguments, **options: reporter)
+    found = ExitReporter(children, "127.0.0.1:29700", "j", {})
+    found.start()
+    return found
+
+
+def test_each_report_is_a_line_and_counts_until_it_is_answered(reporter, reports):
+    reports.send("box-0", "launch0", 1, "ValueError: two\nlines")
+    reports.send("box-1", "launch1", -9, "")
+    reports.send("box-2", "launch2", 0, "")
+    lines = os.read(reporter.reader, 4096).decode().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"name": "box-0", "launch": "launch0", "returncode": 1, "reason": "ValueError: two\nlines"},
+        {"name": "box-1", "launch": "launch1", "returncode": -9, "reason": ""},
+        {"name": "box-2", "launch": "launch2", "returncode": 0, "reason": ""},
+    ]
+    assert reports.unanswered == 3
+    reports.on_output(b"ok\nok\nfai")
+    assert reports.unanswered == 1
+    reports.on_output(b"led: nobody there\n")
+    assert reports.unanswered == 0
+    os.close(reporter.reader)
+
+
+def test_a_report_is_made_again_where_the_coordinator_was_killed_with_it(monkeypatch, capfd):
+    """As by what ended the process that is reported. One that is started again gives whom it does not hear of ten seconds."""
+    sent = []
+
+    def call(method, request, address, *, wait_for_ready):
+        sent.append(request.request.exit.name)
+        if len(sent) == 1:
+            raise CoordinatorUnavailableError("the connection broke")
+
+    monkeypatch.setattr(client, "call", call)
+    monkeypatch.setattr(exit_reporter_main, "RETRY_PAUSE_SECONDS", 0.0)
+    line = {"name": "box-0", "launch": "launch0", "returncode": -9, "reason": ""}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(line) + "\n"))
+    serve("127.0.0.1:1", "j")
+    assert (sent, capfd.readouterr().out) == (["box-0", "box-0"], "ok\n")
+
+
+def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monkeypatch, capfd):
+    monkeypatch.setattr(exit_reporter_main, "RETRY_SECONDS", 0.0)
+    sent = []
+
+    def call(method, request, address, *, wait_for_ready):
+        assert wait_for_ready, "a coordinator that is being started again is waited for"
+        sent.append(request.request.exit)
+        if len(sent) == 1:
+            raise CoordinatorUnavailableError("nobody there")
+
+    lines = [{"name": f"box-{number}", "launch": f"launch{number}", "returncode": number, "reason": ""} for number in range(2)]
+    monkeypatch.setattr(client, "call", call)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in lines)))
+    serve("127.0.0.1:1", "j")
+    assert capfd.readouterr().out == "failed: nobody there\nok\n"
+    assert [(one.name, one.instance_id, one.returncode) for one in sent] == [("box-0", "launch0", 0), ("box-1", "launch1", 1)]
+
+
+def test_a_reporter_that_is_gone_owes_no_answer(reporter, reports):
+    reports.send("box-0", "launch0", 1, "")
+    reports.on_output(b"")
+    assert reports.unanswered == 0
+    reports.send("box-1", "launch1", 1, "")
+    os.close(reporter.reader)
+    reports.send("box-2", "launch2", 1, "")
+    assert reports.unanswered == 0

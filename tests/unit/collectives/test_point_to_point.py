@@ -1,0 +1,120 @@
+"""Sends begin to leave in the order of their calls, and nothing is remembered of tags for which nothing is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.collectives.point_to_point import SendExecution, SendQueues
+from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
+from ferrorpc.testing import run_world
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.frames import Header, Key
+
+
+class Lane(Transport):
+    """Has room for `room` chunks; those of the tag 9 never find any."""
+
+    rank, size = 0, 2
+
+    def __init__(self, room: int) -> None:
+        self.mailbox = Mailbox(0, lambda error: None)
+        self.room = room
+        self.gone: list[tuple[int, int]] = []
+        """Tag and first byte of each chunk's payload."""
+
+    def send(
+        self, peer: int, key: Key, header: Header, offset: int, payload: np.ndarray[Any, Any] | None, room: Callable[[], None]
+    ) -> bool:
+        if not self.room or header.slot == 9:
+            return False
+        assert payload is not None
+        self.room -= 1
+        self.gone.append((header.slot, int(payload[0])))
+        return True
+
+    def grant(self, peer: int, key: Key, slot: int) -> None: ...
+
+    def probe(self, peer: int, key: Key, signature: str) -> None: ...
+
+    def close(self, timeout: float) -> None: ...
+
+
+class Sender:
+    def __init__(self, room: int) -> None:
+        self.lane = Lane(room)
+        self.lines = SendQueues()
+
+    def call(self, number: int, tag: int = 0, size: int = 1) -> SendExecution:
+        data = np.full(size, number, np.uint8)
+        guard = Guard(SYSTEM_CLOCK, Latch(), 30.0)
+        made = SendExecution(self.lane, 0, self.lines, data, TensorSpec(DType.UINT8, (size,)), 1, tag, guard)
+        made.wake = lambda: None
+        return made
+
+
+@pytest.fixture
+def sender() -> Sender:
+    return Sender(room=100)
+
+
+def test_a_send_that_is_driven_first_waits_for_the_one_called_before_it_and_follows_it_at_once(sender: Sender) -> None:
+    first, second, other = sender.call(1), sender.call(2), sender.call(3, tag=5)
+    assert not second.advance()
+    assert other.advance()
+    assert first.advance()
+    assert sender.lane.gone == [(5, 3), (0, 1), (0, 2)]
+    assert second.advance()
+
+
+def test_only_the_first_chunk_is_waited_for(sender: Sender) -> None:
+    sender.lane.room = 1
+    first, second = sender.call(1, size=2 * CHUNK_BYTES), sender.call(2)
+    assert not first.advance()
+    sender.lane.room = 1
+    assert second.advance()
+    sender.lane.room = 1
+    assert first.advance()
+    assert sender.lane.gone == [(0, 1), (0, 2), (0, 1)]
+
+
+def test_a_send_that_gives_up_lets_the_next_one_go(sender: Sender) -> None:
+    first, second = sender.call(1, tag=9), sender.call(2, tag=9)
+    for one in (first, second):
+        assert not one.advance()
+        one.finish()
+    assert not sender.lines._waiting
+
+
+def test_a_send_that_gives_up_in_the_middle_of_its_line_takes_nobody_elses_place(sender: Sender) -> None:
+    sender.lane.room = 0
+    sends = [sender.call(number) for number in (1, 2, 3)]
+    for one in sends:
+        assert not one.advance()
+    sends[1].finish()
+    sender.lane.room = 100
+    assert sends[0].advance()
+    assert sends[2].advance()
+    assert sender.lane.gone == [(0, 1), (0, 3)]
+
+
+def test_no_tag_is_remembered_once_its_messages_have_been_taken_or_nobody_waits_for_them_any_more() -> None:
+    def body(group: Any) -> tuple[int, int, int]:
+        other = 1 - group.rank
+        for tag in range(200):
+            group.send(float(tag), other, tag=tag, async_op=tag % 2 == 0)
+            assert group.recv(other, tag=tag) == tag
+            with pytest.raises(CollectiveTimeoutError):
+                group.recv(other, tag=1000 + tag, timeout=0.001)
+        backend = group._backend
+        mailbox = backend.transport.mailbox
+        return len(backend._send_queues._waiting), len(mailbox._inbound), len(mailbox._sending)
+
+    assert run_world(2, body) == [(0, 0, 0), (0, 0, 0)]

@@ -1,0 +1,92 @@
+"""The connection to the coordinator: nobody waits for an answer that cannot come."""
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ferrorpc.coordination import connection as module
+from ferrorpc.coordination.connection import Connection
+from ferrorpc.errors import AuthenticationError, CoordinatorUnavailableError, StoreTimeoutError
+from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.testing import ManualClock
+from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
+
+
+def connection(clock: Clock = SYSTEM_CLOCK) -> Connection:
+    nobody: Any = None
+    listener: Any = SimpleNamespace(
+        welcomed=lambda: None, result=lambda position, result: None, session_ended=lambda cause: None
+    )
+    return Connection("nowhere:1", nobody, listener, clock, initial_outage=1.0, max_outage=1.0, heartbeat_interval=1.0)
+
+
+def welcomed(connection: Connection) -> Connection:
+    """It is up, on a stream that sends nothing."""
+    connection._stream = cast(Any, SimpleNamespace(send=lambda frame: None, close=lambda: None))
+    connection._handle_frame(wire.ServerFrame(welcome=wire.Welcome(resume_token="token")))
+    return connection
+
+
+def test_a_request_on_a_connection_that_has_ended_is_refused() -> None:
+    over = connection()
+    over.close(AuthenticationError("the token is not one of this coordinator's"))
+    with pytest.raises(AuthenticationError, match="the token"):
+        over.post("a set", store=store_pb2.StoreRequest())
+
+
+def test_so_is_one_that_is_made_while_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait have been told by then: this one would wait for ever."""
+    ending = connection()
+
+    def ends_meanwhile(label: str, **body: Any) -> None:
+        ending.close(AuthenticationError("the token is not one of this coordinator's"))
+
+    monkeypatch.setattr(module, "check_size", ends_meanwhile)
+    with pytest.raises(AuthenticationError, match="the token"):
+        ending.ask("a set", 0.1, CoordinatorUnavailableError)
+
+
+def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits may look in the moment in which the connection is up and the request is still to be sent."""
+    clock = ManualClock()
+    back = welcomed(connection(clock))
+    request = back.post("a get", store=store_pb2.StoreRequest())
+    back._went_down(CoordinatorUnavailableError("it was killed"))
+    clock.advance(60.0)
+    unanswered, looks = back._requests.unanswered, list[Future[float]]()
+    with ThreadPoolExecutor(1) as pool:
+
+        def looked_at_meanwhile() -> Any:
+            looks.append(pool.submit(back._give_up_at, request, 0.0))
+            wait(looks, 0.2)
+            return unanswered()
+
+        monkeypatch.setattr(back._requests, "unanswered", looked_at_meanwhile)
+        welcomed(back)
+        assert looks[0].result() > clock.now()
+
+
+def test_an_answer_that_comes_in_the_moment_of_giving_up_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    up = welcomed(connection(ManualClock()))
+    drop = up._requests.drop
+
+    def comes_just_now(request: Any) -> None:
+        up._requests.complete(request.frame.sequence, store_pb2.StoreResponse(number=7))
+        drop(request)
+
+    monkeypatch.setattr(up._requests, "drop", comes_just_now)
+    monkeypatch.setattr(up, "_give_up_at", lambda request, seconds: 0.0)
+    assert up.ask("an add", 0.0, StoreTimeoutError, store=store_pb2.StoreRequest()).number == 7
+
+
+def test_the_connection_ends_once_the_coordinator_has_answered_the_leave() -> None:
+    """Else it is dialled again, and refused as one that left: that would be what later calls hear of."""
+    gone = welcomed(connection())
+    gone.leave_error = AuthenticationError("it has left")
+    request = gone.post("leave", leave=rendezvous_pb2.LeaveRequest())
+    gone._handle_frame(wire.ServerFrame(result=wire.Result(sequence=1, leave=rendezvous_pb2.LeaveResponse())))
+    assert isinstance(request.outcome, rendezvous_pb2.LeaveResponse)
+    with pytest.raises(AuthenticationError, match="it has left"):
+        gone.post("a set", store=store_pb2.StoreRequest())

@@ -1,0 +1,65 @@
+"""Requests that await their answer."""
+
+import pytest
+
+from ferrorpc.coordination.pending_requests import PendingRequests, check_size
+from ferrorpc.errors import LimitExceededError, PeerLostError, StaleGenerationError
+from ferrorpc.guard import Latch
+from ferrorpc.v1 import session_pb2, store_pb2
+
+
+def describe() -> dict:
+    return {"describe": session_pb2.DescribeRequest()}
+
+
+def test_numbers_count_from_one_and_answers_find_their_request_in_any_order():
+    requests = PendingRequests()
+    first, second = (requests.add("describe", None, **describe()) for _ in range(2))
+    assert [r.frame.sequence for r in (first, second)] == [1, 2]
+    answer = session_pb2.DescribeResponse()
+    requests.complete(2, answer)
+    assert (first.outcome, second.outcome) == (None, answer)
+    assert requests.unanswered() == [first]
+
+
+def test_an_answer_counts_once_and_one_for_nobody_is_dropped():
+    requests = PendingRequests()
+    request = requests.add("describe", None, **describe())
+    first = session_pb2.DescribeResponse()
+    requests.complete(1, first)
+    requests.complete(1, StaleGenerationError("too late"))
+    requests.complete(77, first)
+    assert request.outcome is first
+
+
+def test_what_is_unanswered_is_sent_again_in_the_order_of_its_numbers():
+    requests = PendingRequests()
+    added = [requests.add("describe", None, **describe()) for _ in range(5)]
+    requests.complete(2, session_pb2.DescribeResponse())
+    requests.drop(added[3])
+    assert [request.frame.sequence for request in requests.unanswered()] == [1, 3, 5]
+
+
+def test_the_end_of_its_generation_is_a_requests_verdict_unless_it_was_answered():
+    latch, requests = Latch(), PendingRequests()
+    answered, open_, free = (requests.add("describe", bound, **describe()) for bound in (latch, latch, None))
+    answer = session_pb2.DescribeResponse()
+    requests.complete(1, answer)
+    cause = PeerLostError(1, "signal 9")
+    latch.trip(cause)
+    assert (answered.outcome, open_.outcome, free.outcome) == (answer, cause, None)
+
+
+def test_some_can_be_failed_and_the_others_go_on():
+    requests = PendingRequests()
+    bound, free = requests.add("describe", Latch(), **describe()), requests.add("describe", None, **describe())
+    gone = StaleGenerationError("gone")
+    requests.fail(gone, lambda request: request.latch is not None)
+    assert (bound.outcome, free.outcome) == (gone, None)
+
+
+def test_a_value_of_the_largest_size_fits_and_any_other_request_is_held_to_less():
+    value = bytes(1 << 20)
+    check_size("store.set", store=store_pb2.StoreRequest(set=store_pb2.SetOperation(key="k" * 512, value=value)))
+    with pytest.raises(LimitExceededError, match="describe"):
+        check_size("describe", describe=session_pb2.DescribeRequest(ranks=range(1 << 17)))

@@ -1,0 +1,102 @@
+"""How a process ends while it is a member."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ferrorpc.coordination.process_exit import reason_of
+
+MEMBER = """
+import sys
+from ferrorpc.coordination import process_exit
+from ferrorpc.errors import BackendUnavailableError, ConfigError, PeerLostError
+class Session:
+    def leave(self, reason=""):
+        process_exit.unregister(self)
+        print("left:", reason, flush=True)
+    def abandon_in_child(self):
+        print("abandoned", flush=True)
+session = Session()
+process_exit.register(session)
+"""
+
+
+def run(code: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-c", MEMBER + code], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("", 0, "left: \n"),
+        ("sys.exit(3)", 3, "left: \n"),
+        ("raise ValueError('no such file')", 1, "left: ValueError: no such file\n"),
+        ("raise KeyboardInterrupt", -2, "left: KeyboardInterrupt\n"),
+        ("raise ConfigError('FERRORPC_LEASE')", 64, "left: ConfigError: FERRORPC_LEASE\n"),
+        ("raise BackendUnavailableError('no GPU')", 64, "left: BackendUnavailableError: no GPU\n"),
+        ("raise PeerLostError(2, 'signal 9')", 75, "left: PeerLostError: rank 2 was lost: signal 9\n"),
+        ("process_exit.unregister(session)", 0, ""),
+        ("process_exit.install_hooks(); raise ValueError('once')", 1, "left: ValueError: once\n"),
+    ],
+)
+def test_a_process_says_goodbye_with_its_reason_and_ends_with_the_true_code(code, status, said):
+    returned, output, _ = run(code)
+    assert (returned, output) == (status, said)
+
+
+def test_the_traceback_is_printed_by_the_hook_that_was_there_before():
+    _, _, errors = run("raise ValueError('seen')")
+    assert errors.count("ValueError: seen") == 1
+    code = "sys.excepthook = lambda *about: print('mine', flush=True)\nprocess_exit._installed = False\n"
+    code += "process_exit.install_hooks()\n1 / 0"
+    _, output, _ = run(code)
+    assert output == "mine\nleft: ZeroDivisionError: division by zero\n"
+
+
+@pytest.mark.parametrize(
+    ("level", "raised", "shown"),
+    [
+        ("WARNING", "latch.check()", ["<string>"]),
+        ("DEBUG", "latch.check()", ["<string>", "guard.py"]),
+        ("WARNING", "ferrorpc.config.whole_number(None)", ["<string>", "config.py"]),  # not an error that ferrorpc means
+        ("WARNING", "process_exit.reason_of(seat2)", ["<string>", "process_exit.py", "<string>"]),
+    ],
+)
+def test_an_error_of_the_library_is_shown_without_the_librarys_own_lines(level, raised, shown):
+    code = f"""
+import logging
+import ferrorpc.config
+import ferrorpc.guard
+logging.getLogger("ferrorpc").setLevel("{level}")
+class Seat2:
+    def __str__(self):
+        raise PeerLostError(2, "signal 9")
+seat2 = Seat2()
+latch = ferrorpc.guard.Latch()
+latch.trip(PeerLostError(2, "signal 9"))
+{raised}
+"""
+    _, _, errors = run(code)
+    assert [Path(name).name for name in re.findall(r'File "(.*)", line', errors)] == shown
+    assert ("left out above" in errors) == (shown == ["<string>"])
+
+
+def test_a_forked_child_has_no_seat_and_says_nothing_at_its_end():
+    code = """
+import os, warnings
+warnings.simplefilter("ignore")
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+"""
+    _, output, _ = run(code)
+    assert output == "abandoned\nleft: \n"
+
+
+def test_a_reason_is_one_line():
+    assert reason_of(ValueError("first\nsecond")) == "ValueError: first"
+    assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"

@@ -1,0 +1,48 @@
+"""Edge cases of the relay of NCCL ids."""
+
+from __future__ import annotations
+
+from ferrorpc.errors import ErrorCode
+from ferrorpc.v1 import nccl_pb2, rendezvous_pb2
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import join
+
+
+def test_a_second_request_while_the_first_waits_answers_both() -> None:
+    world = World()
+    join(world, "a", "b")
+    request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)
+    first, second = world.ask("b", comm_bootstrap=request), world.ask("b", comm_bootstrap=request)
+    offer = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", unique_ids=[b"u" * 128], timeout_ms=60_000)
+    world.ask("a", comm_bootstrap=offer)
+    answers = world.clients["b"].results
+    assert answers[first].error.code == ErrorCode.USAGE
+    assert list(answers[second].comm_bootstrap.unique_ids) == [b"u" * 128]
+    assert not world.clients["b"].pending
+
+
+def test_a_request_fails_at_once_when_the_leader_has_left() -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)
+    before = world.ask("b", comm_bootstrap=request)
+    pair = nccl_pb2.CommBootstrapRequest(generation=1, communicator="pair", ranks=[1, 2], timeout_ms=60_000)
+    without = world.ask("c", comm_bootstrap=pair)
+    world.ask("a", leave=rendezvous_pb2.LeaveRequest(generation=1))
+    after = world.ask("c", comm_bootstrap=request)
+    for client, number in (("b", before), ("c", after)):
+        error = world.clients[client].results[number].error
+        assert error.code == ErrorCode.PEER_LOST
+        assert "rank 0 (a) left before it offered an id of communicator 'world' #0: it left the job" in error.message
+    assert set(world.clients["c"].pending) == {without}, "its leader is there"
+
+
+def test_ids_offered_by_a_leader_remain_available_after_it_left() -> None:
+    world = World()
+    join(world, "a", "b")
+    request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)
+    offer = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", unique_ids=[b"u" * 128], timeout_ms=60_000)
+    world.ask("a", comm_bootstrap=offer)
+    world.ask("a", leave=rendezvous_pb2.LeaveRequest(generation=1))
+    late = world.ask("b", comm_bootstrap=request)
+    assert list(world.clients["b"].results[late].comm_bootstrap.unique_ids) == [b"u" * 128]

@@ -1,0 +1,83 @@
+"""Ranks whose weights differ are detected and named."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ferrorpc.ddp.module import DistributedDataParallel
+from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from ferrorpc.ddp.weight_check import GROUPS_MAX
+from ferrorpc.errors import CollectiveMismatchError, UsageError
+from ferrorpc.testing import run_world
+from tests.unit.ddp.model import Plain
+
+
+@pytest.mark.parametrize("count", [1, 5, GROUPS_MAX + 1, 3 * GROUPS_MAX * GROUPS_MAX // 2])
+def test_the_first_parameter_that_differs_is_named_however_many_there_are(count):
+    guilty = max(0, count - 2)
+
+    def body(group):
+        weights = {f"p{index}": np.full(2, index, np.float32) for index in range(count)}
+        sync = GradientSynchronizer({}, group)
+        sync.check_weights(weights)
+        if group.rank == 2:
+            for late in range(guilty, count):
+                weights[f"p{late}"][1] += 1e-5 * (1 + late)
+        with pytest.raises(CollectiveMismatchError, match=f"now: rank 2 differs from rank 0, first in 'p{guilty}'") as caught:
+            sync.check_weights(weights)
+        assert sorted(caught.value.signatures) == [0, 1, 2, 3]
+        group.barrier()
+
+    run_world(4, body)
+
+
+def test_what_most_ranks_hold_is_taken_for_right():
+    def body(group):
+        sync = GradientSynchronizer({}, group)
+        with pytest.raises(CollectiveMismatchError, match="rank 0, rank 3 differ from rank 1"):
+            sync.check_weights({"w": np.array([7 if group.rank in (1, 2, 4) else group.rank], ml_dtypes.bfloat16)})
+
+    run_world(5, body)
+
+
+def test_a_module_is_checked_every_so_many_steps():
+    def body(group):
+        module = Plain(a=np.zeros(2), b=np.zeros((2, 2)))
+        ddp = DistributedDataParallel(module, group, check_every=3)
+        for step in range(5):
+            module["a"].grad = np.ones(2)
+            if step == 4:
+                module["b"].data[1, 1] += group.rank  # a fault that the next check is to find
+            ddp.sync_gradients()
+            module["a"].data -= module["a"].grad
+        with pytest.raises(CollectiveMismatchError, match="in step 6: rank 1 differs from rank 0, first in 'b'"):
+            ddp.sync_gradients()
+        with pytest.raises(CollectiveMismatchError, match="hold different weights now"):
+            ddp.check_weights()
+        ddp.broadcast_parameters()
+        ddp.check_weights()
+        with pytest.raises(UsageError, match="check_every"):
+            DistributedDataParallel(module, group, check_every=-1)
+
+    run_world(2, body)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_uneven_steps_are_checked_where_all_ranks_follow(follows):
+    def body(group):
+        module = Plain(a=np.zeros(2))
+        ddp = DistributedDataParallel(module, group, check_every=1)
+
+        def step():
+            module["a"].data -= module["a"].grad
+
+        with ddp.uneven(step if follows else None):
+            for _ in range(1 + 2 * group.rank):
+                module["a"].grad = np.full(2, 1.0 + group.rank)
+                ddp.sync_gradients()
+                step()
+        ddp.check_weights()
+
+    run_world(3, body)

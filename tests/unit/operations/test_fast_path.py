@@ -1,0 +1,145 @@
+"""The fast path takes only cached calls, and hands failures to the general path, which breaks the generation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import pytest
+
+from ferrorpc.collectives.arena.prepared import ArenaPrepared
+from ferrorpc.collectives.arena.select import prepare
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.errors import CollectiveMismatchError, GroupClosedError, PeerLostError
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
+from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, FastPath
+from ferrorpc.types import DType, ReduceOp, TensorSpec
+from tests.unit.collectives.shared_world import SharedWorld
+
+
+class General:
+    """Stands for the general path of rank 0: keeps what it is handed, and does not drive it."""
+
+    def __init__(self, world: SharedWorld) -> None:
+        self.arena = world.arenas[0]
+        self.notes: list[str] = []
+        session = SimpleNamespace(activity=SimpleNamespace(note=self.notes.append))
+        self.backend = SimpleNamespace(latch=Latch(), session=session, group_id=0)
+        self.telemetry = None
+        self.timeout = 20.0
+        self.refuses = False
+        self.handed: list[Execution] = []
+        self.alive: WeakSet[ArenaPrepared] = WeakSet()
+        self._numbers = itertools.count(1)
+
+    def check_open(self) -> None:
+        self.backend.latch.check()
+        raise GroupClosedError("the group was closed")
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def guard(self, seconds: float) -> Guard:
+        return Guard(SYSTEM_CLOCK, self.backend.latch, seconds)
+
+    def prepared(self, *fields: Any) -> ArenaPrepared:
+        found = prepare(self.arena, Call(*fields))
+        assert found is not None
+        self.alive.add(found)
+        return found
+
+    def run(self, execution: Execution) -> None:
+        self.handed.append(execution)
+
+
+def call_of(count: int) -> Call:
+    return Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT64, (count,)),), ReduceOp.SUM)
+
+
+@pytest.fixture
+def world() -> Iterator[SharedWorld]:
+    with SharedWorld(2) as world:
+        yield world
+
+
+def test_a_failure_is_handed_to_the_general_path(world: SharedWorld) -> None:
+    general = General(world)
+    fast = FastPath(general, general.arena)  # type: ignore[arg-type]
+    world.begin(1, call_of(5), [np.ones(5)], number=1).advance()
+    assert fast.all_reduce(np.ones(4), "sum", None) is not GENERAL_PATH
+    assert general.notes == [call_of(4).signature], "what this rank was last seen in"
+    (execution,) = general.handed
+    with pytest.raises(CollectiveMismatchError):
+        execution.advance()
+
+
+def test_nothing_begins_once_the_group_is_closed_or_its_generation_over(world: SharedWorld) -> None:
+    general = General(world)
+    fast = FastPath(general, general.arena)  # type: ignore[arg-type]
+    general.refuses = True
+    with pytest.raises(GroupClosedError):
+        fast.all_reduce(np.ones(4), "sum", None)
+    general.refuses = False
+    general.backend.latch.trip(PeerLostError(1, "gone"))
+    for begin in (lambda: fast.all_reduce(np.ones(4), "sum", None), fast.barrier):
+        with pytest.raises(PeerLostError):
+            begin()
+    assert general.handed == []
+
+
+@pytest.mark.parametrize(
+    "out",
+    [np.zeros(4, np.float32), np.zeros(5), np.zeros(8)[::2], [0.0] * 4, np.zeros(4).astype(">f8")],
+    ids=["dtype", "shape", "strided", "list", "byte order"],
+)
+def test_an_out_that_needs_more_than_writing_is_left_to_the_general_path(world: SharedWorld, out: Any) -> None:
+    general = General(world)
+    assert FastPath(general, general.arena).all_reduce(np.ones(4), "sum", out) is GENERAL_PATH  # type: ignore[arg-type]
+    assert general.handed == []
+
+
+@pytest.mark.parametrize("out", [np.zeros(4, np.float32), np.zeros(5), np.zeros(8)[::2]], ids=["dtype", "shape", "strided"])
+def test_what_only_this_rank_would_refuse_begins_in_the_general_path(world: SharedWorld, out: np.ndarray) -> None:
+    general, x = General(world), np.ones(4)
+    fast = FastPath(general, general.arena)  # type: ignore[arg-type]
+    assert fast.reduce(x, 0, "sum", out) is GENERAL_PATH
+    assert fast.broadcast(x, 0, out) is GENERAL_PATH
+    assert fast.scatter([x, np.ones(3)], 0, out) is GENERAL_PATH
+    assert fast.reduce_scatter([x, np.ones(3)], "sum", out) is GENERAL_PATH
+    assert fast.gather(x, 1, out) is GENERAL_PATH, "off the root, where nothing comes"
+    assert general.handed == []
+    assert general.next_number() == 1
+
+
+def test_an_out_that_overlaps_in_part_is_left_to_the_general_path(world: SharedWorld) -> None:
+    general, memory = General(world), np.ones(5)
+    fast = FastPath(general, general.arena)  # type: ignore[arg-type]
+    assert fast.all_reduce(memory[:4], "sum", memory[1:]) is GENERAL_PATH
+    x = memory[:4]
+    assert fast.all_reduce(x, "sum", x) is x
+
+
+def test_a_program_of_ever_other_shapes_does_not_keep_what_was_prepared_for_each(world: SharedWorld) -> None:
+    general = General(world)
+    fast = FastPath(general, general.arena)  # type: ignore[arg-type]
+    fast._run = lambda *_: None  # type: ignore[method-assign]
+    for count in range(2 * CACHED_CALLS):
+        fast.all_reduce(np.ones(count), "sum", None)
+    assert len(general.alive) <= CACHED_CALLS + 1
+
+
+@pytest.mark.parametrize("root", [None, True, -1, 2, 0.0, "0"])
+def test_a_root_that_is_none_is_for_the_general_path_to_refuse(world: SharedWorld, root: Any) -> None:
+    general = General(world)
+    fast = FastPath(general, general.arena)  # type: ignore[arg-type]
+    x = np.ones(2)
+    assert fast.reduce(x, root, "sum", None) is GENERAL_PATH
+    assert fast.gather(x, root, None) is GENERAL_PATH
+    assert fast.broadcast(x if root is True else None, root, None) is GENERAL_PATH
+    assert fast.scatter(None, root, None) is GENERAL_PATH
+    assert not general.notes

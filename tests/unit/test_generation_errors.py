@@ -1,0 +1,50 @@
+"""What each rank raises of one cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from ferrorpc.errors import (
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FerroError,
+    GroupAbortedError,
+    LimitExceededError,
+    PeerLostError,
+)
+from ferrorpc.generation_errors import error_on_rank
+
+UNNAMED = [LimitExceededError("no memory"), BackendUnavailableError("the GPU has failed", "restart"), FerroError("a bug")]
+
+
+@pytest.mark.parametrize("cause", UNNAMED)
+def test_what_does_not_say_whose_it_is_has_a_note_on_the_other_ranks(cause: FerroError) -> None:
+    assert error_on_rank(1, 1, cause) is cause
+    there = error_on_rank(0, 1, cause)
+    assert type(there) is type(cause)
+    assert (str(there), there.fields, there.retryable) == (str(cause), cause.fields, cause.retryable), "the same first cause"
+    notes = ["(this happened on rank 1 and ended the generation)"]
+    assert there.__notes__ == there.again().__notes__ == notes
+    assert not hasattr(cause, "__notes__")
+
+
+@pytest.mark.parametrize(
+    "cause", [PeerLostError(2, "killed"), GroupAbortedError(1, "enough"), CollectiveMismatchError(signatures={0: "a", 1: "b"})]
+)
+def test_what_names_ranks_already_is_the_same_everywhere(cause: FerroError) -> None:
+    assert [error_on_rank(rank, 1, cause) for rank in range(3)] == [cause] * 3
+
+
+@pytest.mark.parametrize("cause", UNNAMED)
+def test_what_the_coordinator_says_is_nobodys(cause: FerroError) -> None:
+    assert error_on_rank(0, -1, cause) is cause
+
+
+def test_only_the_rank_whose_deadline_passed_has_timed_out() -> None:
+    cause = CollectiveTimeoutError([0], "too late")
+    assert error_on_rank(1, 1, cause) is cause
+    there = error_on_rank(0, 1, cause)
+    assert isinstance(there, GroupAbortedError)
+    assert there.fields["rank"] == 1
+    assert "too late" in there.message

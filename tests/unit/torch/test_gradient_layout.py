@@ -1,0 +1,245 @@
+"""The memory and layout of gradients, and hooks that change them, as optimizers and users rely on."""
+
+from __future__ import annotations
+
+import pytest
+
+from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.testing import run_world
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402
+
+import ferrorpc  # noqa: E402
+from ferrorpc.torch import DistributedDataParallel  # noqa: E402
+from tests.unit.torch.models import SMALL_MB, batch, check_close, check_same, gradients, network, reference  # noqa: E402
+
+
+class Transposed(nn.Module):
+    """A weight whose elements lie in the order of its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(24.0).reshape(4, 6).t() / 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def convolution() -> nn.Module:
+    module = nn.Conv2d(3, 2, 3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
+    return module.to(memory_format=torch.channels_last)
+
+
+def picture(rank: int) -> torch.Tensor:
+    return torch.rand(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize(("make", "data"), [(convolution, picture), (Transposed, batch)])
+@pytest.mark.parametrize("views", [True, False])
+def test_fused_optimizers_which_do_not_look_at_strides_update_the_right_weights(make, data, optimizer, views: bool) -> None:
+    def trained(module: nn.Module, gradients, fused: bool) -> nn.Module:
+        steps = optimizer(module.parameters(), lr=0.1, fused=fused)
+        for _ in range(3):
+            steps.zero_grad()
+            gradients(module)
+            steps.step()
+        return module
+
+    def body(group):
+        module = make()
+        ddp = DistributedDataParallel(module, group, gradient_as_bucket_view=views)
+        trained(module, lambda _: ddp(data(group.rank)).square().sum().backward(), fused=True)
+        return dict(module.state_dict())
+
+    def alone(module: nn.Module) -> None:
+        sum(module(data(rank)).square().sum() / 2 for rank in range(2)).backward()
+
+    results = run_world(2, body)
+    check_same(results)
+    for name, expected in trained(make(), alone, fused=False).state_dict().items():
+        torch.testing.assert_close(results[0][name], expected)
+
+
+@pytest.mark.parametrize("wrap", [ferrorpc.DistributedDataParallel, DistributedDataParallel])
+def test_a_gradient_that_comes_from_other_ranks_alone_lies_as_its_weight(wrap) -> None:
+    def body(group):
+        module = convolution()
+        ddp = wrap(module, group)
+        if group.rank == 0:
+            ddp(picture(0)).sum().backward()
+        else:
+            (ddp(picture(0)).sum() * 0 + module.bias.sum()).backward(inputs=[module.bias])
+        if wrap is ferrorpc.DistributedDataParallel:
+            ddp.sync_gradients()
+        assert module.weight.grad.stride() == module.weight.stride()
+        return module.weight.grad.clone()
+
+    first, second = run_world(2, body)
+    assert torch.equal(first, second)
+    assert first.abs().sum() > 0
+
+
+def test_gradients_are_averaged_though_the_user_set_the_data_of_those_before() -> None:
+    """`p.grad.data = ...` gives our tensor other memory than the bucket's."""
+
+    def body(group):
+        module = nn.Linear(2, 1, bias=False)
+        ddp, found = DistributedDataParallel(module, group), []
+        for step in range(4):
+            ddp.zero_grad(set_to_none=step < 2)
+            ddp(torch.full((1, 2), 10.0 * step + group.rank)).sum().backward()
+            found.append(module.weight.grad[0, 0].item())
+            module.weight.grad.data = module.weight.grad.data / 2
+        return found
+
+    assert run_world(2, body) == [[0.5, 10.5, 20.5, 30.5]] * 2
+
+
+def test_a_module_that_changes_its_dtype_after_wrapping_is_an_error_that_says_so() -> None:
+    def body(group):
+        module = network()
+        ddp = DistributedDataParallel(module, group)
+        ddp(batch(group.rank)).sum().backward()
+        ddp.double()
+        with pytest.raises(TensorMismatchError, match=r"the gradient of .* is float64.*\n.*before it is wrapped") as caught:
+            ddp(batch(group.rank).double()).sum().backward()
+        return str(caught.value)
+
+    assert len(set(run_world(2, body))) == 1
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_a_gradient_that_the_user_made_for_a_weight_nobody_uses_stays_as_it_was(views: bool) -> None:
+    def body(group):
+        module = nn.Linear(2, 1)
+        ddp = DistributedDataParallel(module, group, gradient_as_bucket_view=views)
+        module.bias.grad = torch.full((1,), float(group.rank))
+        ddp.module.weight.sum().backward()
+        return module.bias.grad.item()
+
+    assert run_world(2, body) == [0.0, 1.0]
+
+
+def test_a_sparse_gradient_names_its_parameter() -> None:
+    def body(group):
+        ddp = DistributedDataParallel(nn.Embedding(4, 2, sparse=True), group)
+        with pytest.raises(UsageError, match=r"the gradient of 'weight'.*sparse.*\n.*sparse=False"):
+            ddp(torch.tensor([group.rank])).sum().backward()
+
+    run_world(2, body)
+
+
+def test_a_lazy_parameter_is_refused_before_anything_listens_to_the_others() -> None:
+    def body(group):
+        module = nn.Sequential(nn.Linear(6, 4), nn.LazyLinear(2))
+        with pytest.raises(UsageError, match=r"'1\.weight' is lazy.*\n.*then wrap it"):
+            DistributedDataParallel(module, group)
+        module(batch(0))
+        ddp = DistributedDataParallel(module, group)
+        ddp(batch(group.rank)).sum().backward()
+        return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+
+    check_same(run_world(2, body))
+
+
+def test_a_buffer_that_grows_says_what_to_do() -> None:
+    class Growing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = torch.cat([self.seen, torch.zeros(1)])
+            return super().forward(x)
+
+    def body(group):
+        module = Growing(6, 2)
+        module.register_buffer("seen", torch.zeros(1))
+        ddp = DistributedDataParallel(module, group)
+        with pytest.raises(TensorMismatchError, match=r"buffer 'seen' is float32\[2\].*\n.*buffers=\"local\""):
+            ddp(batch(0)).sum().backward()
+
+    run_world(2, body)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "text"),
+    [
+        (torch.zeros(3).to(torch.float8_e4m3fn), "buffer 'mask': dtype float8_e4m3fn is not supported"),
+        (torch.zeros(4).expand(3, 4), "buffer mask: out has elements that share memory"),
+    ],
+    ids=["float8", "expanded"],
+)
+def test_a_buffer_that_cannot_be_sent_is_named(buffer, text: str) -> None:
+    def body(group):
+        module = network()
+        module.register_buffer("mask", buffer)
+        with pytest.raises(TensorMismatchError, match=text):
+            DistributedDataParallel(module, group)
+
+    run_world(2, body)
+
+
+def test_means_of_a_synchroniser_lie_as_the_weights_they_are_for() -> None:
+    """They become `.grad`, where optimizers rely on it."""
+
+    def body(group):
+        weight = convolution().weight.detach()
+        sync = ferrorpc.GradientSynchronizer({"weight": weight, "bias": torch.zeros(2)}, group)
+        mean = sync({"weight": weight * group.rank, "bias": None})["weight"]
+        assert mean.stride() == weight.stride() != mean.contiguous().stride()
+        return torch.equal(mean, weight / 2)
+
+    assert run_world(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_what_a_users_hook_does_to_a_gradient_is_done_before_it_is_averaged(before: bool, views: bool) -> None:
+    """As in torch, whether the hook was there first or not."""
+
+    def clamped(parameter: nn.Parameter) -> None:
+        parameter.grad.clamp_(-0.05, 0.05)
+
+    def body(group):
+        module, found = network(), []
+        if not before:
+            ddp = DistributedDataParallel(module, group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=views)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(clamped)
+        if before:
+            ddp = DistributedDataParallel(module, group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=views)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(batch(group.rank, step)).square().sum().backward()
+            found.append(gradients(ddp))
+        return found
+
+    def local(module: nn.Module, rank: int, step: int) -> None:
+        module(batch(rank, step)).square().sum().backward()
+        for parameter in module.parameters():
+            clamped(parameter)
+
+    results = run_world(2, body)
+    for step in range(3):
+        steps = [found[step] for found in results]
+        check_same(steps)
+        check_close(steps[0], reference(2, lambda m, rank, s=step: local(m, rank, s)))
+
+
+def test_an_optimizer_that_steps_in_a_hook_is_told_that_gradients_are_no_means_yet() -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group)
+
+        def stepped(parameter: nn.Parameter) -> None:
+            torch.optim.SGD([parameter], lr=0.1).step()
+            parameter.grad = None
+
+        for parameter in ddp.parameters():
+            parameter.register_post_accumulate_grad_hook(stepped)
+        with pytest.raises(UsageError, match=r"'4\.bias' was taken away.*\n.*backward\(\) has returned"):
+            ddp(batch(group.rank)).square().sum().backward()
+
+    run_world(2, body)
