@@ -71,11 +71,11 @@ class Out:
             np.copyto(self._origin, self.data)
         return self.given
 
-    def touches(self, view: View) -> bool:
+    def may_overlap(self, view: View) -> bool:
         """Whether it shares, or may share, memory with `view`."""
         return view.device_origin is None and bool(np.may_share_memory(self.data, view.data))
 
-    def shares(self, view: View) -> bool:
+    def is_in_place(self, view: View) -> bool:
         """Whether this is exactly the memory of `view`: the operation is in place.
 
         Raises:
@@ -137,7 +137,7 @@ class Kind(ABC):
         """The kind of what `view_on_device` and `out_on_device` give: torch tensors on a GPU are seen as CuPy arrays."""
         return self
 
-    def home(self, data: Any, spec: TensorSpec) -> np.ndarray[Any, Any]:
+    def to_host(self, data: Any, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """A host copy, in storage dtype, of a device array from `view_on_device`."""
         raise AssertionError(f"{self.name} arrays are on the host already, {spec} too")
 
@@ -174,17 +174,22 @@ class Kind(ABC):
         return self.empty(spec.shape, spec.dtype)
 
 
-def fit(found: TensorSpec, wanted: TensorSpec) -> None:
+def check_spec(found: TensorSpec, wanted: TensorSpec) -> None:
     """Raises TensorMismatchError unless an `out` of spec `found` takes a result of spec `wanted`."""
     if found != wanted:
         raise TensorMismatchError(f"out is {found}, but the result is {wanted}")
 
 
-def writable(origin: np.ndarray[Any, Any]) -> None:
+def check_writable(origin: np.ndarray[Any, Any]) -> None:
     """Raises TensorMismatchError unless every element of `origin` can be written on its own."""
     if not origin.flags.writeable:
         raise TensorMismatchError("out is read-only", hint="pass a writable array, such as out.copy()")
-    if origin.size and any(stride == 0 and count > 1 for stride, count in zip(origin.strides, origin.shape, strict=True)):
+    check_distinct(origin)
+
+
+def check_distinct(array: Any) -> None:
+    """Raises TensorMismatchError if elements of an array, on the host or a GPU, share memory."""
+    if array.size and any(stride == 0 and count > 1 for stride, count in zip(array.strides, array.shape, strict=True)):
         raise TensorMismatchError("out has elements that share memory (it was broadcast or expanded)", hint="pass a copy of it")
 
 
@@ -193,7 +198,7 @@ def contiguous(origin: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return origin if origin.flags.c_contiguous else origin.copy(order="C")
 
 
-def owned(data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
+def owned_array(data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
     """`data` in the shape of `spec`: `data` itself if it is writable and owns its memory, else a copy."""
     if data.base is None and data.flags.writeable and data.shape == spec.shape:
         return data

@@ -23,10 +23,10 @@ from uuid import UUID
 
 import numpy as np
 
-from ferrorpc.arrays.cupy_sharing import CupySharing
+from ferrorpc.arrays.cupy_ipc import CupyIpc
 from ferrorpc.arrays.device import DeviceArray, Event, Stream
 from ferrorpc.arrays.staging import Staging
-from ferrorpc.arrays.torch_use import current_of_torch
+from ferrorpc.arrays.torch_cuda import current_of_torch
 from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.kernels.cuda.folds import Folds
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
@@ -218,9 +218,9 @@ class CupyDevice:
             return Folds(self.cupy)
 
     @cached_property
-    def sharing(self) -> CupySharing:
-        """As `Device.sharing`."""
-        return CupySharing(self.runtime)
+    def ipc(self) -> CupyIpc:
+        """As `Device.ipc`."""
+        return CupyIpc(self.runtime)
 
     @cached_property
     def staging(self) -> Staging:

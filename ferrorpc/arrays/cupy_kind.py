@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ferrorpc.arrays.base import Kind, Out, View, fit
+from ferrorpc.arrays.base import Kind, Out, View, check_distinct, check_spec
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.numpy_kind import NUMPY, dtype_in
 from ferrorpc.arrays.staging import Staging
-from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, TensorSpec
 
 
@@ -49,8 +49,8 @@ class CupyKind(Kind):
         return self.device.staging
 
     def view(self, x: Any) -> View:
-        near = self.view_on_device(x)  # refused before anything is copied
-        return View(self, near.spec, self.staging.to_host(near.data), False, None)
+        seen = self.view_on_device(x)  # refused before anything is copied
+        return View(self, seen.spec, self.staging.to_host(seen.data), False, None)
 
     def view_on_device(self, x: Any) -> View:
         spec = self.spec(x)
@@ -64,21 +64,22 @@ class CupyKind(Kind):
         return TensorSpec(dtype_in(x), x.shape)
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
-        fit(self.spec(x), spec)
+        check_spec(self.spec(x), spec)
         return self.out_through_host(x, _stored(x, spec.dtype), spec)
 
     def out_through_host(self, given: Any, stored: DeviceArray, spec: TensorSpec) -> Out:
         """As `out`, for an array of the caller's whose memory is `stored`, in storage dtype."""
-        _check_separate(stored)
+        check_distinct(stored)
         return Out(given, spec, None, lambda data: self.assign(stored, self.staging.to_device(data)))
 
     def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
-        fit(self.spec(x), spec)
+        check_spec(self.spec(x), spec)
         return DeviceOut(self, x, _stored(x, spec.dtype), spec)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
-        near = self.staging.to_device(data) if isinstance(data, np.ndarray) else data
-        return _typed(near.reshape(spec.shape), spec)
+        if isinstance(data, np.ndarray):
+            data = self.staging.to_device(data)
+        return _typed(data.reshape(spec.shape), spec)
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> None:
         return None
@@ -90,7 +91,7 @@ class CupyKind(Kind):
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         return self.device.empty(shape, _in_numpy(dtype))
 
-    def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
+    def to_host(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """A copy on the host of an array of this device, in storage dtype."""
         return self.staging.to_host(data).reshape(spec.shape)
 
@@ -122,7 +123,7 @@ class DeviceOut(Out):
     def __init__(self, kind: CupyKind, given: Any, stored: Any, spec: TensorSpec) -> None:
         is_scratch = not stored.flags.c_contiguous
         if is_scratch:
-            _check_separate(stored)
+            check_distinct(stored)
         self.given = given
         self.spec = spec
         self._kind = kind
@@ -140,33 +141,28 @@ class DeviceOut(Out):
                 self._home.wait(stream.record())
         return self.given
 
-    def touches(self, view: View) -> bool:
-        """As `Out.touches`."""
+    def may_overlap(self, view: View) -> bool:
+        """As `Out.may_overlap`."""
         theirs, mine = view.device_origin, self._stored
         if theirs is None or not mine.size or not theirs.size:
             return False
         (low, high), (first, last) = _extent(mine), _extent(theirs)
         return bool(low < last and first < high)
 
-    def shares(self, view: View) -> bool:
+    def is_in_place(self, view: View) -> bool:
         """Whether this is exactly the memory of `view`. Raises UsageError when it overlaps that in part."""
         theirs, mine = view.device_origin, self._stored
         if theirs is None:
             return False
         if (mine.data.ptr, mine.strides, mine.shape) == (theirs.data.ptr, theirs.strides, theirs.shape):
             return True
-        if self.touches(view):
+        if self.may_overlap(view):
             raise UsageError("out overlaps the input in part", hint="pass the input itself as out=, or an array of its own")
         return False
 
 
-def _check_separate(x: DeviceArray) -> None:
-    if x.size and any(stride == 0 and count > 1 for stride, count in zip(x.strides, x.shape, strict=True)):
-        raise TensorMismatchError("out has elements that share memory (it was broadcast)", hint="pass a copy of it")
-
-
 def _extent(x: Any) -> tuple[int, int]:
-    """First and one past the last address that an array with elements touches."""
+    """The first address of an array that has elements, and the one after its last."""
     steps = [(count - 1) * stride for count, stride in zip(x.shape, x.strides, strict=True)]
     below, above = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
     return x.data.ptr + below, x.data.ptr + above + x.dtype.itemsize

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from ferrorpc.arrays.cupy_sharing import CupySharing
+    from ferrorpc.arrays.cupy_ipc import CupyIpc
     from ferrorpc.kernels.cuda.folds import Folds
     from ferrorpc.kernels.cuda.launcher import DeviceKernels
 
@@ -69,7 +69,7 @@ class Device(Protocol):
         """The reduction kernels for memory that ranks share, compiled when first asked for."""
 
     @property
-    def sharing(self) -> CupySharing:
+    def ipc(self) -> CupyIpc:
         """Memory and events that processes share (CUDA IPC). To be used where the device is the current one."""
 
     @property

@@ -31,10 +31,10 @@ __all__ = [
     "View",
     "copy_into",
     "copy_of",
-    "given_back",
+    "to_kind",
     "gpu_of",
     "kind_of",
-    "laid_out",
+    "packed_bytes",
     "on_one_device",
     "spec_of",
     "split",
@@ -94,7 +94,7 @@ def on_one_device(views: Sequence[View]) -> bool:
     return len({each.kind for each in views}) == 1 and not any(is_host(each.data) for each in views)
 
 
-def laid_out(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any] = NOTHING) -> Any:
+def packed_bytes(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any] = NOTHING) -> Any:
     """A copy of arrays as one array of bytes, with a tail. It is on the GPU if all arrays are on it and were viewed with
     `on_device`, without synchronisation; else on the host.
 
@@ -104,16 +104,16 @@ def laid_out(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any
         tail: uint8.
     """
     if on_one_device([part for _, part in parts]):
-        return _laid_out_there(parts[0][1].kind.staging, parts, end, tail)
+        return _packed_on_device(parts[0][1].kind.staging, parts, end, tail)
     whole = np.empty(end + tail.size, np.uint8)
     for place, part in parts:
-        data = part.data if is_host(part.data) else part.kind.home(part.data, part.spec)
+        data = part.data if is_host(part.data) else part.kind.to_host(part.data, part.spec)
         whole[place] = data.reshape(-1).view(np.uint8)
     whole[end:] = tail
     return whole
 
 
-def _laid_out_there(staging: Staging, parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any]) -> Any:
+def _packed_on_device(staging: Staging, parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any]) -> Any:
     device = staging.device
     with device.here():
         whole, stream = device.empty((end + tail.size,), tail.dtype), device.current()
@@ -130,23 +130,23 @@ def split(data: Any, size: int) -> list[Any]:
     return [data[start:stop] for start, stop in pairwise(place * least + min(place, more) for place in range(size + 1))]
 
 
-def given_back(kind: Kind, data: Any, spec: TensorSpec) -> Any:
+def to_kind(kind: Kind, data: Any, spec: TensorSpec) -> Any:
     """A result as an array of `kind`, which owns `data` (storage dtype, on the host or on a device) from then on."""
     if isinstance(data, np.ndarray):
         return kind.wrap(data, spec)
     where = kind_of(data)
-    return kind.wrap(data if where is kind.device_kind else where.home(data, spec), spec)
+    return kind.wrap(data if where is kind.device_kind else where.to_host(data, spec), spec)
 
 
 def copy_into(target: Any, source: Any) -> None:
     """target[:] = source, for arrays of one shape and storage dtype on the host or on devices."""
     if isinstance(target, np.ndarray):
         spec = TensorSpec(dtype_of(target.dtype), target.shape)
-        np.copyto(target, source if isinstance(source, np.ndarray) else kind_of(source).home(source, spec))
+        np.copyto(target, source if isinstance(source, np.ndarray) else kind_of(source).to_host(source, spec))
     else:
         kind, spec = kind_of(target), TensorSpec(dtype_of(np.dtype(target.dtype)), target.shape)
         with kind.staging.device.here():
-            target[...] = given_back(kind, source, spec)
+            target[...] = to_kind(kind, source, spec)
 
 
 def copy_of(data: Any) -> Any:

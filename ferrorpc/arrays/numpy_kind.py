@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.base import Kind, Out, View, contiguous, fit, owned, writable
+from ferrorpc.arrays.base import Kind, Out, View, check_spec, check_writable, contiguous, owned_array
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec, dtype_of
 
@@ -34,14 +34,14 @@ class NumpyKind(Kind):
     def out(self, x: Any, spec: TensorSpec) -> Out:
         array = np.asarray(x)
         dtype = dtype_in(array)
-        fit(TensorSpec(dtype, array.shape), spec)
-        writable(array)
+        check_spec(TensorSpec(dtype, array.shape), spec)
+        check_writable(array)
         return Out(x, spec, array.view(np.uint16) if dtype is DType.BFLOAT16 else array)
 
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
         if spec.dtype is DType.BFLOAT16:
             return self.typed(data.reshape(spec.shape), spec).copy()  # a view would not own its memory
-        return owned(data, spec)
+        return owned_array(data, spec)
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
         return self.typed(data.reshape(spec.shape), spec)

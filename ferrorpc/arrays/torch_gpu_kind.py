@@ -1,8 +1,8 @@
 """PyTorch tensors in a GPU's memory, seen as CuPy arrays: the same memory in both libraries, so nothing is copied.
 
-What goes in is seen by its address, what comes out by DLPack. So everything that is written for CuPy arrays (NCCL, CUDA IPC,
-pinned memory, kernels, buckets) serves these tensors. Streams are torch's: `CupyDevice` follows them. New results lie in memory
-of CuPy's pool, which has it back when the tensor goes.
+Inputs are seen by their address, results are passed on by DLPack. So everything written for CuPy arrays (NCCL, CUDA IPC, pinned
+memory, kernels, buckets) works with these tensors. Streams are torch's: `CupyDevice` follows them. New results are in memory of
+CuPy's pool, which gets it back when the tensor is deleted.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.base import Out, View, fit
+from ferrorpc.arrays.base import Out, View, check_spec
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.arrays.cupy_kind import CupyKind, DeviceOut, cupy_kind
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.staging import Staging
-from ferrorpc.arrays.torch_kind import TorchKind, check_writable
+from ferrorpc.arrays.torch_kind import TorchKind, check_not_lazy
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.types import TensorSpec
 
@@ -51,8 +51,8 @@ class TorchGpuKind(TorchKind):
         return self._device_kind.staging
 
     def view(self, x: Any) -> View:
-        near = self.view_on_device(x)  # refused before anything is copied
-        return View(self, near.spec, self.staging.to_host(near.data), False, None)
+        seen = self.view_on_device(x)  # refused before anything is copied
+        return View(self, seen.spec, self.staging.to_host(seen.data), False, None)
 
     def view_on_device(self, x: Any) -> View:
         spec = self.spec(x)
@@ -62,22 +62,23 @@ class TorchGpuKind(TorchKind):
         return seen._replace(kind=self, spec=spec)
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
-        fit(self.spec(x), spec)
-        check_writable(x)
+        check_spec(self.spec(x), spec)
+        check_not_lazy(x)
         return self._device_kind.out_through_host(x, self._seen(x, spec), spec)
 
     def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
-        fit(self.spec(x), spec)
-        check_writable(x)
+        check_spec(self.spec(x), spec)
+        check_not_lazy(x)
         return DeviceOut(self._device_kind, x, self._seen(x, spec), spec)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
         if not data.size:
             return self.empty(spec.shape, spec.dtype)
-        near = self.staging.to_device(data) if isinstance(data, np.ndarray) else data
+        if isinstance(data, np.ndarray):
+            data = self.staging.to_device(data)
         torch = sys.modules["torch"]
-        with self._device_kind.device.here():  # or torch has its stream wait for the one that is CuPy's current one
-            raw = torch.from_dlpack(near.reshape(-1).view(np.uint8))
+        with self._device_kind.device.here():  # otherwise from_dlpack makes torch's stream wait for CuPy's current one
+            raw = torch.from_dlpack(data.reshape(-1).view(np.uint8))
         return raw.view(getattr(torch, spec.dtype.label)).reshape(spec.shape)
 
     def address(self, x: Any) -> int:
@@ -85,9 +86,9 @@ class TorchGpuKind(TorchKind):
             return 0
         return 0 if x.requires_grad or x.is_conj() or x.is_neg() else int(x.data_ptr())
 
-    def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
-        """As `Kind.home`."""
-        return self._device_kind.home(data, spec)
+    def to_host(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
+        """As `Kind.to_host`."""
+        return self._device_kind.to_host(data, spec)
 
     def _seen(self, x: Any, spec: TensorSpec) -> DeviceArray:
         """The memory of a tensor as it lies, as a CuPy array in storage dtype, which keeps the tensor."""
@@ -100,7 +101,7 @@ class TorchGpuKind(TorchKind):
 def gpu_kind_of(device: Any) -> TorchGpuKind | None:
     """The kind of the tensors on one of torch's devices; None where that is no GPU, or CuPy cannot be had.
 
-    CuPy is imported here if it is installed: who has a tensor on a GPU works there.
+    CuPy is imported here, if it is installed, because a program with a tensor on a GPU works there.
     """
     if device.type != DEVICE_TYPE:
         return None

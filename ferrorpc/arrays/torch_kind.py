@@ -1,4 +1,4 @@
-"""PyTorch tensors. torch is never imported here: who passes a tensor has done so.
+"""PyTorch tensors. torch is never imported here: a caller with a tensor has imported it.
 
 Host tensors are read and written in place; tensors elsewhere are copied through the host, by torch, unless they are where CuPy
 can see them (torch_gpu_kind.py). bfloat16, which NumPy lacks, is seen through a 16-bit view.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ferrorpc.arrays.base import Kind, Out, View, contiguous, fit, owned, writable
+from ferrorpc.arrays.base import Kind, Out, View, check_spec, check_writable, contiguous, owned_array
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec, dtype_named
 
@@ -54,16 +54,16 @@ class TorchKind(Kind):
         return TensorSpec(dtype_named(str(x.dtype).removeprefix("torch.")), tuple(x.shape))
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
-        fit(self.spec(x), spec)
-        check_writable(x)
+        check_spec(self.spec(x), spec)
+        check_not_lazy(x)
         if not self._on_host:
             return Out(x, spec, None, lambda data: x.copy_(_tensor(data, spec)))
         origin = _host_array(x)
-        writable(origin)
+        check_writable(origin)
         return Out(x, spec, origin)
 
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
-        tensor = _tensor(owned(data, spec), spec)
+        tensor = _tensor(owned_array(data, spec), spec)
         return tensor if self._on_host else tensor.to(self._device)
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any | None:
@@ -73,7 +73,7 @@ class TorchKind(Kind):
         return int(x.data_ptr())
 
     def takes_any_order(self, x: Any) -> bool:
-        # Fused optimizers go through weights and gradients as they lie, and do not look at strides.
+        # Fused optimizers go through weights and gradients in memory order and ignore strides.
         return bool(x.is_contiguous())
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
@@ -85,14 +85,14 @@ class TorchKind(Kind):
         return torch.empty_like(x.detach(), dtype=getattr(torch, spec.dtype.label))
 
 
-def check_writable(x: Any) -> None:
+def check_not_lazy(x: Any) -> None:
     """Raises TensorMismatchError where what is written to a tensor's memory is not what is read from it."""
     if x.is_conj() or x.is_neg():
         raise TensorMismatchError("out is a lazily conjugated or negated view", hint="pass x.resolve_conj().resolve_neg()")
 
 
 def _host_array(x: Any) -> np.ndarray[Any, Any]:
-    """The tensor's memory as it lies, in the storage dtype."""
+    """The tensor's memory in its own layout, in the storage dtype."""
     torch = sys.modules["torch"]
     array: np.ndarray[Any, Any]
     array = x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
-from ferrorpc.arrays.torch_use import chosen_in_torch, uses_gpus
+from ferrorpc.arrays.torch_cuda import chosen_in_torch, uses_gpus
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.message import MessageBackend
@@ -116,7 +116,7 @@ def shares_gpu(peers: Sequence[Peer]) -> bool:
     return None not in gpus and len(set(gpus)) < len(gpus) and len({peer.host for peer in peers}) == 1
 
 
-def make_sharing(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> CudaIpcBackend:
+def make_cuda_ipc(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> CudaIpcBackend:
     """This rank's backend over its host lanes, on its GPU, whose memory it shares with the others.
 
     Raises:

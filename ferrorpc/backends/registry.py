@@ -107,7 +107,7 @@ def _auto(place: Place) -> Backend:
         return _factories[best](place)
     lanes = _grpc(place)
     try:
-        return gpu.make_sharing(lanes, place.device, place.local_rank)
+        return gpu.make_cuda_ipc(lanes, place.device, place.local_rank)
     except (BackendUnavailableError, NcclError) as error:
         _log.warning("backend 'auto' is gRPC: %s", error.message)
         return lanes
@@ -163,5 +163,5 @@ _factories: Final[dict[str, Factory]] = {
     "simulated": _simulated,
     "nccl": _on_gpus(lambda *args: gpu.make(NcclBackend, *args)),
     "hybrid": _on_gpus(lambda *args: gpu.make(HybridBackend, *args)),
-    "cuda_ipc": _on_gpus(gpu.make_sharing),
+    "cuda_ipc": _on_gpus(gpu.make_cuda_ipc),
 }

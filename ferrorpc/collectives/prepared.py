@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from ferrorpc.collectives import on_device
+from ferrorpc.collectives import compressed_on_device
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.dependencies import in_place
@@ -53,8 +53,8 @@ class PlanPrepared(Prepared):
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         layout = self.layout
-        if layout.rules.codec is not None and on_device.suits(layout, inputs, outputs):
-            return on_device.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
+        if layout.rules.codec is not None and compressed_on_device.suits(layout, inputs, outputs):
+            return compressed_on_device.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
         own = in_place(self.call.operation, self.rank)
         transfers = transfers_for(inputs, outputs, self.plan.out_items, None if own is None else own[1])
         if transfers is None:

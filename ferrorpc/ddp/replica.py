@@ -201,13 +201,13 @@ class Replica:
 
     def _target(self, slot: Slot) -> Out:
         """Where a parameter's mean is written: its gradient, or a new one if there is none or it cannot be written."""
-        parameter, near = self.parameters[slot.name], self.reducer.kind is not None
+        parameter, on_device = self.parameters[slot.name], self.reducer.kind is not None
         if parameter.grad is not None:
             # Raised for a read-only array, a broadcast one, or a number; dtype and shape were checked before.
             with suppress(TensorMismatchError, UsageError):
-                return view_out(parameter.grad, slot.spec, near)
+                return view_out(parameter.grad, slot.spec, on_device)
         parameter.grad = kind_of(parameter.data).empty_beside(parameter.data, slot.spec)
-        return view_out(parameter.grad, slot.spec, near)
+        return view_out(parameter.grad, slot.spec, on_device)
 
     def alias(self, name: str) -> Any | None:
         """The bucket's memory as a parameter's gradient. None without such views, for kinds of arrays that cannot use that

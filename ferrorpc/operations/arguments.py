@@ -147,5 +147,5 @@ def copy_overlaps(sources: list[View], into: OutResult, *, in_place: bool) -> No
     With one item on each side that cannot happen, and the operation works in place.
     """
     for item, source in enumerate(sources):
-        if into.shares(source) and not in_place:
+        if into.is_in_place(source) and not in_place:
             sources[item] = source._replace(data=copy_of(source.data), borrowed=False)

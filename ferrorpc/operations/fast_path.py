@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.kinds import NUMPY, given_back, split
+from ferrorpc.arrays.kinds import NUMPY, split, to_kind
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
@@ -162,7 +162,7 @@ class FastPath:
             return GENERAL_PATH
         (result,), (spec,) = self._outcome(prepared, (), None if out is None else (out,))
         if out is None:
-            return given_back(NUMPY, result, spec)
+            return to_kind(NUMPY, result, spec)
         if result is out and spec.dtype is NATIVE[out.dtype]:
             return out
         return Into(out, None).give([result], [spec], prepared.signature)

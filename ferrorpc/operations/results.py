@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, Out, View
-from ferrorpc.arrays.kinds import copy_into, given_back, kind_of, spec_of, split, view_out
+from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, to_kind, view_out
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.guard import Clock
@@ -85,7 +85,7 @@ class New(Result):
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The array."""
-        return given_back(self._kind, arrays[0], specs[0])
+        return to_kind(self._kind, arrays[0], specs[0])
 
 
 class NewList(Result):
@@ -99,7 +99,7 @@ class NewList(Result):
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> list[Any]:
         """The arrays."""
-        return [given_back(self._kind, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+        return [to_kind(self._kind, array, spec) for array, spec in zip(arrays, specs, strict=True)]
 
 
 class Into(Result):
@@ -122,9 +122,9 @@ class Into(Result):
         _land(arrays[0], specs[0], self.out.data, self.out.spec, label)
         return self.out.commit()
 
-    def shares(self, source: View) -> bool:
+    def is_in_place(self, source: View) -> bool:
         """Whether it is the very memory of `source`. Raises UsageError when it overlaps it in part."""
-        return self.out.shares(source)
+        return self.out.is_in_place(source)
 
 
 class IntoList(Result):
@@ -151,9 +151,9 @@ class IntoList(Result):
             out.commit()
         return self._given
 
-    def shares(self, source: View) -> bool:
+    def is_in_place(self, source: View) -> bool:
         """Whether one of them is the very memory of `source`. Raises UsageError when one overlaps it in part."""
-        shared = [out.shares(source) for out in self._outs]
+        shared = [out.is_in_place(source) for out in self._outs]
         return any(shared)
 
 
@@ -178,9 +178,9 @@ class IntoWhole(Result):
             _land(array, spec, target, spec, label)
         return self._out.commit()
 
-    def shares(self, source: View) -> bool:
+    def is_in_place(self, source: View) -> bool:
         """Whether it is, or holds, memory of `source`."""
-        return self._out.touches(source)
+        return self._out.may_overlap(source)
 
 
 def hand_over(result: Any) -> Callable[[], None]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.device import is_host
-from ferrorpc.arrays.kinds import laid_out, on_one_device, view
+from ferrorpc.arrays.kinds import on_one_device, packed_bytes, view
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
 
@@ -114,7 +114,7 @@ def pack(envelope: Envelope, value: Any) -> Any:
         TensorMismatchError: an array's dtype cannot be sent.
     """
     layout, parts = _parts(value)
-    return laid_out(parts, layout.end, _description(envelope, layout))
+    return packed_bytes(parts, layout.end, _description(envelope, layout))
 
 
 def pack_split(envelope: Envelope, value: Any) -> tuple[Any, Any]:
@@ -122,8 +122,8 @@ def pack_split(envelope: Envelope, value: Any) -> tuple[Any, Any]:
     layout, parts = _parts(value)
     description = _description(envelope, layout)
     if not layout.end or not on_one_device([part for _, part in parts]):
-        return laid_out(parts, layout.end, description), None
-    return description, laid_out(parts, layout.end)
+        return packed_bytes(parts, layout.end, description), None
+    return description, packed_bytes(parts, layout.end)
 
 
 def _parts(value: Any) -> tuple[_Layout, list[tuple[slice, View]]]:

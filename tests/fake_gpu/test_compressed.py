@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
-from ferrorpc.collectives import on_device
+from ferrorpc.collectives import compressed_on_device
 from ferrorpc.errors import PeerLostError, TensorMismatchError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -23,7 +23,7 @@ from tests.fake_gpu.test_launcher import RawModule
 
 SLOT = 192 << 10
 SLOTS = 3
-CODED = on_device.CODED_VALUES
+CODED = compressed_on_device.CODED_VALUES
 WIRES = ["bf16", "f16", "int8"]
 
 Array = np.ndarray[Any, Any]

@@ -53,10 +53,10 @@ def test_out_on_the_device_is_checked_like_any_other(cupy: StandIn) -> None:
     def out(array: Any) -> Any:
         return view_out(array, view(array, on_device=True).spec, on_device=True)
 
-    assert out(x).shares(source)
-    assert not out(cupy.asarray(np.zeros(6, np.float32))).shares(source)
+    assert out(x).is_in_place(source)
+    assert not out(cupy.asarray(np.zeros(6, np.float32))).is_in_place(source)
     with pytest.raises(UsageError, match="overlaps"):
-        out(x[1:5]).shares(view(x[:4], on_device=True))
+        out(x[1:5]).is_in_place(view(x[:4], on_device=True))
     with pytest.raises(TensorMismatchError):
         view_out(x, view(np.zeros(5, np.float32)).spec, on_device=True)
     shared = kind_of(x).out_on_device

@@ -13,7 +13,7 @@ import pytest
 import ferrorpc.testing
 from ferrorpc.arrays import kinds
 from ferrorpc.arrays.cupy_device import device_of
-from ferrorpc.arrays.kinds import given_back, gpu_of, kind_of, laid_out, view, view_out
+from ferrorpc.arrays.kinds import gpu_of, kind_of, packed_bytes, to_kind, view, view_out
 from ferrorpc.backends import gpu
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.errors import BackendUnavailableError, TensorMismatchError, UsageError
@@ -67,12 +67,12 @@ def test_every_dtype_is_seen_where_it_is_and_comes_back(gpus: TorchGpus, dtype: 
     assert isinstance(seen.data, gpus.cupy.ndarray)
     assert seen.data.data.ptr == x.data_ptr()
     assert seen.data.dtype == dtype.storage
-    again = given_back(seen.kind, seen.data, seen.spec)
+    again = to_kind(seen.kind, seen.data, seen.spec)
     assert (again.dtype, tuple(again.shape), again.device) == (x.dtype, shape, x.device)
     assert again.data_ptr() == x.data_ptr()
     assert not gpus.waits
     assert view(x).data.tobytes() == bits.tobytes()
-    home = given_back(seen.kind, bits.view(dtype.storage).reshape(shape), seen.spec)
+    home = to_kind(seen.kind, bits.view(dtype.storage).reshape(shape), seen.spec)
     assert view(home).data.tobytes() == bits.tobytes()
 
 
@@ -103,8 +103,8 @@ def test_what_cannot_be_passed_is_refused_as_on_the_host(gpus: TorchGpus) -> Non
         with pytest.raises(TensorMismatchError, match="share memory"):
             view_out(x[:1].expand(4), TensorSpec(DType.FLOAT32, (4,)), near)
     with pytest.raises(UsageError, match="overlaps"):
-        view_out(x[1:5], TensorSpec(DType.FLOAT32, (4,)), on_device=True).shares(view(x[:4], on_device=True))
-    assert view_out(x, TensorSpec(DType.FLOAT32, (6,)), on_device=True).shares(view(x, on_device=True))
+        view_out(x[1:5], TensorSpec(DType.FLOAT32, (4,)), on_device=True).is_in_place(view(x[:4], on_device=True))
+    assert view_out(x, TensorSpec(DType.FLOAT32, (6,)), on_device=True).is_in_place(view(x, on_device=True))
 
 
 def test_the_callers_stream_is_cupys_or_else_torchs(gpus: TorchGpus) -> None:
@@ -184,7 +184,7 @@ def test_means_of_gradients_have_the_bits_of_one_process(
 
 def test_bits_are_laid_out_for_a_message_on_their_gpu(gpus: TorchGpus) -> None:
     x, tail = gpus.from_numpy(np.arange(4, dtype=np.float32)), np.arange(3, dtype=np.uint8)
-    whole = laid_out([(slice(0, 16), view(x, on_device=True))], 16, tail)
+    whole = packed_bytes([(slice(0, 16), view(x, on_device=True))], 16, tail)
     assert isinstance(whole, gpus.cupy.ndarray)
     assert gpus.cupy.asnumpy(whole).tobytes() == np.arange(4, dtype=np.float32).tobytes() + tail.tobytes()
 
@@ -206,7 +206,7 @@ def test_where_cupy_cannot_be_had_torch_copies_them_and_the_log_says_so(
     ]
     assert isinstance(seen.data, np.ndarray)
     assert gpu_of(x) is None
-    again = given_back(kind_of(x), seen.data.copy(), seen.spec)
+    again = to_kind(kind_of(x), seen.data.copy(), seen.spec)
     assert (again.device, again.cpu().tolist()) == (x.device, [0, 1, 2, 3])
 
 

@@ -80,7 +80,7 @@ class IpcCommunicator(Communicator):
         self.rank = rank
         self.size = 1 + len(peers)
         self._device = device
-        self._sharing = sharing = device.sharing
+        self._ipc = ipc = device.ipc
         self._clock = clock
         self._own = own
         self._peers = peers
@@ -92,9 +92,9 @@ class IpcCommunicator(Communicator):
         """What was called within `grouped`, by sequence: all rounds are one, and so are a peer's messages in one direction."""
         self._is_gone = False
         self._problem: NcclError | None = None
-        self._rounds = Rounds(sharing, own, peers, slot_bytes)
+        self._rounds = Rounds(ipc, own, peers, slot_bytes)
         begin = partial(_messages_begin, slot_bytes, message_bytes)
-        self._messages = {peer.rank: Messages(sharing, own, peer, rank, begin, message_bytes) for peer in peers}
+        self._messages = {peer.rank: Messages(ipc, own, peer, rank, begin, message_bytes) for peer in peers}
         bases = [own.base if place == rank else self._by_rank[place].base for place in range(self.size)]
         with device.here():
             self._table: Any = device.folds.table(bases)
@@ -119,7 +119,7 @@ class IpcCommunicator(Communicator):
                 for _ in self._pending[0]:
                     return
                 self._pending.popleft()
-        except self._sharing.problems as problem:
+        except self._ipc.error_class as problem:
             self._problem = failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem))
             raise self._problem.again() from None
 
@@ -200,7 +200,7 @@ class IpcCommunicator(Communicator):
             while any(not peer.words[CLOSED] for peer in self._peers) and self._clock.now() < until:
                 parker.park(self._clock.now() + POLL_SECONDS)
             self._own.close()
-        except self._sharing.problems as problem:
+        except self._ipc.error_class as problem:
             raise failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem)) from None
         finally:
             self._release()
@@ -221,7 +221,7 @@ class IpcCommunicator(Communicator):
         digest = _digest("all_reduce", count, datatype, op)
         for first, size_bytes in _parts(count * item, rounds.slot_bytes):
             yield from rounds.begin(stream)
-            self._sharing.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
+            self._ipc.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
             rounds.publish(stream, digest)
             yield from rounds.gather(stream, digest)
             if self.size <= FOLD_ALL_RANKS_MAX:
@@ -237,18 +237,18 @@ class IpcCommunicator(Communicator):
         first, last = slices[self.rank]
         self._fold(rounds.offset + first, last - first, self._own.base + rounds.offset + first, datatype, op, stream)
         rounds.publish(stream, digest, phase=1)
-        self._sharing.copy(target + first, self._own.base + rounds.offset + first, last - first, stream)
+        self._ipc.copy(target + first, self._own.base + rounds.offset + first, last - first, stream)
         yield from rounds.gather(stream, digest, phase=1)
         for peer in self._peers:
             first, last = slices[peer.rank]
-            self._sharing.copy(target + first, peer.base + rounds.offset + first, last - first, stream)
+            self._ipc.copy(target + first, peer.base + rounds.offset + first, last - first, stream)
 
     def _reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> Waits:
         item, rounds = _ITEM_BYTES[datatype], self._rounds
         digest = _digest("reduce", count, datatype, op, root)
         for first, size_bytes in _parts(count * item, rounds.slot_bytes):
             yield from rounds.begin(stream)
-            self._sharing.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
+            self._ipc.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
             rounds.publish(stream, digest)
             if self.rank == root:
                 yield from rounds.gather(stream, digest)
@@ -263,7 +263,7 @@ class IpcCommunicator(Communicator):
             yield from rounds.begin(stream)
             for peer in range(self.size):
                 place = self._own.base + rounds.offset + peer * most
-                self._sharing.copy(place, source + peer * count * item + first, size_bytes, stream)
+                self._ipc.copy(place, source + peer * count * item + first, size_bytes, stream)
             rounds.publish(stream, digest)
             yield from rounds.gather(stream, digest)
             self._fold(rounds.offset + self.rank * most, size_bytes, target + first, datatype, op, stream)
@@ -275,29 +275,29 @@ class IpcCommunicator(Communicator):
         for first, part_bytes in _parts(size_bytes, rounds.slot_bytes):
             yield from rounds.begin(stream)
             if self.rank == root:
-                self._sharing.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
+                self._ipc.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
             rounds.publish(stream, digest)
             if self.rank != root:
                 peer = self._by_rank[root]
                 yield from rounds.gather(stream, digest, peers=[peer])
-                self._sharing.copy(target + first, peer.base + rounds.offset, part_bytes, stream)
+                self._ipc.copy(target + first, peer.base + rounds.offset, part_bytes, stream)
             rounds.leave(stream)
         if self.rank == root:
-            self._sharing.copy(target, source, size_bytes, stream)
+            self._ipc.copy(target, source, size_bytes, stream)
 
     def _all_gather(self, source: int, target: int, size_bytes: int, stream: int) -> Waits:
         rounds = self._rounds
         digest = _digest("all_gather", size_bytes)
         for first, part_bytes in _parts(size_bytes, rounds.slot_bytes):
             yield from rounds.begin(stream)
-            self._sharing.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
+            self._ipc.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
             rounds.publish(stream, digest)
             yield from rounds.gather(stream, digest)
             for peer in self._peers:
                 place = target + peer.rank * size_bytes + first
-                self._sharing.copy(place, peer.base + rounds.offset, part_bytes, stream)
+                self._ipc.copy(place, peer.base + rounds.offset, part_bytes, stream)
             rounds.leave(stream)
-        self._sharing.copy(target + self.rank * size_bytes, source, size_bytes, stream)
+        self._ipc.copy(target + self.rank * size_bytes, source, size_bytes, stream)
 
     def _fold(self, offset: int, size_bytes: int, target: int, datatype: DataType, op: Op, stream: int) -> None:
         """Folds what is at `offset` in every rank's slab."""

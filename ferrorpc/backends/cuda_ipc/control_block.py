@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from ferrorpc.arrays.cupy_sharing import HANDLE_BYTES
+from ferrorpc.arrays.cupy_ipc import HANDLE_BYTES
 from ferrorpc.collectives.arena.control_blocks import Array, Words, words_of
 
 SLOTS: Final = 2

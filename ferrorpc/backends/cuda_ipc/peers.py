@@ -19,18 +19,18 @@ class Own:
     def __init__(self, device: Device, block: ControlBlock, size: int, slot_bytes: int, message_bytes: int) -> None:
         self.words = block.words
         self._device = device
-        self._sharing = sharing = device.sharing
+        self._ipc = ipc = device.ipc
         self.base = 0
         self.events: list[int] = []
         size_bytes = SLOTS * (slot_bytes + size * message_bytes)
         with device.here():
             try:
-                self.base = sharing.allocate(size_bytes)
-                block.set_slab(self.base, sharing.memory_handle(self.base))
+                self.base = ipc.allocate(size_bytes)
+                block.set_slab(self.base, ipc.memory_handle(self.base))
                 for number in range(events_of(size)):
-                    self.events.append(sharing.new_event())
-                    block.set_event(number, self.events[-1], sharing.event_handle(self.events[-1]))
-            except sharing.problems as problem:
+                    self.events.append(ipc.new_event())
+                    block.set_event(number, self.events[-1], ipc.event_handle(self.events[-1]))
+            except ipc.error_class as problem:
                 self.close()
                 raise NcclError(f"cannot share {size_bytes >> 20} MiB of the GPU's memory: {problem}") from None
 
@@ -38,15 +38,15 @@ class Own:
         """Blocks the host until the GPU has reached every event that this rank has recorded."""
         with self._device.here():
             for event in self.events:
-                self._sharing.settle(event)
+                self._ipc.settle(event)
 
     def close(self) -> None:
         """Frees the slab and the events."""
         with self._device.here():
             for event in self.events:
-                self._sharing.destroy_event(event)
+                self._ipc.destroy_event(event)
             if self.base:
-                self._sharing.free(self.base)
+                self._ipc.free(self.base)
 
 
 class Peer:
@@ -65,7 +65,7 @@ class Peer:
         self.rank = rank
         self.words = block.words
         self._device = device
-        self._sharing = sharing = device.sharing
+        self._ipc = ipc = device.ipc
         self._is_here = is_here
         self._block = block
         self.base = 0
@@ -73,19 +73,19 @@ class Peer:
         """Events that were opened here."""
         with device.here():
             try:
-                self.base = block.words[BASE] if is_here else sharing.open_memory(block.handle())
+                self.base = block.words[BASE] if is_here else ipc.open_memory(block.handle())
                 self.staged = [self._event(staged(slot, phase)) for slot in range(SLOTS) for phase in range(2)]
                 self.left = [self._event(left(slot)) for slot in range(SLOTS)]
                 self.sent = [self._event(sent(own_rank, slot)) for slot in range(SLOTS)]
                 self.got = [self._event(got(own_rank, slot)) for slot in range(SLOTS)]
-            except sharing.problems as problem:
+            except ipc.error_class as problem:
                 self.close()
                 raise NcclError(f"cannot open the GPU memory of group rank {rank}: {problem}") from None
 
     def _event(self, number: int) -> int:
         event, handle = self._block.event(number)
         if not self._is_here:
-            event = self._sharing.open_event(handle)
+            event = self._ipc.open_event(handle)
             self._opened.append(event)
         return event
 
@@ -95,6 +95,6 @@ class Peer:
             return
         with self._device.here():
             for event in self._opened:
-                self._sharing.destroy_event(event)
+                self._ipc.destroy_event(event)
             if self.base:
-                self._sharing.close_memory(self.base)
+                self._ipc.close_memory(self.base)

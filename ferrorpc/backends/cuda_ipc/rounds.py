@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from ferrorpc.arrays.cupy_sharing import CupySharing
+from ferrorpc.arrays.cupy_ipc import CupyIpc
 from ferrorpc.backends.cuda_ipc import control_block
 from ferrorpc.backends.cuda_ipc.control_block import DIGEST, LEFT, SLOTS, STAGED
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer
@@ -26,9 +26,9 @@ Waits: TypeAlias = Iterator[None]
 class Rounds:
     """The rounds of a group. Every rank takes part in every round."""
 
-    def __init__(self, sharing: CupySharing, own: Own, peers: Sequence[Peer], slot_bytes: int) -> None:
+    def __init__(self, ipc: CupyIpc, own: Own, peers: Sequence[Peer], slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        self._sharing = sharing
+        self._ipc = ipc
         self._own = own
         self._peers = peers
         self._round = 0
@@ -45,12 +45,12 @@ class Rounds:
             for peer in self._peers:
                 while peer.words[LEFT] < needed:
                     yield
-                self._sharing.wait(stream, peer.left[slot])
+                self._ipc.wait(stream, peer.left[slot])
 
     def publish(self, stream: int, digest: int, phase: int = 0) -> None:
         """Makes what the stream has written to the slot readable: phase 0 this rank's part, 1 its slice of the result."""
         slot = self._round % SLOTS
-        self._sharing.record(self._own.events[control_block.staged(slot, phase)], stream)
+        self._ipc.record(self._own.events[control_block.staged(slot, phase)], stream)
         self._own.words[DIGEST + slot] = digest
         self._own.words[STAGED] = 2 * self._round + 1 + phase
 
@@ -63,12 +63,12 @@ class Rounds:
         for peer in self._peers if peers is None else peers:
             while peer.words[STAGED] < needed or peer.words[DIGEST + slot] != digest:
                 yield
-            self._sharing.wait(stream, peer.staged[2 * slot + phase])
+            self._ipc.wait(stream, peer.staged[2 * slot + phase])
 
     def leave(self, stream: int) -> None:
         """Ends the round on this rank, which has queued all its reads."""
         slot = self._round % SLOTS
-        self._sharing.record(self._own.events[control_block.left(slot)], stream)
+        self._ipc.record(self._own.events[control_block.left(slot)], stream)
         self._round += 1
         self._own.words[LEFT] = self._round
 
@@ -84,14 +84,14 @@ class Messages:
 
     def __init__(
         self,
-        sharing: CupySharing,
+        ipc: CupyIpc,
         own: Own,
         peer: Peer,
         rank: int,
         begin_bytes: Callable[[int], int],
         message_bytes: int,
     ) -> None:
-        self._sharing = sharing
+        self._ipc = ipc
         self._own = own
         self._peer = peer
         self._rank = rank
@@ -108,10 +108,10 @@ class Messages:
             if needed > 0:
                 while peer.words[control_block.got_word(self._rank)] < needed:
                     yield
-                self._sharing.wait(stream, peer.got[slot])
+                self._ipc.wait(stream, peer.got[slot])
             part_bytes = min(self._message_bytes, size_bytes - first)
-            self._sharing.copy(self._to + slot * self._message_bytes, source + first, part_bytes, stream)
-            self._sharing.record(self._own.events[control_block.sent(peer.rank, slot)], stream)
+            self._ipc.copy(self._to + slot * self._message_bytes, source + first, part_bytes, stream)
+            self._ipc.record(self._own.events[control_block.sent(peer.rank, slot)], stream)
             self._sent += 1
             words[control_block.bytes_word(peer.rank, slot)] = size_bytes
             words[control_block.sent_word(peer.rank)] = self._sent
@@ -126,9 +126,9 @@ class Messages:
                 or peer.words[control_block.bytes_word(self._rank, slot)] != size_bytes
             ):
                 yield
-            self._sharing.wait(stream, peer.sent[slot])
+            self._ipc.wait(stream, peer.sent[slot])
             part_bytes = min(self._message_bytes, size_bytes - first)
-            self._sharing.copy(target + first, self._from + slot * self._message_bytes, part_bytes, stream)
-            self._sharing.record(self._own.events[control_block.got(peer.rank, slot)], stream)
+            self._ipc.copy(target + first, self._from + slot * self._message_bytes, part_bytes, stream)
+            self._ipc.record(self._own.events[control_block.got(peer.rank, slot)], stream)
             self._got += 1
             self._own.words[control_block.got_word(peer.rank)] = self._got

@@ -140,9 +140,9 @@ class DeviceBackend(RawOperations, Backend):
         host = self.lanes.explain(call)
         if call.operation is Operation.BARRIER:
             return host
-        lacks = f"{call.signature}: {self._connector.library} has nothing for it, so as on the host"
-        near = self.explain_on_device(call) if self._suits_device(call) else lacks
-        return f"on the host: {host}\non a GPU: {near}"
+        lacks = f"{call.signature}: {self._connector.library} has no such operation, so as on the host"
+        on_device = self.explain_on_device(call) if self._suits_device(call) else lacks
+        return f"on the host: {host}\non a GPU: {on_device}"
 
     def explain_on_device(self, call: Call) -> str:
         """As `explain`, for arrays that go by the communicator. Raises as `prepare`."""
@@ -317,20 +317,20 @@ class RoutedPrepared(Prepared):
 
     Args:
         host: by the host lanes.
-        near: by the communicator; None where it has nothing for the call.
+        on_device: by the communicator; None where it has nothing for the call.
     """
 
-    def __init__(self, host: Prepared, near: Prepared | None) -> None:
+    def __init__(self, host: Prepared, on_device: Prepared | None) -> None:
         self.host = host
-        self.near = near
+        self.on_device = on_device
 
     def for_pointers(self, device: Device) -> PointerAllReduce | None:
-        return None if self.near is None else self.near.for_pointers(device)
+        return None if self.on_device is None else self.on_device.for_pointers(device)
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        if self.near is None or all(is_host(array) for array in inputs):
+        if self.on_device is None or all(is_host(array) for array in inputs):
             return self.host.start(key, inputs, outputs, guard)
-        return self.near.start(key, inputs, outputs, guard)
+        return self.on_device.start(key, inputs, outputs, guard)
 
 
 def session_of(lanes: MessageBackend) -> Session:

@@ -15,8 +15,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any, Final, Self
 
+from ferrorpc.testing.gpu.ipc import FakeIpc
 from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, Machine
-from ferrorpc.testing.gpu.sharing import Sharing
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 NOT_READY: Final = 600
@@ -272,7 +272,7 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         getDeviceCount=lambda: len(machine.gpus),
         getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},
         deviceGetPCIBusId=lambda index: _bus(machine.gpus[index]),
-        **Sharing(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE)).functions(),
+        **FakeIpc(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE)).functions(),
     )
 
 

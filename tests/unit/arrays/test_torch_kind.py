@@ -96,9 +96,9 @@ def test_out_that_is_a_lazy_view_is_refused_with_the_way_out(lazy):
 def test_in_place_is_seen_and_partial_overlap_refused():
     base = torch.zeros(10)
     x = view(base[:6])
-    assert view_out(base[:6], x.spec).shares(x)
+    assert view_out(base[:6], x.spec).is_in_place(x)
     with pytest.raises(UsageError, match="in part"):
-        view_out(base[2:8], x.spec).shares(x)
+        view_out(base[2:8], x.spec).is_in_place(x)
 
 
 def test_the_kind_is_that_of_the_device():

@@ -14,7 +14,7 @@ PAGE_BYTES: Final = 2 << 20
 """Smaller allocations share a page of the driver, all of which would be opened."""
 
 
-class CupySharing:
+class CupyIpc:
     """The calls for the current GPU. Addresses, events and streams are CUDA's, as integers.
 
     Args:
@@ -25,10 +25,10 @@ class CupySharing:
         self._runtime = runtime
 
     @property
-    def problems(self) -> type[Exception]:
+    def error_class(self) -> type[Exception]:
         """The class of errors that all of these raise where CUDA refuses."""
-        problems: type[Exception] = self._runtime.CUDARuntimeError
-        return problems
+        found: type[Exception] = self._runtime.CUDARuntimeError
+        return found
 
     def allocate(self, size_bytes: int) -> int:
         """Allocates memory that others may open. Returns its address."""

@@ -1,16 +1,15 @@
-"""Compressed reductions of arrays on a GPU: encoded there, decoded there and added there.
+"""Compressed reductions of arrays on a GPU, which encodes, decodes and adds.
 
-Idea. What of such an operation has to leave the GPU is what goes on the wire, and what has to come there is what the wire
-brought. So only encoded bytes go through pinned memory, two to four times fewer than the arrays have, and the sums, too, are
-the GPU's. The plan is the one for host arrays, and so is the executor; only what an action does to its elements is a kernel.
-Kernels and host agree bit for bit on codecs and on the left fold (kernels/cuda/reference.py), so ranks whose arrays are on the
-host and ranks whose arrays are here may take part in one operation.
+Idea. Only encoded bytes, two to four times fewer than the arrays have, go through pinned memory. The plan and the executor are
+those of host arrays; only what an action does to its elements is a kernel. Kernels and host agree bit for bit on codecs and on
+the left fold (kernels/cuda/reference.py), so ranks with arrays on the host and ranks with arrays on a GPU may take part in one
+operation.
 
-Streams. All kernels of a device go through one stream, in the order in which actions are done: "done" means queued. It is
-entered once the caller's stream has come to where it was at the call, so no operation holds up another's kernels. The caller's
-stream goes on after the last of them.
+Streams. All kernels of a device are launched in one stream, in the order in which actions are done: "done" means queued. They
+are launched only once the caller's stream has reached the point of the call, so no operation delays another's kernels. The
+caller's stream waits for the last of them.
 
-Cost, for n bytes of float32 on p ranks, encoded to m: two_shot brings m down, and 2 m (p-1)/p up.
+Cost, for n bytes of float32 on p ranks, encoded to m: two_shot downloads m and uploads 2 m (p-1)/p.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from ferrorpc.wire.codecs import Codec
 from ferrorpc.wire.frames import Frame, Header, Key
 
 OPERATORS: Final = (ReduceOp.SUM, ReduceOp.MEAN)
-"""Those for which there is a kernel."""
+"""Those that have a kernel."""
 ACTIONS: Final = (Send, Reduce, Quantise, Receive, Copy)
-"""What plans consist of that may compress."""
+"""What plans that may compress consist of."""
 AHEAD_CHUNKS: Final = 3
-"""Chunks of a message that are encoded and brought down while the one before them waits to be sent."""
+"""Chunks of a message that are encoded and downloaded while the one before them waits to be sent."""
 
 Array = np.ndarray[Any, Any]
 
 
 def suits(layout: Layout, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> bool:
-    """Whether a call with these arrays can run here: compressed, with an operator there is a kernel for, all on one device."""
+    """Whether a call with these arrays can run here: compressed, with an operator that has a kernel, all on one device."""
     rules = layout.rules
     if rules.codec is None or rules.call.op not in OPERATORS or rules.codec.name not in codecs.NAMES:
         return False
@@ -69,14 +68,14 @@ def start(
     inputs: Sequence[DeviceArray],
     outputs: Sequence[DeviceArray] | None,
     guard: Guard,
-) -> DeviceExecution:
+) -> CompressedDeviceExecution:
     """A new execution of a call that suits; as `PlanExecution`."""
     workspace = DeviceWorkspace(layout.rules, inputs, outputs, kind_of(inputs[0]).staging)
-    return DeviceExecution(transport, describe, layout, key, workspace, guard)
+    return CompressedDeviceExecution(transport, describe, layout, key, workspace, guard)
 
 
 class Encoding:
-    """A chunk in the codec's bytes: on the device, and on its way from there."""
+    """An encoded chunk: on the device, and its download."""
 
     __slots__ = ("download", "encoded", "users")
 
@@ -84,7 +83,7 @@ class Encoding:
         self.encoded = encoded
         self.download = download
         self.users = users
-        """Actions that still have to take it."""
+        """How many actions still have to take it."""
 
 
 class DeviceWorkspace(Workspace):
@@ -103,7 +102,7 @@ class DeviceWorkspace(Workspace):
         self._staging = staging
         self._stream = staging.kernels
         self._kernels = self.device.kernels
-        self._near_codec = codecs.DeviceCodec(self._kernels, self._codec.name)
+        self._device_codec = codecs.DeviceCodec(self._kernels, self._codec.name)
         self._chunks: dict[tuple[int, int], Encoding] = {}
         self._uploads: dict[tuple[int, int, int], Upload] = {}
         self._begins: Event = self.caller.record()
@@ -117,33 +116,33 @@ class DeviceWorkspace(Workspace):
         return self.device.empty(spec.shape, spec.dtype.storage, self.caller)
 
     def is_pending(self) -> bool:
-        """Whether anything is waited for that the GPU does."""
+        """Whether it waits for the GPU."""
         return not self.has_begun() or not all(each.download.is_complete for each in self._chunks.values())
 
     def has_begun(self) -> bool:
-        """Whether the caller's stream has come to where it was at the call."""
+        """Whether the caller's stream has reached the point of the call."""
         self._begun = self._begun or self._begins.done
         return self._begun
 
     def advance_downloads(self) -> int:
-        """Brings on what comes down; how many chunks moved."""
+        """Advances the downloads. Returns how many chunks moved."""
         return sum(each.download.advance() for each in self._chunks.values())
 
     def encoding(self, index: int, first: int, last: int) -> Encoding:
-        """Elements [first, last) of the region of action `index`, encoded for the first of those that take the same."""
+        """Elements [first, last) of the region of action `index`, encoded once for all actions that send the same."""
         group, users = self._rules.sharing[index]
         found = self._chunks.get((group, first))
         if found is None:
             values = self._flat(self._rules.tasks[index].region)[first:last]
             encoded = self.device.empty((self._codec.encoded_bytes(last - first),), np.dtype(np.uint8), self._stream)
             with self.device.on(self._stream):
-                self._near_codec.encode(values, encoded)
+                self._device_codec.encode(values, encoded)
                 download = self._staging.start_download(encoded)
             found = self._chunks[group, first] = Encoding(encoded, download, users)
         return found
 
     def _taken(self, index: int, first: int, found: Encoding) -> None:
-        """One of its users has taken it."""
+        """Notes that one of its users has taken it."""
         found.users -= 1
         if not found.users:
             del self._chunks[self._rules.sharing[index][0], first]
@@ -152,12 +151,12 @@ class DeviceWorkspace(Workspace):
     def encoded(self, index: int, first: int, last: int) -> Array:
         found = self.encoding(index, first, last)
         if not found.download.is_complete:
-            raise AssertionError(f"a chunk of {self._rules.call.signature} was taken before it was here")
+            raise AssertionError(f"a chunk of {self._rules.call.signature} was taken before it was downloaded")
         self._taken(index, first, found)
         return found.download.data
 
     def upload(self, frame: Frame) -> bool:
-        """Takes a chunk that has come to the device; whether it is queued."""
+        """Uploads a received chunk. Returns whether all of it is queued."""
         place = _place(frame)
         upload = self._uploads.get(place)
         if upload is None:
@@ -169,7 +168,7 @@ class DeviceWorkspace(Workspace):
         return upload.is_complete
 
     def uploaded(self, frame: Frame) -> DeviceArray:
-        """A chunk that has been taken there, for kernels that are launched from now on."""
+        """An uploaded chunk, for kernels launched from now on."""
         upload = self._uploads.pop(_place(frame))
         with self.device.on(self._stream):
             upload.make_stream_wait()
@@ -178,10 +177,10 @@ class DeviceWorkspace(Workspace):
     def accept(self, action: Receive | Fold | FoldUnder, dtype: DType, first: int, data: Any) -> None:
         count = self._decoded_count(action, first)
         with self.device.on(self._stream):
-            self._near_codec.decode(data, self._flat(action.region)[first : first + count])
+            self._device_codec.decode(data, self._flat(action.region)[first : first + count])
 
     def _decoded_count(self, action: Receive | Fold | FoldUnder, first: int) -> int:
-        """Elements of the chunk that begins there."""
+        """Elements of the chunk that begins at element `first`."""
         return min(CODED_VALUES, self.elements(action) - first)
 
     def reduce(self, task: Reduce, messages: Sequence[tuple[DType, Any]], first: int, last: int) -> None:
@@ -193,7 +192,7 @@ class DeviceWorkspace(Workspace):
                     parts.append(self._flat(operand)[first:last])
                     continue
                 parts.append(self.device.empty((last - first,), np.dtype(np.float32), self._stream))
-                self._near_codec.decode(next(come)[1], parts[-1])
+                self._device_codec.decode(next(come)[1], parts[-1])
             target = self._flat(task.region)[first:last]
             is_mean = self._rules.call.op is ReduceOp.MEAN
             self._kernels.sum_peers(parts, target, DType.FLOAT32, len(parts) if is_mean else 1)
@@ -201,14 +200,14 @@ class DeviceWorkspace(Workspace):
     def _quantise(self, index: int, first: int, last: int, target: Any) -> None:
         found = self.encoding(index, first, last)
         with self.device.on(self._stream):
-            self._near_codec.decode(found.encoded, target)
+            self._device_codec.decode(found.encoded, target)
         self._taken(index, first, found)
 
     def _compute(self, action: Load | FoldOwn | Finish | Copy, target: Any, source: Any) -> None:
         self.device.copy(target, source, self._stream)
 
     def close(self) -> None:
-        """No more kernels: the caller's stream goes on after them, and after what was abandoned."""
+        """Launches no more kernels. The caller's stream waits for those that were, abandoned ones too."""
         for encoding in self._chunks.values():
             encoding.download.finish()
         for upload in self._uploads.values():
@@ -218,12 +217,12 @@ class DeviceWorkspace(Workspace):
         if self.mark is None:
             self.mark = self._stream.record()
             self.caller.wait(self.mark)
-            # Where its stream is gone memory goes back in no order, so the caller's is there for as long as the kernels.
+            # Memory of a destroyed stream is reused in no order, so the caller's is kept until the kernels are done.
             self._staging.uploads.keep(self.caller, self.mark)
 
 
 class DeviceOutgoing(EncodedMessage):
-    """A message whose chunks are encoded on a device, some of them ahead."""
+    """A message whose chunks are encoded on a device, some of them in advance."""
 
     __slots__ = ("_index", "_workspace")
 
@@ -246,8 +245,8 @@ class DeviceOutgoing(EncodedMessage):
         return ready and super().send(transport, key, box, bound, room)
 
 
-class DeviceExecution(PlanExecution):
-    """One run of a prepared plan whose arrays are on a device. Only its driver launches anything."""
+class CompressedDeviceExecution(PlanExecution):
+    """One run of a prepared plan whose arrays are on a device. Only the thread that drives it launches anything."""
 
     _workspace: DeviceWorkspace
 
@@ -266,11 +265,11 @@ class DeviceExecution(PlanExecution):
         self._driver = 0
         self._moves = 0
         self._deferred: set[int] = set()
-        """Actions whose chunks wait for room in pinned memory."""
+        """Actions whose chunks wait for free pinned memory."""
 
     @property
     def position(self) -> int:  # type: ignore[override]
-        """Changes whenever the device has got further."""
+        """Changes whenever the device has advanced."""
         return self._moves
 
     def advance(self) -> bool:

@@ -17,7 +17,7 @@ HANDLE_BYTES: Final = 64
 DISABLE_TIMING, INTERPROCESS = 2, 4
 
 
-class Sharing:
+class FakeIpc:
     """Of all threads of a process.
 
     Args:
