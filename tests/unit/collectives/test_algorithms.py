@@ -17,8 +17,8 @@ from ferrorpc.transports import credit
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 
 GROUPS = range(1, 34)
-ALL_COUNTS_UP_TO = 17
-"""Ranks. The work of proving grows with their square."""
+ALL_COUNTS_UP_TO = 12
+"""Ranks. The cost of a proof grows with their square."""
 PRIME = 1009
 SEVERAL_CHUNKS = 5 * (1 << 18) + 1
 """Elements of float32: more than five chunks, more than what goes without credit."""
@@ -34,11 +34,11 @@ LAYOUTS = {
 
 
 def counts_of(operation: Operation, size: int) -> list[int]:
-    """Awkward ones; those around the group's size too where arrays are cut into that many slices. Of the largest groups each
-    has two, and several of them have all."""
+    """Element counts that are awkward, also those around the group's size where arrays are cut into that many slices. Each of
+    the larger groups has one, in turn, so every count occurs in several of them."""
     around = [size - 1, size, size + 1] if operation in (Operation.ALL_REDUCE, Operation.BROADCAST) else []
-    small = [0, 1, PRIME, *around]
-    return sorted({SEVERAL_CHUNKS, *(small if size <= ALL_COUNTS_UP_TO else [small[size % len(small)]])})
+    every = [0, 1, PRIME, *around, SEVERAL_CHUNKS]
+    return sorted(set(every)) if size <= ALL_COUNTS_UP_TO else [every[size % len(every)]]
 
 
 def spec(count: int) -> TensorSpec:
