@@ -20,6 +20,9 @@ SAY := @printf '\n== %s\n'
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?= all_reduce
+# Tests wait for processes, sockets and timers a third of the time, so three workers keep two processors busy.
+TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n + n / 2)))
+SPREAD = --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -42,12 +45,12 @@ demo: $(READY)  ## train on handwritten digits with 4 processes over gRPC
 	$(SAY) "demo: 4 processes train one network on 1,797 images of handwritten digits; gradients meet over gRPC"
 	@FERRORPC_TRANSPORT=grpc $(BIN)/ferrorpc demo $(DEMO_ARGS)
 
-test: $(READY)  ## run every test, one worker a processor; TEST_ARGS chooses which
+test: $(READY)  ## run every test, three workers on two processors; TEST_ARGS chooses which
 	$(SAY) "test: all tests (some start real processes and kill them: a few minutes)"
-	@$(BIN)/pytest --numprocesses logical --dist loadfile $(TEST_ARGS)
+	@$(BIN)/pytest $(SPREAD) $(TEST_ARGS)
 
 coverage: $(READY)  ## the same with the coverage of ferrorpc and services, which takes about twice as long
-	@$(BIN)/pytest --numprocesses logical --dist loadfile --cov $(TEST_ARGS)
+	@$(BIN)/pytest $(SPREAD) --cov $(TEST_ARGS)
 
 check: $(READY)  ## lint, format, types and layers, without changing anything
 	$(SAY) "check 1/4: ruff check"

@@ -4,7 +4,9 @@ import gc
 import inspect
 import os
 import signal
+from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,12 +34,28 @@ settings.load_profile("patient")
 gc.disable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where processes cannot share memory, as on other processors than x86-64, what is about that is skipped."""
+    if hasattr(config, "workerinput"):
+        spread(items)
     if why_not := unsupported_reason():
         for item in items:
             if item.get_closest_marker("shared_memory") or "sharedmemory" in item.nodeid.lower().replace("_", ""):
                 item.add_marker(pytest.mark.skip(reason=why_not))
+
+
+def spread(items: list[pytest.Item]) -> None:
+    """For several workers, which take file after file: those of tests/integration, which mostly wait for processes and timers,
+    are spread evenly over those that compute, so that no processor is idle. Large files come first, so that none comes last."""
+    count = Counter(item.path for item in items)
+    place: dict[Path, float] = {}
+    for waits in (False, True):
+        paths = sorted((path for path in count if ("integration" in path.parts) is waits), key=lambda path: -count[path])
+        before = 0
+        for path in paths:
+            place[path] = before / sum(count[each] for each in paths)
+            before += count[path]
+    items.sort(key=lambda item: place[item.path])
 
 
 def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: object) -> None:
