@@ -43,7 +43,8 @@ class Stage:
     Args:
         module: any torch module. Its own state, such as running statistics, is updated by every microbatch.
         split: whether schedules may split its backward pass in two. Pass False for modules whose graph is one node, such as
-            compiled ones, which would do everything twice; and for re-entrant checkpoints, which torch refuses then.
+            compiled ones, which would do everything twice; and for re-entrant checkpoints, which torch refuses then. Hooks of
+            tensors may be called in both parts; what they return counts once.
 
     Raises:
         UsageError: it is no torch module.
