@@ -237,6 +237,9 @@ class Replica:
         def followed(reduction: Reduction) -> None:
             if follow is not None:
                 self._store(reduction)
+                for name, parameter in self.parameters.items():
+                    if not reduction.used(name):
+                        parameter.grad = None  # as on the ranks that took the step, and not as in this rank's last one
                 self._check_weights_if_due(reduction.number)
                 follow()
 

@@ -71,9 +71,10 @@ class Wrapper:
         are not exchanged within the block; at its end all ranks take those of the (lowest) rank with the most steps.
 
         Args:
-            follow: called on a rank that has left, after each later step, with the means in `.grad`. It does what the loop does
-                once gradients are averaged, such as `optimizer.step`, so that weights and optimizer stay the same on all
-                ranks. Without it the weights, too, are taken from the rank with the most steps.
+            follow: called on a rank that has left, after each later step, with the means in `.grad`: None for a parameter that
+                no rank used in that step, so loops must reset gradients to None, not to zeros. It does what the loop does once
+                gradients are averaged, such as `optimizer.step`, so that weights and optimizer stay the same on all ranks.
+                Without it the weights, too, are taken from the rank with the most steps.
         """
         return self._replica.uneven(follow)
 

@@ -176,6 +176,28 @@ def test_a_finished_rank_that_follows_needs_nobodys_weights():
     assert run_world(2, body) == [(2, [-5.5, -5.5]), (0, [-5.5, -5.5])]
 
 
+def test_a_finished_rank_that_follows_has_no_gradient_of_what_the_others_do_not_use():
+    def body(group):
+        module = Plain(first=np.zeros(2), later=np.zeros(2))
+        ddp = DistributedDataParallel(module, group)
+
+        def update():
+            for each in module.parameters():
+                if each.grad is not None:
+                    each.data -= each.grad
+
+        with ddp.uneven(update):
+            for step in range(1 + 2 * group.rank):
+                for each in module.parameters():
+                    each.grad = None
+                module["later" if step else "first"].grad = np.ones(2)
+                ddp.sync_gradients()
+                update()
+        return [each.data.tolist() for each in module.parameters()]
+
+    assert run_world(2, body) == [[[-1.0, -1.0], [-2.0, -2.0]]] * 2
+
+
 def test_mixed_dtypes_and_a_parameter_of_no_elements():
     dtypes = {"a": np.float32, "b": np.float64, "c": np.float16, "d": np.complex128}
 
