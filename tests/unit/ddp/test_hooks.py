@@ -178,6 +178,21 @@ def test_a_matrix_of_low_rank_comes_whole_after_one_warm_step():
         np.testing.assert_allclose(found, 2 * product, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rank", [2, 4])
+@pytest.mark.parametrize("rows", [[3], [3, 17], range(40)])
+def test_a_matrix_of_a_lower_rank_than_the_factors_is_exact_as_well(rank: int, rows):
+    """As the gradient of an embedding for one token, or of a layer for one sample."""
+    gradient = np.zeros((40, 30), np.float32)
+    gradient[rows] = np.outer(np.random.default_rng(1).standard_normal(len(rows)), np.arange(30) - 7)
+
+    def body(group):
+        sync = ferrorpc.GradientSynchronizer({"w": gradient}, group, hook=PowerSGD(rank))
+        return [sync({"w": gradient})["w"] for _ in range(3)]
+
+    for found in run_world(2, body)[0]:
+        np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-4)
+
+
 def test_the_largest_values_are_added_in_rank_order_and_the_others_wait():
     gradient = np.array([0.1, -5.0, 0.2, 3.0], np.float32)
 
