@@ -18,7 +18,7 @@ from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.reduction import Reduction, abort_on_interrupt
+from ferrorpc.ddp.reduction import Reduction, abort_on_failure
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import TensorSpec
@@ -167,7 +167,7 @@ class Replica:
             used: which of the remaining parameters this rank has used. The gradient of one that it has not used, left from an
                 earlier step, counts in the mean if another rank has used it.
         """
-        with abort_on_interrupt(reduction, self.group):
+        with abort_on_failure(reduction, self.group):
             saved = {} if reduction.is_complete else self._contribute_others(reduction, used)
             reduction.finish()
             self._store(reduction)
