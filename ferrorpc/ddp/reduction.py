@@ -99,6 +99,8 @@ class Reduction:
             yield collectives.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
             return
         header = collectives.all_reduce(array[: bucket.header])
+        if self.weight == 0 and float((yield header)[bucket.weight]) == 0:
+            return  # nothing is averaged in this step, and what a hook remembers must not be sent for it
         yield from hook.exchange(Part(f"bucket{bucket.index}", array[bucket.header :], matrices(bucket)), collectives)
         yield header
 

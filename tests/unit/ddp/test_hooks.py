@@ -153,6 +153,25 @@ def test_a_round_that_is_broken_off_leaves_all_of_its_values_to_the_next(make):
     np.testing.assert_allclose(rest, gained, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [HOOKS[name] for name in HOOKS if "feedback" in name])
+def test_a_step_in_which_all_weights_are_zero_delivers_nothing(make):
+    """An `uneven` block ends with such a step."""
+
+    def body(group):
+        hook = make()
+        sync = synchroniser(group, hook)
+        sync(grads(group.rank))
+        before = hook.state()
+        with sync.uneven():
+            pass
+        with pytest.raises(UsageError, match="sum to zero"):
+            sync(grads(group.rank), weight=0)
+        after = hook.state()
+        return all(np.array_equal(after[name], before[name]) for name in before)
+
+    assert run_world(2, body) == [True, True]
+
+
 def test_without_feedback_a_low_rank_leaves_the_rest_out_for_ever():
     def body(group):
         sync = synchroniser(group, PowerSGD(1))
