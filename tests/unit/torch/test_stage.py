@@ -317,6 +317,37 @@ def test_several_inputs_and_outputs_some_without_gradients():
     assert torch.allclose(stage.module.weight.grad, x.sum(0))
 
 
+class Scores(nn.Module):
+    """What models give as (logits, auxiliary output or None)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight, None
+
+
+def test_the_last_stage_may_return_nones_among_its_tensors():
+    x, target = batch(6, 0)
+
+    def body(group):
+        stage = Stage(Scores())
+        pipe = Pipeline(stage, group, "gpipe", 2)
+        pipe.step(x, target, with_gradient(lambda y, target: loss_of(y[0], target)))
+        stepped, stage.module.weight.grad = stage.module.weight.grad, None
+        y, nothing = outputs = pipe.forward(x)
+        pipe.backward(outputs, (2 * (y - target) / y.numel(), None))
+        return nothing, stepped, stage.module.weight.grad
+
+    ((nothing, stepped, apart),) = run_world(1, body)
+    assert nothing is None
+    module = Scores()
+    loss_of(module(x)[0], target).backward()
+    torch.testing.assert_close(stepped, module.weight.grad)
+    torch.testing.assert_close(apart, module.weight.grad)
+
+
 def test_tokens_go_in_where_an_embedding_is_first():
     """The first stage's input has no gradient; an embedding is tied to the last stage's layer."""
     vocabulary = 11
