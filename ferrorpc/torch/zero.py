@@ -89,7 +89,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 f"closure={closure!r} is no function", hint="step() takes no loss, and no gradients: they are in .grad"
             )
-        loss = None if closure is None else closure()
+        with torch.enable_grad():  # as torch's own do
+            loss = None if closure is None else closure()
         for members, trained in zip(self.param_groups, self._trainable_groups, strict=True):
             _check_frozen(members, trained)
         self._copy_settings()

@@ -251,6 +251,23 @@ def test_states_of_torchs_own_optimizer_that_cannot_be_joined_are_refused():
     run_world(2, body)
 
 
+def test_a_closure_may_compute_gradients_also_where_a_loop_needs_none():
+    def body(group):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = ZeroOptimizer([weight], torch.optim.SGD, group, lr=0.5)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (weight * (group.rank + 1)).sum()
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            return optimizer.step(closure).item(), weight.tolist()
+
+    assert run_world(2, body) == [(3.0, [0.25] * 3), (6.0, [0.25] * 3)]
+
+
 def test_a_gathered_state_of_numbers_alone_goes_on():
     """Shapes do not distinguish per-element state from common state."""
 
