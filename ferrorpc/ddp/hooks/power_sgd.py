@@ -167,8 +167,8 @@ def _orthogonal(p: Array) -> Array:
 
 
 def _length(column: Array) -> np.float32:
-    squared: np.float32 = (column * column).sum()
-    return np.sqrt(squared)
+    length: np.float32 = np.sqrt((column * column).sum())
+    return length
 
 
 def _expand(basis: Array, q: Array, out: Array) -> None:

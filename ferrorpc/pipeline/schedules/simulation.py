@@ -111,8 +111,9 @@ def _lane(rank: int, pieces: Sequence[int]) -> str:
 
 def _of_pieces(cost: Cost, table: Table) -> list[float]:
     """The cost of each piece of the model."""
-    is_list = isinstance(cost, Iterable) and not isinstance(cost, str) and getattr(cost, "ndim", 1) > 0
-    costs = [_number(each, "a cost") for each in (cost if is_list else [cost] * table.stages)]
+    given: Any = cost
+    is_list = isinstance(given, Iterable) and not isinstance(given, str) and getattr(given, "ndim", 1) > 0
+    costs = [_number(each, "a cost") for each in (given if is_list else [given] * table.stages)]
     if len(costs) == table.stages:
         held = [len(table.pieces(rank)) for rank in range(table.stages)]
         return [costs[rank] / held[rank] for rank in table.placement]
