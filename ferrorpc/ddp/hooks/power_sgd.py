@@ -29,6 +29,8 @@ from ferrorpc.work import Work
 
 RANK_MAX: Final = 4
 _PREFIX = "q/"
+_FACTORS = "factors/"
+"""The prefix of the state of the hook for the factors."""
 _LEAST_SAVING = 2
 _TINY = np.float32(1e-30)
 _DEPENDENT = np.float32(1e-5)
@@ -105,11 +107,12 @@ class PowerSGD(Hook):
         return start
 
     def state(self) -> dict[str, Array]:
-        return {_PREFIX + key: start.copy() for key, start in self._starts.items()} | self._hook.state()
+        starts = {_PREFIX + key: start.copy() for key, start in self._starts.items()}
+        return starts | {_FACTORS + name: array for name, array in self._hook.state().items()}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         own = {name for name in state if name.startswith(_PREFIX)}
-        self._hook.load_state({name: array for name, array in state.items() if name not in own})
+        self._hook.load_state({name.removeprefix(_FACTORS): array for name, array in state.items() if name not in own})
         self._starts = {name.removeprefix(_PREFIX): np.array(state[name], np.float32) for name in own}
 
 

@@ -38,6 +38,10 @@ HOOKS = {
     "power with feedback": lambda: ErrorFeedback(PowerSGD(4)),
     "power, factors in bf16": lambda: ErrorFeedback(PowerSGD(2, Compress("bf16"))),
 }
+NESTED = {
+    "feedback twice": lambda: ErrorFeedback(ErrorFeedback(TopK(0.1))),
+    "feedback of factors": lambda: ErrorFeedback(PowerSGD(2, ErrorFeedback(Compress("int8")))),
+}
 hooks = pytest.mark.parametrize("make", HOOKS.values(), ids=HOOKS)
 
 
@@ -112,7 +116,9 @@ def test_int8_is_as_far_off_as_its_codec_says():
             assert np.abs(found[name] - wanted).max() <= 3 * np.abs(wanted).max() * 2 / 127
 
 
-@pytest.mark.parametrize("make", [HOOKS[name] for name in HOOKS if "feedback" in name or "factors" in name])
+@pytest.mark.parametrize(
+    "make", [*(HOOKS[name] for name in HOOKS if "feedback" in name or "factors" in name), *NESTED.values()]
+)
 def test_with_feedback_everything_arrives_in_the_end(make):
     """Constant gradients: the error of the mean over many steps is bounded, because the residue is."""
     rounds = 150
@@ -263,9 +269,9 @@ def test_half_types_go_through_float32_and_wider_ones_as_they_are():
         assert set(found["double"].tolist()) == {1.5e-300}
 
 
-@pytest.mark.parametrize("name", ["int8 with feedback", "power, factors in bf16", "top tenth with feedback"])
+@pytest.mark.parametrize("name", ["int8 with feedback", "power, factors in bf16", "top tenth with feedback", *NESTED])
 def test_a_restored_hook_goes_on_with_the_same_bits(name):
-    make = HOOKS[name]
+    make = (HOOKS | NESTED)[name]
 
     def body(group):
         hook = make()
