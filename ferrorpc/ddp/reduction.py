@@ -191,8 +191,8 @@ class Reduction:
 
 @contextmanager
 def abort_on_failure(reduction: Reduction, group: ProcessGroup) -> Iterator[None]:
-    """For the end of a step: an interrupt ends the generation, because the other ranks take the step and this one may not. So
-    does an error, such as a hook's, while they wait for this rank."""
+    """For the end of a step: an interrupt or an error ends the generation, because the other ranks wait for this one, or take the
+    step and this one may not."""
     try:
         yield
     except KeyboardInterrupt:
@@ -200,7 +200,7 @@ def abort_on_failure(reduction: Reduction, group: ProcessGroup) -> Iterator[None
         group.abort("KeyboardInterrupt while gradients were averaged")
         raise
     except Exception as error:
-        if reduction.is_awaited:
+        if reduction.is_awaited or not isinstance(error, UsageError):  # if it is about the weights, all ranks raise it
             reduction.abandon()
             group.abort(error)
         raise

@@ -16,6 +16,7 @@ import pytest
 from ferrorpc.ddp.hooks import Compress, ErrorFeedback
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.reduction import Reduction
+from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
 from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError, TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec
@@ -221,6 +222,33 @@ def test_a_hook_that_fails_on_one_rank_ends_the_generation():
         return caught.value.cause
 
     assert ["has 5 values for 2" in cause for cause in run_world(2, body)] == [True, True]
+
+
+def test_a_step_that_fails_on_one_rank_when_all_gradients_are_there_ends_the_generation(monkeypatch):
+    """As when a signal handler raises: the others take the step."""
+    victims, store = [], Replica._store
+
+    def fails(self, reduction):
+        if threading.get_ident() in victims:
+            raise TimeoutError("time is up")
+        store(self, reduction)
+
+    monkeypatch.setattr(Replica, "_store", fails)
+
+    def body(group):
+        ddp = DistributedDataParallel(Plain(a=np.ones(2)), group)
+        if group.rank == 1:
+            victims.append(threading.get_ident())
+            with pytest.raises(TimeoutError):
+                ddp.sync_gradients()
+        else:
+            with suppress(GroupAbortedError):
+                ddp.sync_gradients()
+        with pytest.raises(GroupAbortedError) as later:
+            group.barrier()
+        return later.value.rank
+
+    assert run_world(2, body) == [1, 1]
 
 
 def averaged_by_a_step(group):
