@@ -84,9 +84,13 @@ class Replica:
 
     def broadcast(self, root: int) -> None:
         """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
-        arrays = {name: parameter.data for name, parameter in named_parameters(self.module).items()}
-        arrays.update({f"buffer {name}": array for name, array in named_buffers(self.module).items()})
-        broadcast_arrays(arrays, self.group, root)
+        broadcast_arrays(self._weights_now() | self._buffers_now(), self.group, root)
+
+    def _weights_now(self) -> dict[str, Any]:
+        return {name: parameter.data for name, parameter in named_parameters(self.module).items()}
+
+    def _buffers_now(self) -> dict[str, Any]:
+        return {f"buffer {name}": array for name, array in named_buffers(self.module).items()}
 
     def check_weights(self, when: str) -> None:
         """Raises CollectiveMismatchError if ranks hold different weights. Collective."""
@@ -253,10 +257,9 @@ class Replica:
             self._is_uneven = self._weights_differ = False
         counts = self.group.all_gather(np.int64(self.steps_begun - first))
         root = int(np.argmax([int(count) for count in counts]))
-        if follow is None:
-            self.broadcast(root)
-        else:
-            broadcast_arrays(named_buffers(self.module), self.group, root)
+        weights = self._weights_now() if follow is None else {}
+        buffers = {} if self._buffers.mode == "local" else self._buffers_now()
+        broadcast_arrays(weights | buffers, self.group, root)
 
 
 def _checked_interval(check_every: Any) -> int:

@@ -198,6 +198,27 @@ def test_a_finished_rank_that_follows_has_no_gradient_of_what_the_others_do_not_
     assert run_world(2, body) == [[[-1.0, -1.0], [-2.0, -2.0]]] * 2
 
 
+@pytest.mark.parametrize("follow", [None, lambda: None])
+@pytest.mark.parametrize(("mode", "expected"), [("broadcast", [2.0, 2.0]), ("mean", [2.0, 2.0]), ("local", [1.0, 2.0])])
+def test_buffers_come_from_the_rank_with_the_most_steps_unless_they_are_local(mode, expected, follow):
+    class Buffered(Plain):
+        def named_buffers(self):
+            return [("running", self.running)]
+
+    def body(group):
+        module = Buffered(w=np.zeros(2))
+        module.running = np.zeros(1)
+        ddp = DistributedDataParallel(module, group, buffers=mode)
+        with ddp.uneven(follow):
+            for _ in range(1 + group.rank):
+                module["w"].grad = np.ones(2)
+                module.running += 1
+                ddp.sync_gradients()
+        return module.running.item()
+
+    assert run_world(2, body) == expected
+
+
 def test_mixed_dtypes_and_a_parameter_of_no_elements():
     dtypes = {"a": np.float32, "b": np.float64, "c": np.float16, "d": np.complex128}
 
