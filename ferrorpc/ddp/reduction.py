@@ -191,8 +191,8 @@ class Reduction:
 
 @contextmanager
 def abort_on_failure(reduction: Reduction, group: ProcessGroup) -> Iterator[None]:
-    """For the end of a step: an interrupt or an error ends the generation, because the other ranks wait for this one, or take the
-    step and this one may not."""
+    """For the end of a step: an interrupt or an error ends the generation, because the other ranks wait for this one, or take
+    the step and this one may not."""
     try:
         yield
     except KeyboardInterrupt:
