@@ -129,7 +129,7 @@ class Replica:
 
     def accumulate(self, count: Any) -> Iterator[int]:
         """Yields 0 to count - 1. Gradients are averaged in the last iteration only."""
-        if not isinstance(count, int) or count < 1:
+        if not isinstance(count, int | np.integer) or count < 1:
             raise UsageError(f"accumulate({count!r}) has no last part", hint="pass 1 or more")
         for index in range(count - 1):
             with self.no_sync():

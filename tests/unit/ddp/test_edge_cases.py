@@ -86,6 +86,16 @@ def test_accumulation_with_uneven_microbatches_travels_once():
     assert run_watched(2, body) == [[4.0]] * 2
 
 
+def test_accumulate_counts_by_any_integer():
+    def body(group):
+        ddp = DistributedDataParallel(Plain(w=np.zeros(2)), group)
+        with pytest.raises(UsageError, match="no last part"):
+            next(ddp.accumulate(0.5))
+        return list(ddp.accumulate(np.int64(3)))
+
+    assert run_world(1, body) == [[0, 1, 2]]
+
+
 def test_accumulate_averages_a_modules_gradients_with_the_last_part():
     parts = [1, 3]
 
