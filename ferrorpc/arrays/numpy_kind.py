@@ -32,7 +32,7 @@ class NumpyKind(Kind):
         return TensorSpec(dtype_in(array), array.shape)
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
-        array = np.asarray(x)
+        array = x if type(x) is np.ndarray else _as_array(x)
         dtype = dtype_in(array)
         check_spec(TensorSpec(dtype, array.shape), spec)
         check_writable(array)

@@ -171,4 +171,7 @@ def _aligned(count: int, unit: int) -> int:
 def _checked_order(order: Any) -> list[str]:
     if isinstance(order, str) or not isinstance(order, Iterable):
         raise UsageError(f"order={order!r} is no list of names", hint="list every name once")
-    return list(order)
+    names = list(order)
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"order={order!r} has entries that are no names", hint="names are paths: a list's first leaf is '0'")
+    return names

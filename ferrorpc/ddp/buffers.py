@@ -42,7 +42,7 @@ class Buffers:
         if mode not in MODES:
             raise UsageError(f"buffers={mode!r} is no mode", hint=f"use one of: {', '.join(MODES)}")
         self._module = module
-        self._mode = mode
+        self.mode = mode
         found = {} if mode == "local" else named_buffers(module)
         specs = []
         for name, array in found.items():
@@ -72,7 +72,7 @@ class Buffers:
 
     def _start(self, bucket: Bucket, packed: Any) -> Work[Any]:
         number = self._exchanges * len(self.layout.buckets) + bucket.index
-        if self._mode == "mean" and refusal(ReduceOp.MEAN, bucket.dtype) is None:
+        if self.mode == "mean" and refusal(ReduceOp.MEAN, bucket.dtype) is None:
             typed = self._packer.typed(bucket, packed)
             return self._stream.all_reduce(typed, number, op=ReduceOp.MEAN, out=typed)
         return self._stream.broadcast(packed, number, root=0)

@@ -30,7 +30,9 @@ def flatten(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
         if leaf is None and not with_none:
             continue
         if path in leaves:
-            raise UsageError(f"two leaves of the tree are named {path!r}", hint=f"avoid {SEPARATOR!r} in keys")
+            raise UsageError(
+                f"two leaves of the tree are named {path!r}", hint=f"avoid {SEPARATOR!r} in keys, and both 1 and '1'"
+            )
         leaves[path] = leaf
     return leaves
 

@@ -42,6 +42,7 @@ class Reduction:
         self._missing = [len(bucket.slots) for bucket in buckets.layout.buckets]
         self._received: set[str] = set()
         self._in_flight: list[BucketReduction] = []
+        self._reduced = 0
         self._parker = buckets.clock.parker()
         self._used: set[str] = set()
         self._began = buckets.clock.now()
@@ -52,6 +53,11 @@ class Reduction:
     def is_complete(self) -> bool:
         """Whether every gradient was put."""
         return len(self._received) == len(self._buckets.layout.slots)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether other ranks may wait for this one: not every bucket is reduced."""
+        return self._reduced < len(self._buckets.memory)
 
     def has(self, name: str) -> bool:
         """Whether this gradient was put."""
@@ -93,6 +99,8 @@ class Reduction:
             yield collectives.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
             return
         header = collectives.all_reduce(array[: bucket.header])
+        if self.weight == 0 and float((yield header)[bucket.weight]) == 0:
+            return  # nothing is averaged in this step, and what a hook remembers must not be sent for it
         yield from hook.exchange(Part(f"bucket{bucket.index}", array[bucket.header :], matrices(bucket)), collectives)
         yield header
 
@@ -157,6 +165,7 @@ class Reduction:
     def _finish_bucket(self, memory: BucketMemory) -> float:
         """Notes which parameters were used. Returns the sum of the weights."""
         header = memory.finish()
+        self._reduced += 1
         self._used.update(header.used)
         return float(self._buckets.size) if header.total_weight is None else header.total_weight
 
@@ -181,13 +190,19 @@ class Reduction:
 
 
 @contextmanager
-def abort_on_interrupt(reduction: Reduction, group: ProcessGroup) -> Iterator[None]:
-    """For the end of a step: an interrupt ends the generation, because the other ranks take the step and this one may not."""
+def abort_on_failure(reduction: Reduction, group: ProcessGroup) -> Iterator[None]:
+    """For the end of a step: an interrupt or an error ends the generation, because the other ranks wait for this one, or take
+    the step and this one may not."""
     try:
         yield
     except KeyboardInterrupt:
         reduction.abandon()
         group.abort("KeyboardInterrupt while gradients were averaged")
+        raise
+    except Exception as error:
+        if reduction.is_awaited or not isinstance(error, UsageError):  # if it is about the weights, all ranks raise it
+            reduction.abandon()
+            group.abort(error)
         raise
 
 

@@ -18,7 +18,7 @@ from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.reduction import Reduction, abort_on_interrupt
+from ferrorpc.ddp.reduction import Reduction, abort_on_failure
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import TensorSpec
@@ -84,9 +84,13 @@ class Replica:
 
     def broadcast(self, root: int) -> None:
         """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
-        arrays = {name: parameter.data for name, parameter in named_parameters(self.module).items()}
-        arrays.update({f"buffer {name}": array for name, array in named_buffers(self.module).items()})
-        broadcast_arrays(arrays, self.group, root)
+        broadcast_arrays(self._weights_now() | self._buffers_now(), self.group, root)
+
+    def _weights_now(self) -> dict[str, Any]:
+        return {name: parameter.data for name, parameter in named_parameters(self.module).items()}
+
+    def _buffers_now(self) -> dict[str, Any]:
+        return {f"buffer {name}": array for name, array in named_buffers(self.module).items()}
 
     def check_weights(self, when: str) -> None:
         """Raises CollectiveMismatchError if ranks hold different weights. Collective."""
@@ -125,7 +129,7 @@ class Replica:
 
     def accumulate(self, count: Any) -> Iterator[int]:
         """Yields 0 to count - 1. Gradients are averaged in the last iteration only."""
-        if not isinstance(count, int) or count < 1:
+        if not isinstance(count, int | np.integer) or count < 1:
             raise UsageError(f"accumulate({count!r}) has no last part", hint="pass 1 or more")
         for index in range(count - 1):
             with self.no_sync():
@@ -167,7 +171,7 @@ class Replica:
             used: which of the remaining parameters this rank has used. The gradient of one that it has not used, left from an
                 earlier step, counts in the mean if another rank has used it.
         """
-        with abort_on_interrupt(reduction, self.group):
+        with abort_on_failure(reduction, self.group):
             saved = {} if reduction.is_complete else self._contribute_others(reduction, used)
             reduction.finish()
             self._store(reduction)
@@ -237,6 +241,9 @@ class Replica:
         def followed(reduction: Reduction) -> None:
             if follow is not None:
                 self._store(reduction)
+                for name, parameter in self.parameters.items():
+                    if not reduction.used(name):
+                        parameter.grad = None  # as on the ranks that took the step, and not as in this rank's last one
                 self._check_weights_if_due(reduction.number)
                 follow()
 
@@ -250,10 +257,9 @@ class Replica:
             self._is_uneven = self._weights_differ = False
         counts = self.group.all_gather(np.int64(self.steps_begun - first))
         root = int(np.argmax([int(count) for count in counts]))
-        if follow is None:
-            self.broadcast(root)
-        else:
-            broadcast_arrays(named_buffers(self.module), self.group, root)
+        weights = self._weights_now() if follow is None else {}
+        buffers = {} if self._buffers.mode == "local" else self._buffers_now()
+        broadcast_arrays(weights | buffers, self.group, root)
 
 
 def _checked_interval(check_every: Any) -> int:

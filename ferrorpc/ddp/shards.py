@@ -205,15 +205,11 @@ class Shards:
         filled = [bucket for bucket in layout.buckets if any(math.prod(slot.spec.shape) for slot in bucket.slots)]
         self.shards = [Shard(bucket, group, kind) for bucket in filled]
 
-    def reduce(self, weights: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
-        """Sets every shard's `gradient` to the mean over all ranks, and its `weights` to the current ones.
-
-        Args:
-            weights: name -> array.
-            gradients: name -> this rank's gradient, or None for zeros.
+    def check(self, gradients: Mapping[str, Any]) -> None:
+        """Checks gradients for `reduce`.
 
         Raises:
-            TensorMismatchError: a gradient is not like its parameter. Nothing was sent then.
+            UsageError: one is no plain array, or (TensorMismatchError) not like its parameter.
         """
         for name, spec in self._specs.items():
             if gradients[name] is None:
@@ -225,6 +221,14 @@ class Shards:
                     f"the gradient of {name!r} is {found}, but the parameter is {spec}",
                     hint="convert parameters before their optimizer is made",
                 )
+
+    def reduce(self, weights: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
+        """Sets every shard's `gradient` to the mean over all ranks, and its `weights` to the current ones.
+
+        Args:
+            weights: name -> array.
+            gradients: name -> this rank's gradient, or None for zeros; checked before.
+        """
         for shard, work in [(shard, shard.reduce(gradients)) for shard in self.shards]:
             shard.extract(weights, shard.weights)
             shard.finish_reduce(work)

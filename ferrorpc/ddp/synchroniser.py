@@ -17,7 +17,7 @@ from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.reduction import Reduction, abort_on_interrupt
+from ferrorpc.ddp.reduction import Reduction, abort_on_failure
 from ferrorpc.ddp.replica import check_follow
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.ddp.weight_check import check_weights
@@ -315,10 +315,10 @@ class SynchronizerStep(Generic[Tree]):
             if isinstance(error, Exception | KeyboardInterrupt | CancelledError | GeneratorExit):
                 self._owner._group.abort(error)
             return
-        for name in self._added:
-            if not self._reduction.has(name):
-                self._put_in_place(name)
-        with abort_on_interrupt(self._reduction, self._owner._group):
+        with abort_on_failure(self._reduction, self._owner._group):
+            for name in self._added:
+                if not self._reduction.has(name):
+                    self._put_in_place(name)
             self._reduction.finish()
         self._means = self._owner._means(self._reduction, self._kinds)
 

@@ -68,12 +68,14 @@ class Wrapper:
         """Within it ranks may take different numbers of steps: one that has left the block counts with weight 0.
 
         A rank waits at the end of the block until all have left it. Means are over the ranks that still take part. Buffers
-        are not exchanged within the block; at its end all ranks take those of the (lowest) rank with the most steps.
+        are not exchanged within the block; at its end all ranks take those of the (lowest) rank with the most steps, unless
+        they are "local".
 
         Args:
-            follow: called on a rank that has left, after each later step, with the means in `.grad`. It does what the loop does
-                once gradients are averaged, such as `optimizer.step`, so that weights and optimizer stay the same on all
-                ranks. Without it the weights, too, are taken from the rank with the most steps.
+            follow: called on a rank that has left, after each later step, with the means in `.grad`: None for a parameter that
+                no rank used in that step, so loops must reset gradients to None, not to zeros. It does what the loop does once
+                gradients are averaged, such as `optimizer.step`, so that weights and optimizer stay the same on all ranks.
+                Without it the weights, too, are taken from the rank with the most steps.
         """
         return self._replica.uneven(follow)
 

@@ -91,6 +91,7 @@ class ZeroOptimizer:
         if leaves.keys() != self._weights.keys():
             strange = ", ".join(sorted(leaves.keys() ^ self._weights.keys()))
             raise UsageError(f"the gradients are not those of the weights: see {strange}", hint="pass each leaf, or None")
+        self._shards.check(leaves)
         self._shards.reduce(self._weights, leaves)
         self._steps += 1
         with np.errstate(all="ignore"):

@@ -11,12 +11,12 @@ from ferrorpc.errors import TensorMismatchError, UsageError
 
 
 def rows(value: Any, what: str) -> int:
-    """The length of an array, or of all arrays of a tuple, along axis 0.
+    """The length of an array, or of all arrays of a tuple, along axis 0. Nones in a tuple do not count.
 
     Raises:
         UsageError: there is no axis 0, or the arrays of the tuple differ in length.
     """
-    counts = {_rows(each, what) for each in value} if isinstance(value, tuple) else {_rows(value, what)}
+    counts = {_rows(each, what) for each in value if each is not None} if isinstance(value, tuple) else {_rows(value, what)}
     if len(counts) != 1:
         raise UsageError(f"the arrays of {what} have {sorted(counts)} rows", hint="give them the same length along axis 0")
     return counts.pop()
@@ -53,19 +53,22 @@ def cut(value: Any, counts: Sequence[int]) -> list[Any]:
     parts, start = [], 0
     for count in counts:
         part = slice(start, start + count)
-        parts.append(tuple(each[part] for each in value) if isinstance(value, tuple) else value[part])
+        is_tuple = isinstance(value, tuple)
+        parts.append(tuple(None if each is None else each[part] for each in value) if is_tuple else value[part])
         start += count
     return parts
 
 
 def join(parts: Sequence[Any], what: str) -> Any:
-    """Concatenates parts along axis 0 into a new array of their kind (or a tuple of such).
+    """Concatenates parts along axis 0 into a new array of their kind (or a tuple of such); None if all are None.
 
     Raises:
         TensorMismatchError: they differ in dtype, or in shape beyond axis 0.
     """
     if isinstance(parts[0], tuple):
         return tuple(join([part[place] for part in parts], what) for place in range(len(parts[0])))
+    if all(part is None for part in parts):
+        return None
     specs = [spec_of(part) for part in parts]
     first = specs[0]
     if any(spec.dtype != first.dtype or not spec.shape or spec.shape[1:] != first.shape[1:] for spec in specs):
@@ -153,6 +156,6 @@ def _rows(value: Any, what: str) -> int:
     if not shape:
         raise UsageError(
             f"{what} is a {type(value).__name__} without rows",
-            hint="pass an array, a tuple of arrays, or a list of microbatches",
+            hint="pass an array, a tuple of arrays, or a list of microbatches; weight= says what a target without rows counts",
         )
     return int(shape[0])

@@ -6,6 +6,7 @@ The most expensive piece determines the speed of a pipeline, so its cost is mini
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from numbers import Integral
@@ -44,7 +45,8 @@ def cut(
         clock: for the measurements.
 
     Raises:
-        UsageError: the model is no Sequential, it has fewer modules than pieces, `by` is unknown, or `sample` is missing.
+        UsageError: the model is no Sequential, or has a forward() of its own; it has fewer modules than pieces, `by` is
+            unknown, or `sample` is missing.
     """
     _check(model, pieces)
     if not 1 <= pieces <= len(model):
@@ -57,8 +59,8 @@ def cut(
         costs = _agreed(_times(model, sample, clock), group)
     else:
         raise UsageError(f"cut by {by!r}", hint='use "parameters" or "time"')
-    bounds = balanced(costs, pieces)
-    return [model[start:stop] for start, stop in pairwise(bounds)]
+    modules = list(model._modules.items())
+    return [torch.nn.Sequential(OrderedDict(modules[start:stop])) for start, stop in pairwise(balanced(costs, pieces))]
 
 
 def _check(model: Any, pieces: Any) -> None:
@@ -67,6 +69,11 @@ def _check(model: Any, pieces: Any) -> None:
         is_list = isinstance(model, list | tuple | torch.nn.ModuleList)
         hint = "torch.nn.Sequential(*modules) makes one" if is_list else "pass the model as a sequence of its parts"
         raise UsageError(f"model={shown} is no torch.nn.Sequential", hint=hint)
+    if type(model).forward is not torch.nn.Sequential.forward:
+        raise UsageError(
+            f"{type(model).__name__} has a forward() of its own, which its pieces would lack",
+            hint="make a torch.nn.Sequential of its parts, with modules for what forward() does besides",
+        )
     if not isinstance(pieces, Integral):
         raise UsageError(f"pieces={pieces!r} is no whole number", hint="pass schedule.virtual_stages")
 
@@ -98,7 +105,7 @@ def _times(model: torch.nn.Sequential, sample: torch.Tensor | None, clock: Clock
         raise UsageError("time can be measured on a sample only", hint=_SAMPLE)
     if not isinstance(sample, torch.Tensor):
         raise UsageError(f"the sample is a {type(sample).__name__}", hint=f"{_SAMPLE}, as a tensor")
-    x = sample.detach()
+    x = sample.detach().clone()
     times = []
     with torch.random.fork_rng():
         for module in model:
@@ -110,9 +117,9 @@ def _times(model: torch.nn.Sequential, sample: torch.Tensor | None, clock: Clock
 
 
 def _once(module: torch.nn.Module, x: torch.Tensor, clock: Clock) -> float:
-    leaf = x.detach().requires_grad_(x.is_floating_point())
+    copied = x.detach().requires_grad_(x.is_floating_point()).clone()  # which modules may write to, unlike to a leaf
     start = _now(x, clock)
-    y = module(leaf)
+    y = module(copied)
     if y.requires_grad:
         y.backward(torch.ones_like(y))
     return _now(x, clock) - start

@@ -3,14 +3,15 @@
 The autograd graph is traversed once after the forward pass. A node is on an input path if inputs can be reached from it. If
 such a node also leads to weights off these paths, the gradient that arrives at it is kept while the inputs' gradients are
 computed, and later propagated to these weights alone (the idea of Qi et al., "Zero Bubble Pipeline Parallelism",
-arXiv:2401.10241). A weight that several such nodes lead to would get several separate gradients, so its gradient is computed
-with the inputs'. The traversal costs O(nodes) in Python.
+arXiv:2401.10241). The same holds for the node of an output that does not depend on the inputs; its gradient is known from the
+beginning. A weight that several such nodes lead to would get several separate gradients, so its gradient is computed with the
+inputs'. The traversal costs O(nodes) in Python.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,11 +30,14 @@ class SplitBackward:
     def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         self._inputs = list(inputs)
         self._outputs = list(outputs)
+        self._edges = [get_gradient_edge(each) for each in self._outputs]
         self._arrived: dict[Any, tuple[torch.Tensor | None, ...]] = {}
         self._given: list[torch.Tensor | None] = []
         ends = {get_gradient_edge(each).node for each in self._inputs}
-        self._input_paths = _reaching([get_gradient_edge(each).node for each in self._outputs], ends) if ends else set()
-        branches = {node: leaves for node in self._input_paths if node not in ends and (leaves := self._leaves_beside(node))}
+        starts = {edge.node for edge in self._edges}
+        self._input_paths = _reaching(starts, ends) if ends else set()
+        branches = {node: self._leaves_beside(node) for node in self._input_paths - ends}
+        branches |= {node: _leaves([node]) for node in starts - self._input_paths}
         count = Counter(leaf for leaves in branches.values() for leaf in leaves)
         self._shared = [leaf.variable for leaf, times in count.items() if times > 1]
         self._later = {
@@ -51,7 +55,8 @@ class SplitBackward:
         self._given = list(grads)
         if not self._input_paths:
             return
-        hooks = [node.register_prehook(partial(self._arrived.__setitem__, node)) for node in self._later]
+        nodes = self._input_paths.intersection(self._later)
+        hooks = [node.register_prehook(partial(self._arrived.__setitem__, node)) for node in nodes]
         try:
             wanted = [*self._inputs, *self._shared]
             torch.autograd.backward(self._outputs, self._given, retain_graph=True, inputs=wanted)
@@ -65,20 +70,36 @@ class SplitBackward:
             torch.autograd.backward(self._outputs, self._given)
             return
         for node, weights in self._later.items():
-            arrived = [
-                (GradientEdge(node, place), grad) for place, grad in enumerate(self._arrived.get(node, ())) if grad is not None
-            ]
-            if arrived:
-                edges, grads = zip(*arrived, strict=True)
-                torch.autograd.backward(edges, grads, inputs=weights)
+            if node in self._input_paths:
+                self._continue_from(node, weights)
+            else:
+                roots = [(edge, grad) for edge, grad in zip(self._edges, self._given, strict=True) if edge.node == node]
+                torch.autograd.backward(*zip(*roots, strict=True), inputs=weights)
+
+    def _continue_from(self, node: Any, weights: Sequence[torch.Tensor]) -> None:
+        """Propagates the gradient that arrived at a node to these weights."""
+        arrived = self._arrived.get(node, ())
+        roots = [(GradientEdge(node, place), grad) for place, grad in enumerate(arrived) if grad is not None]
+        if not roots:
+            return
+        # Hooks of tensors run again, on what they have already changed; this hook runs after them.
+        hook = node.register_prehook(lambda _: arrived)
+        try:
+            torch.autograd.backward(*zip(*roots, strict=True), inputs=weights)
+        finally:
+            hook.remove()
 
     def _leaves_beside(self, node: Any) -> list[Any]:
         """The leaves that a node on an input path leads to by edges off these paths."""
-        beside = [after for after, _ in node.next_functions if after is not None and after not in self._input_paths]
-        return [each for each in _all_after(beside) if hasattr(each, "variable")]
+        return _leaves([after for after, _ in node.next_functions if after is not None and after not in self._input_paths])
 
 
-def _all_after(nodes: Sequence[Any]) -> Iterator[Any]:
+def _leaves(nodes: Iterable[Any]) -> list[Any]:
+    """The leaves among the nodes and all nodes that can be reached from them."""
+    return [each for each in _all_after(nodes) if hasattr(each, "variable")]
+
+
+def _all_after(nodes: Iterable[Any]) -> Iterator[Any]:
     """The nodes and all nodes that can be reached from them, each once."""
     seen = set(nodes)
     waiting = list(seen)
@@ -91,7 +112,7 @@ def _all_after(nodes: Sequence[Any]) -> Iterator[Any]:
                 waiting.append(after)
 
 
-def _reaching(roots: Sequence[Any], ends: set[Any]) -> set[Any]:
+def _reaching(roots: Iterable[Any], ends: set[Any]) -> set[Any]:
     """The nodes on a path from a root to an end."""
     reachable = list(_all_after(roots))
     before: dict[Any, list[Any]] = {}

@@ -43,7 +43,8 @@ class Stage:
     Args:
         module: any torch module. Its own state, such as running statistics, is updated by every microbatch.
         split: whether schedules may split its backward pass in two. Pass False for modules whose graph is one node, such as
-            compiled ones, which would do everything twice; and for re-entrant checkpoints, which torch refuses then.
+            compiled ones, which would do everything twice; and for re-entrant checkpoints, which torch refuses then. Hooks of
+            tensors may be called in both parts; what they return counts once.
 
     Raises:
         UsageError: it is no torch module.
@@ -139,7 +140,7 @@ def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[An
             loss = criterion(leaves, target)
         _check_loss(loss)
         loss.backward()
-        grads = tuple(each.grad for each in leaves) if isinstance(leaves, tuple) else leaves.grad
+        grads = tuple(map(_grad_of, leaves)) if isinstance(leaves, tuple) else leaves.grad
         return loss.detach(), grads
 
     return loss_fn
@@ -211,6 +212,10 @@ def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.T
     return [y for y, _ in pairs], [grad for _, grad in pairs]
 
 
+def _grad_of(leaf: Any) -> Any:
+    return None if leaf is None else leaf.grad
+
+
 def _gradients(context: Context) -> Any:
-    grads = tuple(None if each is None else each.grad for each in context.inputs)
+    grads = tuple(map(_grad_of, context.inputs))
     return grads if context.is_tuple else grads[0]

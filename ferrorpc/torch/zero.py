@@ -83,19 +83,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
             This rank's result of `closure`, if given. It is called once, before the step.
 
         Raises:
-            UsageError: a parameter that was frozen when the optimizer was made has a gradient. Nothing was sent then.
+            UsageError: a parameter that was frozen when the optimizer was made has a gradient, or a gradient is sparse. Nothing
+                was sent then.
         """
         if closure is not None and not callable(closure):
             raise UsageError(
                 f"closure={closure!r} is no function", hint="step() takes no loss, and no gradients: they are in .grad"
             )
-        loss = None if closure is None else closure()
+        with torch.enable_grad():  # as torch's own do
+            loss = None if closure is None else closure()
         for members, trained in zip(self.param_groups, self._trainable_groups, strict=True):
             _check_frozen(members, trained)
         self._copy_settings()
-        for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
-            weights = {name: parameter.detach() for name, parameter in trained.items()}
-            shards.reduce(weights, {name: parameter.grad for name, parameter in trained.items()})
+        gradients = [{name: parameter.grad for name, parameter in trained.items()} for trained in self._trainable_groups]
+        for shards, own in zip(self._shards, gradients, strict=True):
+            shards.check(own)
+        for shards, trained, own in zip(self._shards, self._trainable_groups, gradients, strict=True):
+            shards.reduce({name: parameter.detach() for name, parameter in trained.items()}, own)
         self._inner.step()
         for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
             shards.gather({name: parameter.detach() for name, parameter in trained.items()})

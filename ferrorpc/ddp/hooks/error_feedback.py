@@ -59,11 +59,15 @@ class ErrorFeedback(Hook):
         if type(before) is not type(ops):
             residue = ops.from_host(before.to_host(residue))
         self._residues[part.key] = ops, residue
+        given = None
+        if part.wants_delivered:  # all of it, sooner or later: an outer hook must not remember it as well
+            given = ops.zeros(part.values.size)
+            ops.assign(given, part.values)
         ops.add(part.values, residue)
         ops.assign(residue, part.values)
         delivered = yield from self._hook.exchange(Part(part.key, part.values, part.matrices, True), collectives)
         ops.subtract_delivered(residue, delivered)
-        return delivered
+        return given
 
     def state(self) -> dict[str, Array]:
         residues = {_PREFIX + key: ops.to_host(residue) for key, (ops, residue) in self._residues.items()}

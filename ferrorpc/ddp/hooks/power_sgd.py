@@ -29,8 +29,12 @@ from ferrorpc.work import Work
 
 RANK_MAX: Final = 4
 _PREFIX = "q/"
+_FACTORS = "factors/"
+"""The prefix of the state of the hook for the factors."""
 _LEAST_SAVING = 2
 _TINY = np.float32(1e-30)
+_DEPENDENT = np.float32(1e-5)
+"""If no more than this share of a column is left without its projections, that is rounding error."""
 
 
 class PowerSGD(Hook):
@@ -103,11 +107,12 @@ class PowerSGD(Hook):
         return start
 
     def state(self) -> dict[str, Array]:
-        return {_PREFIX + key: start.copy() for key, start in self._starts.items()} | self._hook.state()
+        starts = {_PREFIX + key: start.copy() for key, start in self._starts.items()}
+        return starts | {_FACTORS + name: array for name, array in self._hook.state().items()}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         own = {name for name in state if name.startswith(_PREFIX)}
-        self._hook.load_state({name: array for name, array in state.items() if name not in own})
+        self._hook.load_state({name.removeprefix(_FACTORS): array for name, array in state.items() if name not in own})
         self._starts = {name.removeprefix(_PREFIX): np.array(state[name], np.float32) for name in own}
 
 
@@ -139,7 +144,11 @@ def _product(left: Array, right: Array) -> Array:
 
 
 def _orthogonal(p: Array) -> Array:
-    """Orthonormalises the columns of P by the modified Gram-Schmidt process; columns of zeros stay zeros.
+    """Orthonormalises the columns of P by the modified Gram-Schmidt process. Columns that depend on earlier ones become zeros,
+    as where a gradient has a lower rank than P.
+
+    Projections are taken out twice: where they were most of a column, rounding errors are a large part of what is left, and are
+    not orthogonal to the other columns. "Twice is enough": Giraud, Langou and Rozloznik, 2005.
 
     It uses NumPy's own sums, not a matrix library's, so equal P have equal results on every machine.
     """
@@ -150,10 +159,19 @@ def _orthogonal(p: Array) -> Array:
             if largest == 0:
                 continue
             column /= largest  # so that no square underflows or overflows
-            for other in columns[:index]:
-                column -= (column * other).sum() * other
-            column /= np.sqrt((column * column).sum())
+            length = _length(column)
+            for _ in range(2):
+                for other in columns[:index]:
+                    column -= (column * other).sum() * other
+                left = _length(column)
+                column /= np.inf if left <= _DEPENDENT * length else left
+                length = np.float32(1)
     return np.stack(columns, axis=1)
+
+
+def _length(column: Array) -> np.float32:
+    length: np.float32 = np.sqrt((column * column).sum())
+    return length
 
 
 def _expand(basis: Array, q: Array, out: Array) -> None:

@@ -12,6 +12,7 @@ from itertools import product
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import B, F, I, Kind, W
+from ferrorpc.pipeline.schedules.building_blocks import check
 from ferrorpc.pipeline.schedules.hill_climbing import MakespanModel, improve
 from ferrorpc.pipeline.schedules.list_scheduling import ListScheduler, PriorityRule
 from ferrorpc.pipeline.schedules.named import NAMED, named
@@ -41,20 +42,21 @@ def search(
         microbatches: how many there are.
 
     Raises:
-        UsageError: costs are missing or of different lengths, or no schedule keeps the cap.
+        UsageError: costs are missing or of different lengths, there is no microbatch, or no schedule keeps the cap.
     """
     if set(costs) != set(COST_NAMES) or len({len(costs[name]) for name in COST_NAMES}) != 1:
         raise UsageError(
             f"costs are lists of one length called {', '.join(COST_NAMES)}; these are {dict(costs)}",
             hint="give each a number for every rank",
         )
+    check("search", ranks=len(costs["forward"]), microbatches=microbatches)
     ranked = sorted(_fitting(costs, latency, memory_cap, microbatches), key=lambda found: found[:3])
     if not ranked:
         raise UsageError(f"no schedule holds at most {memory_cap} activations a rank", hint="raise memory_cap")
     makespan, _, _, best = ranked[0]
     for _, _, _, schedule in ranked[:CLIMBS]:
         chunks = schedule.virtual_stages // schedule.stages
-        caps = None if memory_cap is None else [int(memory_cap * chunks + 1e-9)] * schedule.stages
+        caps = None if memory_cap is None else [int(min(memory_cap, microbatches) * chunks + 1e-9)] * schedule.stages
         climbed = improve(schedule, _by_piece(schedule, costs), latency, caps, TRIALS)
         found = MakespanModel(climbed, _by_piece(climbed, costs), latency).makespan(climbed.actions)
         if found < makespan - 1e-9:

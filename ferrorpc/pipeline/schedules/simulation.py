@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, TypedDict
 
@@ -110,8 +111,9 @@ def _lane(rank: int, pieces: Sequence[int]) -> str:
 
 def _of_pieces(cost: Cost, table: Table) -> list[float]:
     """The cost of each piece of the model."""
-    given = cost if isinstance(cost, Iterable) and not isinstance(cost, str) else [cost] * table.stages
-    costs = [_number(each, "a cost") for each in given]
+    given: Any = cost
+    is_list = isinstance(given, Iterable) and not isinstance(given, str) and getattr(given, "ndim", 1) > 0
+    costs = [_number(each, "a cost") for each in (given if is_list else [given] * table.stages)]
     if len(costs) == table.stages:
         held = [len(table.pieces(rank)) for rank in range(table.stages)]
         return [costs[rank] / held[rank] for rank in table.placement]
@@ -123,6 +125,9 @@ def _of_pieces(cost: Cost, table: Table) -> list[float]:
 
 def _number(value: Any, what: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        raise UsageError(f"{value!r} is no number, so it cannot be {what}", hint="give time units, 0 or more") from None
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise UsageError(f"{value!r} is no time, so it cannot be {what}", hint="give a number of time units, 0 or more")
+    return number

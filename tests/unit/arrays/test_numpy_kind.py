@@ -219,6 +219,8 @@ def test_out_without_elements_is_fine():
 def test_out_must_be_an_array():
     with pytest.raises(UsageError, match="list"):
         view_out([0.0], TensorSpec(DType.FLOAT64, (1,)))
+    with pytest.raises(UsageError, match="masked"):
+        view_out(np.ma.masked_array([0.0], [True]), TensorSpec(DType.FLOAT64, (1,)))
 
 
 def test_the_input_itself_is_in_place_and_partial_overlap_is_refused():

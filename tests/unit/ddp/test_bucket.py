@@ -41,7 +41,7 @@ def test_another_order_than_the_reverse_may_be_expected():
     layout = lay_out(parameters, cap_bytes=800, order=["b", "c", "a"])
     assert names(layout) == [["b", "c"], ["a"]]
     assert layout.text != lay_out(parameters, cap_bytes=800).text
-    for order in (["a", "b"], ["a", "b", "c", "c"], ["a", "b", "x"]):
+    for order in (["a", "b"], ["a", "b", "c", "c"], ["a", "b", "x"], [0, 1, 2]):
         with pytest.raises(UsageError, match="order="):
             lay_out(parameters, cap_bytes=800, order=order)
 

@@ -86,6 +86,16 @@ def test_accumulation_with_uneven_microbatches_travels_once():
     assert run_watched(2, body) == [[4.0]] * 2
 
 
+def test_accumulate_counts_by_any_integer():
+    def body(group):
+        ddp = DistributedDataParallel(Plain(w=np.zeros(2)), group)
+        with pytest.raises(UsageError, match="no last part"):
+            next(ddp.accumulate(0.5))
+        return list(ddp.accumulate(np.int64(3)))
+
+    assert run_world(1, body) == [[0, 1, 2]]
+
+
 def test_accumulate_averages_a_modules_gradients_with_the_last_part():
     parts = [1, 3]
 
@@ -174,6 +184,49 @@ def test_a_finished_rank_that_follows_needs_nobodys_weights():
         return len(steps), module["w"].data.tolist()
 
     assert run_world(2, body) == [(2, [-5.5, -5.5]), (0, [-5.5, -5.5])]
+
+
+def test_a_finished_rank_that_follows_has_no_gradient_of_what_the_others_do_not_use():
+    def body(group):
+        module = Plain(first=np.zeros(2), later=np.zeros(2))
+        ddp = DistributedDataParallel(module, group)
+
+        def update():
+            for each in module.parameters():
+                if each.grad is not None:
+                    each.data -= each.grad
+
+        with ddp.uneven(update):
+            for step in range(1 + 2 * group.rank):
+                for each in module.parameters():
+                    each.grad = None
+                module["later" if step else "first"].grad = np.ones(2)
+                ddp.sync_gradients()
+                update()
+        return [each.data.tolist() for each in module.parameters()]
+
+    assert run_world(2, body) == [[[-1.0, -1.0], [-2.0, -2.0]]] * 2
+
+
+@pytest.mark.parametrize("follow", [None, lambda: None])
+@pytest.mark.parametrize(("mode", "expected"), [("broadcast", [2.0, 2.0]), ("mean", [2.0, 2.0]), ("local", [1.0, 2.0])])
+def test_buffers_come_from_the_rank_with_the_most_steps_unless_they_are_local(mode, expected, follow):
+    class Buffered(Plain):
+        def named_buffers(self):
+            return [("running", self.running)]
+
+    def body(group):
+        module = Buffered(w=np.zeros(2))
+        module.running = np.zeros(1)
+        ddp = DistributedDataParallel(module, group, buffers=mode)
+        with ddp.uneven(follow):
+            for _ in range(1 + group.rank):
+                module["w"].grad = np.ones(2)
+                module.running += 1
+                ddp.sync_gradients()
+        return module.running.item()
+
+    assert run_world(2, body) == expected
 
 
 def test_mixed_dtypes_and_a_parameter_of_no_elements():

@@ -38,6 +38,10 @@ HOOKS = {
     "power with feedback": lambda: ErrorFeedback(PowerSGD(4)),
     "power, factors in bf16": lambda: ErrorFeedback(PowerSGD(2, Compress("bf16"))),
 }
+NESTED = {
+    "feedback twice": lambda: ErrorFeedback(ErrorFeedback(TopK(0.1))),
+    "feedback of factors": lambda: ErrorFeedback(PowerSGD(2, ErrorFeedback(Compress("int8")))),
+}
 hooks = pytest.mark.parametrize("make", HOOKS.values(), ids=HOOKS)
 
 
@@ -112,7 +116,9 @@ def test_int8_is_as_far_off_as_its_codec_says():
             assert np.abs(found[name] - wanted).max() <= 3 * np.abs(wanted).max() * 2 / 127
 
 
-@pytest.mark.parametrize("make", [HOOKS[name] for name in HOOKS if "feedback" in name or "factors" in name])
+@pytest.mark.parametrize(
+    "make", [*(HOOKS[name] for name in HOOKS if "feedback" in name or "factors" in name), *NESTED.values()]
+)
 def test_with_feedback_everything_arrives_in_the_end(make):
     """Constant gradients: the error of the mean over many steps is bounded, because the residue is."""
     rounds = 150
@@ -153,6 +159,25 @@ def test_a_round_that_is_broken_off_leaves_all_of_its_values_to_the_next(make):
     np.testing.assert_allclose(rest, gained, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [HOOKS[name] for name in HOOKS if "feedback" in name])
+def test_a_step_in_which_all_weights_are_zero_delivers_nothing(make):
+    """An `uneven` block ends with such a step."""
+
+    def body(group):
+        hook = make()
+        sync = synchroniser(group, hook)
+        sync(grads(group.rank))
+        before = hook.state()
+        with sync.uneven():
+            pass
+        with pytest.raises(UsageError, match="sum to zero"):
+            sync(grads(group.rank), weight=0)
+        after = hook.state()
+        return all(np.array_equal(after[name], before[name]) for name in before)
+
+    assert run_world(2, body) == [True, True]
+
+
 def test_without_feedback_a_low_rank_leaves_the_rest_out_for_ever():
     def body(group):
         sync = synchroniser(group, PowerSGD(1))
@@ -176,6 +201,21 @@ def test_a_matrix_of_low_rank_comes_whole_after_one_warm_step():
 
     for found in run_world(3, body):
         np.testing.assert_allclose(found, 2 * product, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+@pytest.mark.parametrize("rows", [[3], [3, 17], range(40)])
+def test_a_matrix_of_a_lower_rank_than_the_factors_is_exact_as_well(rank: int, rows):
+    """As the gradient of an embedding for one token, or of a layer for one sample."""
+    gradient = np.zeros((40, 30), np.float32)
+    gradient[rows] = np.outer(np.random.default_rng(1).standard_normal(len(rows)), np.arange(30) - 7)
+
+    def body(group):
+        sync = ferrorpc.GradientSynchronizer({"w": gradient}, group, hook=PowerSGD(rank))
+        return [sync({"w": gradient})["w"] for _ in range(3)]
+
+    for found in run_world(2, body)[0]:
+        np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-4)
 
 
 def test_the_largest_values_are_added_in_rank_order_and_the_others_wait():
@@ -229,9 +269,9 @@ def test_half_types_go_through_float32_and_wider_ones_as_they_are():
         assert set(found["double"].tolist()) == {1.5e-300}
 
 
-@pytest.mark.parametrize("name", ["int8 with feedback", "power, factors in bf16", "top tenth with feedback"])
+@pytest.mark.parametrize("name", ["int8 with feedback", "power, factors in bf16", "top tenth with feedback", *NESTED])
 def test_a_restored_hook_goes_on_with_the_same_bits(name):
-    make = HOOKS[name]
+    make = (HOOKS | NESTED)[name]
 
     def body(group):
         hook = make()

@@ -13,8 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ferrorpc.ddp.hooks import Compress, ErrorFeedback
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.reduction import Reduction
+from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
 from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError, TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec
@@ -201,6 +203,52 @@ def test_a_rank_that_raises_in_its_backward_pass_tells_the_others_at_once():
 
     for message in run_world(3, body):
         assert "ZeroDivisionError" in message
+
+
+def test_a_hook_that_fails_on_one_rank_ends_the_generation():
+    """The others wait for what the hook would have sent."""
+
+    def body(group):
+        hook = ErrorFeedback(Compress("bf16"))
+        module = Plain(a=np.ones(2, np.float32))
+        ddp = DistributedDataParallel(module, group, hook=hook)
+        module["a"].grad = np.ones(2, np.float32)
+        if group.rank == 1:
+            hook.load_state({"residue/bucket0": np.zeros(5, np.float32)})
+            with pytest.raises(UsageError, match="residue"):
+                ddp.sync_gradients()
+        with pytest.raises(GroupAbortedError, match="rank 1") as caught:
+            ddp.sync_gradients()
+        return caught.value.cause
+
+    assert ["has 5 values for 2" in cause for cause in run_world(2, body)] == [True, True]
+
+
+def test_a_step_that_fails_on_one_rank_when_all_gradients_are_there_ends_the_generation(monkeypatch):
+    """As when a signal handler raises: the others take the step."""
+    victims, store = [], Replica._store
+
+    def fails(self, reduction):
+        if threading.get_ident() in victims:
+            raise TimeoutError("time is up")
+        store(self, reduction)
+
+    monkeypatch.setattr(Replica, "_store", fails)
+
+    def body(group):
+        ddp = DistributedDataParallel(Plain(a=np.ones(2)), group)
+        if group.rank == 1:
+            victims.append(threading.get_ident())
+            with pytest.raises(TimeoutError):
+                ddp.sync_gradients()
+        else:
+            with suppress(GroupAbortedError):
+                ddp.sync_gradients()
+        with pytest.raises(GroupAbortedError) as later:
+            group.barrier()
+        return later.value.rank
+
+    assert run_world(2, body) == [1, 1]
 
 
 def averaged_by_a_step(group):

@@ -18,6 +18,8 @@ def test_a_batch_is_cut_as_numpy_does():
 def test_tuples_are_cut_together_and_lists_are_microbatches_already():
     parts = split((np.arange(4), np.arange(8).reshape(4, 2)), 2, "x")
     assert [(a.tolist(), b.tolist()) for a, b in parts] == [([0, 1], [[0, 1], [2, 3]]), ([2, 3], [[4, 5], [6, 7]])]
+    parts = split((None, np.arange(4)), 2, "x")
+    assert [(a, b.tolist()) for a, b in parts] == [(None, [0, 1]), (None, [2, 3])]
     mine = [np.zeros(3), np.zeros(5)]
     assert split(mine, 2, "x") is mine
 
@@ -31,6 +33,7 @@ def test_tuples_are_cut_together_and_lists_are_microbatches_already():
         (np.array(1.0), "without rows"),
         (7, "x is a int without rows"),
         ((np.zeros(4), np.zeros(5)), r"\[4, 5\] rows"),
+        ((None, None), r"\[\] rows"),
     ],
 )
 def test_what_is_no_batch_is_refused(value, message: str):
@@ -44,6 +47,8 @@ def test_outputs_are_joined_along_axis_0():
     assert whole.dtype == np.float32
     assert whole.tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     assert [each.shape for each in join([(first, first), (second, second)], "outputs")] == [(3, 3), (3, 3)]
+    left, right = join([(first, None), (second, None)], "outputs")
+    assert (left.shape, right) == ((3, 3), None)
     with pytest.raises(TensorMismatchError, match="cannot be joined"):
         join([first, np.zeros((1, 4), np.float32)], "outputs")
     with pytest.raises(TensorMismatchError, match="cannot be joined"):

@@ -105,9 +105,10 @@ def test_costs_are_of_ranks_or_of_pieces():
     by_piece = schedule.simulate(forward=[1.0, 2.0, 3.0, 4.0])
     assert {span.name: span.stop - span.start for span in by_piece.spans}["3F0"] == 4.0
     one = schedule.simulate().makespan
-    assert schedule.simulate(np.float32(1), np.int64(1), np.ones(2)).makespan == one
-    for wrong in ({"forward": None}, {"backward_input": "two"}, {"backward_weight": [1, "two"]}, {"latency": None}):
-        with pytest.raises(UsageError, match=r"is no number, so it cannot be a (cost|latency)"):
+    assert schedule.simulate(np.float32(1), np.array(1), np.ones(2)).makespan == one
+    wrongs = [{"forward": None}, {"backward_input": "two"}, {"backward_weight": [1, "two"]}, {"latency": None}]
+    for wrong in [*wrongs, {"forward": float("inf")}, {"backward_input": [1, -1]}, {"latency": -1}, {"transfer": float("nan")}]:
+        with pytest.raises(UsageError, match=r"is no time, so it cannot be a (cost|latency|transfer)(.|\n)*0 or more"):
             schedule.simulate(**wrong)
     with pytest.raises(UsageError, match=r"a list of 3 costs(.|\n)*a list of 2 or 4"):
         schedule.simulate(forward=[1.0, 2.0, 3.0])

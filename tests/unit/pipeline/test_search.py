@@ -71,6 +71,16 @@ def test_a_cap_that_nothing_fits_and_costs_that_are_none_are_refused():
         schedules.search({"forward": [1.0]})
     with pytest.raises(UsageError, match="lists of one length"):
         schedules.search({**EQUAL, "forward": [1.0]})
+    with pytest.raises(UsageError, match="microbatches=0"):
+        schedules.search(EQUAL, microbatches=0)
+    with pytest.raises(UsageError, match="ranks=0"):
+        schedules.search({name: [] for name in COST_NAMES})
+
+
+def test_a_cap_without_end_is_none():
+    costs = {name: [1.0, 1.0] for name in COST_NAMES}
+    found = schedules.search(costs, memory_cap=float("inf"), microbatches=2)
+    assert found.actions == schedules.search(costs, microbatches=2).actions
 
 
 def by_piece(schedule: Schedule) -> dict[tuple[Kind, int], float]:

@@ -107,6 +107,34 @@ def test_by_time_the_model_is_left_as_it_was():
     assert torch.equal(random, torch.get_rng_state())
 
 
+def test_by_time_modules_may_write_to_their_input():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Flatten())
+    sample = torch.randn(3, 4)
+    before = sample.clone()
+    assert len(cut(model, 2, by="time", sample=sample)) == 2
+    assert torch.equal(sample, before)
+
+
+class Net(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def test_a_class_derived_from_sequential_is_cut_unless_its_forward_is_its_own():
+    model = Net(3)
+    first, second = cut(model, 2)
+    x = torch.randn(2, 3)
+    assert torch.equal(second(first(x)), model(x))
+    assert [name for name, _ in second.named_parameters()] == ["2.weight", "2.bias"]
+    with pytest.raises(UsageError, match=r"Residual has a forward\(\) of its own"):
+        cut(Residual(nn.Linear(3, 3), nn.Tanh()), 2)
+
+
 def test_all_ranks_cut_as_the_first_one_measured():
     model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(9)))
 

@@ -301,6 +301,23 @@ def test_uneven_inputs_neither_hang_nor_bend_the_mean(follows: bool) -> None:
         torch.testing.assert_close(results[0][0][name], parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("views", [True, False])
+def test_a_rank_that_follows_takes_no_step_with_what_the_others_do_not_use(views: bool) -> None:
+    """Its own last gradient of the left layer would move the momentum once more."""
+
+    def body(group):
+        ddp = DistributedDataParallel(Branches(), group, gradient_as_bucket_view=views)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        with ddp.uneven(optimizer.step):
+            for step in range(1 + 2 * group.rank):
+                optimizer.zero_grad()
+                ddp(batch(group.rank, step), "right" if step else "left").square().sum().backward()
+                optimizer.step()
+        return {name: p.detach().clone() for name, p in ddp.named_parameters()}
+
+    check_same(run_world(2, body))
+
+
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

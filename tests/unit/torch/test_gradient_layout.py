@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.errors import GroupAbortedError, TensorMismatchError, UsageError
 from ferrorpc.testing import run_world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -133,6 +133,21 @@ def test_a_sparse_gradient_names_its_parameter() -> None:
             ddp(torch.tensor([group.rank])).sum().backward()
 
     run_world(2, body)
+
+
+def test_a_gradient_that_only_one_rank_cannot_send_is_what_the_others_hear_of() -> None:
+    """Also in the first step, whose gradients are all sent at its end, and if the error is caught."""
+
+    def body(group):
+        ddp = DistributedDataParallel(nn.Embedding(4, 2, sparse=True), group)
+        if group.rank == 1:
+            with pytest.raises(UsageError, match="sparse"):
+                ddp(torch.tensor([0])).sum().backward()
+        with pytest.raises(GroupAbortedError) as caught:
+            ddp.module.weight.sum().backward()
+        return caught.value.rank, "sparse" in caught.value.cause
+
+    assert run_world(2, body) == [(1, True)] * 2
 
 
 def test_a_lazy_parameter_is_refused_before_anything_listens_to_the_others() -> None:

@@ -164,6 +164,21 @@ class Ignoring(nn.Module):
         return self.weight.expand(len(x), WIDTH) * 2
 
 
+class Hooked(nn.Module):
+    """Its layer's output, and its own, have hooks that change the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        hidden.register_hook(lambda grad: grad.clamp(-0.1, 0.1) + 1)
+        y = self.last(torch.tanh(hidden))
+        y.register_hook(lambda grad: 3 * grad)
+        return y
+
+
 def frozen() -> nn.Module:
     block = Block(1)
     block.up.weight.requires_grad_(False)
@@ -174,6 +189,7 @@ MODULES = {
     "block": lambda: Block(0),
     "deep": lambda: nn.Sequential(*(Block(number) for number in range(3))),
     "custom function": ByHand,
+    "hooks of tensors": Hooked,
     "derived weights": Derived,
     "attention": Attention,
     "no way to the input": Ignoring,
@@ -203,6 +219,36 @@ def test_a_backward_in_two_is_the_whole_one(name: str):
     for mine, theirs in pairs:
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Beside(nn.Module):
+    """Only its first output depends on its input; the second shares a weight with it, and the last is a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.shift = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        first, second = (2 * self.scale).split([1, 2])
+        return self.layer(x), self.layer.weight.sum(0), first, second, self.shift
+
+
+def test_weights_of_outputs_that_do_not_depend_on_the_input_get_their_gradients():
+    torch.manual_seed(0)
+    found = []
+    stage = Stage(Beside())
+    for is_split in (False, True):
+        stage.module.zero_grad()
+        y, context = stage.forward(batch(5, 1)[0])
+        grads = tuple(torch.arange(1.0, each.numel() + 1).view_as(each) for each in y)
+        if is_split:
+            stage.backward_input(context, grads)
+            stage.backward_weight(context, grads)
+        else:
+            stage.backward(context, grads)
+        found.append([each.grad for each in stage.module.parameters()])
+    for whole, split in zip(*found, strict=True):
+        torch.testing.assert_close(split, whole)
 
 
 def test_weights_wait_for_the_second_half():
@@ -269,6 +315,37 @@ def test_several_inputs_and_outputs_some_without_gradients():
     assert torch.equal(grads[0], torch.ones_like(x))
     assert grads[1] is None
     assert torch.allclose(stage.module.weight.grad, x.sum(0))
+
+
+class Scores(nn.Module):
+    """What models give as (logits, auxiliary output or None)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight, None
+
+
+def test_the_last_stage_may_return_nones_among_its_tensors():
+    x, target = batch(6, 0)
+
+    def body(group):
+        stage = Stage(Scores())
+        pipe = Pipeline(stage, group, "gpipe", 2)
+        pipe.step(x, target, with_gradient(lambda y, target: loss_of(y[0], target)))
+        stepped, stage.module.weight.grad = stage.module.weight.grad, None
+        y, nothing = outputs = pipe.forward(x)
+        pipe.backward(outputs, (2 * (y - target) / y.numel(), None))
+        return nothing, stepped, stage.module.weight.grad
+
+    ((nothing, stepped, apart),) = run_world(1, body)
+    assert nothing is None
+    module = Scores()
+    loss_of(module(x)[0], target).backward()
+    torch.testing.assert_close(stepped, module.weight.grad)
+    torch.testing.assert_close(apart, module.weight.grad)
 
 
 def test_tokens_go_in_where_an_embedding_is_first():

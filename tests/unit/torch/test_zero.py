@@ -251,6 +251,39 @@ def test_states_of_torchs_own_optimizer_that_cannot_be_joined_are_refused():
     run_world(2, body)
 
 
+def test_a_gradient_that_cannot_be_sent_is_refused_before_those_of_other_groups_are_sent():
+    def body(group):
+        first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        optimizer = ZeroOptimizer([{"params": [first]}, {"params": [second]}], torch.optim.SGD, group, lr=1.0)
+        first.grad, second.grad = torch.full((3,), 1.0), torch.full((3,), 3.0)
+        if group.rank == 1:
+            dense, second.grad = second.grad, second.grad.to_sparse()
+            with pytest.raises(UsageError, match="sparse"):
+                optimizer.step()
+            second.grad = dense
+        optimizer.step()
+        return first.tolist(), second.tolist()
+
+    assert run_world(2, body) == [([-1.0] * 3, [-3.0] * 3)] * 2
+
+
+def test_a_closure_may_compute_gradients_also_where_a_loop_needs_none():
+    def body(group):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = ZeroOptimizer([weight], torch.optim.SGD, group, lr=0.5)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (weight * (group.rank + 1)).sum()
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            return optimizer.step(closure).item(), weight.tolist()
+
+    assert run_world(2, body) == [(3.0, [0.25] * 3), (6.0, [0.25] * 3)]
+
+
 def test_a_gathered_state_of_numbers_alone_goes_on():
     """Shapes do not distinguish per-element state from common state."""
 
