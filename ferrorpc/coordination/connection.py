@@ -144,6 +144,13 @@ class Connection:
                 self._send(request)
         return request
 
+    def repeat(self, label: str, latch: Latch, **body: Any) -> None:
+        """Posts a request that was answered on an earlier stream. One without an answer yet is sent again anyway."""
+        with self._condition.lock:
+            if any(request.label == label for request in self._requests.unanswered()):
+                return
+        self.post(label, latch, **body)
+
     def ask(
         self, label: str, seconds: float, timeout_error: Callable[[str], FerroError], latch: Latch | None = None, **body: Any
     ) -> Any:

@@ -310,7 +310,7 @@ class RemoteSession(Session):
         if self._latch.cause is None:
             with contextlib.suppress(FerroError):  # the connection has ended
                 for label, request in list(self._volatile_requests.items()):
-                    self._connection.post(label, self._latch, **request)
+                    self._connection.repeat(label, self._latch, **request)
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation, before events of that generation come."""
