@@ -171,7 +171,7 @@ class Generations:
         if generation.over:
             return False
         generation.broken = session_pb2.GenerationBroken(generation=generation.number, origin_rank=origin, cause=cause)
-        self.end(generation, cause.message)
+        self.end(generation, cause.message or "no reason was given")
         self._context.push(generation.members, session_pb2.Event(broken=generation.broken))
         return True
 
