@@ -75,7 +75,8 @@ class SendQueue:
         """
         if not self._room.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._room.wait(), ROOM_WAIT_SECONDS)
+                async with asyncio.timeout(ROOM_WAIT_SECONDS):  # wait_for of Python 3.11 may swallow a cancellation
+                    await self._room.wait()
 
     def finish(self) -> None:
         """Ends the stream after what is queued."""
