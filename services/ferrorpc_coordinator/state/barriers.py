@@ -209,6 +209,8 @@ class Barriers:
         barrier.arrivals[who] = Arrival(requester, request.payload, since, until)
         if not barrier.until or until < barrier.until:
             self._end_by(key, barrier, until)
+        elif before is not None and before.until == barrier.until:
+            self._end_by(key, barrier, min(arrival.until for arrival in barrier.arrivals.values()))
 
     def _withdraw(self, key: Key, barrier: Barrier, client: str) -> None:
         arrival = barrier.arrivals.pop(client, None)
