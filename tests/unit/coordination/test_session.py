@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from ferrorpc.config import Config
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.errors import CoordinatorUnavailableError
+from ferrorpc.errors import CoordinatorUnavailableError, GroupAbortedError
 from ferrorpc.v1 import identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from tests.waiting import eventually
 
@@ -58,3 +58,20 @@ def test_an_id_that_was_not_answered_before_an_outage_is_offered_once_after_it()
     played.welcome()
     offers = [[frame.sequence for frame in sent if frame.HasField("comm_bootstrap")] for sent in played.streams]
     assert offers == [[1], [1], [2]]
+
+
+def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same() -> None:
+    """Such as FileNotFoundError of os.fsdecode(b"caf\\xe9.txt"): Protobuf refuses it."""
+    played = Played()
+    played.welcome()
+    played.join(2)
+    played.session.report(GroupAbortedError(0, "no file caf\udce9.txt"))
+    played.session.report_link_lost(1, "no file caf\udce9.txt")
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(played.session.leave, "FileNotFoundError: caf\udce9.txt")
+        eventually(lambda: len(played.streams[0]) == 3)
+        leaving.result(20)
+    failure, lost, leave = played.streams[0]
+    assert failure.report.failure.message == "rank 0 ended the group: no file caf\\udce9.txt"
+    assert lost.report.link_lost.reason == "no file caf\\udce9.txt"
+    assert leave.leave.reason == "FileNotFoundError: caf\\udce9.txt"
