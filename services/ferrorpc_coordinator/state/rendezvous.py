@@ -36,9 +36,7 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 from ferrorpc_coordinator.state.throttle import BroadcastThrottle
 
 NAMED_MAX: Final = 16
-"""Members of each kind named in a timeout's message."""
-EARLY_EXITS_MAX: Final = 16
-"""Processes that ended before their Hello, kept for a timeout's message."""
+"""Processes of each kind that are named in a timeout's message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +104,7 @@ class Rendezvous:
             self._check_size(member, request)
             self._check_rank(member, request.pinned_rank)
         except FerroError as error:
-            _keep_last(self._refused, member.name, error.message, NAMED_MAX)
+            _keep_last(self._refused, member.name, error.message)
             raise
         self._refused.pop(member.name, None)
         before = self._pending.pop(member.name, None)
@@ -132,7 +130,7 @@ class Rendezvous:
 
     def exited_before_hello(self, name: str, how: str) -> None:
         """A process ended before its Hello; a timeout's message will say so."""
-        _keep_last(self._early_exits, name[:128], how, EARLY_EXITS_MAX)
+        _keep_last(self._early_exits, name[:128], how)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -449,9 +447,9 @@ def _rank_conflict(rank: int, claimant: Member, holder: Member) -> ConfigError:
     )
 
 
-def _keep_last(texts: dict[str, str], name: str, text: str, most: int) -> None:
-    """Keeps a text for a name, and the texts of the last `most` names."""
+def _keep_last(texts: dict[str, str], name: str, text: str) -> None:
+    """Keeps a text for a name, and the texts of the last NAMED_MAX names."""
     texts.pop(name, None)
     texts[name] = text[:512]
-    while len(texts) > most:
+    while len(texts) > NAMED_MAX:
         del texts[next(iter(texts))]
