@@ -397,8 +397,12 @@ class Connection:
             self.close(self.leave_error)  # a new stream would be refused as that of a member that left
 
     def _is_final(self, error: FerroError) -> bool:
-        """Whether reconnecting is pointless: the coordinator refuses a member that it knows, or refuses for good."""
-        if error.code in _CONNECTION_CODES:
+        """Whether reconnecting is pointless: the coordinator refuses a member that it knows, or refuses for good.
+
+        A member's coordinator knew this call, so who does not is a proxy, or another server at its address, while it is away.
+        """
+        stranger = self._token and error.fields.get("grpc_status") == "UNIMPLEMENTED"
+        if error.code in _CONNECTION_CODES or stranger:
             return False
         return bool(self._token) or not error.retryable
 
