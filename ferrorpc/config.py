@@ -25,6 +25,8 @@ _SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3
 _SECONDS_MAX: Final = 1e9
 """About 30 years, which fit into 64 bits as nanoseconds."""
 _INTERVAL_MIN: Final = 0.01
+_NUMBER_MAX: Final = (1 << 31) - 1
+"""Ranks and sizes of worlds are sent as 32-bit integers."""
 _BYTES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
 NAME_BYTES_MAX: Final = 128
 _NAME: Final = re.compile(r"[!-.0-~]+")
@@ -68,8 +70,8 @@ def plain_name(text: str) -> str:
 
 def whole_number(text: str) -> int:
     """ "0", "17"."""
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError("expected a whole number")
+    if not (text.isascii() and text.isdigit()) or int(text) > _NUMBER_MAX:
+        raise ValueError(f"expected a whole number, at most {_NUMBER_MAX}")
     return int(text)
 
 
@@ -106,8 +108,8 @@ def world_size(text: str) -> tuple[int, int]:
     if not low.isdecimal() or (high and not high.isdecimal()):
         raise ValueError("expected N or MIN:MAX")
     result = int(low), int(high or low)
-    if not 1 <= result[0] <= result[1]:
-        raise ValueError("expected 1 <= MIN <= MAX")
+    if not 1 <= result[0] <= result[1] <= _NUMBER_MAX:
+        raise ValueError(f"expected 1 <= MIN <= MAX <= {_NUMBER_MAX}")
     return result
 
 

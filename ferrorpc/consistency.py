@@ -31,7 +31,7 @@ def require_same(group: ProcessGroup, what: str, text: str) -> None:
     digests = group.all_gather(digest)
     if all(np.array_equal(other, digests[0]) for other in digests):
         return
-    texts = [bytes(other).decode().splitlines() for other in group.all_gather(np.frombuffer(text.encode(), np.uint8))]
+    texts = [bytes(other).decode().split("\n") for other in group.all_gather(np.frombuffer(text.encode(), np.uint8))]
     signatures = {}
     for rank, lines in enumerate(texts):
         differences = _differences(lines, texts[0], group.world_ranks[0])
@@ -48,7 +48,7 @@ def require_same(group: ProcessGroup, what: str, text: str) -> None:
 
 
 def _differences(lines: list[str], reference: list[str], reference_rank: int) -> str:
-    pairs = [(own or "nothing", other or "nothing") for own, other in zip_longest(lines, reference) if own != other]
+    pairs = [(own, other) for own, other in zip_longest(lines, reference, fillvalue="nothing") if own != other]
     shown = [f"{own!r} where rank {reference_rank} has {other!r}" for own, other in pairs[:_DIFFERENCES_SHOWN]]
     if len(pairs) > len(shown):
         shown.append(f"{len(pairs) - len(shown)} more")

@@ -105,9 +105,9 @@ class Latch:
     is added later is called at once.
 
     Attributes:
-        cause: the first cause; None while the generation is open. unhealthy: by world rank, a sentence about each member that
-        the coordinator has reported as stalled or suspect, for the log
-            messages of those who wait for it.
+        cause: the first cause; None while the generation is open.
+        unhealthy: by world rank, a sentence about each member that the coordinator has reported as stalled or suspect, for the
+            log messages of those who wait for it.
     """
 
     def __init__(self) -> None:

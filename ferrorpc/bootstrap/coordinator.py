@@ -32,6 +32,8 @@ _FLAGS: Final = (
     "tls_key",
     "token_file",
     "cost_table",
+    "data_dir",
+    "http_port",
     "log_level",
     "log_format",
 )

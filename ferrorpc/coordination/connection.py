@@ -144,6 +144,13 @@ class Connection:
                 self._send(request)
         return request
 
+    def repeat(self, label: str, latch: Latch, **body: Any) -> None:
+        """Posts a request that was answered on an earlier stream. One without an answer yet is sent again anyway."""
+        with self._condition.lock:
+            if any(request.label == label for request in self._requests.unanswered()):
+                return
+        self.post(label, latch, **body)
+
     def ask(
         self, label: str, seconds: float, timeout_error: Callable[[str], FerroError], latch: Latch | None = None, **body: Any
     ) -> Any:
@@ -390,8 +397,12 @@ class Connection:
             self.close(self.leave_error)  # a new stream would be refused as that of a member that left
 
     def _is_final(self, error: FerroError) -> bool:
-        """Whether reconnecting is pointless: the coordinator refuses a member that it knows, or refuses for good."""
-        if error.code in _CONNECTION_CODES:
+        """Whether reconnecting is pointless: the coordinator refuses a member that it knows, or refuses for good.
+
+        A member's coordinator knew this call, so who does not is a proxy, or another server at its address, while it is away.
+        """
+        stranger = self._token and error.fields.get("grpc_status") == "UNIMPLEMENTED"
+        if error.code in _CONNECTION_CODES or stranger:
             return False
         return bool(self._token) or not error.retryable
 

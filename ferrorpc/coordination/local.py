@@ -44,6 +44,8 @@ class _Exchange:
     ids_needed: int = 0
     """An exchange of ids is complete with so many ids; a barrier (0) when all participants have arrived."""
     arrived: dict[int, list[bytes]] = field(default_factory=dict)
+    ended: int = 0
+    """Participants that have left the barrier, with or without its outcome. After the last one it is forgotten."""
     outcome: list[bytes] | FerroError | None = None
 
     @property
@@ -323,10 +325,16 @@ class LocalSession(Session):
         payload, seconds = limits.check_payload(payload), seconds_of(timeout, self._world.timeout)
         exchange = _Exchange(f"barrier {name!r}", self._participants(ranks))
         with self._condition.lock:
-            ordinal = self._ordinals.get(name, 0) + 1
-            generation, exchange = self._arrive(("barrier", name, ordinal), exchange, [payload])
-            self._ordinals[name] = ordinal
-        return self._wait_for(generation, exchange, seconds)
+            key = ("barrier", name, self._ordinals.get(name, 0) + 1)
+            generation, exchange = self._arrive(key, exchange, [payload])
+            self._ordinals[name] = key[2]
+        try:
+            return self._wait_for(generation, exchange, seconds)
+        finally:
+            with self._condition.lock:
+                exchange.ended += 1
+                if exchange.ended == len(exchange.ranks):
+                    del generation.exchanges[key]
 
     def exchange_nccl_id(
         self,

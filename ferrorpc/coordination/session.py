@@ -34,7 +34,7 @@ from ferrorpc.logs import set_log_origin
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
-from ferrorpc.wire.error_detail import detail_of
+from ferrorpc.wire.error_detail import detail_of, encodable
 from ferrorpc.wire.status import error_of
 from ferrorpc.wire.token import Token
 
@@ -188,7 +188,7 @@ class RemoteSession(Session):
         if is_over or membership.latch.cause is not None or (membership.latch, peer) in self._links_lost:
             return
         self._links_lost.add((membership.latch, peer))
-        lost = wire.LinkLost(peer_rank=peer, reason=reason[:1024])
+        lost = wire.LinkLost(peer_rank=peer, reason=encodable(reason[:1024]))
         request = wire.ReportRequest(generation=membership.assignment.generation, link_lost=lost)
         label = f"the report of the lost link to rank {peer}"
         self._volatile_requests[label] = {"report": request}
@@ -209,7 +209,7 @@ class RemoteSession(Session):
         if not reason:
             self._run_leave_callbacks()
         generation = self._generation
-        request = rendezvous_pb2.LeaveRequest(generation=generation, reason=reason[:1024])
+        request = rendezvous_pb2.LeaveRequest(generation=generation, reason=encodable(reason[:1024]))
         closed = GroupClosedError(f"{self.name} has left job {self.job!r}")
         self._connection.leave_error = closed
         self._connection.try_ask("leave", LEAVE_SECONDS, leave=request)
@@ -274,7 +274,7 @@ class RemoteSession(Session):
             attempt=attempt,
             ranks=participants,
             unique_ids=() if isinstance(unique_ids, FerroError) else unique_ids or (),
-            failure=failure[:1024],
+            failure=encodable(failure[:1024]),
             timeout_ms=milliseconds(timeout),
         )
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
@@ -310,7 +310,7 @@ class RemoteSession(Session):
         if self._latch.cause is None:
             with contextlib.suppress(FerroError):  # the connection has ended
                 for label, request in list(self._volatile_requests.items()):
-                    self._connection.post(label, self._latch, **request)
+                    self._connection.repeat(label, self._latch, **request)
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation, before events of that generation come."""

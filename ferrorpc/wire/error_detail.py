@@ -11,10 +11,20 @@ from ferrorpc.v1 import error_pb2
 
 def detail_of(error: FerroError) -> error_pb2.ErrorDetail:
     """The error as a message, from which `restore` makes an error of the same class with the same fields."""
-    detail = error_pb2.ErrorDetail(code=int(error.code), message=error.message, hint=error.hint, retryable=error.retryable)  # type: ignore[arg-type]
+    detail = error_pb2.ErrorDetail(
+        code=int(error.code),  # type: ignore[arg-type]
+        message=encodable(error.message),
+        hint=encodable(error.hint),
+        retryable=error.retryable,
+    )
     for name, value in error.fields.items():
         _write(detail.fields.add(name=name), value)
     return detail
+
+
+def encodable(text: str) -> str:
+    """The text with escapes for what UTF-8 cannot encode, such as parts of the name of a file that is not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def restore(detail: error_pb2.ErrorDetail) -> FerroError:
@@ -33,11 +43,11 @@ def _write(field: error_pb2.ErrorField, value: Any) -> None:
     elif isinstance(value, Mapping):
         field.rank_texts.SetInParent()
         field.rank_texts.ranks.extend(int(rank) for rank in value)
-        field.rank_texts.texts.extend(str(text) for text in value.values())
+        field.rank_texts.texts.extend(encodable(str(text)) for text in value.values())
     elif isinstance(value, list | tuple):
         _write_list(field, list(value))
     else:
-        field.text = str(value)
+        field.text = encodable(str(value))
 
 
 def _write_list(field: error_pb2.ErrorField, values: list[Any]) -> None:
@@ -45,7 +55,7 @@ def _write_list(field: error_pb2.ErrorField, values: list[Any]) -> None:
         field.integers.SetInParent()
         field.integers.values.extend(values)
     else:
-        field.texts.values.extend(str(value) for value in values)
+        field.texts.values.extend(encodable(str(value)) for value in values)
 
 
 def _is_number(value: Any) -> bool:

@@ -147,17 +147,15 @@ class Journal:
         self.commits += 1
 
     def _write_groups(self, failed: Callable[[Exception], None]) -> None:
-        while (item := self._next_group()) is not None:
-            group, done = item
-            try:
-                written = self._commit_with_retries(group)
-            except sqlite3.Error as error:
-                _log.critical("the journal in %s cannot be written: %s", self._directory, error)
-                failed(error)
-                return
-            if not written:
-                return
-            done()
+        try:
+            while (item := self._next_group()) is not None:
+                group, done = item
+                if not self._commit_with_retries(group):
+                    return
+                done()
+        except (sqlite3.Error, OSError) as error:
+            _log.critical("the journal in %s cannot be written: %s", self._directory, error)
+            failed(error)
 
     def _next_group(self) -> tuple[Sequence[Row], Callable[[], None]] | None:
         """The next group; None to stop. While the disk is full, checks for room meanwhile."""

@@ -24,7 +24,6 @@ class SendQueue:
     """
 
     __slots__ = (
-        "_bytes_max",
         "_finished",
         "_frames",
         "_queued_bytes",
@@ -35,13 +34,12 @@ class SendQueue:
         "stream",
     )
 
-    def __init__(self, stream: int, bytes_max: int = SEND_QUEUE_BYTES_MAX) -> None:
+    def __init__(self, stream: int) -> None:
         self.stream = stream
         self.overflowed = False
         self._frames: deque[bytes] = deque()
         self._queued_bytes = 0
         self._reserved_bytes = 0
-        self._bytes_max = bytes_max
         self._finished = False
         self._waiter: asyncio.Future[None] | None = None
         self._room = asyncio.Event()
@@ -55,7 +53,7 @@ class SendQueue:
         if self._finished:
             return not self.overflowed
         self._count(queued=len(frame))
-        if self._queued_bytes > self._bytes_max:
+        if self._queued_bytes > SEND_QUEUE_BYTES_MAX:
             self.overflowed = True
             self._frames.clear()
             self.finish()
@@ -75,7 +73,8 @@ class SendQueue:
         """
         if not self._room.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._room.wait(), ROOM_WAIT_SECONDS)
+                async with asyncio.timeout(ROOM_WAIT_SECONDS):  # wait_for of Python 3.11 may swallow a cancellation
+                    await self._room.wait()
 
     def finish(self) -> None:
         """Ends the stream after what is queued."""

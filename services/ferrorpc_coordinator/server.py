@@ -40,6 +40,8 @@ from ferrorpc_coordinator.web.view import CoordinatorView
 
 DRAIN_SECONDS: Final = 1.0
 """How long streams may take to be written out and closed before they are cancelled."""
+HANDLERS_SECONDS: Final = 1.0
+"""How long the handlers of calls may take to return after the calls have ended."""
 
 _log = logging.getLogger("ferrorpc.coordinator")
 
@@ -179,6 +181,7 @@ class _Service:
                 await self._http.stop()
             self._driver.close()
             await self._server.stop(grace=DRAIN_SECONDS)
+            await _other_tasks_ended()
 
     async def _first(self, *awaited: Coroutine[None, None, object]) -> None:
         """Waits until one of them is done, and cancels the others."""
@@ -192,9 +195,11 @@ class _Service:
     async def _or_failure(self, awaited: Coroutine[None, None, object]) -> None:
         """Waits, but raises the driver's failure as soon as it fails."""
         task = asyncio.ensure_future(awaited)
-        await asyncio.wait((task, self._driver.failure), return_when=asyncio.FIRST_COMPLETED)
-        if self._driver.failure.done():
+        try:
+            await asyncio.wait((task, self._driver.failure), return_when=asyncio.FIRST_COMPLETED)
+        finally:
             task.cancel()
+        if self._driver.failure.done():
             self._driver.failure.result()
 
     async def _drain(self) -> None:
@@ -223,6 +228,13 @@ class _Service:
             certificate_ends_at=self._certificate.ends_at(),
             jobs={name: JobGauges.of(job) for name, job in self._coordinator.jobs.items()},
         )
+
+
+async def _other_tasks_ended() -> None:
+    """Waits for the handlers of ended calls. gRPC prints a traceback for one that the end of the event loop cancels."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=HANDLERS_SECONDS)
 
 
 class _Certificate:

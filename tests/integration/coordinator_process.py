@@ -13,6 +13,7 @@ import grpc
 
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc, store_pb2
 from ferrorpc.wire import options, status
+from tests.integration.ports import lasting_port
 
 START_SECONDS = 20.0
 
@@ -20,8 +21,9 @@ START_SECONDS = 20.0
 class CoordinatorProcess:
     """`python -m ferrorpc_coordinator` with the given flags; ready when constructed."""
 
-    def __init__(self, *flags, listen="127.0.0.1:0", environment=None):
+    def __init__(self, *flags, listen=None, environment=None):
         self.flags = flags
+        listen = listen or f"127.0.0.1:{lasting_port()}"
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
         self.environment.update(environment or {})
         # A file, not a pipe: nobody reads it meanwhile, and a process that writes to a full pipe stands still.

@@ -13,6 +13,7 @@ from typing import Any
 
 from ferrorpc.config import Config
 from ferrorpc.coordination.session import RemoteSession
+from tests.integration.ports import lasting_port
 
 
 class Service:
@@ -20,7 +21,7 @@ class Service:
 
     def __init__(self, data_dir: Path | None = None, *flags: str) -> None:
         self._flags = [*flags, *(["--data-dir", str(data_dir)] if data_dir else [])]
-        self.address = "127.0.0.1:0"
+        self.address = f"127.0.0.1:{lasting_port()}"
         self.cluster_id = ""
         self.start()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrorpc.v1 import identity_pb2
+from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from tests.integration import chromium
 from tests.integration.coordinator_process import coordinator
 from tests.integration.crowd import Crowd
@@ -266,6 +266,27 @@ def test_what_members_call_themselves_is_text_and_nothing_else(browser, process,
         browser.until("document.querySelector('#ranks tbody').textContent.includes('<script>')")
         assert cells(browser, 0)["name"].startswith("<b>bold<b>")
         assert browser.evaluate("document.querySelectorAll('#ranks b, #ranks script').length") == 0
+        picture()
+    finally:
+        crowd.close()
+
+
+def test_words_of_members_that_mean_something_in_a_script_do_not_stop_the_page(browser, process, job):
+    """A kind of link with the name of a method of every object, and a cause that begins where others have a colon."""
+    crowd = Crowd(process.address, 2, job)
+    link = identity_pb2.Link(peer_rank=0, kind="constructor", sent_bytes=1 << 30)
+    failure = error_pb2.ErrorDetail(code=error_pb2.ERROR_CODE_NCCL, message=": no such device")
+
+    async def say(**body):
+        crowd.ranks[0].outgoing.put_nowait(session_pb2.ClientFrame(**body))
+
+    try:
+        picture = show(browser, process, job, "words")
+        headline(browser, "All 2 ranks work")
+        crowd.do(say(beat=session_pb2.Beat(generation=1, links=[link])))
+        browser.until("document.querySelector('#link-scale').textContent.includes('constructor')")
+        crowd.do(say(sequence=9, report=session_pb2.ReportRequest(generation=1, failure=failure)))
+        browser.until("document.querySelector('#subline').textContent.startsWith('no such device')")
         picture()
     finally:
         crowd.close()

@@ -47,6 +47,8 @@ def test_world_sizes() -> None:
         ("FERRORPC_PORT", "70000"),
         ("FERRORPC_HTTP_PORT", "-1"),
         ("FERRORPC_RANK_HINT", "first"),
+        ("FERRORPC_RANK_HINT", "99999999999"),
+        ("FERRORPC_WORLD_SIZE", "2:99999999999"),
         ("FERRORPC_INSECURE", "maybe"),
     ],
 )

@@ -68,11 +68,16 @@ class Admission:
         holder = self._members.get(hello.name)
         if holder is not None and holder.alive and holder.instance_id == hello.instance_id and hello.instance_id:
             return self._reissue_token(holder)
-        if holder is not None and holder.alive and holder.liveness is not Liveness.SUSPECT:
+        if holder is not None and holder.alive and (holder.recovered or holder.liveness is not Liveness.SUSPECT):
             silent = format_seconds(max(0, self._context.now - holder.last_heard))
+            where = f" on {holder.host}" if holder.host else ""
             raise ConfigError(
-                f"the name {hello.name!r} in job {self._context.job} is used by a living process"
-                f"{f' on {holder.host}' if holder.host else ''}, heard of {silent} ago",
+                f"the name {hello.name!r} in job {self._context.job} is used by "
+                + (
+                    f"a process{where} that has not come back since the coordinator restarted"
+                    if holder.recovered
+                    else f"a living process{where}, heard of {silent} ago"
+                ),
                 hint="give every process its own FERRORPC_NAME (launchers: --node-rank), or wait until the other one ends",
                 retryable=True,
                 holder=str(holder),

@@ -27,6 +27,8 @@ TABLE: Final = "barrier"
 LAST_ARRIVALS_MAX: Final = 100
 """Released barriers whose last arrival is kept."""
 STRAGGLERS_MAX: Final = 16
+DESCRIBED_MAX: Final = 256
+"""Missing ranks that a timeout's message describes. The error has the numbers of all."""
 INTERNAL_PREFIX: Final = "ferrorpc/"
 """Prefix of ferrorpc's own barriers. Their last arrivals are not counted, since the script has no part in them."""
 Outcome = barrier_pb2.BarrierResponse | error_pb2.ErrorDetail
@@ -207,6 +209,8 @@ class Barriers:
         barrier.arrivals[who] = Arrival(requester, request.payload, since, until)
         if not barrier.until or until < barrier.until:
             self._end_by(key, barrier, until)
+        elif before is not None and before.until == barrier.until:
+            self._end_by(key, barrier, min(arrival.until for arrival in barrier.arrivals.values()))
 
     def _withdraw(self, key: Key, barrier: Barrier, client: str) -> None:
         arrival = barrier.arrivals.pop(client, None)
@@ -275,7 +279,9 @@ class Barriers:
             text = f"{head}{len(barrier.arrivals)} of {barrier.participants.size} arrived"
         else:
             members = barrier.generation.members
-            about = "; ".join(self._members.summary(members[rank]) for rank in missing)
+            about = "; ".join(self._members.summary(members[rank]) for rank in missing[:DESCRIBED_MAX])
+            if len(missing) > DESCRIBED_MAX:
+                about += f"; and {len(missing) - DESCRIBED_MAX} more"
             text = f"{head}{len(barrier.arrivals)} of {barrier.participants.size} ranks arrived. Missing: {about}"
         self._context.occurrences.add("barrier", text, rank=missing[0] if len(missing) == 1 else -1, generation=key.generation)
         self._finish(key, barrier, detail_of(BarrierTimeoutError(missing, text)))

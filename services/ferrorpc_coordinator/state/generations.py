@@ -18,6 +18,8 @@ from ferrorpc_coordinator.state.members import Members
 from ferrorpc_coordinator.state.settings import MILLISECOND
 
 TABLE: Final = "generation"
+END_REASON_CHARACTERS_MAX: Final = 4_096
+"""The status has the reasons of many generations. A cause may be longer: a mismatch names the call of every rank."""
 
 
 class Refused(Exception):
@@ -171,7 +173,7 @@ class Generations:
         if generation.over:
             return False
         generation.broken = session_pb2.GenerationBroken(generation=generation.number, origin_rank=origin, cause=cause)
-        self.end(generation, cause.message)
+        self.end(generation, cause.message[:END_REASON_CHARACTERS_MAX] or "no reason was given")
         self._context.push(generation.members, session_pb2.Event(broken=generation.broken))
         return True
 

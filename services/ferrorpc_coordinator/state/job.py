@@ -183,8 +183,15 @@ class Job:
         newest = self.generations.newest
         members = () if newest is None else newest.members
         chosen = [members[rank] for rank in request.ranks if rank < len(members)] if request.ranks else members
-        known = [self.members.describe(other, self.rendezvous.joining(other)) for other in chosen]
-        self.context.answer(requester, session_pb2.DescribeResponse(members=known))
+        response = session_pb2.DescribeResponse()
+        room = self.context.limits.frame_bytes  # a client ends its session over a frame that is too large
+        for other in chosen:
+            description = self.members.describe(other, self.rendezvous.joining(other))
+            room -= description.ByteSize()
+            if room < 0:
+                break
+            response.members.append(description)
+        self.context.answer(requester, response)
 
     def _report(self, requester: Requester, member: Member, request: session_pb2.ReportRequest) -> None:
         subject = request.WhichOneof("subject")

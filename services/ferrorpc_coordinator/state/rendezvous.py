@@ -17,6 +17,7 @@ from typing import Final
 
 from ferrorpc.errors import (
     ConfigError,
+    FerroError,
     InvalidRankError,
     InvalidWorldSizeError,
     LimitExceededError,
@@ -35,9 +36,7 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 from ferrorpc_coordinator.state.throttle import BroadcastThrottle
 
 NAMED_MAX: Final = 16
-"""Members of each kind named in a timeout's message."""
-EARLY_EXITS_MAX: Final = 16
-"""Processes that ended before their Hello, kept for a timeout's message."""
+"""Processes of each kind that are named in a timeout's message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +75,8 @@ class Rendezvous:
         self._pending_notice = BroadcastThrottle(context, "waiting", self._announce)
         self._last_call: int | None = None
         self._early_exits: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        """Members whose request was refused in this round, and why, for a timeout's message."""
         self._claimants: dict[int, Member] = {}
         """Rank -> the last process of this round that had this rank pinned."""
         self._timed_out: dict[str, tuple[PendingJoin, int]] = {}
@@ -98,8 +99,14 @@ class Rendezvous:
             if newest.broken is not None:
                 self._context.push([member], session_pb2.Event(broken=newest.broken))
             return
-        self._check(member, request)
-        self._check_conflicts(member, request)
+        try:
+            self._check(member, request)
+            self._check_size(member, request)
+            self._check_rank(member, request.pinned_rank)
+        except FerroError as error:
+            _keep_last(self._refused, member.name, error.message)
+            raise
+        self._refused.pop(member.name, None)
         before = self._pending.pop(member.name, None)
         if before is not None:
             self._context.answer(
@@ -123,9 +130,7 @@ class Rendezvous:
 
     def exited_before_hello(self, name: str, how: str) -> None:
         """A process ended before its Hello; a timeout's message will say so."""
-        self._early_exits[name[:128]] = how[:512]
-        while len(self._early_exits) > EARLY_EXITS_MAX:
-            del self._early_exits[next(iter(self._early_exits))]
+        _keep_last(self._early_exits, name[:128], how)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -138,6 +143,7 @@ class Rendezvous:
                 self._close(chosen)
         else:
             self._cancel_last_call()
+            self._refused.clear()
         self._pending_notice.notify()
 
     def waiting_reason(self) -> str:
@@ -157,7 +163,7 @@ class Rendezvous:
             reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._describe_ranks(missing[:NAMED_MAX])}"
         elif self._last_call is not None:
             reason += f"; last call for {format_seconds(max(0, self._last_call - self._context.now))} more"
-        return reason
+        return f"{reason}; refused: {'; '.join(self._refused.values())}" if self._refused else reason
 
     def _ready(self) -> list[PendingJoin]:
         return [pending for pending in self._pending.values() if pending.member.connected]
@@ -236,7 +242,7 @@ class Rendezvous:
         if newest is not None:
             self._on_replaced(newest)
         self._generations.begin(generation)
-        for known in (self._early_exits, self._claimants, self._timed_out):
+        for known in (self._early_exits, self._refused, self._claimants, self._timed_out):
             known.clear()
         for pending in chosen:
             self.withdraw(pending.member)
@@ -248,7 +254,7 @@ class Rendezvous:
         if self._announced:
             self._announced = None
 
-    def _reject(self, chosen: list[PendingJoin], error: LimitExceededError) -> None:
+    def _reject(self, chosen: list[PendingJoin], error: FerroError) -> None:
         """Rejects the requests of these members, with which the round cannot close."""
         for pending in chosen:
             self.withdraw(pending.member)
@@ -314,39 +320,31 @@ class Rendezvous:
         if low == high and request.pinned_rank >= high:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")
 
-    def _check_conflicts(self, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
-        """Raises ConfigError if two members pin one rank, or ask for different world sizes."""
+    def _check_size(self, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
+        """Raises ConfigError if the others ask for another size of the world."""
         size = request.policy.min_size, request.policy.max_size
-        for other in self._pending.values():
-            if other.member is member:
-                continue
-            if other.size != size:
-                raise ConfigError(
-                    f"{member} asks for a world of {_world(size)}, {other.member} for one of {_world(other.size)}, "
-                    f"in the same job {self._context.job}",
-                    hint="give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
-                )
-            break
-        if request.pinned_rank < 0:
-            return
-        holder = self._holder(request.pinned_rank, member)
-        if holder is not None:
+        other = next((other for other in self._pending.values() if other.member is not member), None)
+        if other is not None and other.size != size:
             raise ConfigError(
-                f"rank {request.pinned_rank} is claimed by {member} and by {holder}",
-                hint="give every process its own RANK; a process whose rank nobody gave it may leave RANK unset",
-                claimants=[holder.name, member.name],
+                f"{member} asks for a world of {_world(size)}, {other.member} for one of {_world(other.size)}, "
+                f"in the same job {self._context.job}",
+                hint="give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
             )
 
-    def _holder(self, rank: int, claimant: Member) -> Member | None:
-        for pending in self._pending.values():
-            if pending.request.pinned_rank == rank and pending.member is not claimant:
-                return pending.member
+    def _check_rank(self, member: Member, rank: int) -> None:
+        """Raises ConfigError if another process has the pinned rank, unless `member` holds it already: then that is refused."""
+        if rank < 0:
+            return
         newest = self._generations.newest
-        if newest is None or rank >= len(newest.members):
-            return None
-        current = newest.members[rank]
-        safe = current.alive and current.liveness is not Liveness.SUSPECT  # the claimant may replace a suspect process
-        return current if current is not claimant and current.pinned and safe else None
+        current = newest.members[rank] if newest is not None and rank < len(newest.members) else None
+        for other in list(self._pending.values()):
+            if other.request.pinned_rank != rank or other.member is member:
+                continue
+            if current is not member:
+                raise _rank_conflict(rank, member, other.member)
+            self._reject([other], _rank_conflict(rank, other.member, member))
+        if current is not None and current is not member and current.pinned and current.connected:
+            raise _rank_conflict(rank, member, current)  # it may replace one whose stream has ended
 
     def _time_out(self, name: str) -> None:
         """Fails a request that timed out, with what is known of all members."""
@@ -373,7 +371,7 @@ class Rendezvous:
             state = "is over" if newest.over else "goes on"
             head += f"generation {newest.number} {state}, its members did not all ask for another: {about}"
             spare = not newest.over and not newest.includes(pending.member)  # a place can become free at any time
-            return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}", retryable=spare)
+            return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}{self._refusals()}", retryable=spare)
         return self._missing_error(pending, timed_out, head, f"Present: {present}")
 
     def _timed_out_before(self, pending: PendingJoin) -> list[PendingJoin]:
@@ -388,14 +386,15 @@ class Rendezvous:
         came = self._ready() + timed_out
         head += f"{len(came)} of {low if low == high else f'{low} to {high}'} came, "
         given_up = f". Gave up before: {', '.join(str(other.member) for other in timed_out[:NAMED_MAX])}" if timed_out else ""
+        rest = given_up + self._refusals()
         ranks = self._missing_ranks(came, pending)
         if ranks:
             head += f"missing: rank {', '.join(map(str, ranks))}; {self._describe_ranks(ranks)}"
-            return RendezvousTimeoutError(ranks, f"{head}. {present}{given_up}{self._other_losses(ranks)}")
+            return RendezvousTimeoutError(ranks, f"{head}. {present}{rest}{self._other_losses(ranks)}")
         missing = max(0, low - len(came))
         unknown = [f"one more member ({number} of {missing})" for number in range(1, missing + 1)]
         head += f"{missing} missing whose ranks nobody claimed"
-        return RendezvousTimeoutError(unknown, f"{head}. {present}{given_up}{self._other_losses([])}")
+        return RendezvousTimeoutError(unknown, f"{head}. {present}{rest}{self._other_losses([])}")
 
     def _missing_ranks(self, came: list[PendingJoin], pending: PendingJoin) -> list[int]:
         """The unclaimed ranks of a fixed world; none unless everyone who came claims a rank."""
@@ -418,6 +417,9 @@ class Rendezvous:
         holders = {member.last_rank: member for member in self._members if not member.alive} | self._claimants
         return {rank: holders[rank] for rank in ranks if rank in holders}
 
+    def _refusals(self) -> str:
+        return f". Refused: {'; '.join(self._refused.values())}" if self._refused else ""
+
     def _other_losses(self, ranks: list[int]) -> str:
         described = self._last_holders(ranks).values()
         gone = [member for member in self._members if member.liveness in (Liveness.DEAD, Liveness.SUSPECT)]
@@ -430,3 +432,24 @@ def _world(size: tuple[int, int]) -> str:
     """The size in the format of FERRORPC_WORLD_SIZE: "4", or "2:4"."""
     low, high = size
     return f"{low}" if low == high else f"{low}:{high}"
+
+
+def _rank_conflict(rank: int, claimant: Member, holder: Member) -> ConfigError:
+    """The error for a claimant of a rank that another process has. A holder whose stream has ended may be dead."""
+    gone = not holder.connected
+    return ConfigError(
+        f"rank {rank} is claimed by {claimant} and by {holder}{', whose session ended' if gone else ''}",
+        hint="start this process again in some seconds, unless both run: then give every process its own RANK"
+        if gone
+        else "give every process its own RANK; a process whose rank nobody gave it may leave RANK unset",
+        retryable=gone,
+        claimants=[holder.name, claimant.name],
+    )
+
+
+def _keep_last(texts: dict[str, str], name: str, text: str) -> None:
+    """Keeps a text for a name, and the texts of the last NAMED_MAX names."""
+    texts.pop(name, None)
+    texts[name] = text[:512]
+    while len(texts) > NAMED_MAX:
+        del texts[next(iter(texts))]

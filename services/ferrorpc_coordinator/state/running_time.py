@@ -20,11 +20,6 @@ class RunningTime:
         self._last = now_ns
         self._paused = 0
 
-    @property
-    def paused(self) -> int:
-        """The total length of the pauses so far."""
-        return self._paused
-
     def advance(self, now_ns: int, *, tick_requested: bool = True) -> int:
         """Moves to the clock's `now_ns`; returns the running time. If the clock goes backwards, time stands still.
 

@@ -135,7 +135,8 @@ class Store:
 
     def erase(self) -> None:
         """Deletes all keys and kept results."""
-        for key in self.keyspace.page("", "", self._context.limits.store_bytes)[0]:
+        keys, _ = self.keyspace.page("", "", self._context.limits.store_bytes)
+        for key in reversed(keys):  # from the end of the sorted keys, where a deletion moves no others
             self.keyspace.delete(key)
         for client in self.write_results.clients():
             self.write_results.forget(client)

@@ -101,3 +101,8 @@ def test_one_that_was_started_before_is_kept_while_it_lives(monkeypatch: pytest.
 def test_a_bind_that_would_hide_it_from_other_nodes_is_refused() -> None:
     with pytest.raises(ConfigError, match="would hide its coordinator from the other nodes"):
         coordinator.start_coordinator("10.0.0.1:4711", Config({}, {}), {})
+
+
+def test_settings_that_are_given_as_arguments_are_passed_on_and_variables_are_inherited() -> None:
+    config = Config({"http_port": 29701, "data_dir": "/data", "lease": "5s"}, {"FERRORPC_GRACE": "9"})
+    assert coordinator._flags(config) == ["--lease", "5.0", "--data-dir", "/data", "--http-port", "29701"]

@@ -8,7 +8,7 @@ import pytest
 
 from ferrorpc.coordination import connection as module
 from ferrorpc.coordination.connection import Connection
-from ferrorpc.errors import AuthenticationError, CoordinatorUnavailableError, StoreTimeoutError
+from ferrorpc.errors import AuthenticationError, CoordinatorUnavailableError, StoreTimeoutError, VersionMismatchError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.testing import ManualClock
 from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
@@ -90,3 +90,11 @@ def test_the_connection_ends_once_the_coordinator_has_answered_the_leave() -> No
     assert isinstance(request.outcome, rendezvous_pb2.LeaveResponse)
     with pytest.raises(AuthenticationError, match="it has left"):
         gone.post("a set", store=store_pb2.StoreRequest())
+
+
+def test_a_stranger_that_answers_at_the_coordinators_address_ends_no_session() -> None:
+    """As a proxy does while the coordinator restarts: its HTTP status 404 is UNIMPLEMENTED to gRPC."""
+    stranger = VersionMismatchError("does not know this call", grpc_status="UNIMPLEMENTED")
+    assert not welcomed(connection())._is_final(stranger)
+    assert connection()._is_final(stranger), "the address may be wrong"
+    assert welcomed(connection())._is_final(VersionMismatchError("speaks protocol 2"))

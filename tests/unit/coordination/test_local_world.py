@@ -157,6 +157,17 @@ def test_a_barrier_of_some_ranks_needs_only_those_and_can_be_used_again():
     assert on_all(world, twice, [0, 2]) == [[[b"0a", b"2a"], [b"0b", b"2b"]]] * 2
 
 
+def test_barriers_that_all_have_left_are_forgotten():
+    world = LocalWorld(2)
+    on_all(world, lambda s: [s.barrier("b", bytes(4096)) for _ in range(10)], [0, 1])
+    with pytest.raises(BarrierTimeoutError):
+        world.session(0).barrier("late", timeout=0.01)
+    assert list(world.generation.exchanges) == [("barrier", "late", 1)]
+    with pytest.raises(BarrierTimeoutError):
+        world.session(1).barrier("late")
+    assert world.generation.exchanges == {}
+
+
 def test_a_barrier_that_lacks_ranks_names_each_and_breaks_nothing():
     world = LocalWorld(3)
     world.session(2).activity.note("broadcast #7")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ferrorpc_coordinator.state.access import Access, read_grants
-from ferrorpc_coordinator.state.settings import Settings
+from ferrorpc_coordinator.state.settings import SECOND, Settings
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
@@ -101,3 +101,25 @@ def test_peers_receive_the_host_address_and_labels_of_a_member() -> None:
         ("a", "h:1", [("gpu", "7")]),
         ("b", "b:7000", []),
     ]
+
+
+def test_who_waits_for_a_name_does_not_get_it_because_the_coordinator_restarts() -> None:
+    """Its holder lives, and resumes its session in a moment."""
+    world = World()
+    join(world, "a", "b")
+    holder = world.clients["b"]
+    for _ in range(2):
+        world.hello("b", instance="another")
+        refused = world.clients.pop("b").events[-1].fenced
+        assert (refused.code, refused.retryable) == (ErrorCode.CONFIG, True)
+        world.clients["b"] = holder
+        world.restart()
+    assert "that has not come back since the coordinator restarted" in refused.message
+    world.hello("a", resume=True)
+    world.hello("b", resume=True)
+    world.tick(20 * SECOND)
+    assert not any(event.HasField("broken") for event in [*world.clients["a"].events, *holder.events])
+    world.restart()
+    world.hello("a", resume=True)
+    world.tick(10 * SECOND)
+    assert world.hello("b", instance="another").token, "the holder is dead"

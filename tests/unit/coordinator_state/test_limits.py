@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ferrorpc_coordinator.state import barriers
 from ferrorpc_coordinator.state.effects import Note
+from ferrorpc_coordinator.state.generations import END_REASON_CHARACTERS_MAX
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.errors import ErrorCode
@@ -150,6 +152,42 @@ def test_members_whose_descriptions_are_too_large_together_are_rejected_and_fewe
     assert [limit_of(error(world, name)) for name in names] == ["world_bytes"] * 3
     join(world, "b", "c")
     assert [world.clients[name].generation for name in names] == [1, 1, 0]
+
+
+def test_as_many_members_are_described_as_fit_into_one_frame() -> None:
+    world = World(Settings(durable=True, limits=replace(Limits(), frame_bytes=1_000)))
+    names = [f"m{number}" for number in range(10)]
+    for name in names:
+        world.hello(name, labels=[{"name": "note", "value": "x" * 200}])
+    join(world, *names)
+    asked = world.ask("m0", describe=session_pb2.DescribeRequest())
+    described = world.clients["m0"].results[asked].describe
+    assert [member.rank for member in described.members] == [0, 1, 2, 3]
+    assert described.ByteSize() <= 1_000
+
+
+def test_the_timeout_of_a_barrier_describes_some_of_many_missing_ranks_and_numbers_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(barriers, "DESCRIBED_MAX", 2)
+    world = World()
+    join(world, "m0", "m1", "m2", "m3", "m4")
+    arrive(world, "m0", "b", timeout_ms=1_000)
+    world.tick(SECOND)
+    detail = error(world, "m0")
+    assert detail.message.count("present") == 2
+    assert detail.message.endswith("; and 2 more")
+    (missing,) = [field.integers.values for field in detail.fields if field.name == "missing"]
+    assert missing == [1, 2, 3, 4]
+
+
+def test_the_reason_of_an_end_is_shortened_for_the_status_and_the_cause_is_whole() -> None:
+    world = limited()
+    failure = error_pb2.ErrorDetail(code=error_pb2.ERROR_CODE_NCCL, message="x" * 50_000)
+    world.ask("a", report=session_pb2.ReportRequest(generation=1, failure=failure))
+    (told,) = [event.broken for event in world.clients["a"].events if event.HasField("broken")]
+    (line,) = world.coordinator.jobs["job"].generations.status()
+    assert (len(told.cause.message), len(line.end_reason)) == (50_000, END_REASON_CHARACTERS_MAX)
 
 
 def test_former_members_do_not_count_toward_the_limit_after_a_restart() -> None:

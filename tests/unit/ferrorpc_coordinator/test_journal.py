@@ -294,6 +294,21 @@ def test_any_other_failure_is_final_and_reported_once(tmp_path):
     assert not called
 
 
+def test_a_reserve_that_cannot_be_given_up_is_a_failure_and_not_the_silent_end_of_the_writer(tmp_path):
+    journal = opened(tmp_path, reserve_bytes=4096)
+    (tmp_path / "data" / "reserve").unlink()
+    (tmp_path / "data" / "reserve").mkdir()  # as on a disk that turned read-only: it cannot be unlinked
+    pages = journal._connection.execute("PRAGMA page_count").fetchone()[0]
+    journal._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    failures = []
+    told = threading.Event()
+    journal.start(failed=lambda error: (failures.append(error), told.set()))
+    journal.write([("t", str(number), b"x" * 2000) for number in range(100)], lambda: None)
+    assert told.wait(10)
+    assert [type(failure) for failure in failures] == [IsADirectoryError]
+    journal.close()
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A function that mounts an empty disk of this many KiB."""

@@ -1,7 +1,9 @@
-"""What is said of a coordinator that does not come up."""
+"""How a coordinator starts and stops, and what is said of one that does not come up."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +50,38 @@ def test_recovered_rows_are_in_memory_once():
     assert coordinator.jobs["job"].store.keyspace.bytes >= values << 20
     assert now < values + 4
     assert peak < values + 4
+
+
+def test_handlers_that_still_run_when_the_last_call_has_ended_are_waited_for(monkeypatch):
+    """gRPC prints a traceback for each one that the end of the event loop cancels."""
+    returned = []
+
+    async def handle():
+        await asyncio.sleep(0.05)
+        returned.append("handler")
+
+    class Server:
+        def __init__(self, options):
+            self.tasks = []
+
+        def add_insecure_port(self, address):
+            return 1
+
+        def add_generic_rpc_handlers(self, handlers):
+            pass
+
+        def add_registered_method_handlers(self, service, handlers):
+            pass
+
+        async def start(self):
+            pass
+
+        async def stop(self, grace):
+            self.tasks.append(asyncio.create_task(handle()))
+
+    monkeypatch.setattr(server.grpc.aio, "server", Server)
+    asyncio.run(server.serve(replace(OPTIONS, data_dir=None), lambda announcement: signal.raise_signal(signal.SIGTERM)))
+    assert returned == ["handler"]
 
 
 MEMBERS_ONLY = TlsFiles("ca", "certificate", "key")

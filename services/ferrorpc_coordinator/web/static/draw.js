@@ -84,7 +84,7 @@ export function spark(canvas, ages) {
   context.stroke();
 }
 
-const HUES = { grpc: [15, 143, 128], shared_memory: [59, 130, 196], nccl: [168, 85, 200] };
+const HUES = new Map([["grpc", [15, 143, 128]], ["shared_memory", [59, 130, 196]], ["nccl", [168, 85, 200]]]);
 
 // A row per sender, a column per receiver. In large worlds a cell stands for several adjacent ranks.
 export function matrix(canvas, size, links) {
@@ -113,7 +113,7 @@ export function matrix(canvas, size, links) {
       if (!found) continue;
       const strength = found.rate > 0 ? 0.3 + 0.7 * (Math.log1p(found.rate) / Math.log1p(most)) : 0.16;
       const [kind] = found.kinds;
-      context.fillStyle = `rgba(${(HUES[kind] || [130, 130, 130]).join(",")},${strength})`;
+      context.fillStyle = `rgba(${(HUES.get(kind) || [130, 130, 130]).join(",")},${strength})`;
       context.fillRect(margin + column * cell, margin + row * cell, cell - 1, cell - 1);
       if (cell >= 50 && found.rate > 0) {
         context.fillStyle = strength > 0.6 ? "#fff" : colour("ink");

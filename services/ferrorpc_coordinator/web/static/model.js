@@ -152,7 +152,7 @@ export class Model {
       if (over) return ["idle", "The job is over: all its members left", waiting];
       const [, what, why] = newest.end_reason.match(/^(.*?)(?:: (.*))?$/s);
       const more = [why, `generation ${newest.generation} is over`, waiting];
-      return ["bad", what[0].toUpperCase() + what.slice(1), more.filter(Boolean).join(" · ")];
+      return ["bad", what.charAt(0).toUpperCase() + what.slice(1), more.filter(Boolean).join(" · ")];
     }
     if (unresponsive.length) {
       const [first] = unresponsive;

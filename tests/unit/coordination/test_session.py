@@ -1,0 +1,77 @@
+"""A session with a coordinator that only the test plays."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ferrorpc.config import Config
+from ferrorpc.coordination.session import RemoteSession
+from ferrorpc.errors import CoordinatorUnavailableError, GroupAbortedError
+from ferrorpc.v1 import identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
+from tests.waiting import eventually
+
+IDS = [b"\x01" * 128, b"\x02" * 128]
+
+
+class Played:
+    """A session, and the frames that it has sent on each of its streams."""
+
+    def __init__(self) -> None:
+        config = Config({"timeout": 20.0}, {})
+        self.session = RemoteSession("nowhere:1", job="job", name="m", policy=(1, 1000), config=config)
+        self.connection = self.session._connection
+        self.streams: list[list[wire.ClientFrame]] = []
+        self.position = identity_pb2.Position(cluster_id="cluster")
+
+    def welcome(self) -> None:
+        sent: list[wire.ClientFrame] = []
+        self.streams.append(sent)
+        self.connection._stream = cast(Any, SimpleNamespace(send=sent.append, close=lambda: None))
+        self.connection._handle_frame(wire.ServerFrame(position=self.position, welcome=wire.Welcome(resume_token="token")))
+
+    def lose(self) -> None:
+        self.connection._went_down(CoordinatorUnavailableError("it was killed"))
+
+    def answer(self, **result: Any) -> None:
+        self.connection._handle_frame(wire.ServerFrame(position=self.position, result=wire.Result(**result)))
+
+    def join(self, size: int) -> None:
+        """Gives it rank 0 of a world of this size."""
+        self.position.generation = 1
+        peers = [identity_pb2.Member(name=f"m{rank}") for rank in range(size)]
+        self.answer(sequence=99, join=rendezvous_pb2.JoinResponse(generation=1, rank=0, peers=peers))
+
+
+def test_an_id_that_was_not_answered_before_an_outage_is_offered_once_after_it() -> None:
+    """A second request would count as the first one's end. With more than 128 ranks an id waits for those of other leaders."""
+    played = Played()
+    played.welcome()
+    played.join(200)
+    with ThreadPoolExecutor(1) as pool:
+        exchange = pool.submit(played.session.exchange_nccl_id, "world", 1, range(200), IDS[:1], 20.0)
+        (request,) = eventually(lambda: played.streams[0])
+        played.lose()
+        played.welcome()
+        played.answer(sequence=request.sequence, comm_bootstrap=nccl_pb2.CommBootstrapResponse(unique_ids=IDS))
+        assert exchange.result(20) == IDS
+    played.lose()
+    played.welcome()
+    offers = [[frame.sequence for frame in sent if frame.HasField("comm_bootstrap")] for sent in played.streams]
+    assert offers == [[1], [1], [2]]
+
+
+def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same() -> None:
+    """Such as FileNotFoundError of os.fsdecode(b"caf\\xe9.txt"): Protobuf refuses it."""
+    played = Played()
+    played.welcome()
+    played.join(2)
+    played.session.report(GroupAbortedError(0, "no file caf\udce9.txt"))
+    played.session.report_link_lost(1, "no file caf\udce9.txt")
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(played.session.leave, "FileNotFoundError: caf\udce9.txt")
+        eventually(lambda: len(played.streams[0]) == 3)
+        leaving.result(20)
+    failure, lost, leave = played.streams[0]
+    assert failure.report.failure.message == "rank 0 ended the group: no file caf\\udce9.txt"
+    assert lost.report.link_lost.reason == "no file caf\\udce9.txt"
+    assert leave.leave.reason == "FileNotFoundError: caf\\udce9.txt"
