@@ -13,6 +13,7 @@ from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import PointerAllReduce
+from ferrorpc.errors import UsageError
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, UNKNOWN
@@ -80,8 +81,12 @@ class DeviceFastPath:
         dispatch = self._dispatch
         dispatch.check_open()
         guard = dispatch.guard(seconds_of(timeout, dispatch.timeout))
-        place = Key(self._group_id, 0, dispatch.next_number())
-        execution = prepared.start_at(place, source, target, (x, out), guard)
+        number = dispatch.next_number()
+        try:
+            execution = prepared.start_at(Key(self._group_id, 0, number), source, target, (x, out), guard)
+        except UsageError:
+            dispatch.give_back(number)
+            raise
         if not async_op and dispatch.ran(prepared, execution):
             return out
         return dispatch.finish(execution, DeviceResult(out), async_op)

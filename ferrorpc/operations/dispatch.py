@@ -19,7 +19,7 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import verdict
-from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError
+from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError, UsageError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.results import NOTHING, Result, hand_over, settle
@@ -106,6 +106,10 @@ class Dispatch:
         """The number of the next operation in program order."""
         return next(self._numbers)
 
+    def give_back(self, number: int) -> None:
+        """Takes back the latest number: its operation was refused before anything was sent, so the peers' next one has it."""
+        self._numbers = itertools.count(number)
+
     def guard(self, seconds: float) -> Guard:
         """Deadline and latch of an operation that begins now."""
         return Guard(self.backend.clock, self.backend.latch, seconds)
@@ -151,11 +155,15 @@ class Dispatch:
     ) -> Execution:
         """A new execution: the next in program order, unless it has a number of its own."""
         backend = self.backend
-        if number is None:
-            number = next(self._numbers)
+        place = next(self._numbers) if number is None else number
         guard = Guard(backend.clock, backend.latch, seconds)
-        key = Key(backend.group_id, stream, number)
-        return prepared.start(key, [source.data for source in sources], result.targets, guard)
+        key = Key(backend.group_id, stream, place)
+        try:
+            return prepared.start(key, [source.data for source in sources], result.targets, guard)
+        except (UsageError, MemoryError):
+            if number is None:
+                self.give_back(place)
+            raise
 
     def finish(self, execution: Execution, result: Result, async_op: bool) -> Any:
         """The result (blocking), or a Work for it."""
