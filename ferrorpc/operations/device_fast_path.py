@@ -13,13 +13,11 @@ from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import PointerAllReduce
-from ferrorpc.errors import UsageError
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, UNKNOWN
 from ferrorpc.operations.results import DeviceResult
 from ferrorpc.types import DType, ReduceOp
-from ferrorpc.wire.frames import Key
 
 NOT_PLAIN: Final = (AttributeError, TypeError, RuntimeError)
 """Raised by reading or hashing `dtype` and `shape` if the argument is no plain array."""
@@ -50,7 +48,6 @@ class DeviceFastPath:
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
-        self._group_id = dispatch.backend.group_id
         self._is_alone = dispatch.backend.size == 1
         self._known: dict[tuple[Any, ...], Known | None] = {}
 
@@ -80,13 +77,7 @@ class DeviceFastPath:
                 return GENERAL_PATH
         dispatch = self._dispatch
         dispatch.check_open()
-        guard = dispatch.guard(seconds_of(timeout, dispatch.timeout))
-        number = dispatch.next_number()
-        try:
-            execution = prepared.start_at(Key(self._group_id, 0, number), source, target, (x, out), guard)
-        except UsageError:
-            dispatch.give_back(number)
-            raise
+        execution = dispatch.start_at(prepared, source, target, (x, out), seconds_of(timeout, dispatch.timeout))
         if not async_op and dispatch.ran(prepared, execution):
             return out
         return dispatch.finish(execution, DeviceResult(out), async_op)

@@ -106,10 +106,6 @@ class Dispatch:
         """The number of the next operation in program order."""
         return next(self._numbers)
 
-    def give_back(self, number: int) -> None:
-        """Takes back the latest number: its operation was refused before anything was sent, so the peers' next one has it."""
-        self._numbers = itertools.count(number)
-
     def guard(self, seconds: float) -> Guard:
         """Deadline and latch of an operation that begins now."""
         return Guard(self.backend.clock, self.backend.latch, seconds)
@@ -162,8 +158,23 @@ class Dispatch:
             return prepared.start(key, [source.data for source in sources], result.targets, guard)
         except (UsageError, MemoryError):
             if number is None:
-                self.give_back(place)
+                self._give_back(place)
             raise
+
+    def start_at(self, prepared: PointerAllReduce, source: int, target: int, keeps: object, seconds: float) -> Execution:
+        """As `start`, for addresses on a GPU. The other arguments are those of `PointerAllReduce.start_at`."""
+        backend = self.backend
+        number = next(self._numbers)
+        guard = Guard(backend.clock, backend.latch, seconds)
+        try:
+            return prepared.start_at(Key(backend.group_id, 0, number), source, target, keeps, guard)
+        except UsageError:
+            self._give_back(number)
+            raise
+
+    def _give_back(self, number: int) -> None:
+        """Takes back the latest number: its operation was refused before anything was sent, so the peers' next one has it."""
+        self._numbers = itertools.count(number)
 
     def finish(self, execution: Execution, result: Result, async_op: bool) -> Any:
         """The result (blocking), or a Work for it."""

@@ -135,9 +135,10 @@ def test_an_interrupted_end_loses_no_slots_and_frees_nothing_that_the_gpu_still_
     cupy.machine.settle()
     download.advance()
     assert taken(staging.downloads) == 3
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(staging_module, "wait_for", interrupted)
-        download.finish()
+        with pytest.raises(KeyboardInterrupt):
+            download.finish()
     del x, download
     assert staging.downloads.take() is None, "the GPU still writes to all of them"
     allowed.append(True)
