@@ -254,5 +254,5 @@ def _run(function: Any, given: Any) -> Any:
 
 
 _LIBRARY = _register()
-"""The device is there as long as this. It is registered when tests are collected: torch's autograd starts its threads once, with
-the first backward pass of the process, and only for the devices that there are by then."""
+"""The device is there as long as this. It is registered when tests are collected: torch's autograd starts its threads once,
+with the first backward pass of the process, and only for devices that exist by then."""
