@@ -24,8 +24,10 @@ _FOLDS: Final[dict[Op, Callable[[Array, Array], Array]]] = {
 
 
 def reduced(arrays: list[Array], op: Op, datatype: DataType) -> Array:
-    """Reduces all ranks' arrays to one. The fold of element i begins at rank i modulo the number of ranks. MAX and MIN pass over
-    NaN, as in NCCL."""
+    """Reduces all ranks' arrays to one. The fold of element i begins at rank i modulo the number of ranks.
+
+    As in NCCL, MAX and MIN pass over NaN.
+    """
     wide = [_wide(array, datatype) for array in arrays]
     size = len(wide)
     total = np.empty_like(wide[0])
