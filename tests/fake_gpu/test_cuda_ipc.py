@@ -93,6 +93,21 @@ def test_every_operation_takes_and_gives_back_cupy_arrays(cupy: StandIn, size: i
         on_ranks(found, lambda group: every_operation(group, cupy, gpu=0))
 
 
+def test_a_group_that_was_made_while_the_gpu_was_busy_waits_for_nothing_of_that(cupy: StandIn) -> None:
+    """Not the host, and not what another stream computes."""
+    busy: list[bool] = [True]
+    cupy.machine.gpus[0].default.enqueue(lambda: not busy)
+
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Stream(non_blocking=True):
+            x = cupy.asarray(np.full(4, group.rank + 1, np.float32))
+            assert cupy.asnumpy(group.all_reduce(x)).tolist() == [3.0] * 4
+
+    with groups(cupy, 2) as found:
+        on_ranks(found, body)
+        busy.clear()
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize(("count", "slot_bytes"), [(1, SLOT_BYTES), (1024, SLOT_BYTES), (1025, 1), (7000, SLOT_BYTES)])
 def test_arrays_of_many_rounds_are_folded_in_rank_order(cupy: StandIn, size: int, count: int, slot_bytes: int) -> None:

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.staging import wait_for
 from ferrorpc.backends.cuda_ipc.control_block import CLOSED, SLOTS
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer
 from ferrorpc.backends.cuda_ipc.rounds import Messages, Rounds, Waits
@@ -38,6 +39,8 @@ SLICE_BYTES: Final = 256
 CLOSE_SECONDS: Final = 2.0
 """How long a rank that closes waits for the others to close its memory."""
 POLL_SECONDS: Final = 1e-3
+TABLE_SECONDS: Final = 10.0
+"""How long the GPU may take to copy a few addresses."""
 _ITEM_BYTES: Final = {
     DataType.INT8: 1,
     DataType.UINT8: 1,
@@ -64,6 +67,9 @@ class IpcCommunicator(Communicator):
         peers: those of all other ranks, in rank order.
         slot_bytes, message_bytes: as in `Own`.
         release: frees the control block.
+
+    Raises:
+        CollectiveTimeoutError: the GPU does nothing.
     """
 
     def __init__(
@@ -96,8 +102,11 @@ class IpcCommunicator(Communicator):
         begin = partial(_messages_begin, slot_bytes, message_bytes)
         self._messages = {peer.rank: Messages(ipc, own, peer, rank, begin, message_bytes) for peer in peers}
         bases = [own.base if place == rank else self._by_rank[place].base for place in range(self.size)]
-        with device.here():
+        # In a stream of its own, so that it is there before any stream needs it, whatever the caller's stream holds.
+        stream = device.new_stream()
+        with device.on(stream):
             self._table: Any = device.folds.table(bases)
+        wait_for(stream.record(), clock, TABLE_SECONDS)
 
     # -- the interface of a communicator -------------------------------------------------------------------------------
 
