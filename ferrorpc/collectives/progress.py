@@ -314,7 +314,7 @@ class Progress:
     def _move_to(self, device: Device | None) -> None:
         """Makes the GPU of an execution current on this thread, so that its arrays are freed there."""
         if device is not None and device is not self._device:
-            device.make_current()
+            device.enter_own_thread()
             self._device = device
 
     def _step(self, entry: _Entry) -> None:

@@ -239,7 +239,7 @@ def test_a_gpu_that_cannot_be_made_current_fails_its_own_operation_alone() -> No
     reported, report = reporter(latch)
 
     class Failed:
-        def make_current(self) -> None:
+        def enter_own_thread(self) -> None:
             raise RuntimeError("an illegal address")
 
     broken = Scripted(latch)
