@@ -217,6 +217,7 @@ class _Entry:
     def release(self) -> None:
         """Drops what it held when it is over. Timers may refer to the entry for a while longer."""
         self.over = True
+        self.failure = None  # its traceback refers to the execution
         del self.execution, self.abort, self.convert, self.patience, self.work
 
     def due(self) -> float:
