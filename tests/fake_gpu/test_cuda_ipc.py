@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ from ferrorpc.errors import (
     PeerLostError,
 )
 from ferrorpc.group import ProcessGroup
-from ferrorpc.kernels.cuda.folds import FOLDS
+from ferrorpc.kernels.cuda.folds import FOLDS, Folds
 from ferrorpc.testing import BackendContract, run_groups
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
@@ -106,6 +107,38 @@ def test_a_group_that_was_made_while_the_gpu_was_busy_waits_for_nothing_of_that(
     with groups(cupy, 2) as found:
         on_ranks(found, body)
         busy.clear()
+
+
+def test_a_round_in_another_stream_leaves_what_is_still_folded(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank folds its own slot too, which nothing else orders after a fold in another stream."""
+    busy: list[bool] = [True]
+    queued = Folds.fold
+
+    def late(self: Folds, *arguments: Any) -> None:
+        if threading.current_thread() in first and first.pop(threading.current_thread()):
+            cupy.stream.enqueue(lambda: not busy)
+        queued(self, *arguments)
+
+    first: dict[threading.Thread, bool] = {}
+    monkeypatch.setattr(Folds, "fold", late)
+
+    def body(group: ProcessGroup) -> list[Any]:
+        backend: Any = group._backend
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        xs = [cupy.asarray(np.full(4, 10 * turn + group.rank, np.float32)) for turn in range(SLOTS + 1)]
+        cupy.machine.settle()
+        if group.rank == 0:
+            first[threading.current_thread()] = True
+        for turn, x in enumerate(xs):
+            backend.all_reduce_raw(x.data.ptr, x.data.ptr, 4, "float32", stream=streams[turn > 0])
+        cupy.machine.settle()
+        group.session.barrier("queued")
+        busy.clear()
+        group.synchronize()
+        return [cupy.asnumpy(x).tolist() for x in xs]
+
+    with groups(cupy, 2) as found:
+        assert on_ranks(found, body) == [[[20.0 * turn + 1] * 4 for turn in range(SLOTS + 1)]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
