@@ -77,8 +77,9 @@ class DeviceBackend(RawOperations, Backend):
         stream: Any = None,
         ending: Ending | None = None,
     ) -> None:
+        own = _stream(device, stream)
         communicator = connector.connect(WORLD, lanes.world_ranks)
-        program = LaunchQueue(communicator, _stream(device, stream))
+        program = LaunchQueue(communicator, own)
         ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
         self._set_up(GroupContext(lanes, device, program, Departures(session_of(lanes))), connector, stream, ending)
         ending.add(communicator)
