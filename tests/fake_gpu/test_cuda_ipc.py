@@ -109,6 +109,24 @@ def test_a_group_that_was_made_while_the_gpu_was_busy_waits_for_nothing_of_that(
         busy.clear()
 
 
+@pytest.mark.parametrize("problem", [RuntimeError("no compiler"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_what_breaks_off_in_the_middle_does_not_count_as_done(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, problem: BaseException
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise problem
+
+    with ipc_backends(cupy, 1) as (backend,):
+        communicator = backend.context.program.communicator
+        x, stream = cupy.asarray(np.ones(4, np.float32)), cupy.cuda.Stream(non_blocking=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Folds, "fold", broken)
+            with pytest.raises(type(problem)):
+                communicator.all_reduce(x.data.ptr, x.data.ptr, 4, DataType.FLOAT32, Op.SUM, stream.ptr)
+        with pytest.raises(NcclError, match=str(problem) or "KeyboardInterrupt"):
+            communicator.state()
+
+
 def test_a_round_in_another_stream_leaves_what_is_still_folded(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank folds its own slot too, which nothing else orders after a fold in another stream."""
     busy: list[bool] = [True]

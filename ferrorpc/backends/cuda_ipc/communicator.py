@@ -128,9 +128,12 @@ class IpcCommunicator(Communicator):
                 for _ in self._pending[0]:
                     return
                 self._pending.popleft()
-        except self._ipc.error_class as problem:
-            self._problem = failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem))
-            raise self._problem.again() from None
+        except BaseException as problem:
+            # What was interrupted in the middle is over for its generator, but must not count as done.
+            self._problem = failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem) or repr(problem))
+            if isinstance(problem, self._ipc.error_class):
+                raise self._problem.again() from None
+            raise
 
     def last_error(self) -> str:
         """Nothing: errors that are raised say everything."""
