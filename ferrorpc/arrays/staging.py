@@ -32,7 +32,7 @@ import numpy as np
 from ferrorpc.arrays.device import Device, DeviceArray, Event
 from ferrorpc.arrays.pinned import Pool, Ring
 from ferrorpc.errors import CollectiveTimeoutError
-from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock, Guard, Latch
 
 POOL_BYTES: Final = 256 << 20
 SLOT_BYTES: Final = 4 << 20
@@ -315,9 +315,9 @@ class Staging:
         """Blocks the host until the GPU has finished what the calling thread's current stream holds.
 
         Raises:
-            CollectiveTimeoutError: it has not by clock time `until`, or within COPY_SECONDS.
+            CollectiveTimeoutError: it has not by clock time `until`; where that is FOREVER, within COPY_SECONDS.
         """
-        wait_for(self.device.current().record(), clock, min(until - clock.now(), COPY_SECONDS))
+        wait_for(self.device.current().record(), clock, COPY_SECONDS if until == FOREVER else until - clock.now())
 
     def to_host(self, source: DeviceArray) -> Array:
         """A copy of a C-contiguous device array on the host, in storage dtype. Blocks until it is complete.

@@ -11,7 +11,7 @@ from ferrorpc.arrays import staging as staging_module
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.staging import Staging, wait_for
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError
-from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing.gpu.machine import FREED, Machine
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
 from tests.fake_gpu.events import taken
@@ -104,6 +104,17 @@ def test_a_copy_for_an_operation_ends_with_its_deadline_or_its_generation(cupy: 
     with stuck, pytest.raises(GroupAbortedError):
         staging.to_pinned(x, Guard(SYSTEM_CLOCK, latch, 10.0))
     stuck.fake.tasks.clear()
+
+
+def test_who_gives_a_time_waits_for_the_gpu_so_long(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "COPY_SECONDS", 0.02)
+    staging, free_at = small(cupy), SYSTEM_CLOCK.now() + 0.2
+    with cupy.cuda.Stream(non_blocking=True) as busy:
+        busy.fake.enqueue(lambda: SYSTEM_CLOCK.now() > free_at)
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0\.02 s"):
+            staging.settle(SYSTEM_CLOCK, FOREVER)
+        staging.settle(SYSTEM_CLOCK, SYSTEM_CLOCK.now() + 10.0)
+        assert not busy.fake.tasks
 
 
 def test_slots_that_could_not_be_pinned_are_not_counted(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
