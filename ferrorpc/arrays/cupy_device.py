@@ -179,9 +179,13 @@ class CupyDevice:
         """
         if "torch" in _MODULES:
             followed = current_of_torch(self.index)
-            if followed and not self._current_stream(self.index).ptr:
+            if followed and self.follows_torch():
                 return self._following(followed)
         return _AS_IT_IS if self._current_index() == self.index else self.cupy.cuda.Device(self.index)
+
+    def follows_torch(self) -> bool:
+        """Whether the caller's stream is torch's, in a program that uses torch."""
+        return not self._current_stream(self.index).ptr
 
     @contextmanager
     def _following(self, pointer: int) -> Iterator[None]:
