@@ -14,7 +14,7 @@ import pytest
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends import gpu
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
-from ferrorpc.backends.cuda_ipc.communicator import kernel_of
+from ferrorpc.backends.cuda_ipc.communicator import ABORT_SECONDS, kernel_of
 from ferrorpc.backends.cuda_ipc.control_block import SLOTS
 from ferrorpc.backends.device.communicator import DataType, Op
 from ferrorpc.backends.registry import Place, create
@@ -28,6 +28,7 @@ from ferrorpc.errors import (
     PeerLostError,
 )
 from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.kernels.cuda.folds import FOLDS, Folds
 from ferrorpc.testing import BackendContract, run_groups
 from ferrorpc.testing.gpu.machine import Machine
@@ -208,6 +209,21 @@ def test_a_rank_is_ahead_of_those_who_read_by_as_many_rounds_as_there_are_slots(
         cupy.machine.settle()
         np.testing.assert_array_equal(cupy.asnumpy(target), np.zeros(nbytes, np.uint8))
         assert in_threads(2, lambda rank: backends[rank].close()) == [None] * 2
+
+
+def test_a_root_that_closes_at_once_leaves_its_memory_to_those_who_still_read_it(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        x, busy = cupy.asarray(np.full(4, group.rank, np.float32)), cupy.cuda.Stream(non_blocking=True)
+        until = SYSTEM_CLOCK.now() + ABORT_SECONDS + 0.8
+        if group.rank == 0:
+            busy.fake.enqueue(lambda: SYSTEM_CLOCK.now() > until)
+        with busy:
+            group.broadcast(x, root=1, out=x)
+            group.close()
+            assert cupy.asnumpy(x).tolist() == [1.0] * 4
+
+    with groups(cupy, 2) as found:
+        on_ranks(found, body)
 
 
 def test_raw_forms_work_on_addresses(cupy: StandIn) -> None:

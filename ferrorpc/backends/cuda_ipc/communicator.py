@@ -36,9 +36,11 @@ FOLD_ALL_RANKS_MAX: Final = 3
 """Up to so many ranks each fold everything: that takes one wait less, and up to 3 ranks fewer bytes."""
 SLICE_BYTES: Final = 256
 """Slices begin at multiples of this."""
-CLOSE_SECONDS: Final = 2.0
-"""How long a rank that closes waits for the others to close its memory."""
-POLL_SECONDS: Final = 1e-3
+CLOSE_SECONDS: Final = 60.0
+"""How long a rank that closes waits for the others to close its memory: their GPUs may be late."""
+ABORT_SECONDS: Final = 2.0
+"""How long a rank waits after an abort: others may be dead."""
+POLL_SECONDS: Final = 5e-3
 TABLE_SECONDS: Final = 10.0
 """How long the GPU may take to copy a few addresses."""
 _ITEM_BYTES: Final = {
@@ -189,14 +191,15 @@ class IpcCommunicator(Communicator):
 
     def abort(self) -> None:
         """As `Communicator.abort`: what is not in its stream is dropped, and the GPU finishes the rest."""
-        self.destroy()
+        self._end(ABORT_SECONDS)
 
     def destroy(self) -> None:
-        """As `Communicator.destroy`.
+        """As `Communicator.destroy`."""
+        self._end(CLOSE_SECONDS)
 
-        Closes the others' memory once the GPU has finished reading it. Then it waits, for at most CLOSE_SECONDS, until the
-        others have closed this rank's memory, and frees it; a peer that still has it open keeps it.
-        """
+    def _end(self, seconds: float) -> None:
+        """Closes the others' memory once the GPU has finished reading it. Then it waits so long at most until the others have
+        closed this rank's memory, and frees it; a peer that still has it open keeps it."""
         with self._lock:
             if self._is_gone:
                 return
@@ -208,7 +211,7 @@ class IpcCommunicator(Communicator):
             for peer in self._peers:
                 peer.close()
             self._own.words[CLOSED] = 1
-            until, parker = self._clock.now() + CLOSE_SECONDS, self._clock.parker()
+            until, parker = self._clock.now() + seconds, self._clock.parker()
             while any(not peer.words[CLOSED] for peer in self._peers) and self._clock.now() < until:
                 parker.park(self._clock.now() + POLL_SECONDS)
             self._own.close()
