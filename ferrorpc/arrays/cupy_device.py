@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
@@ -40,6 +40,9 @@ _HIGHEST_PRIORITY: Final = -5
 """The highest of today's GPUs; CUDA clamps a priority to its range."""
 _SHARED_NUMBERS: Final = 2
 """Up to this number streams are special: the null stream of every GPU, and the per-thread default stream."""
+_DRIVER: Final = "libcuda.so.1"
+_THREAD_LOCAL: Final = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 EVENTS_LOOKED_AT: Final = 8
 """How many events that are in use are looked at before a new one is made."""
 _AS_IT_IS: Final = nullcontext()
@@ -176,9 +179,13 @@ class CupyDevice:
         """
         if "torch" in _MODULES:
             followed = current_of_torch(self.index)
-            if followed and not self._current_stream(self.index).ptr:
+            if followed and self.follows_torch():
                 return self._following(followed)
         return _AS_IT_IS if self._current_index() == self.index else self.cupy.cuda.Device(self.index)
+
+    def follows_torch(self) -> bool:
+        """Whether the caller's stream is torch's, in a program that uses torch."""
+        return not self._current_stream(self.index).ptr
 
     @contextmanager
     def _following(self, pointer: int) -> Iterator[None]:
@@ -235,6 +242,12 @@ class CupyDevice:
     def make_current(self) -> None:
         """As `Device.make_current`."""
         self.cupy.cuda.Device(self.index).use()
+
+    def enter_own_thread(self) -> None:
+        """As `Device.enter_own_thread`, by the driver: CuPy lacks the call."""
+        self.make_current()
+        with suppress(OSError):  # a stand-in for CuPy needs no driver
+            ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def holds(self, array: DeviceArray) -> bool:
         """As `Device.holds`."""

@@ -54,6 +54,10 @@ class Device(Protocol):
     def make_current(self) -> None:
         """Makes it the calling thread's current device."""
 
+    def enter_own_thread(self) -> None:
+        """As `make_current`, for a thread of the library's own, which then may query events while another thread captures a
+        CUDA graph. By default such a query fails, and so does the capture."""
+
     def here(self) -> AbstractContextManager[Any]:
         """A context in which it is the calling thread's current device, for what is done in the caller's stream."""
 

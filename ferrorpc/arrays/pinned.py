@@ -151,8 +151,9 @@ class Ring:
                 return self._free.popleft()[0]
             if self._made == self.slots:
                 return None
+            slot = self._device.pinned(self.slot_bytes)
             self._made += 1
-            return self._device.pinned(self.slot_bytes)
+            return slot
 
     def give_back(self, slot: Array, event: Event | None = None) -> None:
         """Frees a slot once the GPU has reached the event, which is in this ring's stream; None: at once."""

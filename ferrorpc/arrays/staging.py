@@ -32,7 +32,7 @@ import numpy as np
 from ferrorpc.arrays.device import Device, DeviceArray, Event
 from ferrorpc.arrays.pinned import Pool, Ring
 from ferrorpc.errors import CollectiveTimeoutError
-from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock, Guard, Latch
 
 POOL_BYTES: Final = 256 << 20
 SLOT_BYTES: Final = 4 << 20
@@ -125,18 +125,21 @@ class Download:
 
     def finish(self) -> None:
         """Ends the copy, complete or not: frees what it holds once the GPU has finished with it."""
-        until = SYSTEM_CLOCK.now() + ABANDON_SECONDS
-        while self._in_transfer:
-            slot, _, _, end_event = self._in_transfer.popleft()
-            pending: Event | None = None
-            try:
-                wait_for(end_event, SYSTEM_CLOCK, max(0.0, until - SYSTEM_CLOCK.now()))
-            except CollectiveTimeoutError:
-                pending = end_event
-                self._ring.keep((self._source, self.data), end_event)
-            if slot is not None:
-                self._ring.give_back(slot, pending)
-        self._source = None
+        pieces, self._in_transfer = self._in_transfer, deque()
+        pending = bool(pieces)
+        try:
+            if pieces:
+                wait_for(pieces[-1].end_event, SYSTEM_CLOCK, ABANDON_SECONDS)
+                pending = False
+        except CollectiveTimeoutError:
+            pass
+        finally:  # also where the wait is interrupted
+            if pending:
+                self._ring.keep((self._source, self.data), pieces[-1].end_event)
+            for slot, _, _, end_event in pieces:
+                if slot is not None:
+                    self._ring.give_back(slot, end_event if pending else None)
+            self._source = None
 
 
 class Upload:
@@ -312,9 +315,9 @@ class Staging:
         """Blocks the host until the GPU has finished what the calling thread's current stream holds.
 
         Raises:
-            CollectiveTimeoutError: it has not by clock time `until`, or within COPY_SECONDS.
+            CollectiveTimeoutError: it has not by clock time `until`; where that is FOREVER, within COPY_SECONDS.
         """
-        wait_for(self.device.current().record(), clock, min(until - clock.now(), COPY_SECONDS))
+        wait_for(self.device.current().record(), clock, COPY_SECONDS if until == FOREVER else until - clock.now())
 
     def to_host(self, source: DeviceArray) -> Array:
         """A copy of a C-contiguous device array on the host, in storage dtype. Blocks until it is complete.
@@ -322,19 +325,26 @@ class Staging:
         Raises:
             CollectiveTimeoutError: it was not complete within COPY_SECONDS.
         """
-        return self._downloaded(Download(self.device, self.downloads, source, np.empty(source.shape, source.dtype)))
+        download = Download(self.device, self.downloads, source, np.empty(source.shape, source.dtype))
+        return self._downloaded(download, Guard(SYSTEM_CLOCK, Latch(), COPY_SECONDS))
 
-    def to_pinned(self, source: DeviceArray) -> Array:
-        """As `to_host`, in memory that `host_memory` allocates."""
-        return self._downloaded(self.start_download(source))
+    def to_pinned(self, source: DeviceArray, guard: Guard) -> Array:
+        """As `to_host`, in memory that `host_memory` allocates, and for an operation with this guard.
 
-    def _downloaded(self, download: Download) -> Array:
+        Raises:
+            CollectiveTimeoutError: it was not complete by the operation's deadline.
+            FerroError: the generation's first cause.
+        """
+        return self._downloaded(self.start_download(source), guard)
+
+    def _downloaded(self, download: Download, guard: Guard) -> Array:
         def is_complete() -> bool:
+            guard.latch.check()
             download.advance()
             return download.is_complete
 
         try:
-            until_true(is_complete, SYSTEM_CLOCK, COPY_SECONDS)
+            until_true(is_complete, guard.clock, guard.deadline - guard.clock.now())
         finally:
             download.finish()
         return download.data

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.arrays.torch_kind import TorchKind, check_not_lazy
 from ferrorpc.errors import BackendUnavailableError
-from ferrorpc.types import TensorSpec
+from ferrorpc.types import DType, TensorSpec
 
 DEVICE_TYPE: Final = "cuda"
 _log = logging.getLogger("ferrorpc.arrays")
@@ -73,13 +74,20 @@ class TorchGpuKind(TorchKind):
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
         if not data.size:
-            return self.empty(spec.shape, spec.dtype)
+            return super().empty(spec.shape, spec.dtype)
         if isinstance(data, np.ndarray):
             data = self.staging.to_device(data)
         torch = sys.modules["torch"]
         with self._device_kind.device.here():  # otherwise from_dlpack makes torch's stream wait for CuPy's current one
             raw = torch.from_dlpack(data.reshape(-1).view(np.uint8))
         return raw.view(getattr(torch, spec.dtype.label)).reshape(spec.shape)
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> Any:
+        device = self._device_kind.device
+        if device.follows_torch():
+            return super().empty(shape, dtype)
+        # torch's memory would belong to its own stream, which may still use it.
+        return self.wrap(device.empty(shape, dtype.storage), TensorSpec(dtype, tuple(shape)))
 
     def address(self, x: Any) -> int:
         if x.layout is not self._strided or x.device != self._device or not x.is_contiguous():

@@ -106,7 +106,7 @@ class AnnouncedExecution(Execution):
         self._prepared = prepared
         self._key = key
         if prepared.is_inline:
-            inputs = [on_host(each) for each in inputs]
+            inputs = [on_host(each, guard) for each in inputs]
         # Arrays on a device are ordered after the stream of this thread; another thread may run the second phase.
         self._transfers = transfers_for(inputs, outputs, 1)
         self._inputs: Sequence[Any] = inputs if self._transfers is None else self._transfers.sources

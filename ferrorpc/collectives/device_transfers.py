@@ -25,6 +25,7 @@ from ferrorpc.collectives.dependencies import UNBOUNDED
 from ferrorpc.collectives.fusion import DownloadInput, Task, UploadResult
 from ferrorpc.collectives.polling import DevicePolling
 from ferrorpc.collectives.workspace import Rules, Workspace
+from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -44,9 +45,9 @@ def upload_to(target: Target) -> Target:
     return target if is_host(target) or isinstance(target, Upload) else kind_of(target).staging.start_upload(target)
 
 
-def on_host(array: Source) -> Array:
-    """The array on the host. Blocks while a GPU array is copied there."""
-    found: Array = array if is_host(array) else kind_of(array).staging.to_pinned(array)
+def on_host(array: Source, guard: Guard) -> Array:
+    """The array on the host, for an operation. Blocks while a GPU array is copied there. Raises as `Staging.to_pinned`."""
+    found: Array = array if is_host(array) else kind_of(array).staging.to_pinned(array, guard)
     return found
 
 

@@ -217,6 +217,7 @@ class _Entry:
     def release(self) -> None:
         """Drops what it held when it is over. Timers may refer to the entry for a while longer."""
         self.over = True
+        self.failure = None  # its traceback refers to the execution
         del self.execution, self.abort, self.convert, self.patience, self.work
 
     def due(self) -> float:
@@ -314,7 +315,7 @@ class Progress:
     def _move_to(self, device: Device | None) -> None:
         """Makes the GPU of an execution current on this thread, so that its arrays are freed there."""
         if device is not None and device is not self._device:
-            device.make_current()
+            device.enter_own_thread()
             self._device = device
 
     def _step(self, entry: _Entry) -> None:

@@ -18,7 +18,6 @@ from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, UNKNOWN
 from ferrorpc.operations.results import DeviceResult
 from ferrorpc.types import DType, ReduceOp
-from ferrorpc.wire.frames import Key
 
 NOT_PLAIN: Final = (AttributeError, TypeError, RuntimeError)
 """Raised by reading or hashing `dtype` and `shape` if the argument is no plain array."""
@@ -49,7 +48,6 @@ class DeviceFastPath:
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
-        self._group_id = dispatch.backend.group_id
         self._is_alone = dispatch.backend.size == 1
         self._known: dict[tuple[Any, ...], Known | None] = {}
 
@@ -79,9 +77,7 @@ class DeviceFastPath:
                 return GENERAL_PATH
         dispatch = self._dispatch
         dispatch.check_open()
-        guard = dispatch.guard(seconds_of(timeout, dispatch.timeout))
-        place = Key(self._group_id, 0, dispatch.next_number())
-        execution = prepared.start_at(place, source, target, (x, out), guard)
+        execution = dispatch.start_at(prepared, source, target, (x, out), seconds_of(timeout, dispatch.timeout))
         if not async_op and dispatch.ran(prepared, execution):
             return out
         return dispatch.finish(execution, DeviceResult(out), async_op)

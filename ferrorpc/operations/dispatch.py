@@ -19,7 +19,7 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import verdict
-from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError
+from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError, UsageError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.results import NOTHING, Result, hand_over, settle
@@ -151,11 +151,30 @@ class Dispatch:
     ) -> Execution:
         """A new execution: the next in program order, unless it has a number of its own."""
         backend = self.backend
-        if number is None:
-            number = next(self._numbers)
+        place = next(self._numbers) if number is None else number
         guard = Guard(backend.clock, backend.latch, seconds)
-        key = Key(backend.group_id, stream, number)
-        return prepared.start(key, [source.data for source in sources], result.targets, guard)
+        key = Key(backend.group_id, stream, place)
+        try:
+            return prepared.start(key, [source.data for source in sources], result.targets, guard)
+        except (UsageError, MemoryError):
+            if number is None:
+                self._give_back(place)
+            raise
+
+    def start_at(self, prepared: PointerAllReduce, source: int, target: int, keeps: object, seconds: float) -> Execution:
+        """As `start`, for addresses on a GPU. The other arguments are those of `PointerAllReduce.start_at`."""
+        backend = self.backend
+        number = next(self._numbers)
+        guard = Guard(backend.clock, backend.latch, seconds)
+        try:
+            return prepared.start_at(Key(backend.group_id, 0, number), source, target, keeps, guard)
+        except UsageError:
+            self._give_back(number)
+            raise
+
+    def _give_back(self, number: int) -> None:
+        """Takes back the latest number: its operation was refused before anything was sent, so the peers' next one has it."""
+        self._numbers = itertools.count(number)
 
     def finish(self, execution: Execution, result: Result, async_op: bool) -> Any:
         """The result (blocking), or a Work for it."""

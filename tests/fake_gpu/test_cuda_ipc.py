@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends import gpu
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
-from ferrorpc.backends.cuda_ipc.communicator import kernel_of
+from ferrorpc.backends.cuda_ipc.communicator import ABORT_SECONDS, kernel_of
 from ferrorpc.backends.cuda_ipc.control_block import SLOTS
 from ferrorpc.backends.device.communicator import DataType, Op
 from ferrorpc.backends.registry import Place, create
@@ -27,7 +28,8 @@ from ferrorpc.errors import (
     PeerLostError,
 )
 from ferrorpc.group import ProcessGroup
-from ferrorpc.kernels.cuda.folds import FOLDS
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.kernels.cuda.folds import FOLDS, Folds
 from ferrorpc.testing import BackendContract, run_groups
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
@@ -93,6 +95,71 @@ def test_every_operation_takes_and_gives_back_cupy_arrays(cupy: StandIn, size: i
         on_ranks(found, lambda group: every_operation(group, cupy, gpu=0))
 
 
+def test_a_group_that_was_made_while_the_gpu_was_busy_waits_for_nothing_of_that(cupy: StandIn) -> None:
+    """Not the host, and not what another stream computes."""
+    busy: list[bool] = [True]
+    cupy.machine.gpus[0].default.enqueue(lambda: not busy)
+
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Stream(non_blocking=True):
+            x = cupy.asarray(np.full(4, group.rank + 1, np.float32))
+            assert cupy.asnumpy(group.all_reduce(x)).tolist() == [3.0] * 4
+
+    with groups(cupy, 2) as found:
+        on_ranks(found, body)
+        busy.clear()
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("no compiler"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_what_breaks_off_in_the_middle_does_not_count_as_done(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, problem: BaseException
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise problem
+
+    with ipc_backends(cupy, 1) as (backend,):
+        communicator = backend.context.program.communicator
+        x, stream = cupy.asarray(np.ones(4, np.float32)), cupy.cuda.Stream(non_blocking=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Folds, "fold", broken)
+            with pytest.raises(type(problem)):
+                communicator.all_reduce(x.data.ptr, x.data.ptr, 4, DataType.FLOAT32, Op.SUM, stream.ptr)
+        with pytest.raises(NcclError, match=str(problem) or "KeyboardInterrupt"):
+            communicator.state()
+
+
+def test_a_round_in_another_stream_leaves_what_is_still_folded(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank folds its own slot too, which nothing else orders after a fold in another stream."""
+    busy: list[bool] = [True]
+    queued = Folds.fold
+
+    def late(self: Folds, *arguments: Any) -> None:
+        if threading.current_thread() in first and first.pop(threading.current_thread()):
+            cupy.stream.enqueue(lambda: not busy)
+        queued(self, *arguments)
+
+    first: dict[threading.Thread, bool] = {}
+    monkeypatch.setattr(Folds, "fold", late)
+
+    def body(group: ProcessGroup) -> list[Any]:
+        backend: Any = group._backend
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        xs = [cupy.asarray(np.full(4, 10 * turn + group.rank, np.float32)) for turn in range(SLOTS + 1)]
+        cupy.machine.settle()
+        if group.rank == 0:
+            first[threading.current_thread()] = True
+        for turn, x in enumerate(xs):
+            backend.all_reduce_raw(x.data.ptr, x.data.ptr, 4, "float32", stream=streams[turn > 0])
+        cupy.machine.settle()
+        group.session.barrier("queued")
+        busy.clear()
+        group.synchronize()
+        return [cupy.asnumpy(x).tolist() for x in xs]
+
+    with groups(cupy, 2) as found:
+        assert on_ranks(found, body) == [[[20.0 * turn + 1] * 4 for turn in range(SLOTS + 1)]] * 2
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize(("count", "slot_bytes"), [(1, SLOT_BYTES), (1024, SLOT_BYTES), (1025, 1), (7000, SLOT_BYTES)])
 def test_arrays_of_many_rounds_are_folded_in_rank_order(cupy: StandIn, size: int, count: int, slot_bytes: int) -> None:
@@ -142,6 +209,21 @@ def test_a_rank_is_ahead_of_those_who_read_by_as_many_rounds_as_there_are_slots(
         cupy.machine.settle()
         np.testing.assert_array_equal(cupy.asnumpy(target), np.zeros(nbytes, np.uint8))
         assert in_threads(2, lambda rank: backends[rank].close()) == [None] * 2
+
+
+def test_a_root_that_closes_at_once_leaves_its_memory_to_those_who_still_read_it(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        x, busy = cupy.asarray(np.full(4, group.rank, np.float32)), cupy.cuda.Stream(non_blocking=True)
+        until = SYSTEM_CLOCK.now() + ABORT_SECONDS + 0.8
+        if group.rank == 0:
+            busy.fake.enqueue(lambda: SYSTEM_CLOCK.now() > until)
+        with busy:
+            group.broadcast(x, root=1, out=x)
+            group.close()
+            assert cupy.asnumpy(x).tolist() == [1.0] * 4
+
+    with groups(cupy, 2) as found:
+        on_ranks(found, body)
 
 
 def test_raw_forms_work_on_addresses(cupy: StandIn) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,11 @@ import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.kinds import copy_into
+from ferrorpc.collectives.progress import Progress
 from ferrorpc.errors import BackendUnavailableError, UsageError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 
 
@@ -135,3 +141,25 @@ def test_an_array_is_written_on_its_own_gpu_whichever_is_current(cupy: StandIn) 
         x = cupy.asarray(np.zeros(4, np.float32))
     copy_into(x, np.arange(4, dtype=np.float32))
     np.testing.assert_array_equal(cupy.asnumpy(x), np.arange(4))
+
+
+def test_threads_of_the_library_may_query_events_while_a_graph_is_captured(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query fails another thread's capture, unless the thread that queries is in thread-local mode."""
+    modes: list[tuple[str, int, int]] = []
+
+    def exchange(mode: Any) -> int:
+        modes.append((threading.current_thread().name, mode._obj.value, cupy.gpu.index))
+        return 0
+
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr("ferrorpc.arrays.cupy_device.ctypes.CDLL", lambda name: driver)
+    monkeypatch.setattr(SYSTEM_CLOCK, "progress", Progress(SYSTEM_CLOCK), raising=False)
+
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Device(2):
+            group.all_reduce(cupy.asarray(np.ones(3, np.float32)), async_op=True).wait(host=True)
+
+    run_world(2, body, clock=SYSTEM_CLOCK)
+    assert modes == [("ferrorpc-progress", 1, 2)]

@@ -336,6 +336,22 @@ def test_a_group_whose_sends_wait_to_be_connected_holds_nobody_up_and_what_it_me
         complete(end)
 
 
+@pytest.mark.parametrize("call", ["NcclCommunicator", "send"])
+def test_a_failure_that_is_not_nccls_ends_a_thread_of_cupys_binding_too(call: str) -> None:
+    """Otherwise its communicator would stay in progress for ever, or would count as launched."""
+    record = Recorder()
+    record.raises = {call: ValueError("not 128 bytes")}
+
+    def begin() -> None:
+        end = complete(cupy_nccl(record).init(2, 0, [ID]))
+        with end.grouped():
+            end.send(1, 3, FLOAT, 1, 9)
+        complete(end)
+
+    with pytest.raises(NcclError, match="not 128 bytes"):
+        begin()
+
+
 def test_a_group_that_is_given_up_before_its_end_launches_nothing() -> None:
     record = Recorder()
     end = complete(cupy_nccl(record).init(2, 0, [ID]))

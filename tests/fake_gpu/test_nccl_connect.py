@@ -13,7 +13,7 @@ from ferrorpc.backends.nccl import connect
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.connect import NcclConnector
 from ferrorpc.backends.nccl.identity import Identity, judge
-from ferrorpc.errors import BackendUnavailableError, NcclError, PeerLostError
+from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, NcclError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.nccl import FakeNccl
@@ -98,6 +98,20 @@ def test_a_rank_that_waits_with_an_id_which_the_others_have_given_up_goes_on_to_
     found = in_threads(2, body)
     assert [end.state() for end in found] == [State.SUCCESS] * 2
     assert {rank: end.aborted for rank, end in world.nccl.meetings[first].ends.items()} == {0: True, 1: True}
+
+
+def test_a_complete_communicator_is_aborted_if_the_generation_ends_before_all_have_said_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ended(*arguments: Any, **options: Any) -> Any:
+        raise GroupAbortedError(1, "it was asked to")
+
+    world = World(2)
+    for session in world.sessions:
+        monkeypatch.setattr(session, "barrier", ended)
+    assert [type(error) for error in in_threads(2, world.connect)] == [GroupAbortedError] * 2
+    (meeting,) = world.nccl.meetings.values()
+    assert [end.aborted for end in meeting.ends.values()] == [True] * 2
 
 
 def test_a_leader_that_cannot_mint_says_why_on_every_rank() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ferrorpc.backends.device.communicator import DataType, Op, State
-from ferrorpc.backends.device.ending import EXIT_CODE, Ending
+from ferrorpc.backends.device.ending import CLOSE_SECONDS, EXIT_CODE, Ending
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
@@ -136,7 +136,30 @@ def test_closing_the_world_ends_the_communicators_of_its_subgroups_too(cupy: Sta
     assert [end.destroyed for end in ends] == [True] * 6
 
 
-def test_what_is_in_flight_when_a_group_closes_is_aborted_in_time(cupy: StandIn) -> None:
+@pytest.mark.parametrize("way", ["returned", "waited for", "raw", "of a subgroup"])
+def test_a_close_waits_for_results_that_callers_have(cupy: StandIn, way: str) -> None:
+    """Also longer than for anything else: an abort would leave them undefined, and nobody would hear of it."""
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> None:
+        x, busy = ranks.array(), cupy.cuda.Stream(non_blocking=True)
+        chosen = group.subgroup([1, 0]) if way == "of a subgroup" else group
+        assert chosen is not None
+        until = SYSTEM_CLOCK.now() + CLOSE_SECONDS + 0.6
+        with busy:
+            busy.fake.enqueue(lambda: SYSTEM_CLOCK.now() > until)
+            if way == "raw":
+                ranks.backends[group.rank].all_reduce_raw(x.data.ptr, x.data.ptr, x.size, "float32")
+            else:
+                work = chosen.all_reduce(x, out=x, async_op=way == "waited for")
+                assert way != "waited for" or work.wait() is x
+            group.close()
+            assert cupy.asnumpy(x).tolist() == [2.0] * 4
+
+    assert ranks.run(body) == [None, None]
+
+
+def test_what_is_in_flight_when_a_group_closes_is_aborted_in_time(cupy: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(cupy, 2)
 
     def body(group: ProcessGroup) -> None:
@@ -148,6 +171,7 @@ def test_what_is_in_flight_when_a_group_closes_is_aborted_in_time(cupy: StandIn)
     (meeting,) = ranks.nccl.meetings.values()
     eventually(lambda: meeting.ends[0].aborted)
     assert (meeting.ends[0].destroyed, meeting.ends[1].destroyed) == (False, True)
+    assert "all_reduce(op=sum, float32[4]) by NCCL #1 failed and nobody looked at it: rank 1 was lost" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["array", "pointer"])

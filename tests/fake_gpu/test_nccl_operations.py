@@ -1,12 +1,17 @@
-"""Every operation by NCCL, over the fake."""
+"""Every operation by NCCL, over the fake; and that a refused one does not count."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
+from ferrorpc.arrays.cupy_device import CupyDevice
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
@@ -19,3 +24,39 @@ from tests.fake_gpu.worlds import nccl_backends
 def test_every_operation_takes_and_gives_back_cupy_arrays(cupy: StandIn, size: int, kind: type[DeviceBackend]) -> None:
     groups = [ProcessGroup(backend) for backend in nccl_backends(cupy, size, kind=kind)]
     run_groups(groups, lambda group: every_operation(group, cupy))
+
+
+@pytest.mark.parametrize("why", ["another GPU", "no memory", "a stream without a name"])
+def test_a_refused_operation_leaves_its_rank_in_step_with_the_others(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """It has sent nothing, so the next one has its number."""
+
+    def refused(group: ProcessGroup, x: Any) -> None:
+        if why == "another GPU":
+            with cupy.cuda.Device(5), pytest.raises(TensorMismatchError, match="GPU 5"):
+                group.all_gather(cupy.asarray(np.ones(4, np.float32)))
+        elif why == "no memory":
+
+            def none(*arguments: Any) -> None:
+                raise MemoryError("out of memory")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(CupyDevice, "empty", none)
+                with pytest.raises(MemoryError):
+                    group.reduce_scatter([x, x])
+        else:
+            with cupy.cuda.Stream(ptds=True), pytest.raises(UsageError, match="per-thread"):
+                group.all_reduce(x, out=x)
+
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Device(group.rank):
+            x = cupy.asarray(np.full(4, group.rank + 1, np.float32))
+            group.all_reduce(x, out=cupy.asarray(np.zeros(4, np.float32)))
+            if group.rank == 0:
+                refused(group, x)
+            group.session.barrier("refused")
+            found = [cupy.asnumpy(each).tolist() for each in group.all_gather(x, timeout=10.0)]
+        assert found == [[1.0] * 4, [2.0] * 4]
+
+    run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, 2, kind=HybridBackend)], body)

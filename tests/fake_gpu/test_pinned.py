@@ -13,6 +13,7 @@ from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.pinned import SEGMENT_BYTES_MIN, UNIT_BYTES, Pool
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.events import lent_bytes, same, world
 
@@ -171,7 +172,7 @@ def test_copies_for_those_who_may_keep_them_are_not_lent(cupy: StandIn) -> None:
     staging = Staging(device_of(cupy, 0))
     found = staging.to_host(cupy.asarray(np.arange(10)))
     assert (found.flags.owndata, staging.pool.pinned_bytes) == (True, 0)
-    assert staging.pool.holds(staging.to_pinned(cupy.asarray(np.arange(10))))
+    assert staging.pool.holds(staging.to_pinned(cupy.asarray(np.arange(10)), Guard(SYSTEM_CLOCK, Latch(), 10.0)))
 
 
 def test_a_sum_takes_the_place_of_what_came_down(cupy: StandIn) -> None:

@@ -7,10 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays import staging as staging_module
+from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.staging import Staging, wait_for
-from ferrorpc.errors import CollectiveTimeoutError
-from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing.gpu.machine import FREED, Machine
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
 from tests.fake_gpu.events import taken
@@ -91,6 +92,70 @@ def test_a_copy_that_the_gpu_never_comes_to_ends_in_its_deadline(cupy: StandIn) 
     with pytest.raises(CollectiveTimeoutError, match=r"within 0\.02 s"):
         wait_for(event, SYSTEM_CLOCK, 0.02)
     cupy.gpu.stream(stream.pointer).tasks.clear()
+
+
+def test_a_copy_for_an_operation_ends_with_its_deadline_or_its_generation(cupy: StandIn) -> None:
+    x, stuck, staging = cupy.asarray(np.ones(4)), cupy.cuda.Stream(non_blocking=True), small(cupy)
+    stuck.fake.enqueue(lambda: False)
+    with stuck, pytest.raises(CollectiveTimeoutError, match=r"within 0\.0"):
+        staging.to_pinned(x, Guard(SYSTEM_CLOCK, Latch(), 0.05))
+    latch = Latch()
+    SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.05, lambda: latch.trip(GroupAbortedError(1, "it was asked to")))
+    with stuck, pytest.raises(GroupAbortedError):
+        staging.to_pinned(x, Guard(SYSTEM_CLOCK, latch, 10.0))
+    stuck.fake.tasks.clear()
+
+
+def test_who_gives_a_time_waits_for_the_gpu_so_long(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "COPY_SECONDS", 0.02)
+    staging, free_at = small(cupy), SYSTEM_CLOCK.now() + 0.2
+    with cupy.cuda.Stream(non_blocking=True) as busy:
+        busy.fake.enqueue(lambda: SYSTEM_CLOCK.now() > free_at)
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0\.02 s"):
+            staging.settle(SYSTEM_CLOCK, FOREVER)
+        staging.settle(SYSTEM_CLOCK, SYSTEM_CLOCK.now() + 10.0)
+        assert not busy.fake.tasks
+
+
+def test_slots_that_could_not_be_pinned_are_not_counted(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, x = small(cupy), cupy.asarray(np.arange(100))
+
+    def refused(device: CupyDevice, size_bytes: int) -> None:
+        raise MemoryError("no memory can be pinned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CupyDevice, "pinned", refused)
+        for _ in range(staging.downloads.slots):
+            with pytest.raises(MemoryError):
+                staging.to_host(x)
+    np.testing.assert_array_equal(staging.to_host(x), np.arange(100))
+
+
+def test_an_interrupted_end_loses_no_slots_and_frees_nothing_that_the_gpu_still_uses(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, x, allowed = small(cupy), cupy.asarray(np.arange(100)), list[bool]()
+    cupy.machine.settle()
+    cupy.machine.copying = lambda direction, gpu, size_bytes: bool(allowed)
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    download = staging.start_download(x)
+    download._is_pinned = False
+    cupy.machine.settle()
+    download.advance()
+    assert taken(staging.downloads) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_module, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            download.finish()
+    del x, download
+    assert staging.downloads.take() is None, "the GPU still writes to all of them"
+    allowed.append(True)
+    cupy.machine.settle()
+    np.testing.assert_array_equal(staging.to_host(cupy.asarray(np.arange(50))), np.arange(50))
+    assert taken(staging.downloads) == 0
 
 
 def test_parts_of_a_result_go_up_in_whatever_order_they_are_ready(cupy: StandIn) -> None:

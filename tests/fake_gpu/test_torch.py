@@ -137,6 +137,19 @@ def test_memory_that_is_made_in_torchs_stream_goes_back_to_it(gpus: TorchGpus) -
     assert not gpus.cupy.machine.faults
 
 
+@pytest.mark.parametrize("shape", [(4,), (0,)])
+def test_what_is_made_for_a_stream_of_cupys_belongs_to_that_one(gpus: TorchGpus, shape: tuple[int, ...]) -> None:
+    """torch would make it of memory with which its own stream may still work."""
+    theirs = gpus.cupy.machine.gpus[0].new_stream(non_blocking=True)
+    kind = kind_of(gpus.from_numpy(np.zeros(3, np.float32)))
+    with gpus.on(theirs), gpus.cupy.cuda.Stream(non_blocking=True) as chosen:
+        made = kind.empty(shape, DType.BFLOAT16)
+        assert (tuple(made.shape), made.dtype, made.device.type) == (shape, torch.bfloat16, DEVICE)
+        assert not made.numel() or made.block._stream.pointer == chosen.ptr
+    with gpus.on(theirs):
+        assert kind.empty((4,), DType.BFLOAT16).block._stream is theirs
+
+
 @pytest.mark.parametrize("lanes", LANES)
 def test_operations_follow_what_torch_computes_and_torch_follows_them_without_the_host(gpus: TorchGpus, lanes: str) -> None:
     def body(group: ProcessGroup, index: int) -> Any:

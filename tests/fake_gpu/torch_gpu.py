@@ -11,7 +11,6 @@ import importlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,7 +166,6 @@ class FakeTensor(torch.Tensor):  # type: ignore[misc,name-defined]
 @contextmanager
 def torch_on(cupy: StandIn) -> Iterator[TorchGpus]:
     """torch works on the stand-in's GPUs, as far as ferrorpc can tell."""
-    _register()
     found = TorchGpus.active = TorchGpus(cupy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_gpu_kind, "DEVICE_TYPE", DEVICE)
@@ -183,7 +181,6 @@ def torch_on(cupy: StandIn) -> Iterator[TorchGpus]:
             TorchGpus.active = None
 
 
-@cache
 def _register() -> Any:
     registration._setup_privateuseone_for_python_backend(DEVICE, _module(), _hook(registration._DummyPrivateUse1Hook))
     library = torch.library.Library("aten", "IMPL")
@@ -197,7 +194,7 @@ def _register() -> Any:
 
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
-    return library  # the device is there as long as this
+    return library
 
 
 def _active() -> TorchGpus:
@@ -254,3 +251,8 @@ def _meta(x: Any) -> Any:
 def _run(function: Any, given: Any) -> Any:
     args, kwargs = given
     return function(*args, **kwargs)
+
+
+_LIBRARY = _register()
+"""The device is there as long as this. It is registered when tests are collected: torch's autograd starts its threads once,
+with the first backward pass of the process, and only for devices that exist by then."""

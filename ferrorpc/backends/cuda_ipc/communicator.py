@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.staging import wait_for
 from ferrorpc.backends.cuda_ipc.control_block import CLOSED, SLOTS
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer
 from ferrorpc.backends.cuda_ipc.rounds import Messages, Rounds, Waits
@@ -35,9 +36,13 @@ FOLD_ALL_RANKS_MAX: Final = 3
 """Up to so many ranks each fold everything: that takes one wait less, and up to 3 ranks fewer bytes."""
 SLICE_BYTES: Final = 256
 """Slices begin at multiples of this."""
-CLOSE_SECONDS: Final = 2.0
-"""How long a rank that closes waits for the others to close its memory."""
-POLL_SECONDS: Final = 1e-3
+CLOSE_SECONDS: Final = 60.0
+"""How long a rank that closes waits for the others to close its memory: their GPUs may be late."""
+ABORT_SECONDS: Final = 2.0
+"""How long a rank waits after an abort: others may be dead."""
+POLL_SECONDS: Final = 5e-3
+TABLE_SECONDS: Final = 10.0
+"""How long the GPU may take to copy a few addresses."""
 _ITEM_BYTES: Final = {
     DataType.INT8: 1,
     DataType.UINT8: 1,
@@ -64,6 +69,9 @@ class IpcCommunicator(Communicator):
         peers: those of all other ranks, in rank order.
         slot_bytes, message_bytes: as in `Own`.
         release: frees the control block.
+
+    Raises:
+        CollectiveTimeoutError: the GPU does nothing.
     """
 
     def __init__(
@@ -96,8 +104,11 @@ class IpcCommunicator(Communicator):
         begin = partial(_messages_begin, slot_bytes, message_bytes)
         self._messages = {peer.rank: Messages(ipc, own, peer, rank, begin, message_bytes) for peer in peers}
         bases = [own.base if place == rank else self._by_rank[place].base for place in range(self.size)]
-        with device.here():
+        # In a stream of its own, so that it is there before any stream needs it, whatever the caller's stream holds.
+        stream = device.new_stream()
+        with device.on(stream):
             self._table: Any = device.folds.table(bases)
+        wait_for(stream.record(), clock, TABLE_SECONDS)
 
     # -- the interface of a communicator -------------------------------------------------------------------------------
 
@@ -119,9 +130,12 @@ class IpcCommunicator(Communicator):
                 for _ in self._pending[0]:
                     return
                 self._pending.popleft()
-        except self._ipc.error_class as problem:
-            self._problem = failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem))
-            raise self._problem.again() from None
+        except BaseException as problem:
+            # What was interrupted in the middle is over for its generator, but must not count as done.
+            self._problem = failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem) or repr(problem))
+            if isinstance(problem, self._ipc.error_class):
+                raise self._problem.again() from None
+            raise
 
     def last_error(self) -> str:
         """Nothing: errors that are raised say everything."""
@@ -177,14 +191,15 @@ class IpcCommunicator(Communicator):
 
     def abort(self) -> None:
         """As `Communicator.abort`: what is not in its stream is dropped, and the GPU finishes the rest."""
-        self.destroy()
+        self._end(ABORT_SECONDS)
 
     def destroy(self) -> None:
-        """As `Communicator.destroy`.
+        """As `Communicator.destroy`."""
+        self._end(CLOSE_SECONDS)
 
-        Closes the others' memory once the GPU has finished reading it. Then it waits, for at most CLOSE_SECONDS, until the
-        others have closed this rank's memory, and frees it; a peer that still has it open keeps it.
-        """
+    def _end(self, seconds: float) -> None:
+        """Closes the others' memory once the GPU has finished reading it. Then it waits so long at most until the others have
+        closed this rank's memory, and frees it; a peer that still has it open keeps it."""
         with self._lock:
             if self._is_gone:
                 return
@@ -196,7 +211,7 @@ class IpcCommunicator(Communicator):
             for peer in self._peers:
                 peer.close()
             self._own.words[CLOSED] = 1
-            until, parker = self._clock.now() + CLOSE_SECONDS, self._clock.parker()
+            until, parker = self._clock.now() + seconds, self._clock.parker()
             while any(not peer.words[CLOSED] for peer in self._peers) and self._clock.now() < until:
                 parker.park(self._clock.now() + POLL_SECONDS)
             self._own.close()

@@ -100,8 +100,10 @@ class IpcConnector:
                     problem = error.message[:PROBLEM_CHARACTERS]
             met = dict(zip(ranks, self._meet(f"{name}/opened", ranks, problem), strict=True))
             if own is not None and not any(met.values()):
+                clock = self._session.clock
+                made = IpcCommunicator(self._device, clock, own_rank, own, peers, slot_bytes, message_bytes, free)
                 undo.pop_all()
-                return IpcCommunicator(self._device, self._session.clock, own_rank, own, peers, slot_bytes, message_bytes, free)
+                return made
         raise NcclError(
             f"the ranks of {name!r} cannot share GPU memory: "
             + "; ".join(f"rank {rank}: {words}" for rank, words in met.items() if words),

@@ -32,6 +32,8 @@ class Rounds:
         self._own = own
         self._peers = peers
         self._round = 0
+        self._streams = [0] * SLOTS
+        """The stream of the latest round in each slot."""
 
     @property
     def offset(self) -> int:
@@ -46,6 +48,9 @@ class Rounds:
                 while peer.words[LEFT] < needed:
                     yield
                 self._ipc.wait(stream, peer.left[slot])
+            if stream != self._streams[slot]:  # in which this rank may still read its own slot
+                self._ipc.wait(stream, self._own.events[control_block.left(slot)])
+        self._streams[slot] = stream
 
     def publish(self, stream: int, digest: int, phase: int = 0) -> None:
         """Makes what the stream has written to the slot readable: phase 0 this rank's part, 1 its slice of the result."""

@@ -31,6 +31,7 @@ from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.departures import LEAVE_SECONDS, Departures
 from ferrorpc.backends.device.ending import CLOSE_SECONDS, Ending, on_own_thread
 from ferrorpc.backends.device.execution import DeviceExecution
+from ferrorpc.backends.device.in_flight import InFlightExecution
 from ferrorpc.backends.device.launch_queue import LaunchQueue, NumberedLaunchQueue
 from ferrorpc.backends.device.raw import RawOperations
 from ferrorpc.backends.device.work import DeviceWork
@@ -77,15 +78,21 @@ class DeviceBackend(RawOperations, Backend):
         stream: Any = None,
         ending: Ending | None = None,
     ) -> None:
+        own = _stream(device, stream)
         communicator = connector.connect(WORLD, lanes.world_ranks)
-        program = LaunchQueue(communicator, _stream(device, stream))
+        program = LaunchQueue(communicator, own)
         ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
-        self._set_up(GroupContext(lanes, device, program, Departures(session_of(lanes))), connector, stream, ending)
+        self._set_up(GroupContext(lanes, device, program, Departures(session_of(lanes))), connector, stream, ending, [])
         ending.add(communicator)
 
-    def _set_up(self, context: GroupContext, connector: Connector, stream: Any, ending: Ending) -> None:
+    def _set_up(
+        self, context: GroupContext, connector: Connector, stream: Any, ending: Ending, contexts: list[GroupContext]
+    ) -> None:
         lanes = context.lanes
         self.context = context
+        self._contexts = contexts
+        """Those of the world and its subgroups that are not closed."""
+        contexts.append(context)
         self.lanes = lanes
         self.device = context.device
         self.session = lanes.session
@@ -238,9 +245,8 @@ class DeviceBackend(RawOperations, Backend):
         lanes = self.lanes.split(ranks, group_id)
         program = LaunchQueue(communicator, _stream(self.device, self._stream))
         part = object.__new__(type(self))
-        part._set_up(
-            GroupContext(lanes, self.device, program, self.context.departures), self._connector, self._stream, self._ending
-        )
+        context = GroupContext(lanes, self.device, program, self.context.departures)
+        part._set_up(context, self._connector, self._stream, self._ending, self._contexts)
         return part
 
     def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
@@ -294,15 +300,31 @@ class DeviceBackend(RawOperations, Backend):
         if self._closed:
             return
         self._closed = True
+        contexts = [self.context]
         mine = [queue.communicator for queue in (self.context.program, self.context.numbered) if queue is not None]
-        if self.group_id == 0:
-            mine = self._ending.communicators()  # also those of subgroups that were not closed
+        if self.group_id == 0:  # also those of subgroups that were not closed
+            contexts, mine = list(self._contexts), self._ending.communicators()
+        self._contexts.remove(self.context)
         if self.latch.cause is None:
             with contextlib.suppress(FerroError):  # what is still in flight is aborted with its communicator
+                self._finish_joined(contexts)
+                until = max(until, self.clock.now() + CLOSE_SECONDS)
                 self.synchronize(until)
             self._depart()
             if self.latch.cause is None:
                 self._ending.close(mine, until)
+
+    def _finish_joined(self, contexts: Sequence[GroupContext]) -> None:
+        """Waits for the operations whose results callers have, until their deadlines. Raises the generation's first cause."""
+        parker = self.clock.parker()
+        while left := _joined(contexts):
+            self.latch.check()
+            for execution in left:
+                execution.try_complete()
+            now = self.clock.now()
+            if now >= max(execution.guard.deadline for execution in left):
+                return
+            parker.park(now + POLL_SECONDS)
 
     def _depart(self) -> None:
         """Tells the other ranks which operations they no longer need this rank for."""
@@ -331,6 +353,11 @@ class RoutedPrepared(Prepared):
         if self.on_device is None or all(is_host(array) for array in inputs):
             return self.host.start(key, inputs, outputs, guard)
         return self.on_device.start(key, inputs, outputs, guard)
+
+
+def _joined(contexts: Sequence[GroupContext]) -> list[InFlightExecution]:
+    """The operations in flight whose results callers have."""
+    return [execution for context in contexts for execution in context.in_flight() if execution.is_joined]
 
 
 def session_of(lanes: MessageBackend) -> Session:

@@ -96,7 +96,7 @@ class Ending:
     def _check(self, over: threading.Event) -> None:
         if not over.is_set():
             _log.critical(
-                "NCCL's abort did not return within %g s after the generation ended (%s); the process ends with code %d",
+                "an abort did not return within %g s after the generation ended (%s); the process ends with code %d",
                 self._seconds,
                 self._latch.cause.message if self._latch.cause is not None else "closed",
                 EXIT_CODE,

@@ -47,6 +47,7 @@ class DeviceExecution(InFlightExecution):
         if self.end_event is None:
             raise AssertionError(f"{self.label} was not launched")
         (stream or self.device.current()).wait(self.end_event)
+        self.is_joined = True
 
     def waiting_on(self) -> list[int]:
         return list(self.context.others)

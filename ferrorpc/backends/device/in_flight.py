@@ -26,6 +26,7 @@ class InFlightExecution(Execution):
         in_launch_order: the end event is in the launch queue's stream, so the GPU reaches it after those of earlier operations.
         end_reached: the GPU is known to have reached the end event.
         has_completed: the GPU reached the end event while the generation went on, so the result is valid.
+        is_joined: a stream of the caller's waits for it on the GPU, so the caller takes its result for valid.
         released: it holds no resources any more, because it has completed or failed; any thread may have released it.
         on_complete: called once, with None or the error that ended the operation.
     """
@@ -35,6 +36,7 @@ class InFlightExecution(Execution):
     in_launch_order = True
     end_reached = False
     has_completed = False
+    is_joined = False
     released = False
     on_complete: Callable[[FerroError | None], None] | None = None
     _early_error: Exception | None = None

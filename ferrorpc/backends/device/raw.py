@@ -128,6 +128,7 @@ class RawOperations:
         context.drive(execution)
         if given is None:
             execution.join(execution.caller)
+        execution.is_joined = True
         context.watch(execution)
 
 

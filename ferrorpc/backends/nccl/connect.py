@@ -166,7 +166,11 @@ class NcclConnector:
         except BaseException:
             self.give_up(communicator)
             raise
-        problem = self._verdict(name, ranks, attempt, own)
+        try:
+            problem = self._verdict(name, ranks, attempt, own)
+        except BaseException:
+            self.give_up(communicator)
+            raise
         if not problem:
             return Outcome(communicator)
         self.give_up(communicator)

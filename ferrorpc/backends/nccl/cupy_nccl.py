@@ -94,8 +94,8 @@ class CupyCommunicator:
         try:
             with self._api.on(self._device), self._api.refusals("ncclCommInitRank"):
                 made = make()
-        except NcclError as problem:
-            self._problem = problem
+        except Exception as problem:  # noqa: BLE001  whatever it is, `state` has to tell it to the thread that waits
+            self._problem = _told("ncclCommInitRank", problem)
         with self._lock:
             self._made, self._is_over, late = made, True, self._given_up
         if late and made is not None:
@@ -186,8 +186,8 @@ class CupyCommunicator:
                         call(nccl)
                 finally:
                     bindings.groupEnd()
-        except NcclError as problem:
-            self._problem = problem
+        except Exception as problem:  # noqa: BLE001  as in `_make`
+            self._problem = _told("ncclGroupEnd", problem)
         finally:
             self._is_launching = False
 
@@ -220,6 +220,11 @@ class CupyCommunicator:
         """As `Communicator.destroy`, by an abort, because this binding's own call waits for the other ranks without bound.
         Nothing is in flight by then, and CuPy's finalizer, which would wait too, finds nothing to destroy."""
         self.abort()
+
+
+def _told(call: str, problem: Exception) -> NcclError:
+    """The error of a call that failed on a thread of its own."""
+    return problem if isinstance(problem, NcclError) else failed(call, State.INTERNAL_ERROR, repr(problem))
 
 
 def open_cupy_nccl() -> CupyNcclApi:

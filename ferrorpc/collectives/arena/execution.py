@@ -44,6 +44,7 @@ class ArenaExecution(Execution):
     ) -> None:
         self.guard = guard
         self.transfers = transfers
+        self.device = None if transfers is None else transfers.device
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
         self.polling = arena.polling
@@ -88,7 +89,13 @@ class ArenaExecution(Execution):
         if self.transfers is not None:
             self.transfers.make_stream_wait()
 
+    @property
+    def _waits_for_own_gpu(self) -> bool:
+        return self.transfers is not None and not self.transfers.has_all_inputs
+
     def waiting_on(self) -> list[int]:
+        if self._waits_for_own_gpu:
+            return []
         channel = self._channel
         peers = channel.bank.peers
         if not channel.others:
@@ -108,6 +115,8 @@ class ArenaExecution(Execution):
             transport.probe(peer, self._key, signature)
 
     def explain(self) -> str:
+        if self._waits_for_own_gpu:
+            return f"{self.label} waits for this rank's own GPU"
         bank = self._channel.bank
         parts = []
         for rank in self.waiting_on():

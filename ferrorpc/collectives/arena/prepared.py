@@ -14,7 +14,7 @@ from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, POISONED, SIGN
 from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
 from ferrorpc.collectives.arena.signature_check import mismatch
 from ferrorpc.collectives.call import Call
-from ferrorpc.collectives.device_transfers import on_host
+from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import CodecError, CollectiveMismatchError, UsageError
 from ferrorpc.guard import Guard
@@ -92,13 +92,15 @@ class ArenaPrepared(Prepared):
         return channel, before, base
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        if not all(map(is_host, inputs)):
-            inputs = [on_host(each) for each in inputs]
+        transfers = transfers_for(inputs, None, 0)
         if outputs is not None and not all(map(is_host, outputs)):
             outputs = None
         channel, before, base = self.claim(self.arena.bank(key.stream), key.number)
-        steps = self.steps(channel, before, base, inputs, outputs)
-        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, (outputs or (), self.specs))
+        if transfers is None:
+            steps = self.steps(channel, before, base, inputs, outputs)
+        else:
+            steps = _after_downloads(transfers, self.steps(channel, before, base, transfers.inputs, outputs))
+        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, (outputs or (), self.specs), transfers)
 
     def room(self, outputs: Sequence[Array] | None) -> list[Array]:
         """The arrays for results whose specs follow from the call."""
@@ -161,6 +163,13 @@ class ArenaPrepared(Prepared):
             if other[SIGNATURE] != self._digest and not is_behind:
                 signatures[peer] = control.read_text(peer, other[TEXT])
         return mismatch(signatures, ticket - 1)
+
+
+def _after_downloads(transfers: DeviceTransfers, steps: Steps) -> Steps:
+    """An operation that begins once all of its inputs are on the host."""
+    while not transfers.has_all_inputs:
+        yield transfers.position
+    return (yield from steps)
 
 
 def fold_of(call: Call, size: int) -> Callable[[Sequence[Array], Array], None]:

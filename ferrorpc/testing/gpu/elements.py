@@ -18,13 +18,16 @@ _FOLDS: Final[dict[Op, Callable[[Array, Array], Array]]] = {
     Op.SUM: np.add,
     Op.MEAN: np.add,
     Op.PRODUCT: np.multiply,
-    Op.MAX: np.maximum,
-    Op.MIN: np.minimum,
+    Op.MAX: np.fmax,
+    Op.MIN: np.fmin,
 }
 
 
 def reduced(arrays: list[Array], op: Op, datatype: DataType) -> Array:
-    """Reduces all ranks' arrays to one. The fold of element i begins at rank i modulo the number of ranks."""
+    """Reduces all ranks' arrays to one. The fold of element i begins at rank i modulo the number of ranks.
+
+    As in NCCL, MAX and MIN pass over NaN.
+    """
     wide = [_wide(array, datatype) for array in arrays]
     size = len(wide)
     total = np.empty_like(wide[0])

@@ -239,7 +239,7 @@ def test_a_gpu_that_cannot_be_made_current_fails_its_own_operation_alone() -> No
     reported, report = reporter(latch)
 
     class Failed:
-        def make_current(self) -> None:
+        def enter_own_thread(self) -> None:
             raise RuntimeError("an illegal address")
 
     broken = Scripted(latch)
@@ -327,3 +327,24 @@ def test_a_gpu_is_looked_at_again_at_once_only_while_it_is_waited_for() -> None:
     assert next(looks) == 5
     assert not DevicePolling(lambda: True).spin(iter(int, None)), "patience ends"
     assert DevicePolling(lambda: True).spin(range(4))
+
+
+def test_what_has_failed_is_let_go_of_without_a_garbage_collection() -> None:
+    """Its arrays may fill most of a GPU, and the next generation needs the room."""
+    latch = Latch()
+
+    def report(error: FerroError) -> None:
+        latch.trip(GroupAbortedError(0, error.message))
+
+    execution = Never(latch, seconds=0.05)
+    held = weakref.ref(execution)
+    gc.collect()
+    gc.disable()
+    try:
+        work = Progress(SYSTEM_CLOCK).submit(execution, report, lambda done: done)
+        del execution
+        with pytest.raises(GroupAbortedError):
+            work.wait(timeout=20.0)
+        eventually(lambda: held() is None, "the execution is freed", 2.0)
+    finally:
+        gc.enable()
