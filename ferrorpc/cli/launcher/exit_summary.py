@@ -11,7 +11,8 @@ from ferrorpc.exit_codes import EXIT_RETRY
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
 _EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?((?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit))(: ?.*)?")
-_REASON_CHARACTERS_MAX = 400
+_REASON_CHARACTERS_MAX = 300
+"""A report with a longer one could exceed PIPE_BUF: in JSON a character takes up to 12 bytes."""
 
 
 def last_exception(tail: Sequence[str]) -> str | None:

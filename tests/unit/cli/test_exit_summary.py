@@ -53,7 +53,7 @@ def test_every_error_of_the_membership_makes_a_victim(kind):
 
 
 def test_an_exception_that_says_very_much_is_cut():
-    assert last_exception([f"ValueError: {'x' * 5000}"]) == f"ValueError: {'x' * 388}"
+    assert last_exception([f"ValueError: {'x' * 5000}"]) == f"ValueError: {'x' * 288}"
 
 
 def test_exceptions_that_are_not_called_errors_are_found_too():
