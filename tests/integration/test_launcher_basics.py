@@ -214,6 +214,30 @@ def test_a_stop_ends_a_restart_that_waits_for_an_unreachable_coordinator(tmp_pat
         launcher.communicate(timeout=30)
 
 
+def test_a_restart_that_waits_is_given_up_where_the_others_are_stopped(tmp_path):
+    """Not begun after them: nobody would stop it before the shutdown timeout."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        ended = pathlib.Path(sys.argv[1], "ended")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            time.sleep(100)
+        if os.environ["RANK"] == "1":
+            while not ended.exists():
+                time.sleep(0.01)
+            time.sleep(0.2)  # until the restart of rank 0 waits a second for an answer to the report of its end
+            sys.exit(3)
+        ended.touch()
+        sys.exit(1)
+        """,
+    )
+    flags = ("--coordinator", "127.0.0.1:1", "--max-restarts", "1", "--restart", "worker", "--grace", "0")
+    result = run("-n", "2", *flags, "--shutdown-timeout", "100", script, str(tmp_path), timeout=50)
+    assert result.returncode == 3
+    assert "then: rank 0 stopped by ferrorpc" in result.stderr
+
+
 def test_workers_do_not_share_what_is_typed(tmp_path):
     script = write_script(tmp_path, "import sys; print(repr(sys.stdin.read()))")
     command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", script]

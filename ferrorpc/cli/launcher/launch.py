@@ -158,8 +158,7 @@ class _Launch:
     def _run_once(self) -> None:
         """Waits for the next event or deadline and handles everything that is due."""
         now = time.monotonic()
-        timeout = None if (until := self._next_deadline(now)) == NO_DEADLINE else max(0.0, until - now)
-        self._pipes.wait(timeout)
+        self._pipes.wait(self._next_deadline(now) - now)
         now = time.monotonic()
         self._carry_out(self._group.tick(now))
         if now >= self._poll_groups_at:
@@ -167,9 +166,14 @@ class _Launch:
         self._check_coordinator(now)
         if self._warm_up_pending and now >= self._started + _WARM_UP_SECONDS:
             self._warm_up()
-        if self._pending_restart is not None and (now >= self._pending_restart[1] or not self._reporter.unanswered):
-            start, self._pending_restart = self._pending_restart[0], None
-            self._spawn(start)
+        if self._pending_restart is not None:
+            start, latest = self._pending_restart
+            if self._group.phase in (Phase.STOPPING, Phase.KILLING):
+                self._pending_restart = None
+                self._abandon(start)
+            elif now >= latest or not self._reporter.unanswered:
+                self._pending_restart = None
+                self._spawn(start)
 
     def _next_deadline(self, now: float) -> float:
         deadlines = [self._group.deadline, self._poll_groups_at]
@@ -278,17 +282,13 @@ class _Launch:
                 self._check_exits()
             elif number in STOP_SIGNALS:
                 self._carry_out(self._group.signalled(number, time.monotonic()))
-                if self._pending_restart is not None:
-                    self._abandon_restart()
             else:
                 for worker in sorted(self._group.alive):
                     self._signal(worker, number)
 
-    def _abandon_restart(self) -> None:
-        """The job is to stop while a restart is pending: its workers count as stopped."""
-        assert self._pending_restart is not None
-        start, self._pending_restart = self._pending_restart[0], None
-        for number in start.workers:
+    def _abandon(self, restart: Start) -> None:
+        """The job stops before these workers were started again: they count as stopped."""
+        for number in restart.workers:
             self._carry_out(self._group.exited(number, -signal.SIGTERM, victim=False, now=time.monotonic()))
 
     def _check_exits(self) -> None:
