@@ -328,6 +328,34 @@ def test_a_reader_that_goes_away_ends_the_job_as_it_ends_any_filter(tmp_path):
     assert process.returncode == 128 + 13, err
 
 
+def test_ctrl_c_leaves_the_workers_their_time_also_where_it_ends_the_reader(tmp_path):
+    """As in `ferrorpc run ... | tee log`, where it reaches tee as well."""
+    script = write_script(
+        tmp_path,
+        """
+        import signal, sys, time
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        open(f"{sys.argv[1]}/ready", "w").write("1\\n")
+        signal.sigwait([signal.SIGINT])
+        print("saving", flush=True)
+        print("saving", file=sys.stderr, flush=True)
+        time.sleep(1)
+        open(f"{sys.argv[1]}/saved", "w").write("1\\n")
+        """,
+    )
+    launcher = start("-n", "1", script, str(tmp_path))
+    try:
+        read_numbers(tmp_path, "ready", 1)
+        launcher.stdout.close()
+        launcher.stderr.close()
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=30) == 0, "the worker ended well"
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(
     "body", ["import threading; threading.Thread(target=print, args=('x',)).start()", "import os; os._exit(0)"]
 )
