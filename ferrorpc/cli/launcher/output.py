@@ -104,7 +104,8 @@ class Console:
 
     def say(self, text: str) -> None:
         """Prints a message of the launcher itself, on standard error."""
-        self._write((2, b""), b"".join(b"ferrorpc: " + line.encode() + b"\n" for line in text.splitlines()))
+        lines = (f"ferrorpc: {line}\n" for line in text.splitlines())
+        self._write((2, b""), "".join(lines).encode(errors="surrogateescape"))
 
     def progress(self, descriptor: int, prefix: bytes, line: bytes, now: float) -> None:
         """Shows the changed progress of a stream; empty if it has none."""
