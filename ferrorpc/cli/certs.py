@@ -111,16 +111,16 @@ class Authority:
 
     @classmethod
     def make(cls, directory: Path, days: int) -> Authority:
-        """A new authority, written to ca.pem and ca.key. Raises ConfigError if one exists already."""
+        """A new authority, written to ca.pem and ca.key. Raises ConfigError if either exists already."""
         _require_cryptography()
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        if (directory / "ca.key").exists():
+        if found := [name for name in ("ca.pem", "ca.key") if (directory / name).exists()]:
             raise ConfigError(
-                f"{directory} has an authority already",
-                hint="`ferrorpc certs issue` renews certificates",
+                f"{directory} has an authority already: {' and '.join(found)}",
+                hint="`ferrorpc certs issue` renews certificates where ca.pem and ca.key are; or name another directory",
             )
         key = ec.generate_private_key(ec.SECP256R1())
         name = _name("ferrorpc authority")

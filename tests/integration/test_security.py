@@ -222,6 +222,19 @@ def test_no_certificate_is_made_that_outlives_its_authority(ours, tmp_path, caps
     assert "outlive its authority, which ends" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kept_elsewhere", ["ca.key", "ca.pem", ""])
+def test_an_authority_is_never_replaced_not_even_where_its_key_is_kept_elsewhere(tmp_path, capfd, kept_elsewhere):
+    """Everything that trusts it would refuse the new certificates, and the job would lose its members one by one."""
+    directory = tmp_path / "certs"
+    assert run(["certs", "init", str(directory)]) == 0
+    if kept_elsewhere:
+        (directory / kept_elsewhere).rename(tmp_path / kept_elsewhere)
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    assert run(["certs", "init", str(directory)]) == 64
+    assert "has an authority already: ca." in capfd.readouterr().err
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+
 def test_a_host_is_the_coordinators_also_where_other_roles_are_issued_beside_it(ours, tmp_path, capsys):
     x509 = pytest.importorskip("cryptography.x509")
     issue = ["certs", "issue", str(ours.directory), "--out", str(tmp_path), "--host", "box.example"]
