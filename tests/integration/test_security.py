@@ -222,6 +222,12 @@ def test_no_certificate_is_made_that_outlives_its_authority(ours, tmp_path, caps
     assert "outlive its authority, which ends" in capsys.readouterr().err
 
 
+def test_a_wrong_variable_leaves_no_half_authority_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("FERRORPC_JOB", "a job")
+    assert run(["certs", "init", str(tmp_path / "new")]) == 64
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("kept_elsewhere", ["ca.key", "ca.pem", ""])
 def test_an_authority_is_never_replaced_not_even_where_its_key_is_kept_elsewhere(tmp_path, capfd, kept_elsewhere):
     """Everything that trusts it would refuse the new certificates, and the job would lose its members one by one."""
@@ -251,7 +257,9 @@ def test_a_host_is_the_coordinators_also_where_other_roles_are_issued_beside_it(
     assert "try: leave --host away" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--host", "büro.example"], ["--host", ""], ["--lifetime", "0"]])
+@pytest.mark.parametrize(
+    "wrong", [["--host", "büro.example"], ["--host", ""], ["--lifetime", "0"], ["--job", "a job"], ["--job", ""]]
+)
 def test_nothing_is_made_of_what_no_certificate_can_say(tmp_path, wrong, capsys):
     assert run(["certs", "init", str(tmp_path / "new"), *wrong]) == 64
     assert not (tmp_path / "new").exists()
