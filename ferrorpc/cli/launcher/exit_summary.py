@@ -60,7 +60,7 @@ def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tai
         tail: the last lines of the first one's standard error.
         log: the file with the first one's whole output.
     """
-    lost = "the first of those that lost a member" if first.victim else "the first to fail"
+    lost = "the first of those that lost a member or the coordinator" if first.victim else "the first to fail"
     lines = [f"rank {labels[first.worker]} ended with {describe(first.returncode)}; it was {lost}."]
     if tail:
         lines.append(f"its last {len(tail)} lines on standard error:" if len(tail) > 1 else "its last line on standard error:")

@@ -94,13 +94,21 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
         raise ConfigError("there is no script to run", hint="ferrorpc run -n 4 train.py [arguments of train.py]")
     if no_python:
         if shutil.which(target[0]) is None:
-            raise ConfigError(f"there is no program {target[0]!r}", hint="check its spelling and PATH")
+            raise ConfigError(f"there is no program {target[0]!r}", hint=_hint_for_program(target[0]))
         return tuple(target)
     if module:
         return (sys.executable, "-m", *target)
     if not Path(target[0]).exists():
         raise ConfigError(f"there is no file {target[0]!r}", hint=_hint_for(target))
     return (sys.executable, *target)
+
+
+def _hint_for_program(name: str) -> str:
+    if not Path(name).is_file():
+        return "check its spelling and PATH"
+    if os.access(name, os.X_OK):
+        return f"say ./{name}: the file of this name is in no directory of the PATH"
+    return f"chmod +x {name}: the file of this name is not executable; or leave --no-python out, if it is a Python script"
 
 
 def _hint_for(target: Sequence[str]) -> str:

@@ -65,6 +65,18 @@ def test_a_program_in_place_of_a_script_is_answered_with_what_was_meant(target, 
     assert advice in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("mode", "advice"), [(0o644, r"chmod \+x train: .* or leave --no-python out"), (0o755, "say ./train"), (None, "spelling")]
+)
+def test_a_program_that_is_a_file_here_is_answered_with_what_it_lacks(tmp_path, monkeypatch, mode, advice):
+    monkeypatch.chdir(tmp_path)
+    if mode is not None:
+        (tmp_path / "train").touch()
+        (tmp_path / "train").chmod(mode)
+    with pytest.raises(ConfigError, match=advice):
+        command_of(["train"], module=False, no_python=True)
+
+
 def test_a_missing_script_is_told_of_where_the_working_directory_is_gone_too(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
