@@ -1,6 +1,7 @@
 """The load generator at a small size: that it measures what it says, not how fast it is."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -49,7 +50,8 @@ with coordinator_process(durable=False) as address:
     print(address, flush=True)
     time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+    command, environment = [sys.executable, "-P", "-c", code], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
         try:
             assert process.stdout.readline().startswith("127.0.0.1:")
             (coordinator,) = children_of(process.pid)
