@@ -28,6 +28,7 @@ from ferrorpc.exit_codes import CONFIGURATION_ERRORS, EXIT_CONFIG, EXIT_FAILED
 from ferrorpc.logs import set_up_logging
 from ferrorpc.versions import own_version
 from ferrorpc.wire.cost_table import parse
+from ferrorpc.wire.identity import Role, described
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.server import Announcement, Options, serve
 from ferrorpc_coordinator.state.settings import SECOND, Settings
@@ -150,6 +151,13 @@ def _tls(config: Config) -> TlsFiles | None:
     tls = TlsFiles.of(config)
     if tls is not None and tls.certificate is None:
         raise ConfigError("a certificate authority without FERRORPC_TLS_CERT and FERRORPC_TLS_KEY protects nothing")
+    found = frozenset() if tls is None or tls.authority is None else tls.check(listening=True)
+    if found and not any(identity.role is Role.COORDINATOR for identity in found):
+        raise ConfigError(
+            f"FERRORPC_TLS_CERT is the certificate of {described(found)}: members would refuse a coordinator that shows it",
+            hint="start `ferrorpc coordinator` with coordinator.pem and coordinator.key, and name it in FERRORPC_COORDINATOR; "
+            "one that a launcher or rank 0 starts has the workers' settings",
+        )
     return tls
 
 

@@ -266,6 +266,14 @@ def test_nothing_is_made_of_what_no_certificate_can_say(tmp_path, wrong, capsys)
     assert wrong[0] in capsys.readouterr().err
 
 
+def test_a_workers_certificate_does_not_start_a_coordinator(ours):
+    """Also where a launcher or rank 0 would start one, with the settings of the workers."""
+    code, errors = refused_start("--listen", "127.0.0.1:0", *flags(ours.issue(Role.WORKER, "a")))
+    assert code == 64
+    assert "the certificate of worker of job a: members would refuse" in errors
+    assert "try: start `ferrorpc coordinator` with coordinator.pem" in errors
+
+
 def test_an_expired_certificate_does_not_start_a_coordinator(ours):
     files = ours.issue(Role.COORDINATOR, "a", lifetime=GONE, where="expired-coordinator")
     code, errors = refused_start("--listen", "127.0.0.1:0", *flags(files))
