@@ -188,10 +188,15 @@ def node_placement(
 ) -> tuple[int | None, str, str, bool]:
     """This node's rank and name, the coordinator's address, and whether this launcher starts the coordinator.
 
+    Port 0 names no coordinator that can be reached. As in torchrun's `--rdzv-endpoint localhost:0`, it asks for one of this
+    launcher's own, on any free port.
+
     Raises:
         ConfigError: several nodes without a common coordinator, or an invalid node rank.
     """
     single = nodes == (1, 1)
+    if coordinator is not None and coordinator.endswith(":0"):
+        coordinator = None
     if not single and (coordinator is None or standalone):
         raise ConfigError(
             "several nodes need one coordinator that all of them reach",

@@ -124,11 +124,19 @@ def test_a_given_coordinator_is_used_unless_standalone_is_asked_for():
     assert node_placement((1, 1), None, "h:1", standalone=True)[3]
 
 
+def test_torchruns_any_free_port_is_a_coordinator_of_the_launchers_own():
+    """Waiting for somebody there would end with exit code 75, as if a retry could help."""
+    _, _, address, owns = node_placement((1, 1), None, "localhost:0", standalone=False)
+    assert owns
+    assert not address.endswith(":0")
+
+
 @pytest.mark.parametrize(
     ("nodes", "node_rank", "coordinator", "standalone", "complaint"),
     [
         ((2, 2), 0, None, False, "need one coordinator"),
         ((2, 2), 0, "h:1", True, "need one coordinator"),
+        ((2, 2), 0, "h:0", False, "need one coordinator"),
         ((2, 2), 2, "h:1", False, "--node-rank 2"),
         ((2, 2), -1, "h:1", False, "--node-rank -1"),
         ((1, 1), None, "nonsense", False, "expected HOST:PORT"),
