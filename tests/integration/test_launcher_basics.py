@@ -238,6 +238,17 @@ def test_a_restart_that_waits_is_given_up_where_the_others_are_stopped(tmp_path)
     assert "then: rank 0 stopped by ferrorpc" in result.stderr
 
 
+def test_a_restart_goes_without_the_log_that_cannot_be_made(tmp_path):
+    """The disk may be full, or not there any more; the other workers are not ended for that."""
+    body = "import os; assert os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'; print('goes on')"
+    in_the_way = tmp_path / "logs" / "default" / "attempt1"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    result = run("-n", "1", "--max-restarts", "1", "--log-dir", str(tmp_path / "logs"), write_script(tmp_path, body))
+    assert (result.returncode, result.stdout) == (0, "0: goes on\n")
+    assert f"ferrorpc: {in_the_way / 'rank0.log'} is not written: File exists" in result.stderr
+
+
 def test_workers_do_not_share_what_is_typed(tmp_path):
     script = write_script(tmp_path, "import sys; print(repr(sys.stdin.read()))")
     command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", script]

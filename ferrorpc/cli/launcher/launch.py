@@ -260,13 +260,20 @@ class _Launch:
         return Worker(child, launch, out, err, log, path)
 
     def _open_log(self, number: int, attempt: int) -> tuple[IO[bytes] | None, str | None]:
+        """A new file for a worker's output, and its path. A restarted worker does without one if it cannot be made."""
         if self._plan.log_dir is None:
             return None, None
         directory = self._plan.log_dir / self._plan.job / f"attempt{attempt}"
-        directory.mkdir(parents=True, exist_ok=True)
         rank = self._plan.rank(number)
         path = directory / (f"rank{rank}.log" if rank is not None else f"{self._plan.name(number)}.log")
-        return path.open("wb", buffering=0), str(path)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            return path.open("wb", buffering=0), str(path)
+        except OSError as error:
+            if not attempt:
+                raise
+            self._console.say(f"{path} is not written: {error.strerror}")
+            return None, None
 
     def _finish_output(self, worker: Worker) -> None:
         self._pipes.finish(worker.child.stdout)
