@@ -3,6 +3,8 @@
     chaos.py kill | pause | disconnect [--seconds 8]     one fault to one worker, mended after that time
     chaos.py random [--seconds 8] [--rounds 0] [--seed 0]    one after the other; 0 rounds: without end
 
+Ctrl-C and `docker stop` end it at once, and mend the fault first.
+
 It speaks to the engine through its socket, which is power over the whole machine: that is why nobody starts it unasked.
 """
 
@@ -12,6 +14,7 @@ import argparse
 import http.client
 import json
 import random
+import signal
 import socket
 import sys
 import threading
@@ -72,23 +75,29 @@ def workers(name: str) -> list[dict[str, Any]]:
 def kill(worker: dict[str, Any], wait: Callable[[], None]) -> None:
     """The process ends at once; nobody starts it again before the time is over."""
     ask("POST", f"/containers/{worker['Id']}/kill")
-    wait()
-    ask("POST", f"/containers/{worker['Id']}/start")
+    try:
+        wait()
+    finally:
+        ask("POST", f"/containers/{worker['Id']}/start")
 
 
 def pause(worker: dict[str, Any], wait: Callable[[], None]) -> None:
     """The process stands still, as on a machine that is out of memory."""
     ask("POST", f"/containers/{worker['Id']}/pause")
-    wait()
-    ask("POST", f"/containers/{worker['Id']}/unpause")
+    try:
+        wait()
+    finally:
+        ask("POST", f"/containers/{worker['Id']}/unpause")
 
 
 def disconnect(worker: dict[str, Any], wait: Callable[[], None]) -> None:
     """The process goes on, but nobody reaches it, nor it anybody."""
     (name,) = worker["NetworkSettings"]["Networks"]
     ask("POST", f"/networks/{name}/disconnect", {"Container": worker["Id"], "Force": True})
-    wait()
-    ask("POST", f"/networks/{name}/connect", {"Container": worker["Id"]})
+    try:
+        wait()
+    finally:
+        ask("POST", f"/networks/{name}/connect", {"Container": worker["Id"]})
 
 
 FAULTS = {fault.__name__: fault for fault in (kill, pause, disconnect)}
@@ -102,6 +111,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="of `random`; 0 for no end")
     parser.add_argument("--seed", type=int, default=0, help="of `random`")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     choose = random.Random(options.seed)
     never = threading.Event()
 

@@ -2,7 +2,8 @@
 
 Every launcher sets variables of its own. They are looked for in this order, and the first that are set win: ferrorpc's own
 (with which a launcher's rank may be combined), torchrun's, those of Kubeflow's trainer (PET_*), SLURM's, those of MPI
-launchers, and the index of a Kubernetes Job. Without any of them this is a world of one.
+launchers, and the index of a Kubernetes Job. Without any of them this is a world of one. In a worker of `ferrorpc run` only
+what that sets counts: the variables of SLURM, MPI and the like that it inherits describe the launcher, one for all its workers.
 
 A rank from a launcher with a fixed world is *pinned*: the process gets it or is refused. FERRORPC_RANK_HINT and the index of a
 Job are *hints*: the process gets that rank if it is free.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ferrorpc.config import LAUNCH_VARIABLE
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import join_address
 
@@ -66,10 +68,12 @@ def detect_launch(environment: Environment, config: Mapping[str, Any]) -> Launch
         ConfigError: variables contradict each other or are incomplete; the message names them.
     """
     environment = {name: value for name, value in environment.items() if value}
-    launched = next((launch for launch in (read(environment) for read in _LAUNCHERS) if launch is not None), None)
+    ours = LAUNCH_VARIABLE in environment
+    launchers = (_torchrun,) if ours else _LAUNCHERS
+    launched = next((launch for launch in (read(environment) for read in launchers) if launch is not None), None)
     hint = config["rank_hint"]
     if config["world_size"] is not None:
-        index = _number(environment, _INDEX)
+        index = None if ours else _number(environment, _INDEX)
         local = _number(environment, "LOCAL_RANK")
         return _with_world_size(config["world_size"], launched, index if hint is None else hint, local)
     if launched is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from ferrorpc.config import Config, seconds
+from ferrorpc.config import Config, plain_name, seconds
 from ferrorpc.errors import BackendUnavailableError, ConfigError
 from ferrorpc.wire.identity import Identity, Role, server_name
 
@@ -70,12 +70,12 @@ def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: s
 
     ca.key is the signing key: keep it away from the workers. Each process gets ca.pem and the .pem and .key of its role.
     """
-    duration = _duration(lifetime)
+    chosen, duration = _chosen(jobs), _duration(lifetime)
     if duration > datetime.timedelta(days=days):
         raise ConfigError(f"--lifetime {lifetime} is longer than the {days} days of the authority", hint="give more --days")
     authority = Authority.make(directory, days)
     for role in Role:
-        authority.issue(role, _chosen(jobs), hosts, duration, directory)
+        authority.issue(role, chosen, hosts, duration, directory)
     click.echo(f"{directory}: ca.pem, ca.key, and .pem and .key of {', '.join(Role)}, valid for {lifetime}")
 
 
@@ -92,9 +92,9 @@ def issue(
     """Issue certificates of ROLES from the authority in DIRECTORY, replacing existing ones."""
     if hosts and Role.COORDINATOR not in roles:
         raise ConfigError("--host is for a coordinator's certificate", hint="leave --host away, or name that role too")
-    authority, duration = Authority.read(directory), _duration(lifetime)
+    chosen, duration, authority = _chosen(jobs), _duration(lifetime), Authority.read(directory)
     for role in map(Role, roles):
-        authority.issue(role, _chosen(jobs), hosts, duration, out or directory)
+        authority.issue(role, chosen, hosts, duration, out or directory)
     click.echo(f"{out or directory}: .pem and .key of {', '.join(roles)}, valid for {lifetime}")
 
 
@@ -111,16 +111,16 @@ class Authority:
 
     @classmethod
     def make(cls, directory: Path, days: int) -> Authority:
-        """A new authority, written to ca.pem and ca.key. Raises ConfigError if one exists already."""
+        """A new authority, written to ca.pem and ca.key. Raises ConfigError if either exists already."""
         _require_cryptography()
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        if (directory / "ca.key").exists():
+        if found := [name for name in ("ca.pem", "ca.key") if (directory / name).exists()]:
             raise ConfigError(
-                f"{directory} has an authority already",
-                hint="`ferrorpc certs issue` renews certificates",
+                f"{directory} has an authority already: {' and '.join(found)}",
+                hint="`ferrorpc certs issue` renews certificates where ca.pem and ca.key are; or name another directory",
             )
         key = ec.generate_private_key(ec.SECP256R1())
         name = _name("ferrorpc authority")
@@ -259,6 +259,13 @@ def _write(directory: Path, stem: str, certificate: x509.Certificate, key: Ellip
 
 
 def _chosen(jobs: Sequence[str]) -> Sequence[str]:
+    """The jobs to name, checked as the setting is, before any file is written."""
+    for job in jobs:
+        try:
+            if job != "*":
+                plain_name(job)
+        except ValueError as error:
+            raise ConfigError(f"--job {job!r}: {error}", hint="give the job's name, or '*' for every job") from None
     return jobs or (str(Config()["job"]),)
 
 

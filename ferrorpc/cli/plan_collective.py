@@ -95,7 +95,8 @@ def _table(given: str | None) -> CostTable | None:
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the cost table {path} cannot be used: {error}") from None
+        hint = "`ferrorpc bench --fit FILE` writes such a file"
+        raise ConfigError(f"the cost table {path} cannot be used: {error}", hint=hint) from None
 
 
 class _PlannedCall:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -31,8 +32,9 @@ def own_command() -> str:
         return "ferrorpc"
     if not beside.exists():
         return f"{shlex.quote(sys.executable)} -m ferrorpc"
-    near = beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside
-    return shlex.quote(str(near))
+    with contextlib.suppress(OSError, ValueError):  # the working directory was removed, or is elsewhere
+        beside = beside.relative_to(Path.cwd())
+    return shlex.quote(str(beside))
 
 
 def available_cpus() -> int:

@@ -28,6 +28,7 @@ from ferrorpc.exit_codes import CONFIGURATION_ERRORS, EXIT_CONFIG, EXIT_FAILED
 from ferrorpc.logs import set_up_logging
 from ferrorpc.versions import own_version
 from ferrorpc.wire.cost_table import parse
+from ferrorpc.wire.identity import Role, described
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.server import Announcement, Options, serve
 from ferrorpc_coordinator.state.settings import SECOND, Settings
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging(config)
         _raise_descriptor_limit()
         options = options_from(config)
+        _require_role(options.tls)
         forgets = options.data_dir is None and not arguments.transient
         asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd, forgets)))
     except CONFIGURATION_ERRORS as error:
@@ -151,6 +153,17 @@ def _tls(config: Config) -> TlsFiles | None:
     if tls is not None and tls.certificate is None:
         raise ConfigError("a certificate authority without FERRORPC_TLS_CERT and FERRORPC_TLS_KEY protects nothing")
     return tls
+
+
+def _require_role(tls: TlsFiles | None) -> None:
+    """Raises ConfigError if the certificate is that of another role, whose holder members would not take for a coordinator."""
+    found = tls.check(listening=True) if tls is not None and tls.authority is not None else frozenset()
+    if found and not any(identity.role is Role.COORDINATOR for identity in found):
+        raise ConfigError(
+            f"FERRORPC_TLS_CERT is the certificate of {described(found)}: members would refuse a coordinator that shows it",
+            hint="start `ferrorpc coordinator` with coordinator.pem and coordinator.key, and name it in FERRORPC_COORDINATOR; "
+            "one that a launcher or rank 0 starts has the workers' settings",
+        )
 
 
 def _cost_table(path: str | None) -> str:

@@ -1,12 +1,14 @@
 """The load generator at a small size: that it measures what it says, not how fast it is."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from ferrorpc.cli.bench import barrier, rendezvous, torch_baseline
+from tests.integration.launching import children_of, wait_until_gone
 
 
 def test_rendezvous_reports_connecting_joining_and_the_journal_apart():
@@ -37,6 +39,25 @@ def test_each_runs_by_itself_and_prints_json(module):
     command = [sys.executable, "-m", f"ferrorpc.cli.bench.{module}", "--json", "--no-peers", "--repetitions", "1", *small]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["benchmark"] == module
+
+
+def test_its_coordinator_ends_with_it_and_imports_nothing_from_the_users_directory(tmp_path):
+    (tmp_path / "random.py").write_text("raise SystemExit('the user has a file of this name')")
+    code = """
+import time
+from ferrorpc.cli.bench.load_generator import coordinator_process
+with coordinator_process(durable=False) as address:
+    print(address, flush=True)
+    time.sleep(60)
+"""
+    command, environment = [sys.executable, "-P", "-c", code], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
+        try:
+            assert process.stdout.readline().startswith("127.0.0.1:")
+            (coordinator,) = children_of(process.pid)
+        finally:
+            process.kill()
+    assert wait_until_gone([coordinator]) == []
 
 
 def test_torch_is_measured_beside_it_or_the_reason_is_given():

@@ -214,6 +214,41 @@ def test_a_stop_ends_a_restart_that_waits_for_an_unreachable_coordinator(tmp_pat
         launcher.communicate(timeout=30)
 
 
+def test_a_restart_that_waits_is_given_up_where_the_others_are_stopped(tmp_path):
+    """Not begun after them: nobody would stop it before the shutdown timeout."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        ended = pathlib.Path(sys.argv[1], "ended")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            time.sleep(100)
+        if os.environ["RANK"] == "1":
+            while not ended.exists():
+                time.sleep(0.01)
+            time.sleep(0.2)  # until the restart of rank 0 waits a second for an answer to the report of its end
+            sys.exit(3)
+        ended.touch()
+        sys.exit(1)
+        """,
+    )
+    flags = ("--coordinator", "127.0.0.1:1", "--max-restarts", "1", "--restart", "worker", "--grace", "0")
+    result = run("-n", "2", *flags, "--shutdown-timeout", "100", script, str(tmp_path), timeout=50)
+    assert result.returncode == 3
+    assert "then: rank 0 stopped by ferrorpc" in result.stderr
+
+
+def test_a_restart_goes_without_the_log_that_cannot_be_made(tmp_path):
+    """The disk may be full, or not there any more; the other workers are not ended for that."""
+    body = "import os; assert os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'; print('goes on')"
+    in_the_way = tmp_path / "logs" / "default" / "attempt1"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    result = run("-n", "1", "--max-restarts", "1", "--log-dir", str(tmp_path / "logs"), write_script(tmp_path, body))
+    assert (result.returncode, result.stdout) == (0, "0: goes on\n")
+    assert f"ferrorpc: {in_the_way / 'rank0.log'} is not written: File exists" in result.stderr
+
+
 def test_workers_do_not_share_what_is_typed(tmp_path):
     script = write_script(tmp_path, "import sys; print(repr(sys.stdin.read()))")
     command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", script]
@@ -302,6 +337,34 @@ def test_a_reader_that_goes_away_ends_the_job_as_it_ends_any_filter(tmp_path):
     os.close(reader)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + 13, err
+
+
+def test_ctrl_c_leaves_the_workers_their_time_also_where_it_ends_the_reader(tmp_path):
+    """As in `ferrorpc run ... | tee log`, where it reaches tee as well."""
+    script = write_script(
+        tmp_path,
+        """
+        import signal, sys, time
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        open(f"{sys.argv[1]}/ready", "w").write("1\\n")
+        signal.sigwait([signal.SIGINT])
+        print("saving", flush=True)
+        print("saving", file=sys.stderr, flush=True)
+        time.sleep(1)
+        open(f"{sys.argv[1]}/saved", "w").write("1\\n")
+        """,
+    )
+    launcher = start("-n", "1", script, str(tmp_path))
+    try:
+        read_numbers(tmp_path, "ready", 1)
+        launcher.stdout.close()
+        launcher.stderr.close()
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=30) == 0, "the worker ended well"
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ def test_kill_9_of_the_launcher_or_of_its_group_leaves_no_orphan(family, mode, k
     assert wait_until_gone([*pids, *helpers]) == []
 
 
-def test_without_a_guard_process_workers_still_end_with_the_launcher(family):
+def test_without_a_guard_process_workers_still_end_with_the_launcher(family, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # nobody is left to remove the launcher's directory
     launcher, pids = family("stubborn")
     helpers = children_of(launcher.pid)
     (guard,) = [pid for pid, command in helpers.items() if "cleanup.py" in command]

@@ -222,6 +222,25 @@ def test_no_certificate_is_made_that_outlives_its_authority(ours, tmp_path, caps
     assert "outlive its authority, which ends" in capsys.readouterr().err
 
 
+def test_a_wrong_variable_leaves_no_half_authority_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("FERRORPC_JOB", "a job")
+    assert run(["certs", "init", str(tmp_path / "new")]) == 64
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kept_elsewhere", ["ca.key", "ca.pem", ""])
+def test_an_authority_is_never_replaced_not_even_where_its_key_is_kept_elsewhere(tmp_path, capfd, kept_elsewhere):
+    """Everything that trusts it would refuse the new certificates, and the job would lose its members one by one."""
+    directory = tmp_path / "certs"
+    assert run(["certs", "init", str(directory)]) == 0
+    if kept_elsewhere:
+        (directory / kept_elsewhere).rename(tmp_path / kept_elsewhere)
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    assert run(["certs", "init", str(directory)]) == 64
+    assert "has an authority already: ca." in capfd.readouterr().err
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+
 def test_a_host_is_the_coordinators_also_where_other_roles_are_issued_beside_it(ours, tmp_path, capsys):
     x509 = pytest.importorskip("cryptography.x509")
     issue = ["certs", "issue", str(ours.directory), "--out", str(tmp_path), "--host", "box.example"]
@@ -238,11 +257,21 @@ def test_a_host_is_the_coordinators_also_where_other_roles_are_issued_beside_it(
     assert "try: leave --host away" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--host", "büro.example"], ["--host", ""], ["--lifetime", "0"]])
+@pytest.mark.parametrize(
+    "wrong", [["--host", "büro.example"], ["--host", ""], ["--lifetime", "0"], ["--job", "a job"], ["--job", ""]]
+)
 def test_nothing_is_made_of_what_no_certificate_can_say(tmp_path, wrong, capsys):
     assert run(["certs", "init", str(tmp_path / "new"), *wrong]) == 64
     assert not (tmp_path / "new").exists()
     assert wrong[0] in capsys.readouterr().err
+
+
+def test_a_workers_certificate_does_not_start_a_coordinator(ours):
+    """Also where a launcher or rank 0 would start one, with the settings of the workers."""
+    code, errors = refused_start("--listen", "127.0.0.1:0", *flags(ours.issue(Role.WORKER, "a")))
+    assert code == 64
+    assert "the certificate of worker of job a: members would refuse" in errors
+    assert "try: start `ferrorpc coordinator` with coordinator.pem" in errors
 
 
 def test_an_expired_certificate_does_not_start_a_coordinator(ours):

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ from ferrorpc.collectives.predict import predict
 from ferrorpc.collectives.tuning import LANE, Tuning
 from ferrorpc.config import size_bytes
 from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.exit_codes import EXIT_INTERRUPTED
 from ferrorpc.kernels.reduction import kernel
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.types import DType, ReduceOp
@@ -114,8 +116,10 @@ def _measured(ranks: int, cases: Sequence[Case], seconds: float) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="ferrorpc-fit-") as directory:
         out = Path(directory) / "times.json"
         arguments = (":".join(map(str, case)) for case in cases)
-        target = (_WORKER, str(out), str(seconds), *arguments)
-        code = launch(make_plan(target=target, module=True, processes=str(ranks), standalone=True))
+        target = (sys.executable, "-P", "-m", _WORKER, str(out), str(seconds), *arguments)
+        code = launch(make_plan(target=target, no_python=True, processes=str(ranks), standalone=True))
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
         if code:
             raise BackendUnavailableError(
                 f"{ranks} processes could not be measured: exit code {code}", "read their errors above"

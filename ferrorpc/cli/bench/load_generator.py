@@ -20,6 +20,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from ferrorpc.cli.launcher.exec_shim import tied_to_this_process
 from ferrorpc.errors import CoordinatorUnavailableError, FerroError
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire import options, status
@@ -32,11 +33,17 @@ TIMEOUT_MS: Final = 60_000
 
 @contextmanager
 def coordinator_process(*, durable: bool) -> Iterator[str]:
-    """Runs a coordinator on a free loopback port, with or without a journal. Yields its address."""
+    """Runs a coordinator on a free loopback port, with or without a journal. Yields its address.
+
+    On Linux it ends with this process, however that ends; call this on the main thread.
+    """
     with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
         kept = ["--data-dir", directory] if durable else []
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
-        command = [sys.executable, "-m", "ferrorpc_coordinator", "--transient", "--listen", "127.0.0.1:0", *kept]
+        # -P: the user's directory must not shadow what the coordinator imports.
+        command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--transient", "--listen", "127.0.0.1:0", *kept]
+        if sys.platform == "linux":
+            command = tied_to_this_process(command)
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             try:
                 yield _address(process)

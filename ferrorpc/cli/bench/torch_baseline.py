@@ -26,13 +26,13 @@ def measure(kind: str, members: int, limit_seconds: float = LIMIT_SECONDS) -> di
     """Measures "rendezvous" (c10d) or "barrier" (TCPStore). Returns {"skipped": why} or {"median_ms": ...}."""
     if find_spec("torch") is None:
         return {"skipped": "torch is not installed"}
-    command = [sys.executable, "-m", "ferrorpc.cli.bench.torch_baseline", kind, str(members)]
+    command = [sys.executable, "-P", "-m", "ferrorpc.cli.bench.torch_baseline", kind, str(members)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds, check=False)
     except subprocess.TimeoutExpired:
         return {"skipped": f"did not finish within {limit_seconds:.0f} s"}
     if done.returncode != 0:
-        return {"skipped": f"failed: {done.stderr.strip().splitlines()[-1:]}"}
+        return {"skipped": f"failed: {' '.join(done.stderr.strip().splitlines()[-1:])}"}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -17,7 +17,6 @@ from ferrorpc.cli.launcher import cleanup, exec_shim
 from ferrorpc.cli.launcher.signals import STOP_SIGNALS
 from ferrorpc.errors import ConfigError
 
-_ISOLATED_PYTHON = (sys.executable, "-I", "-S")
 _CLEANUP_SECONDS = 10.0
 
 
@@ -30,7 +29,7 @@ class Child:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int | None) -> None:
         self._process = subprocess.Popen(
-            [*_ISOLATED_PYTHON, exec_shim.__file__, str(os.getpid()), *command],
+            exec_shim.tied_to_this_process([*command]),
             env=dict(environment),
             stdin=stdin,
             stdout=subprocess.PIPE,
@@ -117,7 +116,7 @@ class ChildProcesses:
         try:
             with self._starting():
                 self._cleanup = subprocess.Popen(
-                    [*_ISOLATED_PYTHON, cleanup.__file__, *map(str, directories)],
+                    [sys.executable, "-I", "-S", cleanup.__file__, *map(str, directories)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,

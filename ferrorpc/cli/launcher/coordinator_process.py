@@ -77,12 +77,11 @@ class CoordinatorProcess:
         self._delay = min(2 * self._delay, _RESTART_SECONDS_MAX)
         return describe(self.child.returncode)
 
-    def restart(self) -> Child:
+    def restart(self) -> None:
         """Starts it again on the same address and journal."""
         self._children.discard(self.child)
         self.restart_at = NO_DEADLINE
         self.child = self._start()
-        return self.child
 
     def _start(self) -> Child:
         self._output = LineBuffer()

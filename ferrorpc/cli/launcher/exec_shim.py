@@ -18,6 +18,11 @@ NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
 
+def tied_to_this_process(command: list[str]) -> list[str]:
+    """The command line that executes `command` so that it ends with this process's main thread, which has to start it."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def execute(launcher_pid: int, command: list[str]) -> int:
     """Replaces this process by `command`. Returns an exit code only if that fails."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -24,18 +25,24 @@ class ExitReporter:
     def start(self) -> Child:
         """Starts the process ahead of time, so that a report need not wait for its imports."""
         self.child = self._children.start(self._command, self._environment, stdin=subprocess.PIPE)
+        assert self.child.stdin is not None
+        os.set_blocking(self.child.stdin.fileno(), False)
         return self.child
 
     def send(self, name: str, launch: str, returncode: int, reason: str) -> None:
-        """Reports the exit of the member `name` whose process was started as `launch`. Does not wait for the answer."""
+        """Reports the exit of the member `name` whose process was started as `launch`. Does not wait for the answer.
+
+        Each report is retried for up to a minute, and many may wait in the pipe. One for which the pipe has no room is dropped.
+        The coordinator then notices the ended stream instead, as it does where the process is gone.
+        """
         assert self.child is not None
         assert self.child.stdin is not None
         line = json.dumps({"name": name, "launch": launch, "returncode": returncode, "reason": reason}) + "\n"
         try:
-            self.child.stdin.write(line.encode())
-            self.unanswered += 1
+            if self.child.stdin.write(line.encode()) is not None:  # None: no room. A line is at most PIPE_BUF, so never cut
+                self.unanswered += 1
         except BrokenPipeError:
-            self.unanswered = 0  # the process is gone: the coordinator notices the ended stream and the lease instead
+            self.unanswered = 0
 
     def on_output(self, data: bytes) -> None:
         """Takes the process's standard output; b"" is its end."""

@@ -11,7 +11,8 @@ from ferrorpc.exit_codes import EXIT_RETRY
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
 _EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?((?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit))(: ?.*)?")
-_REASON_CHARACTERS_MAX = 400
+_REASON_CHARACTERS_MAX = 300
+"""A report with a longer one could exceed PIPE_BUF: in JSON a character takes up to 12 bytes."""
 
 
 def last_exception(tail: Sequence[str]) -> str | None:
@@ -59,7 +60,7 @@ def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tai
         tail: the last lines of the first one's standard error.
         log: the file with the first one's whole output.
     """
-    lost = "the first of those that lost a member" if first.victim else "the first to fail"
+    lost = "the first of those that lost a member or the coordinator" if first.victim else "the first to fail"
     lines = [f"rank {labels[first.worker]} ended with {describe(first.returncode)}; it was {lost}."]
     if tail:
         lines.append(f"its last {len(tail)} lines on standard error:" if len(tail) > 1 else "its last line on standard error:")

@@ -158,8 +158,7 @@ class _Launch:
     def _run_once(self) -> None:
         """Waits for the next event or deadline and handles everything that is due."""
         now = time.monotonic()
-        timeout = None if (until := self._next_deadline(now)) == NO_DEADLINE else max(0.0, until - now)
-        self._pipes.wait(timeout)
+        self._pipes.wait(self._next_deadline(now) - now)
         now = time.monotonic()
         self._carry_out(self._group.tick(now))
         if now >= self._poll_groups_at:
@@ -167,9 +166,14 @@ class _Launch:
         self._check_coordinator(now)
         if self._warm_up_pending and now >= self._started + _WARM_UP_SECONDS:
             self._warm_up()
-        if self._pending_restart is not None and (now >= self._pending_restart[1] or not self._reporter.unanswered):
-            start, self._pending_restart = self._pending_restart[0], None
-            self._spawn(start)
+        if self._pending_restart is not None:
+            start, latest = self._pending_restart
+            if self._group.phase in (Phase.STOPPING, Phase.KILLING):
+                self._pending_restart = None
+                self._abandon(start)
+            elif now >= latest or not self._reporter.unanswered:
+                self._pending_restart = None
+                self._spawn(start)
 
     def _next_deadline(self, now: float) -> float:
         deadlines = [self._group.deadline, self._poll_groups_at]
@@ -256,13 +260,20 @@ class _Launch:
         return Worker(child, launch, out, err, log, path)
 
     def _open_log(self, number: int, attempt: int) -> tuple[IO[bytes] | None, str | None]:
+        """A new file for a worker's output, and its path. A restarted worker does without one if it cannot be made."""
         if self._plan.log_dir is None:
             return None, None
         directory = self._plan.log_dir / self._plan.job / f"attempt{attempt}"
-        directory.mkdir(parents=True, exist_ok=True)
         rank = self._plan.rank(number)
         path = directory / (f"rank{rank}.log" if rank is not None else f"{self._plan.name(number)}.log")
-        return path.open("wb", buffering=0), str(path)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            return path.open("wb", buffering=0), str(path)
+        except OSError as error:
+            if not attempt:
+                raise
+            self._console.say(f"{path} is not written: {error.strerror}")
+            return None, None
 
     def _finish_output(self, worker: Worker) -> None:
         self._pipes.finish(worker.child.stdout)
@@ -278,17 +289,13 @@ class _Launch:
                 self._check_exits()
             elif number in STOP_SIGNALS:
                 self._carry_out(self._group.signalled(number, time.monotonic()))
-                if self._pending_restart is not None:
-                    self._abandon_restart()
             else:
                 for worker in sorted(self._group.alive):
                     self._signal(worker, number)
 
-    def _abandon_restart(self) -> None:
-        """The job is to stop while a restart is pending: its workers count as stopped."""
-        assert self._pending_restart is not None
-        start, self._pending_restart = self._pending_restart[0], None
-        for number in start.workers:
+    def _abandon(self, restart: Start) -> None:
+        """The job stops before these workers were started again: they count as stopped."""
+        for number in restart.workers:
             self._carry_out(self._group.exited(number, -signal.SIGTERM, victim=False, now=time.monotonic()))
 
     def _check_exits(self) -> None:

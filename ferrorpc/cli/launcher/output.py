@@ -87,7 +87,8 @@ class Console:
         return 2 in self._terminals
 
     def stop_waiting(self) -> None:
-        """From now on output is dropped if its reader does not keep up. Until then it blocks, as in any pipeline."""
+        """From now on output is dropped if its reader does not keep up, or has gone: Ctrl-C ends `tee` too, while the workers
+        still save what they have. Until then a slow reader blocks, and one that goes ends the job, as in any pipeline."""
         self._no_waiting = True
 
     def prefix(self, label: str, index: int) -> bytes:
@@ -97,13 +98,14 @@ class Console:
         return b"\x1b[" + _COLOURS[index % len(_COLOURS)] + b"m" + label.encode() + b":\x1b[0m "
 
     def lines(self, descriptor: int, prefix: bytes, lines: list[bytes]) -> None:
-        """Prints whole lines. Raises BrokenPipeError when the reader has closed the pipe."""
+        """Prints whole lines. Raises BrokenPipeError when the reader has closed the pipe, unless the job is to stop."""
         if lines:
             self._write((descriptor, prefix), b"".join(prefix + line + b"\n" for line in lines))
 
     def say(self, text: str) -> None:
         """Prints a message of the launcher itself, on standard error."""
-        self._write((2, b""), b"".join(b"ferrorpc: " + line.encode() + b"\n" for line in text.splitlines()))
+        lines = (f"ferrorpc: {line}\n" for line in text.splitlines())
+        self._write((2, b""), "".join(lines).encode(errors="surrogateescape"))
 
     def progress(self, descriptor: int, prefix: bytes, line: bytes, now: float) -> None:
         """Shows the changed progress of a stream; empty if it has none."""
@@ -125,9 +127,9 @@ class Console:
         """Writes, and counts what cannot be written: a full disk or closed terminal ends no job. Raises BrokenPipeError."""
         try:
             self._write_all(descriptor, data)
-        except BrokenPipeError:
-            raise
         except OSError as error:
+            if isinstance(error, BrokenPipeError) and not self._no_waiting:
+                raise
             lost, _ = self._lost.get(descriptor, (0, ""))
             self._lost[descriptor] = lost + len(data), str(error.strerror)
 

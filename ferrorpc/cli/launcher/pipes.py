@@ -11,6 +11,8 @@ from typing import IO, Final, Protocol
 _CHUNK_BYTES: Final = 1 << 16
 _DRAIN_CHUNKS_MAX: Final = 256
 """More than any pipe holds. Bounded so that an endless writer cannot keep the launcher from its other work."""
+_WAIT_SECONDS_MAX: Final = 86_400.0
+"""Longest wait for one event. The system call refuses more than 24 days."""
 Consumer = Callable[[bytes, float], None]
 """Takes bytes and the time; b"", once, is the end of the stream."""
 
@@ -39,9 +41,9 @@ class Pipes:
         self._consumers[pipe] = consumer
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._read(pipe))
 
-    def wait(self, seconds: float | None) -> None:
-        """Waits until something is readable, at most `seconds`, and handles everything that is."""
-        for key, _ in self._selector.select(seconds):
+    def wait(self, seconds: float) -> None:
+        """Waits until something is readable, at most `seconds` (and a day), and handles everything that is."""
+        for key, _ in self._selector.select(min(seconds, _WAIT_SECONDS_MAX)):
             key.data()
 
     def drain(self, pipe: IO[bytes]) -> None:

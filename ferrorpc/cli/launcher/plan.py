@@ -94,13 +94,21 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
         raise ConfigError("there is no script to run", hint="ferrorpc run -n 4 train.py [arguments of train.py]")
     if no_python:
         if shutil.which(target[0]) is None:
-            raise ConfigError(f"there is no program {target[0]!r}", hint="check its spelling and PATH")
+            raise ConfigError(f"there is no program {target[0]!r}", hint=_hint_for_program(target[0]))
         return tuple(target)
     if module:
         return (sys.executable, "-m", *target)
     if not Path(target[0]).exists():
         raise ConfigError(f"there is no file {target[0]!r}", hint=_hint_for(target))
     return (sys.executable, *target)
+
+
+def _hint_for_program(name: str) -> str:
+    if not Path(name).is_file():
+        return "check its spelling and PATH"
+    if os.access(name, os.X_OK):
+        return f"say ./{name}: the file of this name is in no directory of the PATH"
+    return f"chmod +x {name}: the file of this name is not executable; or leave --no-python out, if it is a Python script"
 
 
 def _hint_for(target: Sequence[str]) -> str:
@@ -180,10 +188,15 @@ def node_placement(
 ) -> tuple[int | None, str, str, bool]:
     """This node's rank and name, the coordinator's address, and whether this launcher starts the coordinator.
 
+    Port 0 names no coordinator that can be reached. As in torchrun's `--rdzv-endpoint localhost:0`, it asks for one of this
+    launcher's own, on any free port.
+
     Raises:
         ConfigError: several nodes without a common coordinator, or an invalid node rank.
     """
     single = nodes == (1, 1)
+    if coordinator is not None and coordinator.endswith(":0"):
+        coordinator = None
     if not single and (coordinator is None or standalone):
         raise ConfigError(
             "several nodes need one coordinator that all of them reach",

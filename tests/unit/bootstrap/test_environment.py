@@ -127,6 +127,15 @@ def test_a_member_of_an_elastic_world_knows_its_number_on_its_node_too():
     assert (found.world, found.hinted_rank, found.local_rank) == ((2, 4), 3, 3)
 
 
+@pytest.mark.parametrize("outer", [SLURM, OMPI, PMI, PET, INDEXED], ids=["slurm", "open_mpi", "pmi", "kubeflow", "index"])
+def test_a_worker_of_our_launcher_is_not_taken_for_the_task_in_which_that_runs(outer):
+    """As with `srun ferrorpc run --nnodes 2 -n 4 train.py`: every worker has SLURM_LOCALID=0 and would choose the first GPU."""
+    ours = {"FERRORPC_LAUNCH": "0a1b2c3d", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    for text, world in (("8", (8, 8)), ("4:8", (4, 8))):
+        found = launch_of(outer | ours | {"FERRORPC_WORLD_SIZE": text})
+        assert (found.world, found.local_rank, found.pinned_rank, found.hinted_rank) == (world, 3, None, None)
+
+
 def test_an_argument_comes_before_the_variables():
     assert launch_of({"FERRORPC_WORLD_SIZE": "4"}, world_size=(2, 2)).world == (2, 2)
     assert launch_of({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, rank_hint=1).hinted_rank == 1

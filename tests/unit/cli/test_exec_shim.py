@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -10,7 +9,8 @@ from ferrorpc.cli.launcher import exec_shim
 
 
 def execute(launcher_pid, *command):
-    line = [sys.executable, "-I", "-S", exec_shim.__file__, str(launcher_pid), *command]
+    line = exec_shim.tied_to_this_process([*command])
+    line[line.index(str(os.getpid()))] = str(launcher_pid)
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -94,3 +94,25 @@ def test_a_reporter_that_is_gone_owes_no_answer(reporter, reports):
     os.close(reporter.reader)
     reports.send("box-2", "launch2", 1, "")
     assert reports.unanswered == 0
+
+
+def test_reports_that_nobody_reads_do_not_stop_the_launcher(reporter, reports):
+    """A reporter takes up to a minute for each while no coordinator answers, and a pipe holds 64 KiB."""
+    for number in range(1000):
+        reports.send(f"box-{number}", "launch00", 1, "\N{NO ENTRY}" * 300)
+    assert 0 < reports.unanswered < 1000
+    os.set_blocking(reporter.reader, False)
+    found = b""
+    while part := read_some(reporter.reader):
+        found += part
+    assert [json.loads(line)["name"] for line in found.splitlines()] == [f"box-{n}" for n in range(reports.unanswered)]
+    reports.send("box-1000", "launch00", 1, "")
+    assert json.loads(read_some(reporter.reader))["name"] == "box-1000", "there is room again"
+    os.close(reporter.reader)
+
+
+def read_some(descriptor):
+    try:
+        return os.read(descriptor, 1 << 20)
+    except BlockingIOError:
+        return b""

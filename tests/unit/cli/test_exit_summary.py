@@ -53,7 +53,7 @@ def test_every_error_of_the_membership_makes_a_victim(kind):
 
 
 def test_an_exception_that_says_very_much_is_cut():
-    assert last_exception([f"ValueError: {'x' * 5000}"]) == f"ValueError: {'x' * 388}"
+    assert last_exception([f"ValueError: {'x' * 5000}"]) == f"ValueError: {'x' * 288}"
 
 
 def test_exceptions_that_are_not_called_errors_are_found_too():
@@ -93,7 +93,7 @@ def test_the_first_victim_is_called_so_and_others_are_told_in_order_of_rank():
     text = crash_report(end(1, 75, victim=True), [end(2, 0), end(0, 0)], ["0", "1", "2"], ["one line"], None)
     assert "its last 2 lines on standard error:" in crash_report(end(1, 1), [], ["0", "1"], ["one", "two"], None)
     assert text.splitlines() == [
-        "rank 1 ended with exit code 75; it was the first of those that lost a member.",
+        "rank 1 ended with exit code 75; it was the first of those that lost a member or the coordinator.",
         "its last line on standard error:",
         "  | one line",
         "then: ranks 0, 2 ended well",

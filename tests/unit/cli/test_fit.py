@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from ferrorpc.cli.bench import fit as fitting
 from ferrorpc.cli.bench.command import command
 from ferrorpc.cli.bench.fit import COLLECTIVES, ROUND_TRIP, SEND, Case, fit, folding_seconds_per_byte, least_squares
+from ferrorpc.cli.main import run
 from ferrorpc.collectives.predict import predict
 from ferrorpc.wire.cost_table import Costs, parse
 
@@ -85,6 +86,13 @@ def test_the_command_writes_a_table_that_can_be_read(tmp_path, monkeypatch):
     table = parse(path.read_text())
     assert sorted(table.lanes["grpc"]) == [2, 3]
     assert f"--cost-table {path}" in result.output
+
+
+@pytest.mark.parametrize(("ranks_end", "code"), [(130, 130), (1, 64)])
+def test_ctrl_c_is_no_measurement_that_failed(tmp_path, monkeypatch, capfd, ranks_end, code):
+    monkeypatch.setattr(fitting, "launch", lambda plan: ranks_end)
+    assert run(["bench", "--fit", str(tmp_path / "costs.json")]) == code
+    assert ("could not be measured: exit code 1" in capfd.readouterr().err) == (code == 64)
 
 
 @pytest.mark.parametrize(

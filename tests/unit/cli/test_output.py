@@ -216,6 +216,12 @@ def test_bytes_that_are_no_text_are_shown_as_they_came_and_told_as_well_as_can_b
     assert screen.text() == "\r\x1b[2K0: \ufffd 5%".encode()
 
 
+def test_the_launcher_can_name_a_file_whose_name_is_no_text(sinks):
+    err = sinks()
+    Console(sinks(), err, {}).say("all of its output: caf\udce9.log, d\u00e9j\u00e0 vu")
+    assert err.text() == b"ferrorpc: all of its output: caf\xe9.log, d\xc3\xa9j\xc3\xa0 vu\n"
+
+
 def test_the_end_leaves_no_progress_on_the_last_row(sinks):
     screen = sinks(terminal=True)
     console = Console(screen, screen, {"NO_COLOR": "1"})

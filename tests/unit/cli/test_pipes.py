@@ -42,3 +42,13 @@ def test_what_is_finished_has_ended_whoever_could_still_write_and_ends_once(pipe
     into.write(b"too late")
     pipes.wait(0.0)
     assert chunks == [b"half a line", b""]
+
+
+def test_a_wait_may_be_longer_than_the_system_call_allows(pipe):
+    pipes, out, into = pipe
+    chunks = []
+    pipes.listen(out, lambda data, now: chunks.append(data))
+    for seconds in (1e9, 1e300, float("inf")):
+        into.write(b"x")
+        pipes.wait(seconds)
+    assert chunks == [b"x"] * 3

@@ -65,6 +65,18 @@ def test_a_program_in_place_of_a_script_is_answered_with_what_was_meant(target, 
     assert advice in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("mode", "advice"), [(0o644, r"chmod \+x train: .* or leave --no-python out"), (0o755, "say ./train"), (None, "spelling")]
+)
+def test_a_program_that_is_a_file_here_is_answered_with_what_it_lacks(tmp_path, monkeypatch, mode, advice):
+    monkeypatch.chdir(tmp_path)
+    if mode is not None:
+        (tmp_path / "train").touch()
+        (tmp_path / "train").chmod(mode)
+    with pytest.raises(ConfigError, match=advice):
+        command_of(["train"], module=False, no_python=True)
+
+
 def test_a_missing_script_is_told_of_where_the_working_directory_is_gone_too(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -112,11 +124,19 @@ def test_a_given_coordinator_is_used_unless_standalone_is_asked_for():
     assert node_placement((1, 1), None, "h:1", standalone=True)[3]
 
 
+def test_torchruns_any_free_port_is_a_coordinator_of_the_launchers_own():
+    """Waiting for somebody there would end with exit code 75, as if a retry could help."""
+    _, _, address, owns = node_placement((1, 1), None, "localhost:0", standalone=False)
+    assert owns
+    assert not address.endswith(":0")
+
+
 @pytest.mark.parametrize(
     ("nodes", "node_rank", "coordinator", "standalone", "complaint"),
     [
         ((2, 2), 0, None, False, "need one coordinator"),
         ((2, 2), 0, "h:1", True, "need one coordinator"),
+        ((2, 2), 0, "h:0", False, "need one coordinator"),
         ((2, 2), 2, "h:1", False, "--node-rank 2"),
         ((2, 2), -1, "h:1", False, "--node-rank -1"),
         ((1, 1), None, "nonsense", False, "expected HOST:PORT"),

@@ -77,3 +77,15 @@ def test_a_command_is_shown_as_the_shell_finds_it(tmp_path, monkeypatch):
     (tmp_path / "ferrorpc").touch()
     monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / name))
     assert system.own_command() == ".venv/bin/ferrorpc", "what is on the PATH is another one"
+
+
+def test_a_command_can_be_shown_in_a_directory_that_was_removed(tmp_path, monkeypatch):
+    folder, gone = tmp_path / "bin", tmp_path / "gone"
+    folder.mkdir()
+    gone.mkdir()
+    (folder / "ferrorpc").touch()
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert system.own_command() == f"{folder}/ferrorpc"
