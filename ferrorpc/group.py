@@ -163,11 +163,10 @@ class ProcessGroup(Collectives):
             LimitExceededError: there is room for no more.
         """
         chosen = ranks_of(ranks, self._size)
-        self._dispatch.check_open()
-        self._subgroups += 1
-        identity = f"{self._backend.group_id:x}/{self._subgroups}:{chosen}"
         note = f"subgroup of ranks {chosen}"
         self._run(Operation.BARRIER, [], NOTHING, False, timeout, note=note)
+        self._subgroups += 1  # only now: a call that was refused on this rank must not make its numbers differ from the others'
+        identity = f"{self._backend.group_id:x}/{self._subgroups}:{chosen}"
         group_id = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") or 1
         if self._rank not in chosen:
             self._backend.stay_out(chosen, group_id)
