@@ -21,6 +21,7 @@ from ferrorpc.collectives.outgoing_message import OutgoingMessage
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
+from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.transports.mailbox import Box
 from ferrorpc.transports.point_to_point import Message, PostedReceive
 from ferrorpc.types import TensorSpec
@@ -179,7 +180,8 @@ class RecvExecution(_PointToPoint):
             self._begin(message, post.number)
         first = self._received
         while message.frames:
-            self._take(message.frames.popleft())
+            self._take(message.frames[0])
+            message.frames.popleft()  # only now: an interrupt between the two must not lose the chunk
         if self.transfers is not None and self._received > first:
             size_bytes = self.results[0].itemsize
             self.transfers.allow_upload(0, self.results[0], first // size_bytes, self._received // size_bytes)
@@ -202,13 +204,15 @@ class RecvExecution(_PointToPoint):
             out = np.empty(spec.shape, spec.dtype.storage)
         self.results, self.specs = [out], [spec]
         self._taken, self._received = out.reshape(-1).view(np.uint8), 0
-        if message.needs_grant:
+        if header.total > EAGER_BYTES:
             message.needs_grant = False
+            # A recv that was interrupted here may not have sent its grant. A second grant does no harm.
             self._transport.grant(self._peer, Key(self._group, POINT_TO_POINT, number), self._tag)
 
     def _take(self, frame: Frame) -> None:
-        self._received = frame.offset + len(frame.payload)
-        self._taken[frame.offset : self._received] = frame.payload
+        end = frame.offset + len(frame.payload)
+        self._taken[frame.offset : end] = frame.payload
+        self._received = end
 
     def busy_poll(self) -> None:
         self._transport.busy_poll(self._peer, lambda: self._ended)

@@ -37,7 +37,7 @@ class Message:
         self.frames = ReassemblyQueue(first.header)
         """Filled by the mailbox, emptied by the matched recv."""
         self.needs_grant = first.header.total > EAGER_BYTES
-        """Whether its sender still waits for the grant of the chunks after the eager ones."""
+        """Whether no recv has begun to take it, so that its chunks after the eager ones must not come yet."""
 
 
 class PostedReceive:

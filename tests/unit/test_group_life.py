@@ -26,7 +26,9 @@ from ferrorpc import (
     UsageError,
 )
 from ferrorpc.collectives import progress
+from ferrorpc.collectives.point_to_point import RecvExecution
 from ferrorpc.testing import FaultPlan, run_world
+from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import POINT_TO_POINT, Header, Key
 
@@ -177,6 +179,38 @@ def test_a_recv_that_is_interrupted_may_be_called_again(monkeypatch: pytest.Monk
         group.barrier()
 
     run_world(2, body)
+
+
+@pytest.mark.parametrize("place", ["_take", "grant"])
+def test_a_message_of_which_a_part_was_taken_when_recv_was_interrupted_comes_whole_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Wherever the interrupt strikes: before the grant, or between two chunks."""
+    long = np.arange(6 << 17, dtype=np.float64)  # more than is sent without a grant
+    owner = InprocTransport if place == "grant" else RecvExecution
+    whole, calls = getattr(owner, place), list[int]()
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == (2 if place == "_take" else 1):
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.store.wait("sent")
+            group.session.clock.parker().park(1.0)
+            with pytest.raises(KeyboardInterrupt):
+                group.recv(1)
+            np.testing.assert_array_equal(group.recv(1), long)
+        else:
+            sending = group.send(long, 0, async_op=True)
+            group.store.set("sent", b"")
+            sending.wait()
+        group.barrier()
+
+    monkeypatch.setattr(owner, place, interrupted)
+    run_world(2, body, timeout=10.0)
 
 
 def test_an_exception_can_be_the_cause_of_an_abort() -> None:
