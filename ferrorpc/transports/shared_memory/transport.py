@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from ferrorpc.errors import CodecError, FerroError, GroupClosedError
+from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, GroupClosedError
 from ferrorpc.guard import Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, Transport
@@ -107,7 +107,12 @@ class SharedMemoryTransport(Transport):
             self._send_control(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_message(key, signature)))
 
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
-        self._host_peers.busy_poll(peer, over)
+        try:
+            self._host_peers.busy_poll(peer, over)
+        except BaseException as interrupt:
+            # Ctrl-C: a message that was just read may not be in the mailbox, and its slot may never be freed.
+            self.mailbox.fail(GroupAbortedError(self.rank, f"{type(interrupt).__name__} while it read from rank {peer}"))
+            raise
 
     def traffic(self) -> dict[int, tuple[str, int]]:
         return {peer: ("shared_memory", sent) for peer, sent in self._sent.items()}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ferrorpc.errors import CodecError, FerroError, LimitExceededError
+from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, LimitExceededError
 from ferrorpc.guard import Latch
 from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES
@@ -128,6 +128,20 @@ def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
     pair.stranger.close(1.0)
     eventually(lambda: pair.transport._host_peers.has_left(0))
     assert pair.failures == []
+
+
+def test_an_interrupt_while_a_message_is_read_ends_the_generation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message may be lost, and whoever waits for it would wait until its deadline."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair.transport._host_peers, "busy_poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pair.transport.busy_poll(0, lambda: False)
+    (failure,) = pair.failures
+    assert isinstance(failure, GroupAbortedError)
+    assert (failure.rank, failure.cause) == (1, "KeyboardInterrupt while it read from rank 0")
 
 
 def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
