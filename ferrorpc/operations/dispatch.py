@@ -205,10 +205,16 @@ class Dispatch:
                 ended(failure)
 
     def _interrupted(self, execution: Execution) -> None:
-        """Ends the generation after a KeyboardInterrupt: the peers would wait for this rank's part, which never comes."""
+        """A KeyboardInterrupt during an operation. That of a recv concerns this rank alone."""
         if execution.timeout_breaks:
+            self.interrupted(execution.label)
+
+    def interrupted(self, label: str) -> None:
+        """Ends the generation after a KeyboardInterrupt in an operation that has its number: the peers would wait for this rank's
+        part, which never comes."""
+        if self.backend.latch.cause is None:
             rank = self.backend.world_ranks[self.backend.rank]
-            self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {execution.label}"))
+            self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {label}"))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""

@@ -96,8 +96,12 @@ class Stream:
         seconds = seconds_of(timeout, dispatch.timeout)
         specs = tuple([source.spec for source in sources])
         prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, unordered=self._unordered)
-        execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
-        return dispatch.submit(execution, result)
+        try:
+            execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
+            return dispatch.submit(execution, result)
+        except KeyboardInterrupt:
+            dispatch.interrupted(operation.value)
+            raise
 
 
 def _let_go(arena: weakref.ref[Arena], stream: int) -> None:

@@ -27,6 +27,7 @@ from ferrorpc import (
 )
 from ferrorpc.collectives import progress
 from ferrorpc.collectives.point_to_point import RecvExecution
+from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.testing import FaultPlan, run_world
 from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.types import DType
@@ -163,6 +164,58 @@ def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monk
     for rank, cause in run_world(3, body, timeout=10.0):
         assert rank == 2
         assert re.fullmatch(r"KeyboardInterrupt during all_reduce\(op=sum, float32\[3\]\).*", cause)
+
+
+CALLS = {
+    "all_reduce": lambda group: group.all_reduce(X),
+    "all_reduce, asynchronous": lambda group: group.all_reduce(X, async_op=True),
+    "of a stream": lambda group: group.stream().all_reduce(X, 0),
+    "send": lambda group: group.send(X, 1 - group.rank),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_interrupt_before_an_operation_waits_for_anything_ends_the_generation_too(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[ProcessGroup], Any]
+) -> None:
+    """It has its number by then, which the others wait for."""
+
+    def body(group: ProcessGroup) -> str:
+        if group.rank == 0:
+            noting(monkeypatch, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                call(group)
+        with pytest.raises(GroupAbortedError) as broken:
+            group.barrier()
+        return broken.value.cause
+
+    for cause in run_world(2, body, timeout=10.0):
+        assert cause.startswith("KeyboardInterrupt during ")
+
+
+def noting(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    """The next operation raises an error where it notes what it is, before its driver has it."""
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(Dispatch, "_note", interrupted)
+    monkeypatch.setattr(Dispatch, "begin", interrupted)
+
+
+def test_a_recv_that_is_interrupted_before_it_waits_takes_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            noting(monkeypatch, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                group.recv(1)
+            np.testing.assert_array_equal(group.recv(1), X)
+        else:
+            group.send(X, 0)
+        group.barrier()
+
+    run_world(2, body, timeout=10.0)
 
 
 def test_a_recv_that_is_interrupted_may_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
