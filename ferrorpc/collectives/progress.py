@@ -86,10 +86,10 @@ def breaks(execution: Execution, error: FerroError) -> bool:
     return execution.timeout_breaks or not isinstance(error, TimeoutError)
 
 
-def out_of_memory(execution: Execution, error: MemoryError) -> LimitExceededError:
+def out_of_memory(label: str, error: MemoryError) -> LimitExceededError:
     """The failure of an operation whose arrays do not fit this process's memory. Peers decide how large they are."""
     return LimitExceededError(
-        f"{execution.label}: this process has no memory for what the operation brings: {error}",
+        f"{label}: this process has no memory for what the operation brings: {error}",
         hint="send smaller arrays, give ranks more memory, or fewer of them a host",
     )
 
@@ -116,7 +116,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
             raise
         raise _first_cause(guard, error, abort, parker) from None
     except MemoryError as error:
-        raise _first_cause(guard, out_of_memory(execution, error), abort, parker) from None
+        raise _first_cause(guard, out_of_memory(execution.label, error), abort, parker) from None
     except Exception as bug:
         abort(FerroError(f"{execution.label}: {bug!r}"))
         raise
@@ -307,7 +307,7 @@ class Progress:
         except FerroError as error:
             self._fail(entry, error)
         except MemoryError as error:
-            self._fail(entry, out_of_memory(entry.execution, error))
+            self._fail(entry, out_of_memory(entry.execution.label, error))
         except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
             self._fail(entry, FerroError(f"{entry.execution.label}: {bug!r}"))
 

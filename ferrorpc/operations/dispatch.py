@@ -18,7 +18,7 @@ from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
-from ferrorpc.collectives.progress import verdict
+from ferrorpc.collectives.progress import out_of_memory, verdict
 from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.arguments import check_sendable
@@ -155,7 +155,11 @@ class Dispatch:
             number = next(self._numbers)
         guard = Guard(backend.clock, backend.latch, seconds)
         key = Key(backend.group_id, stream, number)
-        return prepared.start(key, [source.data for source in sources], result.targets, guard)
+        try:
+            return prepared.start(key, [source.data for source in sources], result.targets, guard)
+        except MemoryError as error:  # the number is taken, so the others wait for this rank's part
+            label = f"operation {number} of this group"
+            raise verdict(guard, out_of_memory(label, error), backend.abort, guard.clock.parker()) from None
 
     def finish(self, execution: Execution, result: Result, async_op: bool) -> Any:
         """The result (blocking), or a Work for it."""
@@ -210,8 +214,8 @@ class Dispatch:
             self.interrupted(execution.label)
 
     def interrupted(self, label: str) -> None:
-        """Ends the generation after a KeyboardInterrupt in an operation that has its number: the peers would wait for this rank's
-        part, which never comes."""
+        """Ends the generation after a KeyboardInterrupt in an operation that has a number: its peers would wait for ever for this
+        rank's part."""
         if self.backend.latch.cause is None:
             rank = self.backend.world_ranks[self.backend.rank]
             self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {label}"))
@@ -262,7 +266,7 @@ class Dispatch:
         execution.wake = _wake_nobody
         try:
             return execution.advance()
-        except FerroError:
+        except Exception:  # noqa: BLE001  a transport may raise anything
             return False
 
     def send(self, execution: Execution, async_op: bool) -> Any:
