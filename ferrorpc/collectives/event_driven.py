@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import deque
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
+
+
+_TURN: Final = "turn"
 
 
 class _Thread(threading.local):
@@ -50,7 +53,10 @@ class EventDrivenExecution(Execution):
         self.device = None if transfers is None else transfers.device
         self.results: list[np.ndarray[Any, Any]] = []
         self.specs: list[TensorSpec] = []
+        self._turn: dict[str, int] = {}
+        """The thread that advances it, while one does. A lock cannot tell whether an interrupted thread has just acquired it."""
         self._step_lock = threading.Lock()
+        """Held during a step, for `finish`."""
         self._event = False
         self._moved = False
         self._driven = False
@@ -117,15 +123,17 @@ class EventDrivenExecution(Execution):
 
     def _process_events(self) -> None:
         """Steps while there are events and no other thread does. The thread that ends the operation wakes its driver."""
+        me = threading.get_ident()
         try:
-            while self._event and self._step_lock.acquire(blocking=False):
-                try:
-                    self._event = False
+            while self._event and self._turn.setdefault(_TURN, me) == me:
+                self._event = False
+                with self._step_lock:
                     if not self._ended:
                         self._try_step()
-                finally:
-                    self._step_lock.release()
+                self._turn.clear()
         finally:
+            if self._turn.get(_TURN) == me:  # after an interrupt, wherever it struck
+                self._turn.clear()
             if self._ended and not self._driven and not self._has_woken:
                 self._has_woken = True
                 self.wake()

@@ -221,13 +221,11 @@ class Segment:
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def release(self, offset: int, size_bytes: int) -> None:
-        """Frees the bytes of a block. Never blocks, because a finalizer may call it on a thread that is in `allocate`."""
+        """Frees the bytes of a block. A finalizer may call it at any point of a thread, such as in `allocate`."""
         self._released.append((offset, size_bytes))
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:
                 self._collect()
-            finally:
-                self._lock.release()
 
     def _collect(self) -> None:
         """Adds the released ranges to the free ones. The caller holds the lock."""

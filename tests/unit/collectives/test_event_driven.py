@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -195,6 +196,25 @@ def test_an_interrupt_is_raised_where_it_struck_and_fails_the_operation_that_was
     with pytest.raises(FerroError, match="counting #1: KeyboardInterrupt interrupted it"):
         failing.wait(SECONDS)
     assert going_on.wait(SECONDS) == 7
+
+
+def test_a_thread_that_is_interrupted_as_it_gets_the_turn_does_not_keep_it() -> None:
+    """Nobody could advance the operation any more, and its end would wait for that thread for ever."""
+
+    class Struck(dict[str, int]):
+        def setdefault(self, *arguments: Any) -> int:
+            super().setdefault(*arguments)
+            raise KeyboardInterrupt
+
+    execution = Counting(2)
+    execution.advance()
+    plain, execution._turn = execution._turn, Struck()
+    with pytest.raises(KeyboardInterrupt):
+        execution.tell()
+    assert not execution._turn
+    execution._turn = plain
+    together(1, execution.tell)
+    assert execution.advance()
 
 
 def test_what_failed_is_free_as_soon_as_it_is_over() -> None:
