@@ -25,7 +25,6 @@ from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 
-
 _TURN: Final = "turn"
 
 
@@ -54,7 +53,7 @@ class EventDrivenExecution(Execution):
         self.results: list[np.ndarray[Any, Any]] = []
         self.specs: list[TensorSpec] = []
         self._turn: dict[str, int] = {}
-        """The thread that advances it, while one does. A lock cannot tell whether an interrupted thread has just acquired it."""
+        """The thread that advances it, while one does. An interrupted thread cannot tell whether it has a lock."""
         self._step_lock = threading.Lock()
         """Held during a step, for `finish`."""
         self._event = False

@@ -214,7 +214,7 @@ class Dispatch:
             self.interrupted(execution.label)
 
     def interrupted(self, label: str) -> None:
-        """Ends the generation after a KeyboardInterrupt in an operation that has a number, whose other ranks wait for this one."""
+        """Ends the generation after a KeyboardInterrupt in an operation with a number: the other ranks wait for this one."""
         if self.backend.latch.cause is None:
             rank = self.backend.world_ranks[self.backend.rank]
             self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {label}"))

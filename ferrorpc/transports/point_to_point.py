@@ -104,7 +104,8 @@ class ReceiveQueue:
             if post in self._posts:
                 self._posts.remove(post)
             return []
-        del self._matched[post.number]
+        if self._matched.pop(post.number, None) is None:
+            return []  # it was taken, and its recv interrupted before it knew
         post.message = None
         heapq.heappush(self._begun, post.number)
         return self._match()
