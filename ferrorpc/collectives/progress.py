@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from ferrorpc.arrays.device import Device
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import FerroError, LimitExceededError, UsageError
-from ferrorpc.guard import FOREVER, Clock, Guard, Parker
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock, Guard, Parker
 from ferrorpc.work import Work
 
 PROBE_SECONDS: Final = 0.25
@@ -384,6 +385,8 @@ class Progress:
 
 
 _create = threading.Lock()
+_inherited: list[Progress | None] = []
+"""In a forked child, that of its parent. It is kept, because what it holds must not be freed there."""
 
 
 def progress_of(clock: Clock) -> Progress:
@@ -394,3 +397,14 @@ def progress_of(clock: Clock) -> Progress:
             found = getattr(clock, "progress", None) or Progress(clock)
             vars(clock)["progress"] = found
     return found
+
+
+def _begin_anew() -> None:
+    """In a forked child, where its parent's thread is not: the first asynchronous operation of a new group starts another."""
+    global _create
+    _create = threading.Lock()
+    _inherited.append(vars(SYSTEM_CLOCK).pop("progress", None))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -11,10 +11,11 @@ import pytest
 from ferrorpc.collectives import progress as progressing
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import DevicePolling, Polling
-from ferrorpc.collectives.progress import Progress, drive
+from ferrorpc.collectives.progress import Progress, drive, progress_of
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch, Parker, SystemClock
 from ferrorpc.work import Work
+from tests.unit.transports.shared_memory.host_worlds import in_a_forked_child
 from tests.waiting import eventually
 
 
@@ -327,3 +328,13 @@ def test_a_gpu_is_looked_at_again_at_once_only_while_it_is_waited_for() -> None:
     assert next(looks) == 5
     assert not DevicePolling(lambda: True).spin(iter(int, None)), "patience ends"
     assert DevicePolling(lambda: True).spin(range(4))
+
+
+def test_a_forked_child_drives_the_operations_of_its_own_groups() -> None:
+    """Such as those of a world in one process: its parent's thread is not there."""
+
+    def result() -> object:
+        return progress_of(SYSTEM_CLOCK).submit(Scripted(Latch(), steps=1), lambda error: None, lambda _: 7).wait(10.0)
+
+    assert result() == 7
+    assert in_a_forked_child(lambda: result() == 7) == 0
