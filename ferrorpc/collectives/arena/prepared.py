@@ -39,7 +39,8 @@ class ArenaPrepared(Prepared):
         self.signature = call.signature
         self.runs = 0
         """How many times it was run. Bytes are computed from that, since counting them costs every operation time."""
-        self._digest, self._text = arena.control.sign(self.signature)
+        self._signed = arena.control.sign(self.signature)
+        self._digest = self._signed.digest
         arena.control.calls.add(self)
         self.specs: list[TensorSpec] = []
 
@@ -123,8 +124,8 @@ class ArenaPrepared(Prepared):
         """
         if channel.signed == self._digest:
             return False
-        channel.block[SIGNATURE], channel.block[TEXT] = self._digest, self._text
-        channel.signed = self._digest
+        channel.block[SIGNATURE], channel.block[TEXT] = self._digest, self._signed.offset
+        channel.signed, channel.signatures[TEXT] = self._digest, self._signed
         if channel.bank.pending_checks:
             channel.bank.settle()
         return bool(channel.bank.pending_checks)
