@@ -352,13 +352,27 @@ class Channel:
         slots: the memory of all ranks for small arrays, in group order; empty until then, too.
         last: the value of LEFT at the end of the latest operation started here.
         signed: the hash in the control block; 0: the next operation must publish its own, and settle pending checks.
+        signed_by: the ticket of the operation that has published, or is about to publish, what it names.
         signatures: what this rank's control block names: the current call's, and those of its notes.
         noted: how many notes of calls this rank has made.
         ring: this rank's memory for what others cannot read in place.
         slot_users: prepared calls that cache views of `slots`.
     """
 
-    __slots__ = ("bank", "block", "last", "noted", "number", "others", "ring", "signatures", "signed", "slot_users", "slots")
+    __slots__ = (
+        "bank",
+        "block",
+        "last",
+        "noted",
+        "number",
+        "others",
+        "ring",
+        "signatures",
+        "signed",
+        "signed_by",
+        "slot_users",
+        "slots",
+    )
 
     block: Words
 
@@ -369,6 +383,7 @@ class Channel:
         self.slots: list[Array] = []
         self.last = 0
         self.signed = 0
+        self.signed_by = 0
         self.signatures: dict[int, Signature] = {}
         self.noted = 0
         self.ring = _NOTHING

@@ -215,7 +215,7 @@ class Exchange(ArenaPrepared):
         if not channel.is_free(before):
             yield from channel.enter(before)
         staged, must_stay = self._publish(channel, inputs) if self._sends else ((), False)
-        self.publish_signature(channel)
+        self.publish_signature(channel, base)
         bank = channel.bank
         if self._to_check:
             bank.pending_checks.append(SignatureCheck(channel, self._to_check, base, self._signed, self.signature))

@@ -113,8 +113,11 @@ class ArenaPrepared(Prepared):
                 return given
         return np.empty(spec.shape, spec.dtype.storage)
 
-    def publish_signature(self, channel: Channel) -> bool:
+    def publish_signature(self, channel: Channel, base: int) -> bool:
         """Publishes the call's signature in the control block. After `enter`, and before STAGED is raised.
+
+        Args:
+            base: of the operation's progress words.
 
         Returns:
             Whether checks of earlier calls are pending. An operation that waits for every peer settles them then.
@@ -124,6 +127,7 @@ class ArenaPrepared(Prepared):
         """
         if channel.signed == self._digest:
             return False
+        channel.signed_by = base >> CHUNK_BITS
         channel.block[SIGNATURE], channel.block[TEXT] = self._digest, self._signed.offset
         channel.signed, channel.signatures[TEXT] = self._digest, self._signed
         if channel.bank.pending_checks:
