@@ -32,13 +32,13 @@ class ArenaPrepared(Prepared):
     """
 
     chunks = 1
+    runs = 0
+    """How many times it was run. Bytes are computed from that, since counting them costs every operation time."""
 
     def __init__(self, arena: Arena, call: Call) -> None:
         self.arena = arena
         self.call = call
         self.signature = call.signature
-        self.runs = 0
-        """How many times it was run. Bytes are computed from that, since counting them costs every operation time."""
         self._signed = arena.control.sign(self.signature)
         self._digest = self._signed.digest
         arena.control.calls.add(self)
