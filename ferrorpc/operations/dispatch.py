@@ -294,15 +294,14 @@ class Dispatch:
     def _landed(self, work: Work[Any]) -> None:
         self._in_flight.pop(id(work), None)
 
-    def drain(self, until: float) -> bool:
-        """Waits until nothing of this group is in flight. Returns False where clock time `until` came first."""
+    def drain(self, until: float) -> None:
+        """Waits until nothing of this group is in flight, or until clock time `until`."""
         parker = self.backend.clock.parker()
         for work in list(self._in_flight.values()):
             work.on_done(parker.unpark)
             while not work.done():
                 if not parker.park(until) and not work.done():
-                    return False
-        return True
+                    return
 
     def settle(self) -> None:
         """Waits until nothing of this group is in flight, on devices too."""
