@@ -180,8 +180,8 @@ class ProcessGroup(Collectives):
             channels: a promise, the same on every rank, that lets operations go through shared memory: those with equal
                 number % channels start in ascending order everywhere (others in any). None promises nothing.
         """
-        if channels is not None and channels < 1:
-            raise UsageError(f"a stream of {channels} channels has no room for operations", hint="give at least one")
+        if channels is not None and (type(channels) is not int or channels < 1):
+            raise UsageError(f"channels={channels!r} is no number of channels", hint="give at least one, or leave it out")
         return Stream(self._dispatch, channels)
 
     def explain(self, operation: str, nbytes: int) -> str:
