@@ -185,10 +185,15 @@ class RecvExecution(_PointToPoint):
         if self.transfers is not None and self._received > first:
             size_bytes = self.results[0].itemsize
             self.transfers.allow_upload(0, self.results[0], first // size_bytes, self._received // size_bytes)
-        if self._received < message.header.total:
+        return self._received >= message.header.total
+
+    def advance(self) -> bool:
+        """As `Execution.advance`. Only here the message is taken: a driver that has just given up must not lose it."""
+        if not super().advance():
             return False
-        self._transport.mailbox.take(self._group, self._peer, self._tag, post)
-        self._post = None
+        post, self._post = self._post, None
+        if post is not None:
+            self._transport.mailbox.take(self._group, self._peer, self._tag, post)
         return True
 
     def _begin(self, message: Message, number: int) -> None:

@@ -268,6 +268,12 @@ class Dispatch:
         except Exception:  # noqa: BLE001  a transport may raise anything
             return False
 
+    def let_events_advance(self, execution: Execution) -> None:
+        """Lets the threads that bring its messages advance an execution before its driver has it."""
+        if isinstance(execution, EventDrivenExecution):
+            execution.wake = _wake_nobody
+            execution.notify()
+
     def send(self, execution: Execution, async_op: bool) -> Any:
         """As `finish`, but sends on the caller's thread what the lane has room for: waking another thread costs more."""
         if not async_op or self.telemetry is not None or not self.begin(execution):
