@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, GroupClosedError
+from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, GroupClosedError, LimitExceededError
 from ferrorpc.guard import Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, Transport
@@ -145,7 +145,7 @@ class SharedMemoryTransport(Transport):
     # -- events of the reader thread -----------------------------------------------------------------------------------
 
     def _on_message(self, source: int, data: bytes) -> None:
-        """Handles a message. An invalid one ends the generation; later messages of its sender are ignored."""
+        """Handles a message. An invalid one, or one without memory, ends the generation; its sender's next ones are ignored."""
         if source in self._failed:
             return
         try:
@@ -155,9 +155,14 @@ class SharedMemoryTransport(Transport):
             else:
                 self._handle(source, message)
         except FerroError as error:
-            self._failed.add(source)
-            if not self._closing and self._latch.cause is None:
-                self.mailbox.fail(error)
+            self._fail(source, error)
+        except MemoryError as error:  # must not end the thread that reads from all host peers
+            self._fail(source, LimitExceededError(f"rank {self.rank} has no memory for what rank {source} sent: {error}"))
+
+    def _fail(self, source: int, error: FerroError) -> None:
+        self._failed.add(source)
+        if not self._closing and self._latch.cause is None:
+            self.mailbox.fail(error)
 
     def _handle(self, source: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
         """Handles a message that is no frame. Ignores kinds that only a newer version knows."""
