@@ -21,7 +21,6 @@ from ferrorpc.collectives.outgoing_message import OutgoingMessage
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
-from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.transports.mailbox import Box
 from ferrorpc.transports.point_to_point import Message, PostedReceive
 from ferrorpc.types import TensorSpec
@@ -209,10 +208,10 @@ class RecvExecution(_PointToPoint):
             out = np.empty(spec.shape, spec.dtype.storage)
         self.results, self.specs = [out], [spec]
         self._taken, self._received = out.reshape(-1).view(np.uint8), 0
-        if header.total > EAGER_BYTES:
+        if not message.grant_sent:
             message.needs_grant = False
-            # A recv that was interrupted here may not have sent its grant. A second grant does no harm.
             self._transport.grant(self._peer, Key(self._group, POINT_TO_POINT, number), self._tag)
+            message.grant_sent = True
 
     def _take(self, frame: Frame) -> None:
         end = frame.offset + len(frame.payload)
