@@ -109,9 +109,9 @@ class SharedMemoryTransport(Transport):
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
         try:
             self._host_peers.busy_poll(peer, over)
-        except BaseException as interrupt:
-            # Ctrl-C: a message that was just read may not be in the mailbox, and its slot may never be freed.
-            self.mailbox.fail(GroupAbortedError(self.rank, f"{type(interrupt).__name__} while it read from rank {peer}"))
+        except KeyboardInterrupt:
+            # A message that was just read may not be in the mailbox, and its slot may never be freed.
+            self.mailbox.fail(GroupAbortedError(self.rank, f"KeyboardInterrupt while it read from rank {peer}"))
             raise
 
     def traffic(self) -> dict[int, tuple[str, int]]:
