@@ -163,11 +163,10 @@ class ProcessGroup(Collectives):
             LimitExceededError: there is room for no more.
         """
         chosen = ranks_of(ranks, self._size)
-        self._dispatch.check_open()
-        self._subgroups += 1
-        identity = f"{self._backend.group_id:x}/{self._subgroups}:{chosen}"
         note = f"subgroup of ranks {chosen}"
         self._run(Operation.BARRIER, [], NOTHING, False, timeout, note=note)
+        self._subgroups += 1  # only now: a call that was refused on this rank must not make its numbers differ from the others'
+        identity = f"{self._backend.group_id:x}/{self._subgroups}:{chosen}"
         group_id = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") or 1
         if self._rank not in chosen:
             self._backend.stay_out(chosen, group_id)
@@ -181,8 +180,8 @@ class ProcessGroup(Collectives):
             channels: a promise, the same on every rank, that lets operations go through shared memory: those with equal
                 number % channels start in ascending order everywhere (others in any). None promises nothing.
         """
-        if channels is not None and channels < 1:
-            raise UsageError(f"a stream of {channels} channels has no room for operations", hint="give at least one")
+        if channels is not None and (type(channels) is not int or channels < 1):
+            raise UsageError(f"channels={channels!r} is no number of channels", hint="give at least one, or leave it out")
         return Stream(self._dispatch, channels)
 
     def explain(self, operation: str, nbytes: int) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -128,12 +129,14 @@ class Work(Generic[Result]):
     def _park(self, until: float, timeout: float | None) -> None:
         parker = self._clock.parker()
         self.on_done(parker.unpark)
-        while not self._done:
-            if not parker.park(until) and not self._done:
-                self._forget(parker.unpark)
-                raise CollectiveTimeoutError(
-                    [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
-                )
+        try:
+            while not self._done:
+                if not parker.park(until) and not self._done:
+                    raise CollectiveTimeoutError(
+                        [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
+                    )
+        finally:
+            self._forget(parker.unpark)
 
     def _observe(self) -> None:
         self._observed = True
@@ -149,8 +152,12 @@ class Work(Generic[Result]):
             yield from self._yield_in_turns(loop).__await__()
         else:
             event = asyncio.Event()
-            self.on_done(lambda: _signal(loop, event))
-            yield from event.wait().__await__()
+            tell = partial(_signal, loop, event)
+            self.on_done(tell)
+            try:
+                yield from event.wait().__await__()
+            finally:
+                self._forget(tell)
         return self.wait()
 
     async def _yield_in_turns(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -159,12 +166,15 @@ class Work(Generic[Result]):
         parker = parkers.setdefault(self._clock, self._clock.parker())
         self.on_done(parker.unpark)
         seconds = TURN_MIN_SECONDS
-        while True:
-            await asyncio.sleep(0)
-            if self._done:
-                return
-            parker.park(self._clock.now() + seconds)
-            seconds = min(2 * seconds, TURN_MAX_SECONDS)
+        try:
+            while True:
+                await asyncio.sleep(0)
+                if self._done:
+                    return
+                parker.park(self._clock.now() + seconds)
+                seconds = min(2 * seconds, TURN_MAX_SECONDS)
+        finally:
+            self._forget(parker.unpark)
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Calls `callback`, which must not block, once the operation has ended; at once if it has ended already."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -84,7 +83,6 @@ class MessageBackend(Backend):
             transport.mailbox.register_lookup(group_id, self._arena.entered)
         self._send_queues = SendQueues()
         self._barriers = itertools.count(1)
-        self._lock = threading.Lock()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -151,10 +149,8 @@ class MessageBackend(Backend):
         return received
 
     def barrier(self, timeout: float | None = None) -> None:
-        with self._lock:
-            number = next(self._barriers)
-        prepared = self.prepare(Call(Operation.BARRIER))
-        self.run(prepared.start(Key(self.group_id, BARRIER_STREAM, number), [], None, self.guard(timeout)))
+        key = Key(self.group_id, BARRIER_STREAM, next(self._barriers))
+        self.run(self.prepare(Call(Operation.BARRIER)).start(key, [], None, self.guard(timeout)))
 
     def split(self, ranks: Sequence[int], group_id: int) -> MessageBackend:
         """The subgroup of these group ranks, on the same lanes."""

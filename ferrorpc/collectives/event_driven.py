@@ -15,14 +15,17 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import deque
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.execution import Execution
+from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
+
+_TURN: Final = "turn"
 
 
 class _Thread(threading.local):
@@ -49,14 +52,17 @@ class EventDrivenExecution(Execution):
         self.device = None if transfers is None else transfers.device
         self.results: list[np.ndarray[Any, Any]] = []
         self.specs: list[TensorSpec] = []
+        self._turn: dict[str, int] = {}
+        """The thread that advances it, while one does. An interrupted thread cannot tell whether it has a lock."""
         self._step_lock = threading.Lock()
+        """Held during a step, for `finish`."""
         self._event = False
         self._moved = False
         self._driven = False
         self._ended = False
         self._has_woken = False
         self._finished = False
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     @abstractmethod
     def step(self) -> bool:
@@ -111,27 +117,38 @@ class EventDrivenExecution(Execution):
                 agenda.popleft()._process_events()
         finally:
             _thread.agenda = None
+            for left in agenda:  # after an interrupt; their drivers advance them
+                left.wake()
 
     def _process_events(self) -> None:
         """Steps while there are events and no other thread does. The thread that ends the operation wakes its driver."""
-        while self._event and self._step_lock.acquire(blocking=False):
-            try:
+        me = threading.get_ident()
+        try:
+            while self._event and self._turn.setdefault(_TURN, me) == me:
                 self._event = False
-                if not self._ended:
-                    self._try_step()
-            finally:
-                self._step_lock.release()
-        if self._ended and not self._driven and not self._has_woken:
-            self._has_woken = True
-            self.wake()
+                with self._step_lock:
+                    if not self._ended:
+                        self._try_step()
+                self._turn.clear()
+        finally:
+            if self._turn.get(_TURN) == me:  # after an interrupt, wherever it struck
+                self._turn.clear()
+            if self._ended and not self._driven and not self._has_woken:
+                self._has_woken = True
+                self.wake()
 
     def _try_step(self) -> None:
         self._moved = not self._driven
         try:
             self._ended = self.step()
-        except BaseException as error:  # noqa: BLE001  the driver raises it, whichever thread it occurred on
-            self._failure = error
+        except Exception as error:  # noqa: BLE001  the driver raises it, whichever thread it occurred on
+            self._failure, self._ended = error, True
+        except BaseException as interrupt:
+            # Ctrl-C, or an exit, is for this thread, which may be another than the driver's. What the step left is unknown.
+            hint = "form the group again with group.reform(), or end the process"
+            self._failure = FerroError(f"{self.label}: {type(interrupt).__name__} interrupted it", hint=hint)
             self._ended = True
+            raise
 
     def moved(self) -> bool:
         """Whether another thread than the driver has advanced it since the last call."""

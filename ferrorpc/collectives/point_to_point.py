@@ -179,14 +179,20 @@ class RecvExecution(_PointToPoint):
             self._begin(message, post.number)
         first = self._received
         while message.frames:
-            self._take(message.frames.popleft())
+            self._take(message.frames[0])
+            message.frames.popleft()  # only now: an interrupt between the two must not lose the chunk
         if self.transfers is not None and self._received > first:
             size_bytes = self.results[0].itemsize
             self.transfers.allow_upload(0, self.results[0], first // size_bytes, self._received // size_bytes)
-        if self._received < message.header.total:
+        return self._received >= message.header.total
+
+    def advance(self) -> bool:
+        """As `Execution.advance`. Only here the message is taken: a driver that has just given up must not lose it."""
+        if not super().advance():
             return False
-        self._transport.mailbox.take(self._group, self._peer, self._tag, post)
-        self._post = None
+        post, self._post = self._post, None
+        if post is not None:
+            self._transport.mailbox.take(self._group, self._peer, self._tag, post)
         return True
 
     def _begin(self, message: Message, number: int) -> None:
@@ -202,13 +208,15 @@ class RecvExecution(_PointToPoint):
             out = np.empty(spec.shape, spec.dtype.storage)
         self.results, self.specs = [out], [spec]
         self._taken, self._received = out.reshape(-1).view(np.uint8), 0
-        if message.needs_grant:
+        if not message.grant_sent:
             message.needs_grant = False
             self._transport.grant(self._peer, Key(self._group, POINT_TO_POINT, number), self._tag)
+            message.grant_sent = True
 
     def _take(self, frame: Frame) -> None:
-        self._received = frame.offset + len(frame.payload)
-        self._taken[frame.offset : self._received] = frame.payload
+        end = frame.offset + len(frame.payload)
+        self._taken[frame.offset : end] = frame.payload
+        self._received = end
 
     def busy_poll(self) -> None:
         self._transport.busy_poll(self._peer, lambda: self._ended)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from ferrorpc.arrays.device import Device
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import FerroError, LimitExceededError, UsageError
-from ferrorpc.guard import FOREVER, Clock, Guard, Parker
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock, Guard, Parker
 from ferrorpc.work import Work
 
 PROBE_SECONDS: Final = 0.25
@@ -86,10 +87,10 @@ def breaks(execution: Execution, error: FerroError) -> bool:
     return execution.timeout_breaks or not isinstance(error, TimeoutError)
 
 
-def out_of_memory(execution: Execution, error: MemoryError) -> LimitExceededError:
+def out_of_memory(label: str, error: MemoryError) -> LimitExceededError:
     """The failure of an operation whose arrays do not fit this process's memory. Peers decide how large they are."""
     return LimitExceededError(
-        f"{execution.label}: this process has no memory for what the operation brings: {error}",
+        f"{label}: this process has no memory for what the operation brings: {error}",
         hint="send smaller arrays, give ranks more memory, or fewer of them a host",
     )
 
@@ -116,7 +117,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
             raise
         raise _first_cause(guard, error, abort, parker) from None
     except MemoryError as error:
-        raise _first_cause(guard, out_of_memory(execution, error), abort, parker) from None
+        raise _first_cause(guard, out_of_memory(execution.label, error), abort, parker) from None
     except Exception as bug:
         abort(FerroError(f"{execution.label}: {bug!r}"))
         raise
@@ -308,7 +309,7 @@ class Progress:
         except FerroError as error:
             self._fail(entry, error)
         except MemoryError as error:
-            self._fail(entry, out_of_memory(entry.execution, error))
+            self._fail(entry, out_of_memory(entry.execution.label, error))
         except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
             self._fail(entry, FerroError(f"{entry.execution.label}: {bug!r}"))
 
@@ -385,6 +386,8 @@ class Progress:
 
 
 _create = threading.Lock()
+_inherited: list[Progress | None] = []
+"""In a forked child, that of its parent. It is kept, because what it holds must not be freed there."""
 
 
 def progress_of(clock: Clock) -> Progress:
@@ -395,3 +398,14 @@ def progress_of(clock: Clock) -> Progress:
             found = getattr(clock, "progress", None) or Progress(clock)
             vars(clock)["progress"] = found
     return found
+
+
+def _begin_anew() -> None:
+    """In a forked child, where its parent's thread is not: the first asynchronous operation of a new group starts another."""
+    global _create
+    _create = threading.Lock()
+    _inherited.append(vars(SYSTEM_CLOCK).pop("progress", None))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -1,4 +1,4 @@
-"""Checks the ranks and tags that callers pass."""
+"""Checks the ranks, tags and numbers that callers pass."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ TAG_MAX: Final = (1 << 62) - 1
 """The largest tag of callers. Larger ones belong to collectives that run over a backend's send and recv (blocking.py)."""
 BACKEND_TAG_MAX: Final = (1 << 63) - 1
 """The largest tag of a backend's own send and recv."""
+NUMBER_MAX: Final = (1 << 42) - 1
+"""The largest number of a stream's operation. Progress words have room for no more (arena/control_blocks.py)."""
 
 
 def rank_of(rank: Any, size: int, what: str) -> int:
@@ -29,6 +31,17 @@ def peer_of(peer: Any, own: int, size: int, what: str) -> int:
     found = rank_of(peer, size, what)
     if found == own:
         raise SelfSendError(f"{what} is {found}, which is this rank itself")
+    return found
+
+
+def number_of(number: Any) -> int:
+    """The number of a stream's operation. Raises UsageError."""
+    try:
+        found = -1 if isinstance(number, bool) else index(number)
+    except TypeError:
+        found = -1
+    if not 0 <= found <= NUMBER_MAX:
+        raise UsageError(f"number={number!r} is no integer from 0 to {NUMBER_MAX}", hint="count the stream's operations from 0")
     return found
 
 

@@ -455,5 +455,9 @@ class Collectives(PointToPoint):
         prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, note)
         if self._size == 1 and not async_op:
             return dispatch.alone(sources, result)
-        execution = dispatch.start(prepared, sources, result, seconds)
-        return dispatch.finish(execution, result, async_op)
+        try:
+            execution = dispatch.start(prepared, sources, result, seconds)
+            return dispatch.finish(execution, result, async_op)
+        except KeyboardInterrupt:
+            dispatch.interrupted(operation.value)
+            raise

@@ -18,7 +18,7 @@ from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
-from ferrorpc.collectives.progress import verdict
+from ferrorpc.collectives.progress import out_of_memory, verdict
 from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError, UsageError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.arguments import check_sendable
@@ -156,9 +156,12 @@ class Dispatch:
         key = Key(backend.group_id, stream, place)
         try:
             return prepared.start(key, [source.data for source in sources], result.targets, guard)
-        except (UsageError, MemoryError):
+        except (UsageError, MemoryError) as error:
             if number is None:
                 self._give_back(place)
+            elif isinstance(error, MemoryError):  # the others wait for this rank's operation of that number
+                label = f"operation {number} of stream {stream}"
+                raise verdict(guard, out_of_memory(label, error), backend.abort, guard.clock.parker()) from None
             raise
 
     def start_at(self, prepared: PointerAllReduce, source: int, target: int, keeps: object, seconds: float) -> Execution:
@@ -224,10 +227,15 @@ class Dispatch:
                 ended(failure)
 
     def _interrupted(self, execution: Execution) -> None:
-        """Ends the generation after a KeyboardInterrupt: the peers would wait for this rank's part, which never comes."""
+        """A KeyboardInterrupt during an operation. That of a recv concerns this rank alone."""
         if execution.timeout_breaks:
+            self.interrupted(execution.label)
+
+    def interrupted(self, label: str) -> None:
+        """Ends the generation after a KeyboardInterrupt in an operation with a number: the other ranks wait for this one."""
+        if self.backend.latch.cause is None:
             rank = self.backend.world_ranks[self.backend.rank]
-            self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {execution.label}"))
+            self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {label}"))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""
@@ -275,8 +283,14 @@ class Dispatch:
         execution.wake = _wake_nobody
         try:
             return execution.advance()
-        except FerroError:
+        except Exception:  # noqa: BLE001  a transport may raise anything
             return False
+
+    def let_events_advance(self, execution: Execution) -> None:
+        """Lets the threads that bring its messages advance an execution before its driver has it."""
+        if isinstance(execution, EventDrivenExecution):
+            execution.wake = _wake_nobody
+            execution.notify()
 
     def send(self, execution: Execution, async_op: bool) -> Any:
         """As `finish`, but sends on the caller's thread what the lane has room for: waking another thread costs more."""
@@ -304,15 +318,14 @@ class Dispatch:
     def _landed(self, work: Work[Any]) -> None:
         self._in_flight.pop(id(work), None)
 
-    def drain(self, until: float) -> bool:
-        """Waits until nothing of this group is in flight. Returns False where clock time `until` came first."""
+    def drain(self, until: float) -> None:
+        """Waits until nothing of this group is in flight, or until clock time `until`."""
         parker = self.backend.clock.parker()
         for work in list(self._in_flight.values()):
             work.on_done(parker.unpark)
             while not work.done():
                 if not parker.park(until) and not work.done():
-                    return False
-        return True
+                    return
 
     def settle(self) -> None:
         """Waits until nothing of this group is in flight, on devices too."""

@@ -22,7 +22,7 @@ class Expected:
         dispatch.check_open()
         self._dispatch = dispatch
         self._execution = dispatch.backend.start_recv(peer, tag, None, None, dispatch.guard(dispatch.timeout))
-        dispatch.begin(self._execution)
+        dispatch.let_events_advance(self._execution)
 
     def take(self, timeout: float | None = None) -> Any:
         """The array, in NumPy. To be called once.

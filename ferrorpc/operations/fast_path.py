@@ -213,20 +213,24 @@ class FastPath:
         dispatch = self._dispatch
         if dispatch.refuses or self._latch.cause is not None:
             dispatch.check_open()
-        number = dispatch.next_number()
-        if self._activity is not None:
-            self._activity.note(prepared.signature)
-        channel, before, base = prepared.claim(self._bank, number)
-        steps = prepared.steps(channel, before, base, inputs, outputs)
-        if found is not None:
-            steps = _kept(steps, found)
         try:
-            if self._spin(steps):
-                return
-        except BaseException as error:  # noqa: BLE001  the general path reports it and raises the first cause
-            steps = _failed(error)
-        key = Key(dispatch.backend.group_id, 0, number)
-        dispatch.run(ArenaExecution(self._arena, prepared.call, key, channel, steps, dispatch.guard(dispatch.timeout)))
+            number = dispatch.next_number()
+            if self._activity is not None:
+                self._activity.note(prepared.signature)
+            channel, before, base = prepared.claim(self._bank, number)
+            steps = prepared.steps(channel, before, base, inputs, outputs)
+            if found is not None:
+                steps = _kept(steps, found)
+            try:
+                if self._spin(steps):
+                    return
+            except BaseException as error:  # noqa: BLE001  the general path reports it and raises the first cause
+                steps = _failed(error)
+            key = Key(dispatch.backend.group_id, 0, number)
+            dispatch.run(ArenaExecution(self._arena, prepared.call, key, channel, steps, dispatch.guard(dispatch.timeout)))
+        except KeyboardInterrupt:
+            dispatch.interrupted(prepared.signature)
+            raise
 
     def _known_by(self, name: str, inputs: Sequence[Array], root: Any, op: Any) -> ArenaPrepared | None:
         """The prepared call; None for the general path."""

@@ -60,7 +60,11 @@ class PointToPoint:
         peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._arguments.view_to_send(x)
         guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
         self._dispatch.check_open()
-        return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
+        try:
+            return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
+        except KeyboardInterrupt:
+            self._dispatch.interrupted(f"send(dst={dst}, tag={tag})")
+            raise
 
     @overload
     def recv(self, src: int, tag: int, out: A, timeout: float | None = ..., *, async_op: Now = ...) -> A: ...
@@ -92,7 +96,12 @@ class PointToPoint:
         self._dispatch.check_open()
         target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
         execution = self._backend.start_recv(peer, tag, target, spec, guard)
-        return self._dispatch.finish(execution, result, async_op)
+        try:
+            return self._dispatch.finish(execution, result, async_op)
+        except KeyboardInterrupt:
+            if not async_op:
+                execution.finish()  # else its place in the queue would take the next message
+            raise
 
     def expect(self, src: int, tag: int = 0) -> Expected:
         """A recv whose place in the queue is taken now; its caller waits with `take`, when it needs the array."""

@@ -9,6 +9,7 @@ from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.ranks_and_tags import number_of, rank_of
 from ferrorpc.guard import Clock, seconds_of
 from ferrorpc.operations.arguments import Arguments
 from ferrorpc.operations.dispatch import Dispatch
@@ -67,7 +68,7 @@ class Stream:
 
     def broadcast(self, x: Any, number: int, *, root: int, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.broadcast(x, out=x, async_op=True)`: x is read on rank `root` and written on the others."""
-        source = self._arguments.view(x)
+        root, source = rank_of(root, self._dispatch.backend.size, "root"), self._arguments.view(x)
         sources = [source] if self._dispatch.backend.rank == root else []
         result = self._arguments.one_result(x, kind_of(x), source.spec, sources)
         return self._start(Operation.BROADCAST, sources, result, number, timeout, root=root)
@@ -91,13 +92,17 @@ class Stream:
         wire: str | None = None,
         algorithm: str | None = None,
     ) -> Work[Any]:
-        dispatch = self._dispatch
+        dispatch, number = self._dispatch, number_of(number)
         dispatch.check_open()
         seconds = seconds_of(timeout, dispatch.timeout)
         specs = tuple([source.spec for source in sources])
         prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, unordered=self._unordered)
-        execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
-        return dispatch.submit(execution, result)
+        try:
+            execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
+            return dispatch.submit(execution, result)
+        except KeyboardInterrupt:
+            dispatch.interrupted(operation.value)
+            raise
 
 
 def _let_go(arena: weakref.ref[Arena], stream: int) -> None:

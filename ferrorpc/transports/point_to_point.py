@@ -28,7 +28,7 @@ def ungranted_error(frame: Frame) -> CodecError:
 class Message:
     """One message: its chunks that have arrived and were not taken yet."""
 
-    __slots__ = ("frames", "header", "needs_grant", "unexpected_bytes")
+    __slots__ = ("frames", "grant_sent", "header", "needs_grant", "unexpected_bytes")
 
     def __init__(self, first: Frame) -> None:
         self.unexpected_bytes = 0
@@ -37,7 +37,9 @@ class Message:
         self.frames = ReassemblyQueue(first.header)
         """Filled by the mailbox, emptied by the matched recv."""
         self.needs_grant = first.header.total > EAGER_BYTES
-        """Whether its sender still waits for the grant of the chunks after the eager ones."""
+        """Whether no recv has begun to take it, so that its chunks after the eager ones must not come yet."""
+        self.grant_sent = not self.needs_grant
+        """Whether its sender may send all of it. Set after the grant, which an interrupt may have kept from being sent."""
 
 
 class PostedReceive:
@@ -104,7 +106,8 @@ class ReceiveQueue:
             if post in self._posts:
                 self._posts.remove(post)
             return []
-        del self._matched[post.number]
+        if self._matched.pop(post.number, None) is None:
+            return []  # it was taken, and its recv interrupted before it knew
         post.message = None
         heapq.heappush(self._begun, post.number)
         return self._match()

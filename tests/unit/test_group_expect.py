@@ -70,6 +70,20 @@ def test_what_did_not_come_in_time_or_was_given_up_is_for_the_next_recv():
     assert run_world(2, body)[1] == ([1.0] * 3, [0.0] * 2)
 
 
+def test_what_had_come_when_it_was_given_up_is_for_the_next_recv():
+    def body(group):
+        if group.rank == 0:
+            group.send(np.ones(3), 1)
+            group.barrier()
+            return None
+        given_up = group.expect(0)
+        group.barrier()
+        given_up.forget()
+        return group.recv(0, timeout=1.0).tolist()
+
+    assert run_world(2, body)[1] == [1.0] * 3
+
+
 def test_the_end_of_the_generation_is_raised_where_a_message_is_expected():
     def body(group):
         if group.rank == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,6 @@ from ferrorpc import (
     TensorMismatchError,
     UsageError,
 )
-from ferrorpc.collectives import progress
 from ferrorpc.testing import FaultPlan, run_world
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import POINT_TO_POINT, Header, Key
@@ -130,53 +128,6 @@ def test_abort_ends_everything_in_flight_and_later_on_every_rank_and_in_subgroup
         return raised.value.rank, raised.value.cause
 
     assert run_world(3, body) == [(1, "the loss is NaN")] * 3
-
-
-def interrupt_the_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ctrl-C does, once."""
-
-    def interrupted(*_: Any) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(progress, "_wait", interrupted)
-
-
-def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others would wait for its part until their deadline."""
-
-    def body(group: ProcessGroup) -> tuple[int, str]:
-        half = group.subgroup([2, 1])
-        if half is None or half.rank == 1:
-            group.store.wait("interrupted")
-        else:
-            interrupt_the_first_wait(monkeypatch)
-            with pytest.raises(KeyboardInterrupt):
-                half.all_reduce(X)
-            group.store.set("interrupted", b"")
-        with pytest.raises(GroupAbortedError) as broken:
-            (half or group).all_reduce(X)
-        return broken.value.rank, broken.value.cause
-
-    for rank, cause in run_world(3, body, timeout=10.0):
-        assert rank == 2
-        assert re.fullmatch(r"KeyboardInterrupt during all_reduce\(op=sum, float32\[3\]\).*", cause)
-
-
-def test_a_recv_that_is_interrupted_may_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(group: ProcessGroup) -> None:
-        if group.rank == 0:
-            interrupt_the_first_wait(monkeypatch)
-            with pytest.raises(KeyboardInterrupt):
-                group.recv(1)
-            group.store.set("interrupted", b"")
-            np.testing.assert_array_equal(group.recv(1), X)
-        else:
-            group.store.wait("interrupted")
-            group.send(X, 0)
-        group.barrier()
-
-    run_world(2, body)
 
 
 def test_an_exception_can_be_the_cause_of_an_abort() -> None:

@@ -81,3 +81,15 @@ def test_a_subgroup_cannot_reform_and_closing_it_leaves_the_world_alone() -> Non
         return int(group.all_reduce(1))
 
     assert run_world(2, body) == [2, 2]
+
+
+def test_a_call_that_one_rank_got_wrong_does_not_part_later_subgroups() -> None:
+    def body(group: ProcessGroup) -> float:
+        if group.rank == 0:
+            with pytest.raises(UsageError):
+                group.subgroup([0, 1], timeout=-1)
+        sub = group.subgroup([0, 1], timeout=10)
+        assert sub is not None
+        return float(sub.all_reduce(1.0))
+
+    assert run_world(2, body) == [2.0, 2.0]

@@ -15,6 +15,12 @@ from ferrorpc.work import Work
 from tests.waiting import eventually
 
 
+class InTurns(SystemClock):
+    """A clock whose threads take turns."""
+
+    one_at_a_time = True
+
+
 def work() -> Work[int]:
     return Work(SYSTEM_CLOCK, "all_reduce #1")
 
@@ -238,3 +244,16 @@ def test_a_wait_that_timed_out_leaves_nothing_behind() -> None:
     assert len(handle._callbacks) == 1
     handle.complete(3)
     assert told == [1]
+
+
+@pytest.mark.parametrize("clock", [SYSTEM_CLOCK, InTurns()], ids=["real", "in turns"])
+def test_who_stopped_awaiting_leaves_nothing_behind(clock: SystemClock) -> None:
+    handle: Work[int] = Work(clock, "send")
+
+    async def impatient() -> None:
+        for _ in range(5):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(handle, 0.005)
+
+    asyncio.run(impatient())
+    assert handle._callbacks == []

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.partition import copy_plan, others, slices
+from ferrorpc.collectives.algorithms.partition import copy_plan, holds, others, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -72,7 +72,7 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
     cuts = slices(count, size)
     start, stop = cuts[rank]
     actions: list[Action] = [
-        Send(peer, _PARTS, Region(Buffer.IN, 0, *cuts[peer])) for peer in others(rank, size) if _holds(cuts[peer])
+        Send(peer, _PARTS, Region(Buffer.IN, 0, *cuts[peer])) for peer in others(rank, size) if holds(cuts[peer])
     ]
     if start < stop:
         total, result = Region(Buffer.WORK, 0, 0, stop - start), Region(Buffer.OUT, 0, start, stop)
@@ -81,9 +81,7 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
         actions += [Send(peer, _RESULTS, result) for peer in others(rank, size)]
         if compressed:
             actions.append(Quantise(result))
-    actions += [
-        Receive(peer, _RESULTS, Region(Buffer.OUT, 0, *cuts[peer])) for peer in others(rank, size) if _holds(cuts[peer])
-    ]
+    actions += [Receive(peer, _RESULTS, Region(Buffer.OUT, 0, *cuts[peer])) for peer in others(rank, size) if holds(cuts[peer])]
     return Plan("two_shot", tuple(actions), work_items=(stop - start,))
 
 
@@ -165,7 +163,7 @@ def broadcast_two_shot(count: int, rank: int, size: int, root: int) -> Plan:
     if size == 1:
         return copy_plan("two_shot")
     receivers = others(root, size)
-    pieces = [(peer, cut) for peer, cut in zip(receivers, slices(count, size - 1), strict=True) if _holds(cut)]
+    pieces = [(peer, cut) for peer, cut in zip(receivers, slices(count, size - 1), strict=True) if holds(cut)]
     if rank == root:
         actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN, 0, *cut)) for peer, cut in pieces]
         return Plan("two_shot", (*actions, Copy(Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count))), alike=True)
@@ -182,7 +180,3 @@ def _fold_in_rank_order(own: Region, total: Region, rank: int, size: int) -> lis
     first: Action = Load(own, total) if rank == 0 else Receive(0, _PARTS, total)
     rest: list[Action] = [FoldOwn(own, total) if peer == rank else Fold(peer, _PARTS, total) for peer in range(1, size)]
     return [first, *rest]
-
-
-def _holds(cut: tuple[int, int]) -> bool:
-    return cut[0] < cut[1]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.partition import slices
+from ferrorpc.collectives.algorithms.partition import holds, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -81,7 +81,7 @@ def all_reduce(count: int, rank: int, layout: Layout) -> Plan:
     cuts = slices(count, layout.shards)
     actions: list[Action] = [Send(local[shard], _PARTS, Region(Buffer.IN, 0, *cut)) for shard, cut in _others(cuts, place)]
     work_items: tuple[int, ...] = ()
-    if place < layout.shards and _holds(cuts[place]):
+    if place < layout.shards and holds(cuts[place]):
         start, stop = cuts[place]
         actions += _fold_inside(Region(Buffer.IN, 0, start, stop), local, rank)
         actions += _exchange(layout.column(place), rank, start, stop)
@@ -103,8 +103,8 @@ def _exchange(column: Sequence[int], rank: int, start: int, stop: int) -> list[A
     here = column.index(rank)
     cuts = slices(stop - start, len(column))
     others = [(peer, cut) for peer, cut in zip(column, cuts, strict=True) if peer != rank]
-    actions: list[Action] = [Send(peer, _ACROSS, Region(Buffer.WORK, 0, *cut)) for peer, cut in others if _holds(cut)]
-    if _holds(cuts[here]):
+    actions: list[Action] = [Send(peer, _ACROSS, Region(Buffer.WORK, 0, *cut)) for peer, cut in others if holds(cut)]
+    if holds(cuts[here]):
         total = Region(Buffer.WORK, 0, *cuts[here])
         if here:
             own, total = total, Region(Buffer.WORK, 1, 0, cuts[here][1] - cuts[here][0])
@@ -116,7 +116,7 @@ def _exchange(column: Sequence[int], rank: int, start: int, stop: int) -> list[A
         actions.append(Finish(total, result))
         actions += [Send(peer, _RESULTS, result) for peer, _ in others]
     actions += [
-        Receive(peer, _RESULTS, Region(Buffer.OUT, 0, start + cut[0], start + cut[1])) for peer, cut in others if _holds(cut)
+        Receive(peer, _RESULTS, Region(Buffer.OUT, 0, start + cut[0], start + cut[1])) for peer, cut in others if holds(cut)
     ]
     return actions
 
@@ -131,7 +131,7 @@ def broadcast(count: int, rank: int, layout: Layout, root: int) -> Plan:
     actions: list[Action] = []
     if rank == root:
         actions += [Send(local[shard], _PARTS, Region(Buffer.IN, 0, *cut)) for shard, cut in _others(cuts, place)]
-    if place < layout.shards and _holds(cuts[place]):
+    if place < layout.shards and holds(cuts[place]):
         shard = Region(source, 0, *cuts[place])
         column = layout.column(place)
         parent, children = parent_and_children(here, len(layout.members), origin)
@@ -150,11 +150,7 @@ def broadcast(count: int, rank: int, layout: Layout, root: int) -> Plan:
 
 def _others(cuts: Sequence[tuple[int, int]], place: int) -> list[tuple[int, tuple[int, int]]]:
     """The shards of other places that are not empty."""
-    return [(shard, cut) for shard, cut in enumerate(cuts) if shard != place and _holds(cut)]
-
-
-def _holds(cut: tuple[int, int]) -> bool:
-    return cut[0] < cut[1]
+    return [(shard, cut) for shard, cut in enumerate(cuts) if shard != place and holds(cut)]
 
 
 def _longest(count: int, pieces: int) -> int:

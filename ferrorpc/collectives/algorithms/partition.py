@@ -14,6 +14,11 @@ def slices(count: int, size: int) -> list[tuple[int, int]]:
     return list(pairwise(starts))
 
 
+def holds(cut: tuple[int, int]) -> bool:
+    """Whether a run has elements."""
+    return cut[0] < cut[1]
+
+
 def others(rank: int, size: int) -> list[int]:
     """All other ranks, beginning with the next, so that ranks that start together do not all send to rank 0 first."""
     return [(rank + step) % size for step in range(1, size)]

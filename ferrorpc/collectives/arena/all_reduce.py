@@ -61,7 +61,7 @@ class OneShot(ArenaPrepared):
         source = inputs[0]
         stage[...] = source if self._is_flat else source.reshape(-1)
         if channel.signed != digest:
-            checks_pending = self.publish_signature(channel)
+            checks_pending = self.publish_signature(channel, base)
         block[STAGED] = done
         for other in channel.others:
             while other[STAGED] < done:
@@ -128,7 +128,7 @@ class TwoShot(ArenaPrepared):
         results = self.room(outputs)
         run = _TwoShotRun(self, channel, inputs[0].reshape(-1), results[0].reshape(-1))
         block, chunks = channel.block, self.chunks
-        self.publish_signature(channel)
+        self.publish_signature(channel, base)
         yield from self._wait_for_input(transfers, 0)
         staged = block[STAGED] = base + (chunks if run.source_offset else run.stage(0))
         for chunk in range(chunks):

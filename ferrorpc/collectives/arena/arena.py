@@ -75,8 +75,9 @@ class Arena:
         bank = self._banks.get(key.stream)
         if bank is None:
             return CallRecord(None, 0, "")
-        ticket, signature = bank.latest(self.control.rank)
-        block = bank.channels[key.number % len(bank.channels)].block
-        known = block[STAGED] >> CHUNK_BITS == key.number + 1
-        text = self.control.read_text(self.control.rank, block[TEXT]) if known else None
-        return CallRecord(text, max(ticket - 1, 0), signature)
+        number, signature = bank.latest(self.control.rank)
+        channel = bank.channels[key.number % len(bank.channels)]
+        offset, ticket = channel.block[TEXT], key.number + 1
+        known = channel.block[STAGED] >> CHUNK_BITS == ticket >= channel.signed_by
+        text = self.control.read_text(self.control.rank, offset) if known else None
+        return CallRecord(text, max(number - 1, 0), signature)

@@ -27,7 +27,7 @@ class Barrier(ArenaPrepared):
         checks_pending = False
         if channel.signed != digest or not channel.is_free(before):
             yield from channel.enter(before)
-            checks_pending = self.publish_signature(channel)
+            checks_pending = self.publish_signature(channel, base)
         block[STAGED] = done
         for other in channel.others:
             while other[STAGED] < done:

@@ -20,7 +20,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from typing import Any, Final, Protocol, TypeAlias
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
@@ -89,6 +89,22 @@ class Memory(Protocol):
         """The whole segment of a world rank as bytes; only this rank's own can be written."""
 
 
+class Signature:
+    """The signature of calls, in this rank's segment.
+
+    Attributes:
+        digest: its hash.
+        offset: of its text.
+    """
+
+    __slots__ = ("__weakref__", "_place", "digest", "offset")
+
+    def __init__(self, digest: int, offset: int, place: Array) -> None:
+        self.digest = digest
+        self.offset = offset
+        self._place = place
+
+
 class ControlBlocks:
     """This rank's control blocks, and access to those of its peers. One per generation.
 
@@ -109,8 +125,7 @@ class ControlBlocks:
         self._directory = _directory(memory.memory(rank))
         self._banks: dict[tuple[int, int], Bank] = {}
         self._over: deque[Bank] = deque()
-        self._texts: dict[str, tuple[int, int]] = {}
-        self._held: list[Array] = []
+        self._signatures: WeakValueDictionary[str, Signature] = WeakValueDictionary()
         self.calls = Calls()
 
     def bank(self, group: int, stream: int, ranks: Sequence[int], channels: int) -> Bank:
@@ -173,18 +188,17 @@ class ControlBlocks:
                 return memory[blocks : blocks + channels * BLOCK_BYTES], memory[slots : slots + channels * SLOT_BYTES]
         return None
 
-    def sign(self, text: str) -> tuple[int, int]:
-        """The hash of a signature, and the offset of its text in this rank's segment."""
+    def sign(self, text: str) -> Signature:
+        """A signature that peers can read, as long as somebody holds what this returns."""
         with self._lock:
-            found = self._texts.get(text)
+            found = self._signatures.get(text)
             if found is None:
                 raw = text.encode()[:_TEXT_BYTES]
                 offset, place = self.allocate(8 + len(raw))
                 place[:8].view(np.int64)[0] = len(raw)
                 place[8 : 8 + len(raw)] = np.frombuffer(raw, np.uint8)
-                self._held.append(place)
                 digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-                found = self._texts[text] = digest, offset
+                found = self._signatures[text] = Signature(digest, offset, place)
         return found
 
     def read_text(self, rank: int, offset: int) -> str:
@@ -338,12 +352,27 @@ class Channel:
         slots: the memory of all ranks for small arrays, in group order; empty until then, too.
         last: the value of LEFT at the end of the latest operation started here.
         signed: the hash in the control block; 0: the next operation must publish its own, and settle pending checks.
+        signed_by: the ticket of the operation that has published, or is about to publish, what it names.
+        signatures: what this rank's control block names: the current call's, and those of its notes.
         noted: how many notes of calls this rank has made.
         ring: this rank's memory for what others cannot read in place.
         slot_users: prepared calls that cache views of `slots`.
     """
 
-    __slots__ = ("bank", "block", "last", "noted", "number", "others", "ring", "signed", "slot_users", "slots")
+    __slots__ = (
+        "bank",
+        "block",
+        "last",
+        "noted",
+        "number",
+        "others",
+        "ring",
+        "signatures",
+        "signed",
+        "signed_by",
+        "slot_users",
+        "slots",
+    )
 
     block: Words
 
@@ -354,6 +383,8 @@ class Channel:
         self.slots: list[Array] = []
         self.last = 0
         self.signed = 0
+        self.signed_by = 0
+        self.signatures: dict[int, Signature] = {}
         self.noted = 0
         self.ring = _NOTHING
         self.slot_users: WeakSet[SlotUser] = WeakSet()

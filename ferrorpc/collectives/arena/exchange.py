@@ -211,14 +211,14 @@ class Exchange(ArenaPrepared):
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
-        block, digest, done = channel.block, self._digest, base | self.chunks
+        block, done = channel.block, base | self.chunks
         if not channel.is_free(before):
             yield from channel.enter(before)
         staged, must_stay = self._publish(channel, inputs) if self._sends else ((), False)
-        self.publish_signature(channel)
+        self.publish_signature(channel, base)
         bank = channel.bank
         if self._to_check:
-            bank.pending_checks.append(SignatureCheck(channel, self._to_check, base, (digest, self._text), self.signature))
+            bank.pending_checks.append(SignatureCheck(channel, self._to_check, base, self._signed, self.signature))
         block[STAGED] = base + 1
         found = yield from self._found(channel, base, inputs)
         specs = [part.spec for part in found] if self._fold is None else self.specs

@@ -32,14 +32,15 @@ class ArenaPrepared(Prepared):
     """
 
     chunks = 1
+    runs = 0
+    """How many times it was run. Bytes are computed from that, since counting them costs every operation time."""
 
     def __init__(self, arena: Arena, call: Call) -> None:
         self.arena = arena
         self.call = call
         self.signature = call.signature
-        self.runs = 0
-        """How many times it was run. Bytes are computed from that, since counting them costs every operation time."""
-        self._digest, self._text = arena.control.sign(self.signature)
+        self._signed = arena.control.sign(self.signature)
+        self._digest = self._signed.digest
         arena.control.calls.add(self)
         self.specs: list[TensorSpec] = []
 
@@ -114,8 +115,11 @@ class ArenaPrepared(Prepared):
                 return given
         return np.empty(spec.shape, spec.dtype.storage)
 
-    def publish_signature(self, channel: Channel) -> bool:
+    def publish_signature(self, channel: Channel, base: int) -> bool:
         """Publishes the call's signature in the control block. After `enter`, and before STAGED is raised.
+
+        Args:
+            base: of the operation's progress words.
 
         Returns:
             Whether checks of earlier calls are pending. An operation that waits for every peer settles them then.
@@ -125,8 +129,9 @@ class ArenaPrepared(Prepared):
         """
         if channel.signed == self._digest:
             return False
-        channel.block[SIGNATURE], channel.block[TEXT] = self._digest, self._text
-        channel.signed = self._digest
+        channel.signed_by = base >> CHUNK_BITS
+        channel.block[SIGNATURE], channel.block[TEXT] = self._digest, self._signed.offset
+        channel.signed, channel.signatures[TEXT] = self._digest, self._signed
         if channel.bank.pending_checks:
             channel.bank.settle()
         return bool(channel.bank.pending_checks)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, NOTES, STAGED, Channel
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, NOTES, STAGED, Channel, Signature
 from ferrorpc.errors import CollectiveMismatchError
 
 _TICKET: Final = 0
@@ -31,19 +31,20 @@ class SignatureCheck:
         channel: where it runs; its control block has no newer note yet.
         peers: their places among the others of the channel.
         base: of the operation's progress words.
-        signed: the hash and the text offset of the call's signature (`ControlBlocks.sign`).
-        signature: of the call.
+        signed: the call's signature, in this rank's segment.
+        signature: its text.
     """
 
-    def __init__(self, channel: Channel, peers: frozenset[int], base: int, signed: tuple[int, int], signature: str) -> None:
+    def __init__(self, channel: Channel, peers: frozenset[int], base: int, signed: Signature, signature: str) -> None:
         self._channel = channel
         self._peers = set(peers)
         self._base = base
-        self._digest = signed[0]
+        self._digest = signed.digest
         self._signature = signature
         block, note = channel.block, NOTES[channel.noted % len(NOTES)]
         channel.noted += 1
-        block[note + _DIGEST], block[note + _TEXT] = signed
+        block[note + _DIGEST], block[note + _TEXT] = signed.digest, signed.offset
+        channel.signatures[note] = signed
         block[note + _TICKET] = base >> CHUNK_BITS
 
     @property

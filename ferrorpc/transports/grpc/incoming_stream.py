@@ -152,6 +152,6 @@ class IncomingStream:
         self.queue.finish(discard=True)
         self._ended.set()
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until the call has ended, at most so many seconds; returns whether it has."""
-        return self._ended.wait(seconds)
+    def wait(self, seconds: float) -> None:
+        """Waits until the call has ended, at most so many seconds."""
+        self._ended.wait(seconds)

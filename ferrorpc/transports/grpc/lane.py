@@ -62,7 +62,6 @@ class Lane:
         dial_seconds: float,
     ) -> None:
         self.peer = peer
-        self.number = number
         self.sent_frames = False
         """Whether any frame was put on it."""
         self.opened = False
@@ -95,9 +94,9 @@ class Lane:
         goodbye = transport_pb2.DataMessage(goodbye=transport_pb2.Goodbye(streams=streams))
         self.queue.finish(goodbye.SerializeToString(), discard=discard)
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until the lane has ended, at most so many seconds; returns whether it has."""
-        return self._ended.wait(seconds)
+    def wait(self, seconds: float) -> None:
+        """Waits until the lane has ended, at most so many seconds."""
+        self._ended.wait(seconds)
 
     def cancel(self) -> None:
         """Ends the lane at once, without the peer's cooperation."""

@@ -95,14 +95,14 @@ class PeerSocket:
 
     def _write(self) -> None:
         while self._queue and not self._over:
+            message = self._queue.popleft()  # before it is sent: an interrupt between the two must not send it twice
             try:
-                self.connection.send(self._queue[0])
+                self.connection.send(message)
             except BlockingIOError:
+                self._queue.appendleft(message)
                 return
             except OSError:
                 self._over = True
-                break
-            self._queue.popleft()
         if self._over:
             self._queue.clear()
 

@@ -126,8 +126,8 @@ class _FreeRanges:
 class Segment:
     """One rank's memory in one generation: writable here, and readable for processes that get its read-only descriptor.
 
-    In a forked child the segment is closed and its mapping becomes private: arrays keep their values, and nobody else sees what
-    the child writes into them.
+    In a forked child the segment is closed and its mapping becomes private: nobody else sees what the child writes into its
+    arrays. It is no snapshot: pages that the child has not written show what its parent writes later.
 
     Args:
         name: shown in /proc/<pid>/maps.
@@ -221,13 +221,11 @@ class Segment:
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def release(self, offset: int, size_bytes: int) -> None:
-        """Frees the bytes of a block. Never blocks, because a finalizer may call it on a thread that is in `allocate`."""
+        """Frees the bytes of a block. A finalizer may call it at any point of a thread, such as in `allocate`."""
         self._released.append((offset, size_bytes))
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:
                 self._collect()
-            finally:
-                self._lock.release()
 
     def _collect(self) -> None:
         """Adds the released ranges to the free ones. The caller holds the lock."""
@@ -247,7 +245,7 @@ class Segment:
                 self.memory = np.empty(0, np.uint8)
 
     def make_private(self) -> None:
-        """In a forked child: replaces the shared mapping by a private copy of its content."""
+        """In a forked child: replaces the shared mapping by a private one, in which pages are copied when the child writes."""
         self._lock = threading.Lock()
         if self._closed:
             return

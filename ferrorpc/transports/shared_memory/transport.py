@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from ferrorpc.errors import CodecError, FerroError, GroupClosedError
+from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, GroupClosedError, LimitExceededError
 from ferrorpc.guard import Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, Transport
@@ -107,7 +107,12 @@ class SharedMemoryTransport(Transport):
             self._send_control(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_message(key, signature)))
 
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
-        self._host_peers.busy_poll(peer, over)
+        try:
+            self._host_peers.busy_poll(peer, over)
+        except KeyboardInterrupt:
+            # A message that was just read may not be in the mailbox, and its slot may never be freed.
+            self.mailbox.fail(GroupAbortedError(self.rank, f"KeyboardInterrupt while it read from rank {peer}"))
+            raise
 
     def traffic(self) -> dict[int, tuple[str, int]]:
         return {peer: ("shared_memory", sent) for peer, sent in self._sent.items()}
@@ -140,7 +145,7 @@ class SharedMemoryTransport(Transport):
     # -- events of the reader thread -----------------------------------------------------------------------------------
 
     def _on_message(self, source: int, data: bytes) -> None:
-        """Handles a message. An invalid one ends the generation; later messages of its sender are ignored."""
+        """Handles a message. An invalid one, or one without memory, ends the generation; its sender's next ones are ignored."""
         if source in self._failed:
             return
         try:
@@ -150,9 +155,14 @@ class SharedMemoryTransport(Transport):
             else:
                 self._handle(source, message)
         except FerroError as error:
-            self._failed.add(source)
-            if not self._closing and self._latch.cause is None:
-                self.mailbox.fail(error)
+            self._fail(source, error)
+        except MemoryError as error:  # must not end the thread that reads from all host peers
+            self._fail(source, LimitExceededError(f"rank {self.rank} has no memory for what rank {source} sent: {error}"))
+
+    def _fail(self, source: int, error: FerroError) -> None:
+        self._failed.add(source)
+        if not self._closing and self._latch.cause is None:
+            self.mailbox.fail(error)
 
     def _handle(self, source: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
         """Handles a message that is no frame. Ignores kinds that only a newer version knows."""

@@ -9,7 +9,7 @@ import pytest
 
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.control_blocks import BLOCK_BYTES, DIRECTORY_ENTRIES, SLOT_BYTES
+from ferrorpc.collectives.arena.control_blocks import BLOCK_BYTES, DIRECTORY_ENTRIES, NOTES, SLOT_BYTES, TEXT
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CollectiveMismatchError, LimitExceededError, UsageError
@@ -379,3 +379,22 @@ def test_what_peers_take_counts_while_the_call_may_be_run_again() -> None:
         assert world.advance(running)
         assert [arena.control.calls.taken_bytes() for arena in world.arenas] == [{1: 24}, {0: 24}]
         assert all(part.prepared.runs == 1 for part in running)
+
+
+def test_signatures_take_memory_only_as_long_as_they_can_be_read() -> None:
+    """A job may reduce arrays of a new size in every step."""
+    with SharedWorld(2) as world:
+        used = []
+        for count in range(1, 60):
+            world.run([all_reduce_call(DType.INT8, count)] * 2, [[np.ones(count, np.int8)]] * 2)
+            gc.collect()
+            used.append(world.segments[0].used_bytes)
+        assert used[-1] == used[PROGRAM_CHANNELS]
+        to_root = Call(Operation.GATHER, (TensorSpec(DType.INT8, (3,)),), root=1)
+        world.run([to_root] * 2, [[np.ones(3, np.int8)]] * 2)
+        gc.collect()
+        for number in range(99):  # they would take the memory of a signature that nobody holds
+            world.arenas[0].control.sign(f"another({number})")
+        channel = world.arenas[0].bank(0).channels[world.number % PROGRAM_CHANNELS]
+        for text in (TEXT, NOTES[0] + 2):
+            assert world.arenas[1].control.read_text(0, channel.block[text]) == "gather(int8, root=1)"

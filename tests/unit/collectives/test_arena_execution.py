@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
 from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, STAGED
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
@@ -149,3 +150,15 @@ def test_a_rank_that_is_asked_tells_which_call_has_that_place_and_which_was_its_
     assert arena.entered(Key(0, 0, 2)) == (last, 2, last)
     assert arena.entered(Key(0, 0, 3)) == (None, 2, last)
     assert arena.bank(0).channels[2].block[STAGED] >> CHUNK_BITS == 3
+
+
+def test_a_call_is_not_mistaken_for_the_next_one_on_its_channel(world: SharedWorld) -> None:
+    """That publishes its signature before it says which operation it is."""
+    complete([start(world, rank, BARRIER, 1) for rank in range(3)])
+    arena, number = world.arenas[1], 1 + PROGRAM_CHANNELS
+    call = prepare(arena, Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (4,)),), ReduceOp.SUM))
+    assert call is not None
+    channel, _, base = call.claim(arena.bank(0), number)
+    assert arena.entered(Key(0, 0, 1)).signature == "barrier()"
+    call.publish_signature(channel, base)
+    assert arena.entered(Key(0, 0, 1)).signature is None

@@ -179,7 +179,8 @@ def test_a_directory_that_claims_to_be_longer_than_any_is_searched_to_its_end(co
 def test_the_name_of_a_call_is_read_as_far_as_a_name_can_go(length):
     with SharedWorld(2) as world:
         mine, theirs = (arena.control for arena in world.arenas)
-        _, offset = theirs.sign("barrier()")
+        signature = theirs.sign("barrier()")
+        offset = signature.offset
         assert mine.read_text(1, offset) == "barrier()"
         theirs.memory.own.memory[offset : offset + 8].view(np.int64)[0] = length
         assert len(mine.read_text(1, offset)) == min(max(length, 0), 4096)

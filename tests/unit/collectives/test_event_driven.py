@@ -8,11 +8,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from ferrorpc.collectives.event_driven import EventDrivenExecution
-from ferrorpc.collectives.progress import drive
+from ferrorpc.collectives.progress import Progress, drive
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 
@@ -167,6 +168,53 @@ def test_what_goes_wrong_on_another_thread_is_raised_by_the_driver() -> None:
     with pytest.raises(UsageError, match="reader's thread"):
         drive(execution, lambda error: None)
     assert execution.left == 1
+
+
+def test_an_interrupt_is_raised_where_it_struck_and_fails_the_operation_that_was_being_advanced() -> None:
+    """Ctrl-C may strike while the main thread advances an operation that another thread drives."""
+    progress, here = Progress(SYSTEM_CLOCK), threading.get_ident()
+
+    def interrupted() -> None:
+        if threading.get_ident() == here:
+            raise KeyboardInterrupt
+
+    struck, queued = Counting(2, interrupted), Counting(1)
+    looked = threading.Event()
+    struck.looked = looked.set
+    failing = progress.submit(struck, lambda error: struck.guard.latch.trip(error), lambda _: None)
+    going_on = progress.submit(queued, lambda error: None, lambda _: 7)
+    assert looked.wait(SECONDS)
+
+    def tell_both() -> None:
+        queued.news.append(1)
+        queued.notify()  # waits until this thread has advanced the other
+        interrupted()
+
+    struck._work = tell_both
+    with pytest.raises(KeyboardInterrupt):
+        struck.tell()
+    with pytest.raises(FerroError, match="counting #1: KeyboardInterrupt interrupted it"):
+        failing.wait(SECONDS)
+    assert going_on.wait(SECONDS) == 7
+
+
+def test_a_thread_that_is_interrupted_as_it_gets_the_turn_does_not_keep_it() -> None:
+    """Nobody could advance the operation any more, and its end would wait for that thread for ever."""
+
+    class Struck(dict[str, int]):
+        def setdefault(self, *arguments: Any) -> int:
+            super().setdefault(*arguments)
+            raise KeyboardInterrupt
+
+    execution = Counting(2)
+    execution.advance()
+    plain, execution._turn = execution._turn, Struck()
+    with pytest.raises(KeyboardInterrupt):
+        execution.tell()
+    assert not execution._turn
+    execution._turn = plain
+    together(1, execution.tell)
+    assert execution.advance()
 
 
 def test_what_failed_is_free_as_soon_as_it_is_over() -> None:

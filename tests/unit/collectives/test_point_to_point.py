@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.collectives.point_to_point import SendExecution, SendQueues
+from ferrorpc.collectives.point_to_point import RecvExecution, SendExecution, SendQueues
 from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
@@ -16,7 +16,7 @@ from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import DType, TensorSpec
-from ferrorpc.wire.frames import Header, Key
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 
 
 class Lane(Transport):
@@ -118,3 +118,24 @@ def test_no_tag_is_remembered_once_its_messages_have_been_taken_or_nobody_waits_
         return len(backend._send_queues._waiting), len(mailbox._inbound), len(mailbox._sending)
 
     assert run_world(2, body) == [(0, 0, 0), (0, 0, 0)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_a_message_that_comes_as_its_recv_gives_up_is_for_the_next_one(size: int) -> None:
+    """Another thread may have put it together before the driver looks at the time."""
+    lane, key = Lane(0), Key(0, POINT_TO_POINT, 1)
+
+    def receive() -> RecvExecution:
+        made = RecvExecution(lane, 0, 1, 5, None, None, Guard(SYSTEM_CLOCK, Latch(), 30.0))
+        made.wake = lambda: None
+        return made
+
+    late = receive()
+    assert not late.advance()
+    lane.mailbox.deliver(Frame(key, 1, Header(5, "send", DType.UINT8, (size,), size), 0, memoryview(bytes(range(size)))))
+    late.finish()
+    following = receive()
+    assert following.advance()
+    assert following.results[0].tolist() == list(range(size))
+    following.finish()
+    assert not lane.mailbox._inbound

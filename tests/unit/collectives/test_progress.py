@@ -11,10 +11,11 @@ import pytest
 from ferrorpc.collectives import progress as progressing
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import DevicePolling, Polling
-from ferrorpc.collectives.progress import Progress, drive
+from ferrorpc.collectives.progress import Progress, drive, progress_of
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch, Parker, SystemClock
 from ferrorpc.work import Work
+from tests.unit.transports.shared_memory.host_worlds import in_a_forked_child
 from tests.waiting import eventually
 
 
@@ -348,3 +349,13 @@ def test_what_has_failed_is_let_go_of_without_a_garbage_collection() -> None:
         eventually(lambda: held() is None, "the execution is freed", 2.0)
     finally:
         gc.enable()
+
+
+def test_a_forked_child_drives_the_operations_of_its_own_groups() -> None:
+    """Such as those of a world in one process: its parent's thread is not there."""
+
+    def result() -> object:
+        return progress_of(SYSTEM_CLOCK).submit(Scripted(Latch(), steps=1), lambda error: None, lambda _: 7).wait(10.0)
+
+    assert result() == 7
+    assert in_a_forked_child(lambda: result() == 7) == 0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ferrorpc import ProcessGroup, UsageError
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Prepared
 from ferrorpc.guard import Latch
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.stream import Stream
+from ferrorpc.testing import run_world
 
 
 class Arena:
@@ -70,3 +73,23 @@ def test_what_may_start_in_any_order_is_not_what_was_prepared_for_a_fixed_one(di
             Stream(dispatch, channels).all_reduce(np.ones(3), 0)
         asked.append(raised.value.args)
     assert [call.unordered for (call,) in asked] == [False, True]
+
+
+WRONG: dict[str, tuple[Callable[[ProcessGroup], Any], str]] = {
+    "a negative number": (lambda group: group.stream().all_reduce(np.ones(3), -1), "number=-1"),
+    "a fraction": (lambda group: group.stream().all_gather(np.ones(3), 1.5), "number=1.5"),  # type: ignore[arg-type]
+    "a number that no word holds": (lambda group: group.stream().all_reduce(np.ones(3), 1 << 60), "number=1152921504606846976"),
+    "a root that there is not": (lambda group: group.stream().broadcast(np.ones(3), 0, root=2), "root is 2"),
+    "no channels": (lambda group: group.stream(0), "channels=0"),
+    "half a channel": (lambda group: group.stream(1.5), "channels=1.5"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_refused_and_the_group_stays_open(call: Callable[[ProcessGroup], Any], message: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(UsageError, match=message):
+            call(group)
+        group.barrier()
+
+    run_world(2, body)

@@ -210,6 +210,17 @@ def test_a_recv_that_gives_up_leaves_its_message_to_the_next_one() -> None:
     assert [chunk.offset for chunk in second.message.frames] == [0, 4]
 
 
+def test_a_recv_that_gives_up_after_it_has_taken_all_gives_nothing_back() -> None:
+    """An interrupt can end it before it knows that it was complete."""
+    box_of, _ = mailbox()
+    post = PostedReceive(lambda: None)
+    box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0, slot=5))
+    box_of.post(0, 0, 5, post)
+    box_of.take(0, 0, 5, post)
+    box_of.unpost(0, 0, 5, post)
+    assert not box_of._inbound
+
+
 def test_a_recv_that_waits_in_vain_is_taken_out_of_the_queue() -> None:
     box_of, _ = mailbox()
     first, second = PostedReceive(lambda: None), PostedReceive(lambda: None)

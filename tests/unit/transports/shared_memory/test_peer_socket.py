@@ -57,6 +57,23 @@ def ends() -> Iterator[Ends]:
     made.other.close()
 
 
+def test_a_message_whose_sender_is_interrupted_is_not_sent_twice(ends: Ends) -> None:
+    """The peer would count a chunk, or a receipt for it, twice."""
+    whole = ends.peer_socket.connection
+
+    class Struck:
+        def send(self, message: bytes) -> None:
+            whole.send(message)
+            raise KeyboardInterrupt
+
+    ends.peer_socket.connection = Struck()  # type: ignore[assignment]  it needs nothing else
+    with pytest.raises(KeyboardInterrupt):
+        ends.peer_socket.send(MESSAGE)
+    ends.peer_socket.connection = whole
+    ends.peer_socket.send(MESSAGE)
+    assert ends.read_all() == 2
+
+
 def test_a_refused_message_is_not_sent_and_all_others_arrive(ends: Ends) -> None:
     count = ends.fill()
     assert not ends.peer_socket.try_send(MESSAGE, ends.room)

@@ -304,7 +304,7 @@ def test_a_segment_of_another_size_or_secret_is_not_believed(segment: Segment) -
         seen_by_a_peer(segment, nonce=secrets.token_bytes(NONCE_BYTES))
 
 
-def test_a_forked_child_reads_and_writes_a_copy(segment: Segment) -> None:
+def test_what_a_forked_child_writes_is_its_own(segment: Segment) -> None:
     array = segment.empty((1 << 19,), np.dtype(np.int32))
     array[:] = 5
     theirs = seen_by_a_peer(segment)

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ferrorpc.errors import CodecError, FerroError, LimitExceededError
+from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, LimitExceededError
 from ferrorpc.guard import Latch
 from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.transports.shared_memory import transport
 from ferrorpc.transports.shared_memory.peer_socket import MESSAGE_BYTES_MAX
 from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, SIZE_BYTES_MIN, Segment
 from ferrorpc.transports.shared_memory.slots import SLOT_BYTES, SLOTS_MAX, SLOTS_MIN, Slot, Slots
@@ -128,6 +129,37 @@ def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
     pair.stranger.close(1.0)
     eventually(lambda: pair.transport._host_peers.has_left(0))
     assert pair.failures == []
+
+
+def test_what_finds_no_memory_ends_the_generation_and_not_the_thread_that_reads(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError("1 MiB")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transport, "scan", full)
+        pair.stranger.send(1, frame_of(100))
+        eventually(lambda: pair.failures)
+    (failure,) = pair.failures
+    assert isinstance(failure, LimitExceededError)
+    assert "rank 1 has no memory for what rank 0 sent: 1 MiB" in failure.message
+    pair.stranger.close(1.0)
+    eventually(lambda: pair.transport._host_peers.has_left(0))
+
+
+def test_an_interrupt_while_a_message_is_read_ends_the_generation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message may be lost, and whoever waits for it would wait until its deadline."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair.transport._host_peers, "busy_poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pair.transport.busy_poll(0, lambda: False)
+    (failure,) = pair.failures
+    assert isinstance(failure, GroupAbortedError)
+    assert (failure.rank, failure.cause) == (1, "KeyboardInterrupt while it read from rank 0")
 
 
 def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:

@@ -1,0 +1,203 @@
+"""Ctrl-C, and memory that is full, at every point of an operation: the others learn of it, and a recv loses nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc import FerroError, GroupAbortedError, LimitExceededError, ProcessGroup
+from ferrorpc.collectives import prepared, progress
+from ferrorpc.collectives.point_to_point import RecvExecution
+from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.testing import run_world
+from ferrorpc.transports.inproc import InprocTransport
+
+X = np.ones(3, np.float32)
+
+
+def interrupt_the_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does, once."""
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress, "_wait", interrupted)
+
+
+def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for its part until their deadline."""
+
+    def body(group: ProcessGroup) -> tuple[int, str]:
+        half = group.subgroup([2, 1])
+        if half is None or half.rank == 1:
+            group.store.wait("interrupted")
+        else:
+            interrupt_the_first_wait(monkeypatch)
+            with pytest.raises(KeyboardInterrupt):
+                half.all_reduce(X)
+            group.store.set("interrupted", b"")
+        with pytest.raises(GroupAbortedError) as broken:
+            (half or group).all_reduce(X)
+        return broken.value.rank, broken.value.cause
+
+    for rank, cause in run_world(3, body, timeout=10.0):
+        assert rank == 2
+        assert re.fullmatch(r"KeyboardInterrupt during all_reduce\(op=sum, float32\[3\]\).*", cause)
+
+
+CALLS = {
+    "all_reduce": lambda group: group.all_reduce(X),
+    "all_reduce, asynchronous": lambda group: group.all_reduce(X, async_op=True),
+    "of a stream": lambda group: group.stream().all_reduce(X, 0),
+    "send": lambda group: group.send(X, 1 - group.rank),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_interrupt_before_an_operation_waits_for_anything_ends_the_generation_too(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[ProcessGroup], Any]
+) -> None:
+    """It has its number by then, which the others wait for."""
+
+    def body(group: ProcessGroup) -> str:
+        if group.rank == 0:
+            noting(monkeypatch, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                call(group)
+        with pytest.raises(GroupAbortedError) as broken:
+            group.barrier()
+        return broken.value.cause
+
+    for cause in run_world(2, body, timeout=10.0):
+        assert cause.startswith("KeyboardInterrupt during ")
+
+
+def noting(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    """The next operation raises an error where it notes what it is, before its driver has it."""
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(Dispatch, "_note", interrupted)
+    monkeypatch.setattr(Dispatch, "begin", interrupted)
+
+
+def finding_no_memory(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """The next use of an attribute raises MemoryError."""
+
+    def full(*_: Any) -> None:
+        monkeypatch.undo()
+        raise MemoryError("8 TiB")
+
+    monkeypatch.setattr(owner, name, full)
+
+
+def test_a_collective_that_finds_no_memory_as_it_begins_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was sent: the group is open, and the rank in step with the others."""
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            finding_no_memory(monkeypatch, prepared, "Workspace")
+            with pytest.raises(MemoryError, match="8 TiB"):
+                group.all_reduce(X)
+            group.store.set("full", b"")
+        else:
+            group.store.wait("full")
+        np.testing.assert_array_equal(group.all_reduce(X), 2 * X)
+        group.barrier()
+
+    run_world(2, body, timeout=10.0)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (prepared, "Workspace", lambda group: group.stream().all_reduce(X, 0).wait()),
+        (InprocTransport, "send", lambda group: group.send(X, 1 - group.rank, async_op=True).wait()),
+    ],
+    ids=["the arrays of a numbered operation", "a chunk of a send"],
+)
+def test_what_finds_no_memory_and_is_waited_for_ends_the_generation(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: Callable[[ProcessGroup], Any]
+) -> None:
+    def body(group: ProcessGroup) -> bool:
+        if group.rank == 0:
+            finding_no_memory(monkeypatch, owner, name)
+            with pytest.raises(LimitExceededError, match="8 TiB"):
+                call(group)
+            group.store.set("full", b"")
+        else:
+            group.store.wait("full")
+        with pytest.raises(FerroError, match="8 TiB"):
+            group.barrier()
+        return group.session.clock.now() < 5.0
+
+    assert run_world(2, body, timeout=10.0) == [True, True]
+
+
+def test_a_recv_that_is_interrupted_before_it_waits_takes_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            noting(monkeypatch, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                group.recv(1)
+            np.testing.assert_array_equal(group.recv(1), X)
+        else:
+            group.send(X, 0)
+        group.barrier()
+
+    run_world(2, body, timeout=10.0)
+
+
+def test_a_recv_that_is_interrupted_may_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            interrupt_the_first_wait(monkeypatch)
+            with pytest.raises(KeyboardInterrupt):
+                group.recv(1)
+            group.store.set("interrupted", b"")
+            np.testing.assert_array_equal(group.recv(1), X)
+        else:
+            group.store.wait("interrupted")
+            group.send(X, 0)
+        group.barrier()
+
+    run_world(2, body)
+
+
+@pytest.mark.parametrize("place", ["_take", "grant"])
+def test_a_message_of_which_a_part_was_taken_when_recv_was_interrupted_comes_whole_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Wherever the interrupt strikes: before the grant, or between two chunks."""
+    long = np.arange(6 << 17, dtype=np.float64)  # more than is sent without a grant
+    owner = InprocTransport if place == "grant" else RecvExecution
+    whole, calls = getattr(owner, place), list[int]()
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == (2 if place == "_take" else 1):
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.store.wait("sent")
+            group.session.clock.parker().park(1.0)
+            with pytest.raises(KeyboardInterrupt):
+                group.recv(1)
+            np.testing.assert_array_equal(group.recv(1), long)
+        else:
+            sending = group.send(long, 0, async_op=True)
+            group.store.set("sent", b"")
+            sending.wait()
+        group.barrier()
+
+    monkeypatch.setattr(owner, place, interrupted)
+    run_world(2, body, timeout=10.0)
