@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -101,6 +101,16 @@ def living_groups() -> frozenset[int]:
     return frozenset(found)
 
 
+@contextlib.contextmanager
+def _blocked(signals: Iterable[int]) -> Iterator[None]:
+    """Signals that arrive meanwhile wait until the end. A process that is started meanwhile begins with them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class ChildProcesses:
     """Starts child processes and makes sure that none outlives the launcher. A context manager: its exit kills those left.
 
@@ -114,7 +124,7 @@ class ChildProcesses:
     def __init__(self, directories: Sequence[Path] = ()) -> None:
         self._children: list[Child] = []
         try:
-            with self._starting():
+            with self._starting(), _blocked(cleanup.IGNORED):
                 self._cleanup = subprocess.Popen(
                     [sys.executable, "-I", "-S", cleanup.__file__, *map(str, directories)],
                     stdin=subprocess.PIPE,

@@ -14,6 +14,9 @@ import signal
 import sys
 from collections.abc import Iterable
 
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""A signal that ends the launcher must not end this process. The launcher starts it with these blocked, so from the beginning."""
+
 
 def groups_left(lines: Iterable[str]) -> set[int]:
     """Reads the launcher's lines until the pipe closes. Returns the process groups that are still listed."""
@@ -36,6 +39,6 @@ def clean_up(groups: Iterable[int], directories: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # a signal that ends the launcher must not end this process
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     clean_up(groups_left(sys.stdin), sys.argv[1:])

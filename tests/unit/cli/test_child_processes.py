@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +71,12 @@ def test_a_group_that_became_another_users_is_told_of(monkeypatch):
     child.reap()
     monkeypatch.undo()
     assert child.send(signal.SIGTERM), "an empty group takes any signal"
+
+
+def test_the_cleanup_process_is_deaf_to_what_ends_the_launcher_from_its_beginning():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with ChildProcesses() as children:
+        status = Path(f"/proc/{children._cleanup.pid}/status").read_text()
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    mask = int(re.search(r"SigBlk:\s*([0-9a-f]+)", status)[1], 16)
+    assert all(mask >> (number - 1) & 1 for number in cleanup.IGNORED)
