@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""A signal that ends the launcher must not end this process. The launcher starts it with these blocked, so from the beginning."""
+"""Signals that end the launcher must not end this process. The launcher starts it with these blocked."""
 
 
 def groups_left(lines: Iterable[str]) -> set[int]:
