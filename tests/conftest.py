@@ -51,9 +51,9 @@ def spread(items: list[pytest.Item]) -> None:
     place: dict[Path, float] = {}
     for waits in (False, True):
         paths = sorted((path for path in count if ("integration" in path.parts) is waits), key=lambda path: -count[path])
-        before = 0
+        total, before = sum(count[path] for path in paths), 0
         for path in paths:
-            place[path] = before / sum(count[each] for each in paths)
+            place[path] = before / total
             before += count[path]
     items.sort(key=lambda item: place[item.path])
 
