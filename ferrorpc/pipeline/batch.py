@@ -136,19 +136,12 @@ def check_like(grad: Any, y: Any, what: str) -> None:
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """The value times a factor. A factor of 1 returns the value itself; a factor of 0 gives zeros, even for NaN."""
+    """The value times a factor. A factor of 1 returns the value itself."""
     if factor == 1.0 or value is None:
         return value
     if isinstance(value, tuple):
         return tuple(scaled(each, factor) for each in value)
-    return value * factor if factor else _zeros(value)
-
-
-def _zeros(value: Any) -> Any:
-    spec = spec_of(value)
-    zeros = kind_of(value).empty(spec.shape, spec.dtype)
-    zeros[...] = 0
-    return zeros
+    return value * factor
 
 
 def _rows(value: Any, what: str) -> int:

@@ -11,7 +11,8 @@ from ferrorpc.pipeline.stage import pair_of
 LossFunction: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 """(y, target) of a microbatch -> (loss, gradient of y)."""
 
-
+LEFT_OUT: Final = ()
+"""The gradient of a microbatch of weight 0, for which there is no backward pass: zeros times NaN would be NaN."""
 _LOSS: Final = "(loss, gradient of y); a loss of torch does by ferrorpc.torch.with_gradient(loss)"
 
 
@@ -52,12 +53,14 @@ class TrainingBatch:
 
     def output(self, microbatch: int, y: Any) -> None:
         assert self._loss_fn is not None, "only the last stage has outputs"
+        weight = self._loss_weights[microbatch]
+        if not weight:
+            self._grads[microbatch] = LEFT_OUT
+            return
         loss, grad = pair_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", _LOSS)
         check_like(grad, y, "loss_fn's gradient of y")
-        weight = self._loss_weights[microbatch]
         self._grads[microbatch] = scaled(grad, weight)
-        if weight:  # The loss of a microbatch with weight 0 may be NaN: a mean over no elements.
-            self.loss = loss * weight if self.loss is None else self.loss + loss * weight
+        self.loss = loss * weight if self.loss is None else self.loss + loss * weight
 
     def grad(self, microbatch: int) -> Any:
         return self._grads.pop(microbatch)
@@ -79,3 +82,8 @@ class InferenceBatch:
 
     def grad(self, microbatch: int) -> Any:
         return self.grads[microbatch]
+
+
+def is_left_out(grad_y: Any) -> bool:
+    """Whether a gradient is LEFT_OUT, from one stage or from each of several."""
+    return isinstance(grad_y, tuple) and all(map(is_left_out, grad_y))

@@ -9,7 +9,7 @@ from typing import Any
 from ferrorpc.errors import UsageError
 from ferrorpc.guard import Clock
 from ferrorpc.pipeline.actions import Action, Kind
-from ferrorpc.pipeline.batch_io import BatchIO
+from ferrorpc.pipeline.batch_io import LEFT_OUT, BatchIO, is_left_out
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.schedules.lowering import KIND_LABELS
 from ferrorpc.pipeline.schedules.schedule import Schedule
@@ -83,7 +83,8 @@ class Executor:
     def _run_compute(self, each: Action) -> None:
         value = None if each.kind is Kind.BACKWARD_WEIGHT else self._input(each)
         start = self._clock.now()
-        result = self._compute[each.kind](each, value)
+        leaves_out = each.kind is not Kind.FORWARD and is_left_out(value)
+        result = self._left_out(each) if leaves_out else self._compute[each.kind](each, value)
         if each.kind is Kind.FORWARD and each.stage == len(self._placement) - 1:
             self._batch_io.output(each.microbatch, result)
         stop = self._clock.now()
@@ -96,6 +97,12 @@ class Executor:
             self._backwards[each.stage] += 1
             if self._backwards[each.stage] == self._microbatches:
                 self._completed(each.stage)
+
+    def _left_out(self, each: Action) -> Any:
+        """Frees the context instead of a backward. Returns what all pieces before get: that they shall do the same."""
+        self._pieces[each.stage].leave_out(each.microbatch)
+        targets = len(outputs_of(each, self._edges))
+        return (LEFT_OUT,) * targets if targets > 1 else LEFT_OUT
 
     def _input(self, each: Action) -> Any:
         """What an action works on: from the batch, or from each piece with an edge to it, here or on other ranks."""

@@ -148,7 +148,7 @@ def parse(message: Array) -> Message:
         if last - length not in (0, layout.end):
             raise ValueError(f"{message.size} bytes where {layout.end + length + _LENGTH_BYTES} are announced")
         envelope = Envelope(pipeline.decode(), int(step), transfer.decode())
-    except (ValueError, TypeError, IndexError) as problem:
+    except (ValueError, TypeError, IndexError, RecursionError) as problem:
         raise CodecError(f"a message between stages of {message.size} bytes is malformed: {problem}") from None
     return Message(envelope, layout, message if last - length == layout.end else None)
 

@@ -132,6 +132,7 @@ class Pipeline:
             reduction: whether loss_fn takes the "mean" or the "sum" over its microbatch. The gradients are those of the same
                 reduction over the whole batch.
             weight: for means over something other than rows: weight(target) is what a microbatch counts, such as its tokens.
+                One that counts 0 has no loss and no backward.
             on_gradients: called on this thread with the number of each piece of this rank as soon as its gradients are those of
                 the whole batch. Other ranks often still compute then, so it is the moment to send gradients to replicas.
             timeout: seconds to wait for any one message; None for the group's.
@@ -151,8 +152,9 @@ class Pipeline:
             targets = split(target, self.schedule.microbatches, "target")
             batch.set_targets(targets, loss_weights(targets, reduction, weight), loss)
         _check_on_gradients(on_gradients)
+        seconds = seconds_of(timeout, self._group.timeout)
         self._begin(awaits_backward=False)
-        self._run(_is_any, batch, True, timeout, on_gradients or _ignore)
+        self._run(_is_any, batch, True, seconds, on_gradients or _ignore)
         return batch.loss
 
     def forward(self, x: Any = None, *, timeout: float | None = None) -> Any:
@@ -167,9 +169,9 @@ class Pipeline:
             UsageError, CollectiveTimeoutError, FerroError: as in `step`.
         """
         batch = InferenceBatch(split(x, self.schedule.microbatches, "x") if self._is_first else [])
-        keep_contexts = self.schedule.is_forward_first
+        keep_contexts, seconds = self.schedule.is_forward_first, seconds_of(timeout, self._group.timeout)
         self._begin(awaits_backward=keep_contexts)
-        self._run(_is_forward, batch, keep_contexts, timeout)
+        self._run(_is_forward, batch, keep_contexts, seconds)
         if not self._is_last:
             return None
         outputs = [batch.outputs[microbatch] for microbatch in sorted(batch.outputs)]
@@ -213,8 +215,9 @@ class Pipeline:
             check_like(grads, outputs, "grads")
             batch.grads = cut(grads, self._output_rows)
         _check_on_gradients(on_gradients)
+        seconds = seconds_of(timeout, self._group.timeout)
         self._awaits_backward = False
-        self._run(_is_backward, batch, True, timeout, on_gradients or _ignore)
+        self._run(_is_backward, batch, True, seconds, on_gradients or _ignore)
 
     def recorded(self) -> PipelineTimeline:
         """What all ranks did in their last step, in seconds from its start. Every rank calls it.
@@ -244,7 +247,7 @@ class Pipeline:
         chosen: Callable[[Action], bool],
         batch_io: BatchIO,
         keep_contexts: bool,
-        timeout: float | None,
+        seconds: float,
         on_gradients: Callable[[int], None] | None = None,
     ) -> None:
         """Runs the chosen actions. They include backwards if and only if there is an `on_gradients`."""
@@ -254,7 +257,7 @@ class Pipeline:
         if on_gradients is not None:
             expected += self._tied.gradient_receives()
         orders = {source: sends_to(rank, rows[source], placement, edges) for source, _ in self._lanes}
-        exchange = self._exchange(expected, timeout, self._lanes, orders)
+        exchange = self._exchange(expected, seconds, self._lanes, orders)
 
         def completed(piece: int) -> None:
             self._tied.piece_completed(piece, exchange)
@@ -280,18 +283,17 @@ class Pipeline:
             self._peak = max(self._peak, executor.peak)
 
     def _broadcast_tied_weights(self) -> None:
-        exchange = self._exchange(self._tied.broadcast_receives(), None)
+        exchange = self._exchange(self._tied.broadcast_receives(), self._group.timeout)
         self._tied.broadcast(exchange)
         exchange.finish()
 
     def _exchange(
         self,
         expected: Sequence[Transfer],
-        timeout: float | None,
+        seconds: float,
         lanes: Mapping[Link, ProcessGroup] = NO_LANES,
         orders: Mapping[int, Iterable[Transfer]] = NO_ORDERS,
     ) -> Exchange:
-        seconds = seconds_of(timeout, self._group.timeout)
         return Exchange(self._group, self.schedule.placement, expected, self._name, self._steps, seconds, lanes, orders)
 
     def __repr__(self) -> str:

@@ -112,10 +112,14 @@ class Piece:
         return self._stage.backward_input(context, grad_y)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Does what `backward_input` left to do, and frees the context."""
-        if self.is_split:
+        """Does what `backward_input` left to do, if anything, and frees the context."""
+        if microbatch in self._weights_due:
             self._stage.backward_weight(*self._weights_due[microbatch])
             del self._weights_due[microbatch]
+
+    def leave_out(self, microbatch: int) -> None:
+        """Frees the context, instead of a backward or of its first part."""
+        del self._contexts[microbatch]
 
     def forget(self) -> None:
         """Frees all contexts, of microbatches that will not be finished."""

@@ -118,6 +118,28 @@ def test_every_schedule_has_the_bits_of_one_process(cupy: StandIn, lanes: str, n
 
 
 @pytest.mark.parametrize("lanes", LANES)
+def test_a_microbatch_of_weight_0_is_left_out_over_all_lanes(cupy: StandIn, lanes: str) -> None:
+    """What stages tell each other of it lies on no GPU."""
+    x, target = batch(6)
+    x[2:4] = np.nan
+
+    def body(group: ProcessGroup) -> Any:
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True):
+            stage = moved(cupy, stage_of(group.rank, RANKS))
+            pipe = Pipeline(stage, group, schedules.one_f_one_b(RANKS, 3), edges=edges_of(RANKS), tied=ties_of(RANKS))
+            given = cupy.asarray(x), cupy.asarray(target)
+            pipe.step(*given, half_square, weight=lambda rows: float(rows[0, 0]) != target[2, 0])
+            return [cupy.asnumpy(each) for each in arrays_of([stage])]
+
+    with np.errstate(invalid="ignore"), groups(cupy, lanes) as world:
+        found = [array for of_rank in run_groups(world, body) for array in of_rank]
+    kept = whole_model(RANKS)
+    one_process(kept, np.delete(x, slice(2, 4), axis=0), np.delete(target, slice(2, 4), axis=0), half_square, 2)
+    for mine, wanted in zip(found, arrays_of(kept), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
+@pytest.mark.parametrize("lanes", LANES)
 def test_forward_and_backward_called_apart_give_arrays_on_the_gpu(cupy: StandIn, lanes: str) -> None:
     schedule = order("gpipe")
 

@@ -96,9 +96,16 @@ class Schedule(Table):
             source: a path; or the text itself, if it is a str with a line break or a comma in it.
 
         Raises:
-            UsageError: a cell is not an action.
+            UsageError: it is no CSV in UTF-8, or a cell is not an action.
+            OSError: the file cannot be read.
         """
         is_text = isinstance(source, str) and ("\n" in source or "," in source)
-        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        rows = csv.reader(io.StringIO(text))
-        return cls.of(name, [[each for cell in row for each in actions_of_cell(cell)] for row in rows])
+        try:
+            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+            rows = [[each for cell in row for each in actions_of_cell(cell)] for row in csv.reader(io.StringIO(text))]
+        except UsageError as error:
+            raise UsageError(f"{'' if is_text else f'{source}: '}{error.message}", hint=error.hint) from None
+        except (UnicodeDecodeError, csv.Error) as error:
+            what = "the text" if is_text else source
+            raise UsageError(f"{what} is no CSV in UTF-8: {error}", hint="give what to_csv() wrote") from None
+        return cls.of(name, rows)

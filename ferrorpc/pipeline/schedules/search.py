@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import B, F, I, Kind, W
@@ -17,6 +18,8 @@ from ferrorpc.pipeline.schedules.hill_climbing import MakespanModel, improve
 from ferrorpc.pipeline.schedules.list_scheduling import ListScheduler, PriorityRule
 from ferrorpc.pipeline.schedules.named import NAMED, named
 from ferrorpc.pipeline.schedules.schedule import Schedule
+from ferrorpc.pipeline.schedules.simulation import is_list, time_units
+from ferrorpc.pipeline.schedules.validation import checked_cap
 
 COST_NAMES = ("forward", "backward_input", "backward_weight")
 MIN_FITS = (0.0, 0.3, 0.7, 1.0)
@@ -42,13 +45,11 @@ def search(
         microbatches: how many there are.
 
     Raises:
-        UsageError: costs are missing or of different lengths, there is no microbatch, or no schedule keeps the cap.
+        UsageError: costs are missing, of different lengths, or no times; there is no microbatch, or no schedule keeps the cap.
     """
-    if set(costs) != set(COST_NAMES) or len({len(costs[name]) for name in COST_NAMES}) != 1:
-        raise UsageError(
-            f"costs are lists of one length called {', '.join(COST_NAMES)}; these are {dict(costs)}",
-            hint="give each a number for every rank",
-        )
+    costs, latency = _checked(costs), time_units(latency, "a latency")
+    if memory_cap is not None:
+        memory_cap = checked_cap(memory_cap, "memory_cap")
     check("search", ranks=len(costs["forward"]), microbatches=microbatches)
     ranked = sorted(_fitting(costs, latency, memory_cap, microbatches), key=lambda found: found[:3])
     if not ranked:
@@ -62,6 +63,19 @@ def search(
         if found < makespan - 1e-9:
             makespan, best = found, climbed
     return best
+
+
+def _checked(costs: Any) -> dict[str, list[float]]:
+    """The costs as lists of numbers."""
+    lists = dict(costs) if isinstance(costs, Mapping) else {}
+    are_lists = set(lists) == set(COST_NAMES) and all(map(is_list, lists.values()))
+    found = {name: [time_units(each, "a cost") for each in lists[name]] for name in COST_NAMES} if are_lists else {}
+    if len(set(map(len, found.values()))) != 1:
+        raise UsageError(
+            f"costs are lists of one length called {', '.join(COST_NAMES)}; these are {costs!r}",
+            hint="give each a number for every rank",
+        )
+    return found
 
 
 def _by_piece(schedule: Schedule, costs: Mapping[str, Sequence[float]]) -> dict[tuple[Kind, int], float]:

@@ -76,7 +76,7 @@ def simulate(table: Table, costs: tuple[Cost, Cost, Cost], latency: float, trans
         said = "; ".join(str(each) for each in found[:3])
         raise UsageError(f"{table} is not sound: {said}", hint="its validate() lists all that is wrong with it")
     forward, backward_input, backward_weight = (_of_pieces(cost, table) for cost in costs)
-    latency, transfer = _number(latency, "a latency"), _number(transfer, "a transfer")
+    latency, transfer = time_units(latency, "a latency"), time_units(transfer, "a transfer")
     durations = {}
     for stage in range(table.virtual_stages):
         durations[Kind.FORWARD, stage] = forward[stage]
@@ -112,8 +112,7 @@ def _lane(rank: int, pieces: Sequence[int]) -> str:
 def _of_pieces(cost: Cost, table: Table) -> list[float]:
     """The cost of each piece of the model."""
     given: Any = cost
-    is_list = isinstance(given, Iterable) and not isinstance(given, str) and getattr(given, "ndim", 1) > 0
-    costs = [_number(each, "a cost") for each in (given if is_list else [given] * table.stages)]
+    costs = [time_units(each, "a cost") for each in (given if is_list(given) else [given] * table.stages)]
     if len(costs) == table.stages:
         held = [len(table.pieces(rank)) for rank in range(table.stages)]
         return [costs[rank] / held[rank] for rank in table.placement]
@@ -123,7 +122,13 @@ def _of_pieces(cost: Cost, table: Table) -> list[float]:
     raise UsageError(f"a list of {len(costs)} costs for {table}", hint=f"give one number, or a list of {lengths}")
 
 
-def _number(value: Any, what: str) -> float:
+def is_list(cost: Any) -> bool:
+    """Whether this is a list of costs, or an array of them, rather than one cost."""
+    return isinstance(cost, Iterable) and not isinstance(cost, str) and getattr(cost, "ndim", 1) > 0
+
+
+def time_units(value: Any, what: str) -> float:
+    """A cost or a latency as a number. Raises UsageError if it is none, negative, or endless."""
     try:
         number = float(value)
     except (TypeError, ValueError):

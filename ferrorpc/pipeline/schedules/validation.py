@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Action, B, F, I, Kind, W
 from ferrorpc.pipeline.schedules.lowering import Lowering, has_messages, with_messages
 from ferrorpc.pipeline.schedules.table import Table
@@ -32,6 +35,10 @@ class Finding:
 
 def findings(table: Table, credits: int | None = None, peak: float | None = None) -> list[Finding]:
     """As `Schedule.validate`. Findings that are only consequences of earlier ones are not listed."""
+    if credits is not None and (type(credits) is not int or credits < 0):
+        raise UsageError(f"credits={credits!r} is no number of messages", hint="pass 0 or more, or None for any number")
+    if peak is not None:
+        peak = checked_cap(peak, "peak")
     if not table.microbatches or not all(table.actions):
         idle = [rank for rank, row in enumerate(table.actions) if not row]
         return [Finding("empty", f"nothing to do for ranks {idle}" if idle else "no rank has anything to do")]
@@ -43,6 +50,17 @@ def findings(table: Table, credits: int | None = None, peak: float | None = None
     if peak is not None:
         found += _over(table, peak)
     return found
+
+
+def checked_cap(value: Any, what: str) -> float:
+    """A cap on activations. Raises UsageError if it is no number; infinity is one."""
+    try:
+        cap = float(value)
+    except (TypeError, ValueError):
+        cap = math.nan
+    if math.isnan(cap):
+        raise UsageError(f"{what}={value!r} is no number of activations", hint="give a number, or None for any")
+    return cap
 
 
 def _misplaced(table: Table) -> Iterator[Finding]:

@@ -118,14 +118,13 @@ def test_gradients_are_those_of_the_whole_batch_at_once(name: str, mean: bool, d
 
 
 def test_means_over_tokens_weigh_microbatches_by_their_tokens():
-    """Microbatches of different shapes, as a list. The loss is a mean over unmasked tokens; NaN if all are masked."""
+    """Microbatches of different shapes, as a list. The loss is a mean over unmasked tokens; one microbatch has none."""
     rng = np.random.default_rng(0)
     xs = [rng.standard_normal((rows, WIDTH)) for rows in (1, 4, 2, 2)]
     masks = [np.array([1.0]), np.array([1.0, 0.0, 0.0, 1.0]), np.array([0.0, 0.0]), np.array([0.0, 1.0])]
 
     def loss_fn(y, mask):
-        with np.errstate(invalid="ignore"):
-            share = np.broadcast_to(mask[:, None] / mask.sum(), y.shape)
+        share = np.broadcast_to(mask[:, None] / mask.sum(), y.shape)
         return float((share * y).sum()), share
 
     schedule = schedules.one_f_one_b(2, 4)
@@ -135,6 +134,34 @@ def test_means_over_tokens_weigh_microbatches_by_their_tokens():
     assert losses[0] == pytest.approx(expected, rel=1e-12)
     for found, wanted in zip(gradients(pipelined), gradients(alone), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_microbatch_of_weight_0_is_left_out_even_if_it_is_nan(name: str):
+    schedule = schedule_of(name, 2, 4)
+    x, target = batch(8)
+    x[2:4] = np.nan
+    with np.errstate(invalid="ignore"):
+        losses, pipelined = trained(schedule, 2, lambda _: (x, target), weight=lambda rows: rows[0, 0] != target[2, 0])
+    alone = [Layer(number) for number in range(schedule.virtual_stages)]
+    for step in range(2):
+        if step:
+            descend(alone)
+        kept = np.delete(x, slice(2, 4), axis=0), np.delete(target, slice(2, 4), axis=0)
+        assert losses[step] == pytest.approx(one_process(alone, *kept, half_square, 3), rel=1e-14)
+    for found, wanted in zip(gradients(pipelined), gradients(alone), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_step_with_a_timeout_that_is_none_is_refused_and_not_counted():
+    def body(group):
+        pipe = Pipeline(Layer(group.rank), group, "1f1b", 2)
+        if group.rank == 0:
+            with pytest.raises(UsageError, match="timeout"):
+                pipe.step(*batch(4), half_square, timeout="soon")
+        return pipe.step(*batch(4), half_square)
+
+    assert run_world(2, body)[1] is not None
 
 
 def test_a_stage_that_cannot_split_its_backward_runs_split_schedules_too():

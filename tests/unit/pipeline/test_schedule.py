@@ -150,6 +150,20 @@ def test_a_cell_that_is_no_action_is_refused():
         Schedule.from_csv("0UNSHARD,0F0,0B0\n")
 
 
+def test_a_file_that_is_no_schedule_is_named(tmp_path: Path):
+    for content, problem in ((b"0F0,0UNSHARD\n", "'0UNSHARD' is no action"), (b"\xff\n", "UTF-8")):
+        (tmp_path / "mine.csv").write_bytes(content)
+        with pytest.raises(UsageError, match=rf"mine\.csv.*{problem}"):
+            Schedule.from_csv(tmp_path / "mine.csv")
+
+
+def test_credits_and_peaks_that_are_no_numbers_are_refused():
+    with pytest.raises(UsageError, match="credits=-1"):
+        schedules.gpipe(2, 2).validate(credits=-1)
+    with pytest.raises(UsageError, match="peak=nan"):
+        schedules.gpipe(2, 2).validate(peak=float("nan"))
+
+
 def test_forward_first_and_split_are_told():
     assert schedules.gpipe(3, 4).is_forward_first
     assert schedules.looped_bfs(3, 4).is_forward_first

@@ -75,6 +75,14 @@ def test_a_cap_that_nothing_fits_and_costs_that_are_none_are_refused():
         schedules.search(EQUAL, microbatches=0)
     with pytest.raises(UsageError, match="ranks=0"):
         schedules.search({name: [] for name in COST_NAMES})
+    with pytest.raises(UsageError, match="latency"):
+        schedules.search(EQUAL, -1.0)
+    with pytest.raises(UsageError, match="cost"):
+        schedules.search({**EQUAL, "forward": [1.0, 1.0, 1.0, float("nan")]})
+    with pytest.raises(UsageError, match="lists of one length"):
+        schedules.search(dict.fromkeys(COST_NAMES, 1.0))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="memory_cap=nan"):
+        schedules.search(EQUAL, memory_cap=float("nan"))
 
 
 def test_a_cap_without_end_is_none():
