@@ -136,13 +136,16 @@ def test_means_over_tokens_weigh_microbatches_by_their_tokens():
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
+@pytest.mark.parametrize("layer", [Layer, WholeLayer])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_microbatch_of_weight_0_is_left_out_even_if_it_is_nan(name: str):
+def test_a_microbatch_of_weight_0_is_left_out_even_if_it_is_nan(name: str, layer: Callable[[int], Any]):
     schedule = schedule_of(name, 2, 4)
     x, target = batch(8)
     x[2:4] = np.nan
     with np.errstate(invalid="ignore"):
-        losses, pipelined = trained(schedule, 2, lambda _: (x, target), weight=lambda rows: rows[0, 0] != target[2, 0])
+        losses, pipelined = trained(
+            schedule, 2, lambda _: (x, target), layer=layer, weight=lambda rows: rows[0, 0] != target[2, 0]
+        )
     alone = [Layer(number) for number in range(schedule.virtual_stages)]
     for step in range(2):
         if step:
