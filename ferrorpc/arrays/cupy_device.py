@@ -35,6 +35,8 @@ INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]
 T = TypeVar("T")
 _SUCCESS: Final = 0
 _NOT_READY: Final = 600
+_CAPTURING: Final = range(900, 909)
+"""What CUDA answers where a graph is being captured, or an event was recorded in a capture."""
 _UUID_BYTES: Final = 16
 _HIGHEST_PRIORITY: Final = -5
 """The highest of today's GPUs; CUDA clamps a priority to its range."""
@@ -68,7 +70,7 @@ class CupyEvent:
         """As `Event.done`.
 
         Raises:
-            BackendUnavailableError: the GPU has failed, and will reach no event any more.
+            BackendUnavailableError: the GPU has failed, and will reach no event any more; or a CUDA graph is being captured.
         """
         runtime = self._runtime
         status = runtime.eventQuery(self.number)
@@ -79,6 +81,11 @@ class CupyEvent:
         try:
             runtime.check_status(status)
         except runtime.CUDARuntimeError as failure:
+            if status in _CAPTURING:
+                raise BackendUnavailableError(
+                    f"a CUDA graph is being captured, or holds the operation: {failure}",
+                    "operations cannot be captured: begin them, and wait for them, before the capture or after it",
+                ) from None
             raise BackendUnavailableError(
                 f"the GPU has failed: {failure}",
                 "look for the kernel with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; the process has to be started again",

@@ -116,6 +116,16 @@ def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at(cupy: StandI
     cupy.machine.failure = 0
 
 
+@pytest.mark.parametrize("status", [900, 907], ids=["a query during a capture", "an event in a capture"])
+def test_a_capture_is_not_called_a_failure_of_the_gpu(cupy: StandIn, status: int) -> None:
+    mark = device_of(cupy, 0).current().record()
+    cupy.machine.failure = status
+    with pytest.raises(BackendUnavailableError, match=f"a CUDA graph .*: cudaError {status}") as raised:
+        assert mark.done
+    assert "before the capture or after it" in raised.value.hint
+    cupy.machine.failure = 0
+
+
 def test_gpus_whose_uuids_begin_alike_up_to_a_zero_are_told_apart(cupy: StandIn) -> None:
     assert len({device_of(cupy, index).uuid for index in range(8)}) == 8
     cupy.machine.gpus[0].uuid = bytes(range(1, 17))
