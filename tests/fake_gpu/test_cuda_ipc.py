@@ -237,7 +237,7 @@ def test_raw_forms_work_on_addresses(cupy: StandIn) -> None:
         np.testing.assert_array_equal(cupy.asnumpy(out)[:6], np.arange(6) + 1)
         backend.all_gather_raw(x.data.ptr, out.data.ptr, 6, "float32")
         np.testing.assert_array_equal(cupy.asnumpy(out), np.concatenate([np.arange(6), np.arange(6) + 1]))
-        with pytest.raises(TensorMismatchError, match="^CUDA IPC has no op='band' for int32"):
+        with pytest.raises(TensorMismatchError, match=r"^CUDA IPC has no op='band' for int32"):
             backend.all_reduce_raw(x.data.ptr, out.data.ptr, 6, "int32", op="band")
         other = 1 - group.rank
         backend.exchange_raw([(x.data.ptr, 24, other)], [(out.data.ptr, 24, other)])

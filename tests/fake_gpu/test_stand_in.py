@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.machine import GpuFault
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.unit.transports.shared_memory.host_worlds import in_threads
 
 OWN = {"fake", "driver", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "seen"}
 """What the stand-in has for itself."""
