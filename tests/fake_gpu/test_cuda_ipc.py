@@ -18,6 +18,7 @@ from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.cuda_ipc.communicator import ABORT_SECONDS, kernel_of
 from ferrorpc.backends.cuda_ipc.control_block import SLOTS, block_bytes
 from ferrorpc.backends.device.communicator import DataType, Op
+from ferrorpc.backends.device.ending import EXIT_CODE, Ending
 from ferrorpc.backends.registry import Place, create
 from ferrorpc.errors import (
     BackendUnavailableError,
@@ -295,6 +296,33 @@ def test_the_end_of_a_generation_frees_who_waits_and_the_memory(cupy: StandIn, c
         assert isinstance(end_of(found[0], type(cause)), type(cause))
         del work, x
         eventually(lambda: not cupy.machine.shared, "all slabs are freed")
+
+
+def test_a_rank_whose_gpu_waits_for_a_killed_rank_for_ever_ends_to_be_started_again(cupy: StandIn) -> None:
+    """An event that a process has recorded, and its GPU has not reached, is never reached once the process is killed."""
+    killed, codes = [True], list[int]()
+    with GrpcWorld(2, transport="shared_memory") as world:
+
+        def make(rank: int) -> CudaIpcBackend:
+            lanes = world.backends[rank]
+            ending = Ending(lanes.clock, lanes.latch, device_of(cupy, 0).here, abort_seconds=0.1, leave=codes.append)
+            return CudaIpcBackend(lanes, device_of(cupy, 0), ending=ending, slot_bytes=SLOT_BYTES, process=f"process-{rank}")
+
+        backends: list[Any] = in_threads(2, make)
+        found = [ProcessGroup(backend, timeout=SECONDS) for backend in backends]
+
+        def body(group: ProcessGroup) -> None:
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                x = cupy.asarray(np.ones(3, np.float32))
+                if group.rank == 1:
+                    stream.fake.enqueue(lambda: not killed)
+                group.all_reduce(x)
+
+        on_ranks(found, body)
+        backends[0].latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
+        eventually(lambda: codes == [EXIT_CODE], "rank 0 ends")
+        killed.clear()
+        in_threads(2, lambda rank: found[rank].close())
 
 
 def test_a_rank_that_cannot_open_the_others_memory_is_named_on_every_rank(
