@@ -5,8 +5,8 @@
 Needs a GPU and CuPy; with --host it uses NumPy arrays and needs neither (only over grpc). The processes are started without
 `ferrorpc run`, so no launcher reports the death: the coordinator sees the stream end, and waits for the grace period. The time
 is from SIGKILL to PeerLostError in the survivor, which then uses its GPU again. Exit code 1 if that took 5 s or more, or if the
-survivor ended in another way. On cuda_ipc it may end with code 75 instead, where its GPU waits for what the killed process's GPU
-had not reached.
+survivor ended in another way. On cuda_ipc it may end with code 75 instead, where its GPU waits for something that the killed
+process's GPU had not reached.
 """
 
 from __future__ import annotations
