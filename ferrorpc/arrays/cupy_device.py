@@ -15,9 +15,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
@@ -251,10 +251,18 @@ class CupyDevice:
         self.cupy.cuda.Device(self.index).use()
 
     def enter_own_thread(self) -> None:
-        """As `Device.enter_own_thread`, by the driver: CuPy lacks the call."""
+        """As `Device.enter_own_thread`."""
         self.make_current()
-        with suppress(OSError):  # a stand-in for CuPy needs no driver
-            ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+        _exchange_capture_mode(_THREAD_LOCAL)
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """As `Device.beside_captures`."""
+        before = _exchange_capture_mode(_THREAD_LOCAL)
+        try:
+            yield
+        finally:
+            _exchange_capture_mode(before)
 
     def holds(self, array: DeviceArray) -> bool:
         """As `Device.holds`."""
@@ -342,7 +350,7 @@ class CupyDevice:
 
     def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
         """As `Device.pinned`."""
-        with self.here():
+        with self.here(), self.beside_captures():
             memory = self.cupy.cuda.alloc_pinned_memory(size_bytes)
         room: Any = (ctypes.c_uint8 * size_bytes).from_address(memory.ptr)
         room.owner = memory  # lives as long as any view of it
@@ -391,6 +399,23 @@ def open_device(index: int | None = None) -> CupyDevice:
             f"there is no GPU {chosen}; CuPy sees {count}", "look at FERRORPC_DEVICE and CUDA_VISIBLE_DEVICES"
         )
     return device_of(cupy, chosen)
+
+
+@cache
+def _driver() -> Any:
+    """CUDA's driver, for the call that CuPy lacks; None beside a stand-in for CuPy, which needs none."""
+    try:
+        return ctypes.CDLL(_DRIVER)
+    except OSError:
+        return None
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    """Sets the calling thread's mode for the captures of CUDA graphs. Returns the former."""
+    driver, exchanged = _driver(), ctypes.c_int(mode)
+    if driver is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
+    return exchanged.value
 
 
 def _as_current(stream: Stream) -> Any:

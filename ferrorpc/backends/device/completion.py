@@ -30,7 +30,7 @@ class CompletionWatcher(Execution):
     The thread that queries events takes the GIL whenever it wakes. The thread that launches the next operation releases the GIL
     in many of CUDA's calls, and waits to get it back, which takes longer than the rest of the launch. So a watcher polls seldom
     and queries few events: the GPU reaches end events in the order of their stream, so a binary search finds the last one that
-    it has reached. A watcher also lingers when nothing is left in flight, so that the next small operation need not wake a thread.
+    it has reached. A watcher also lingers when nothing is left in flight, so that the next small operation wakes no thread.
     """
 
     def __init__(self, first: InFlightExecution, device: Device) -> None:
