@@ -15,9 +15,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
@@ -35,6 +35,8 @@ INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]
 T = TypeVar("T")
 _SUCCESS: Final = 0
 _NOT_READY: Final = 600
+_CAPTURING: Final = range(900, 909)
+"""What CUDA answers where a graph is being captured, or an event was recorded in a capture."""
 _UUID_BYTES: Final = 16
 _HIGHEST_PRIORITY: Final = -5
 """The highest of today's GPUs; CUDA clamps a priority to its range."""
@@ -68,7 +70,7 @@ class CupyEvent:
         """As `Event.done`.
 
         Raises:
-            BackendUnavailableError: the GPU has failed, and will reach no event any more.
+            BackendUnavailableError: the GPU has failed, and will reach no event any more; or a CUDA graph is being captured.
         """
         runtime = self._runtime
         status = runtime.eventQuery(self.number)
@@ -79,6 +81,11 @@ class CupyEvent:
         try:
             runtime.check_status(status)
         except runtime.CUDARuntimeError as failure:
+            if status in _CAPTURING:
+                raise BackendUnavailableError(
+                    f"a CUDA graph is being captured, or holds the operation: {failure}",
+                    "operations cannot be captured: begin them, and wait for them, before the capture or after it",
+                ) from None
             raise BackendUnavailableError(
                 f"the GPU has failed: {failure}",
                 "look for the kernel with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; the process has to be started again",
@@ -244,10 +251,18 @@ class CupyDevice:
         self.cupy.cuda.Device(self.index).use()
 
     def enter_own_thread(self) -> None:
-        """As `Device.enter_own_thread`, by the driver: CuPy lacks the call."""
+        """As `Device.enter_own_thread`."""
         self.make_current()
-        with suppress(OSError):  # a stand-in for CuPy needs no driver
-            ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+        _exchange_capture_mode(_THREAD_LOCAL)
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """As `Device.beside_captures`."""
+        before = _exchange_capture_mode(_THREAD_LOCAL)
+        try:
+            yield
+        finally:
+            _exchange_capture_mode(before)
 
     def holds(self, array: DeviceArray) -> bool:
         """As `Device.holds`."""
@@ -335,7 +350,7 @@ class CupyDevice:
 
     def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
         """As `Device.pinned`."""
-        with self.here():
+        with self.here(), self.beside_captures():
             memory = self.cupy.cuda.alloc_pinned_memory(size_bytes)
         room: Any = (ctypes.c_uint8 * size_bytes).from_address(memory.ptr)
         room.owner = memory  # lives as long as any view of it
@@ -384,6 +399,23 @@ def open_device(index: int | None = None) -> CupyDevice:
             f"there is no GPU {chosen}; CuPy sees {count}", "look at FERRORPC_DEVICE and CUDA_VISIBLE_DEVICES"
         )
     return device_of(cupy, chosen)
+
+
+@cache
+def _driver() -> Any:
+    """CUDA's driver, for the call that CuPy lacks; None beside a stand-in for CuPy, which needs none."""
+    try:
+        return ctypes.CDLL(_DRIVER)
+    except OSError:
+        return None
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    """Sets the calling thread's mode for the captures of CUDA graphs. Returns the former."""
+    driver, exchanged = _driver(), ctypes.c_int(mode)
+    if driver is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
+    return exchanged.value
 
 
 def _as_current(stream: Stream) -> Any:

@@ -169,8 +169,10 @@ class Ring:
         self._kept.append((event, array))
 
     def let_go(self) -> None:
-        """Drops what was kept for events that the GPU has reached."""
-        with self._lock:
+        """Drops what was kept for events that the GPU has reached. Threads that receive messages call it, too."""
+        if not self._kept:
+            return
+        with self._lock, self._device.beside_captures():
             for _ in range(len(self._kept)):
                 if self._kept[0][0].done:
                     self._kept.popleft()

@@ -344,7 +344,7 @@ class Staging:
             return download.is_complete
 
         try:
-            until_true(is_complete, guard.clock, guard.deadline - guard.clock.now())
+            until_true(is_complete, guard.clock, max(guard.deadline - guard.clock.now(), 0.0))
         finally:
             download.finish()
         return download.data
@@ -397,7 +397,7 @@ def until_true(is_reached: Callable[[], bool], clock: Clock, seconds: float) -> 
     while not is_reached():
         now = clock.now()
         if now >= until:
-            message = f"the GPU did not come to the end of a copy within {seconds:g} s"
+            message = f"the GPU did not come to the end of a copy within {seconds:.3g} s"
             raise CollectiveTimeoutError([], message, hint="look at what the caller's stream holds")
         parker.park(min(until, now + NAP_SECONDS))
 

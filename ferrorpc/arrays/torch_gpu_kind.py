@@ -19,6 +19,7 @@ from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.arrays.cupy_kind import CupyKind, DeviceOut, cupy_kind
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.staging import Staging
+from ferrorpc.arrays.torch_cuda import current_of_torch
 from ferrorpc.arrays.torch_kind import TorchKind, check_not_lazy
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.types import DType, TensorSpec
@@ -58,7 +59,7 @@ class TorchGpuKind(TorchKind):
     def view_on_device(self, x: Any) -> View:
         spec = self.spec(x)
         if x.is_conj() or x.is_neg():
-            x = x.resolve_conj().resolve_neg()
+            x = self._resolved(x)
         seen = self._device_kind.view_on_device(self._seen(x, spec))
         return seen._replace(kind=self, spec=spec)
 
@@ -97,6 +98,15 @@ class TorchGpuKind(TorchKind):
     def to_host(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """As `Kind.to_host`."""
         return self._device_kind.to_host(data, spec)
+
+    def _resolved(self, x: Any) -> Any:
+        """A lazily conjugated or negated tensor as torch computes it: in torch's stream, which may not be the caller's."""
+        device = self._device_kind.device
+        caller, theirs = device.current(), device.adopt(current_of_torch(device.index))
+        theirs.wait(caller.record())
+        found = x.resolve_conj().resolve_neg()
+        caller.wait(theirs.record())
+        return found
 
     def _seen(self, x: Any, spec: TensorSpec) -> DeviceArray:
         """The memory of a tensor as it lies, as a CuPy array in storage dtype, which keeps the tensor."""

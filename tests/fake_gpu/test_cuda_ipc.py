@@ -13,10 +13,12 @@ import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends import gpu
+from ferrorpc.backends.cuda_ipc import peers
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.cuda_ipc.communicator import ABORT_SECONDS, kernel_of
-from ferrorpc.backends.cuda_ipc.control_block import SLOTS
+from ferrorpc.backends.cuda_ipc.control_block import SLOTS, block_bytes
 from ferrorpc.backends.device.communicator import DataType, Op
+from ferrorpc.backends.device.ending import EXIT_CODE, Ending
 from ferrorpc.backends.registry import Place, create
 from ferrorpc.errors import (
     BackendUnavailableError,
@@ -26,6 +28,7 @@ from ferrorpc.errors import (
     GroupAbortedError,
     NcclError,
     PeerLostError,
+    TensorMismatchError,
 )
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -235,6 +238,8 @@ def test_raw_forms_work_on_addresses(cupy: StandIn) -> None:
         np.testing.assert_array_equal(cupy.asnumpy(out)[:6], np.arange(6) + 1)
         backend.all_gather_raw(x.data.ptr, out.data.ptr, 6, "float32")
         np.testing.assert_array_equal(cupy.asnumpy(out), np.concatenate([np.arange(6), np.arange(6) + 1]))
+        with pytest.raises(TensorMismatchError, match=r"^CUDA IPC has no op='band' for int32"):
+            backend.all_reduce_raw(x.data.ptr, out.data.ptr, 6, "int32", op="band")
         other = 1 - group.rank
         backend.exchange_raw([(x.data.ptr, 24, other)], [(out.data.ptr, 24, other)])
         np.testing.assert_array_equal(cupy.asnumpy(out)[:6], np.arange(6) + other)
@@ -293,6 +298,33 @@ def test_the_end_of_a_generation_frees_who_waits_and_the_memory(cupy: StandIn, c
         eventually(lambda: not cupy.machine.shared, "all slabs are freed")
 
 
+def test_a_rank_whose_gpu_waits_for_a_killed_rank_for_ever_ends_to_be_started_again(cupy: StandIn) -> None:
+    """An event that a process has recorded, and its GPU has not reached, is never reached once the process is killed."""
+    killed, codes = [True], list[int]()
+    with GrpcWorld(2, transport="shared_memory") as world:
+
+        def make(rank: int) -> CudaIpcBackend:
+            lanes = world.backends[rank]
+            ending = Ending(lanes.clock, lanes.latch, device_of(cupy, 0).here, abort_seconds=0.1, leave=codes.append)
+            return CudaIpcBackend(lanes, device_of(cupy, 0), ending=ending, slot_bytes=SLOT_BYTES, process=f"process-{rank}")
+
+        backends: list[Any] = in_threads(2, make)
+        found = [ProcessGroup(backend, timeout=SECONDS) for backend in backends]
+
+        def body(group: ProcessGroup) -> None:
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                x = cupy.asarray(np.ones(3, np.float32))
+                if group.rank == 1:
+                    stream.fake.enqueue(lambda: not killed)
+                group.all_reduce(x)
+
+        on_ranks(found, body)
+        backends[0].latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
+        eventually(lambda: codes == [EXIT_CODE], "rank 0 ends")
+        killed.clear()
+        in_threads(2, lambda rank: found[rank].close())
+
+
 def test_a_rank_that_cannot_open_the_others_memory_is_named_on_every_rank(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,8 +350,52 @@ def test_a_peer_of_which_only_a_part_can_be_opened_is_closed_again(cupy: StandIn
     monkeypatch.setattr(runtime, "ipcOpenEventHandle", refuse)
     with pytest.raises(NcclError, match="cannot open the GPU memory of group rank 1"), ipc_backends(cupy, 2):
         pass
-    assert runtime.ipcOpenMemHandle.__self__._opened.total() == 0
+    assert not runtime.ipcOpenMemHandle.__self__._opened
     assert set(cupy.machine.events) == events
+
+
+def test_memory_that_one_rank_could_open_is_freed_only_when_it_has_closed_it(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA does not say what becomes of it otherwise: the fake calls it a fault."""
+    runtime, refused = cupy.cuda.runtime, threading.Lock()
+    open_memory, close_memory = runtime.ipcOpenMemHandle, runtime.ipcCloseMemHandle
+
+    def refuse_one(handle: bytes) -> int:
+        if refused.acquire(blocking=False):
+            raise runtime.CUDARuntimeError(201)
+        return open_memory(handle)
+
+    def close_late(address: int) -> None:
+        SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.05)
+        close_memory(address)
+
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", refuse_one)
+    monkeypatch.setattr(runtime, "ipcCloseMemHandle", close_late)
+    with pytest.raises(NcclError, match="cannot open the GPU memory of group rank"), ipc_backends(cupy, 2):
+        pass
+    assert not cupy.machine.shared
+
+
+def test_a_slab_is_freed_at_once_though_its_peers_control_block_is_another_ones_by_then(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that closes a subgroup and makes another gets the same host memory again, before the others have seen the word."""
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0.1)
+
+    def body(group: ProcessGroup) -> None:
+        backend: Any = group._backend
+        pair: Any = group.subgroup([0, 1])
+        if group.rank == 0:  # closes when the other one has, and sleeps until it looks again
+            communicator = pair._backend.context.program.communicator
+            eventually(lambda: communicator._peers[0].has_closed, "the other one has closed its part")
+        pair.close()
+        if group.rank == 0:
+            backend._connector._room(block_bytes(2))
+
+    with groups(cupy, 2, slot_bytes=SLOT_BYTES) as found:
+        on_ranks(found, body)
+        eventually(lambda: len(cupy.machine.shared) == 2, "the subgroups' slabs are freed", 1.0)
 
 
 @pytest.mark.parametrize("call", ["malloc", "ipcGetMemHandle", "ipcGetEventHandle"])

@@ -116,6 +116,16 @@ def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at(cupy: StandI
     cupy.machine.failure = 0
 
 
+@pytest.mark.parametrize("status", [900, 907], ids=["a query during a capture", "an event in a capture"])
+def test_a_capture_is_not_called_a_failure_of_the_gpu(cupy: StandIn, status: int) -> None:
+    mark = device_of(cupy, 0).current().record()
+    cupy.machine.failure = status
+    with pytest.raises(BackendUnavailableError, match=f"a CUDA graph .*: cudaError {status}") as raised:
+        assert mark.done
+    assert "before the capture or after it" in raised.value.hint
+    cupy.machine.failure = 0
+
+
 def test_gpus_whose_uuids_begin_alike_up_to_a_zero_are_told_apart(cupy: StandIn) -> None:
     assert len({device_of(cupy, index).uuid for index in range(8)}) == 8
     cupy.machine.gpus[0].uuid = bytes(range(1, 17))
@@ -154,7 +164,7 @@ def test_threads_of_the_library_may_query_events_while_a_graph_is_captured(
         return 0
 
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
-    monkeypatch.setattr("ferrorpc.arrays.cupy_device.ctypes.CDLL", lambda name: driver)
+    monkeypatch.setattr("ferrorpc.arrays.cupy_device._driver", lambda: driver)
     monkeypatch.setattr(SYSTEM_CLOCK, "progress", Progress(SYSTEM_CLOCK), raising=False)
 
     def body(group: ProcessGroup) -> None:
@@ -162,4 +172,29 @@ def test_threads_of_the_library_may_query_events_while_a_graph_is_captured(
             group.all_reduce(cupy.asarray(np.ones(3, np.float32)), async_op=True).wait(host=True)
 
     run_world(2, body, clock=SYSTEM_CLOCK)
-    assert modes == [("ferrorpc-progress", 1, 2)]
+    assert next(each for each in modes if each[0] == "ferrorpc-progress") == ("ferrorpc-progress", 1, 2)
+
+
+def test_threads_that_receive_look_after_memory_beside_the_capture_of_a_graph(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode, queried = [0], list[int]()
+
+    def exchange(given: Any) -> int:
+        given._obj.value, mode[0] = mode[0], given._obj.value
+        return 0
+
+    def query(event: int) -> int:
+        queried.append(mode[0])
+        return 0
+
+    device = device_of(cupy, 0)
+    staging = device.staging
+    staging.downloads.keep("an array", device.current().record())
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr("ferrorpc.arrays.cupy_device._driver", lambda: driver)
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", query)
+    pin = cupy.cuda.alloc_pinned_memory
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", lambda size: queried.append(mode[0]) or pin(size))
+    staging.host_memory((5,), np.dtype(np.float32))
+    assert (queried, mode) == ([1, 1], [0])

@@ -274,6 +274,19 @@ def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> Non
     ]
 
 
+def test_a_query_of_cupys_communicator_by_another_thread_is_no_part_of_a_group() -> None:
+    record = Recorder()
+    end = complete(cupy_nccl(record).init(2, 0, [ID]))
+    with end.grouped():
+        end.send(1, 3, FLOAT, 1, 9)
+        record.raises = {"check_async_error": Refused(6)}
+        with pytest.raises(NcclError, match="ncclCommGetAsyncError: remote error"):
+            end.state()
+        record.raises = {}
+    complete(end)
+    assert record.calls[record.calls.index(("groupStart",)) :][1:3] == [("send", 1, 3, 7, 1, 9), ("groupEnd",)]
+
+
 def test_cupys_communicator_is_in_progress_while_it_is_split_and_nothing_once_it_is_aborted() -> None:
     record = Recorder()
     end = complete(cupy_nccl(record).init(2, 0, [ID]))

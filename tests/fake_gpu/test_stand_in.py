@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.machine import GpuFault
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.unit.transports.shared_memory.host_worlds import in_threads
 
 OWN = {"fake", "driver", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "seen"}
 """What the stand-in has for itself."""
@@ -96,22 +93,24 @@ def test_who_waits_for_a_mark_still_waits_for_it_when_the_event_marks_something_
     assert after.done
 
 
-def test_memory_that_threads_open_at_the_same_time_can_be_closed_by_each_of_them(
-    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks are threads here. The count of who has the memory open used to lose one where another thread ran in between."""
-    runtime = cupy.cuda.runtime
-
-    class Slow(Counter[int]):
-        def __missing__(self, address: int) -> int:
-            SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.05)
-            return 0
-
-    monkeypatch.setattr(runtime.ipcOpenMemHandle.__self__, "_opened", Slow())
-    address = runtime.malloc(1)
-    handle = runtime.ipcGetMemHandle(address)
-    assert in_threads(3, lambda rank: runtime.ipcOpenMemHandle(handle)) == [address] * 3
-    assert in_threads(3, lambda rank: runtime.ipcCloseMemHandle(address)) == [None] * 3
+def test_memory_of_another_process_is_there_until_it_is_closed_and_must_not_be_freed_before(cupy: StandIn) -> None:
+    runtime, gpu = cupy.cuda.runtime, cupy.machine.gpus[0]
+    address, event = runtime.malloc(4), runtime.eventCreateWithFlags(runtime.eventDisableTiming | runtime.eventInterprocess)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+        runtime.ipcGetMemHandle(address + 1)
+    opened, kept = (runtime.ipcOpenMemHandle(runtime.ipcGetMemHandle(address)) for _ in range(2))
+    assert len({address, opened, kept}) == 3, "each process has an address of its own for it"
+    gpu.bytes_at(address, 4)[:] = 7
+    assert gpu.bytes_at(opened + 1, 2).tolist() == [7, 7]
+    runtime.ipcCloseMemHandle(opened)
+    with pytest.raises(GpuFault, match="illegal address"):
+        gpu.bytes_at(opened, 1)
     with pytest.raises(GpuFault, match="is not open"):
-        runtime.ipcCloseMemHandle(address)
+        runtime.ipcCloseMemHandle(opened)
+    theirs = runtime.ipcOpenEventHandle(runtime.ipcGetEventHandle(event))
+    runtime.streamWaitEvent(0, theirs)
+    runtime.eventDestroy(event)
+    with pytest.raises(GpuFault, match="has destroyed it"):
+        runtime.streamWaitEvent(0, theirs)
     runtime.free(address)
+    assert "while another process had it open" in str(cupy.machine.faults.pop())

@@ -124,6 +124,20 @@ def test_the_callers_stream_is_cupys_or_else_torchs(gpus: TorchGpus) -> None:
     assert device.current().pointer == 0
 
 
+def test_a_lazy_tensor_is_read_once_torch_has_computed_it_whichever_stream_is_the_callers(gpus: TorchGpus) -> None:
+    cupy, busy = gpus.cupy, [True]
+    host = np.arange(4) + 1j
+    x = gpus.from_numpy(host)
+    cupy.machine.settle()
+    gpus.stream(0).enqueue(lambda: not busy)
+    with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
+        seen = view(x.conj(), on_device=True).data
+        copy = seen.copy()
+        busy.clear()
+        np.testing.assert_array_equal(cupy.asnumpy(copy), host.conj())
+        del seen
+
+
 def test_memory_that_is_made_in_torchs_stream_goes_back_to_it(gpus: TorchGpus) -> None:
     """Else what CuPy makes next could have it while that stream still works with it."""
     device, stream = device_of(gpus.cupy, 0), gpus.cupy.machine.gpus[0].new_stream(non_blocking=True)

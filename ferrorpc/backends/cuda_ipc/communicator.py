@@ -25,8 +25,8 @@ from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.arrays.staging import wait_for
-from ferrorpc.backends.cuda_ipc.control_block import CLOSED, SLOTS
-from ferrorpc.backends.cuda_ipc.peers import Own, Peer
+from ferrorpc.backends.cuda_ipc.control_block import SLOTS
+from ferrorpc.backends.cuda_ipc.peers import Own, Peer, part
 from ferrorpc.backends.cuda_ipc.rounds import Messages, Rounds, Waits
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
 from ferrorpc.errors import NcclError
@@ -40,7 +40,6 @@ CLOSE_SECONDS: Final = 60.0
 """How long a rank that closes waits for the others to close its memory: their GPUs may be late."""
 ABORT_SECONDS: Final = 2.0
 """How long a rank waits after an abort: others may be dead."""
-POLL_SECONDS: Final = 5e-3
 TABLE_SECONDS: Final = 10.0
 """How long the GPU may take to copy a few addresses."""
 _ITEM_BYTES: Final = {
@@ -208,13 +207,7 @@ class IpcCommunicator(Communicator):
         try:
             self._own.settle()
             self._table = None
-            for peer in self._peers:
-                peer.close()
-            self._own.words[CLOSED] = 1
-            until, parker = self._clock.now() + seconds, self._clock.parker()
-            while any(not peer.words[CLOSED] for peer in self._peers) and self._clock.now() < until:
-                parker.park(self._clock.now() + POLL_SECONDS)
-            self._own.close()
+            part(self._own, self._peers, self._clock, seconds)
         except self._ipc.error_class as problem:
             raise failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem)) from None
         finally:

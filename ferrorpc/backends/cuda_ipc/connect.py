@@ -15,13 +15,13 @@ from typing import Final
 import numpy as np
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.backends.cuda_ipc.communicator import IpcCommunicator
+from ferrorpc.backends.cuda_ipc.communicator import ABORT_SECONDS, IpcCommunicator
 from ferrorpc.backends.cuda_ipc.control_block import ControlBlock, block_bytes
-from ferrorpc.backends.cuda_ipc.peers import Own, Peer
+from ferrorpc.backends.cuda_ipc.peers import Own, Peer, part
 from ferrorpc.backends.device.communicator import Communicator, State, failed
 from ferrorpc.collectives.arena.control_blocks import Array, Memory
 from ferrorpc.coordination.base import Session
-from ferrorpc.errors import NcclError
+from ferrorpc.errors import CollectiveTimeoutError, NcclError
 
 CONNECT_SECONDS: Final = 30.0
 SLOT_BYTES: Final = 32 << 20
@@ -77,31 +77,33 @@ class IpcConnector:
         own_rank, size = list(ranks).index(self._session.membership.assignment.rank), len(ranks)
         slot_bytes = _rounded(max(self._asked_bytes, size * ALIGN_BYTES))
         message_bytes = _rounded(slot_bytes // 2 // size)
-        own, peers, problem = None, [], ""
+        clock, peers, problem, made = self._session.clock, list[Peer](), "", None
         with ExitStack() as undo:
             offset, bytes_, free = self._room(block_bytes(size))
             undo.callback(free)
             block = ControlBlock(bytes_, size)
+            block.name()
+            own = Own(self._device, block)
+            undo.callback(part, own, peers, clock, ABORT_SECONDS)
             try:
-                own = Own(self._device, block, size, slot_bytes, message_bytes)
-                undo.callback(own.close)
+                own.put_up(size, slot_bytes, message_bytes)
             except NcclError as error:
                 problem = error.message[:PROBLEM_CHARACTERS]
             told = json.dumps({"offset": offset, "process": self._process, "problem": problem})
             others = [json.loads(text) for text in self._meet(f"{name}/put-up", ranks, told)]
             if not any(other["problem"] for other in others):
+                for place, (rank, other) in enumerate(zip(ranks, others, strict=True)):
+                    if place != own_rank:
+                        theirs, is_here = self._block_of(rank, other["offset"], size), other["process"] == self._process
+                        peers.append(Peer(self._device, theirs, place, own_rank, is_here))
                 try:
-                    for place, (rank, other) in enumerate(zip(ranks, others, strict=True)):
-                        if place != own_rank:
-                            theirs, is_here = self._block_of(rank, other["offset"], size), other["process"] == self._process
-                            peers.append(Peer(self._device, theirs, place, own_rank, is_here))
-                            undo.callback(peers[-1].close)
-                except NcclError as error:
+                    for peer in peers:
+                        peer.open()
+                    made = IpcCommunicator(self._device, clock, own_rank, own, peers, slot_bytes, message_bytes, free)
+                except (NcclError, CollectiveTimeoutError) as error:
                     problem = error.message[:PROBLEM_CHARACTERS]
             met = dict(zip(ranks, self._meet(f"{name}/opened", ranks, problem), strict=True))
-            if own is not None and not any(met.values()):
-                clock = self._session.clock
-                made = IpcCommunicator(self._device, clock, own_rank, own, peers, slot_bytes, message_bytes, free)
+            if made is not None and not any(met.values()):
                 undo.pop_all()
                 return made
         raise NcclError(

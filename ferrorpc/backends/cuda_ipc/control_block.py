@@ -7,6 +7,7 @@ which was never recorded does not wait at all, so a reader waits for the event o
 
 from __future__ import annotations
 
+import secrets
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,8 @@ DIGEST: Final = 11
 """One word for each slot: the digest of the operation whose data is in it."""
 LEFT: Final = 13
 """How many rounds of all ranks this rank has finished reading."""
+NAME: Final = 14
+"""A number that no other control block has: memory that was given back may be another one's."""
 _FIRST_PAIR: Final = 16
 _PAIR_WORDS: Final = 4
 _SENT, _GOT, _BYTES = 0, 1, 2
@@ -60,6 +63,10 @@ class ControlBlock:
     def __init__(self, memory: Array, size: int) -> None:
         self.words: Words = words_of(memory)
         self._events = _events_from(size)
+
+    def name(self) -> None:
+        """Gives it its NAME."""
+        self.words[NAME] = secrets.randbits(63)
 
     def handle(self) -> bytes:
         """The IPC handle of the slab."""

@@ -1,29 +1,44 @@
-"""The GPU memory and events that a rank shares, and those of its peers that it has open."""
+"""The GPU memory and events that a rank shares, those of its peers that it has open, and how both end.
+
+CUDA does not say what becomes of memory or events that their owner frees while others have them open. So a rank that has closed
+those of the others says so in its control block, and frees its own once all others have said so, or after some time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from ferrorpc.arrays.device import Device
-from ferrorpc.backends.cuda_ipc.control_block import BASE, SLOTS, ControlBlock, events_of, got, left, sent, staged
+from ferrorpc.backends.cuda_ipc.control_block import BASE, CLOSED, NAME, SLOTS, ControlBlock, events_of, got, left, sent, staged
 from ferrorpc.errors import NcclError
+from ferrorpc.guard import Clock
+
+POLL_SECONDS: Final = 5e-3
 
 
 class Own:
     """This rank's slab and events, which it writes into its control block.
 
     The slab: SLOTS slots of `slot_bytes` that all ranks read, then SLOTS slots of `message_bytes` for each rank.
-
-    Raises:
-        NcclError: the GPU lacks the memory, or cannot share it.
     """
 
-    def __init__(self, device: Device, block: ControlBlock, size: int, slot_bytes: int, message_bytes: int) -> None:
+    def __init__(self, device: Device, block: ControlBlock) -> None:
         self.words = block.words
+        self._block = block
         self._device = device
-        self._ipc = ipc = device.ipc
+        self._ipc = device.ipc
         self.base = 0
         self.events: list[int] = []
-        size_bytes = SLOTS * (slot_bytes + size * message_bytes)
-        with device.here():
+
+    def put_up(self, size: int, slot_bytes: int, message_bytes: int) -> None:
+        """Allocates all of it, for a group of so many ranks.
+
+        Raises:
+            NcclError: the GPU lacks the memory, or cannot share it.
+        """
+        ipc, block, size_bytes = self._ipc, self._block, SLOTS * (slot_bytes + size * message_bytes)
+        with self._device.here():
             try:
                 self.base = ipc.allocate(size_bytes)
                 block.set_slab(self.base, ipc.memory_handle(self.base))
@@ -31,7 +46,6 @@ class Own:
                     self.events.append(ipc.new_event())
                     block.set_event(number, self.events[-1], ipc.event_handle(self.events[-1]))
             except ipc.error_class as problem:
-                self.close()
                 raise NcclError(f"cannot share {size_bytes >> 20} MiB of the GPU's memory: {problem}") from None
 
     def settle(self) -> None:
@@ -56,31 +70,41 @@ class Peer:
         rank: group rank of the peer.
         own_rank: that of this one.
         is_here: whether it is a thread of this process: then its addresses are valid here, and nothing is opened.
-
-    Raises:
-        NcclError: its memory cannot be opened.
     """
 
     def __init__(self, device: Device, block: ControlBlock, rank: int, own_rank: int, is_here: bool) -> None:
         self.rank = rank
         self.words = block.words
+        self._name = block.words[NAME]
+        self._own_rank = own_rank
         self._device = device
-        self._ipc = ipc = device.ipc
+        self._ipc = device.ipc
         self._is_here = is_here
         self._block = block
         self.base = 0
         self._opened: list[int] = []
         """Events that were opened here."""
-        with device.here():
+
+    def open(self) -> None:
+        """Opens its memory and events.
+
+        Raises:
+            NcclError: they cannot be opened.
+        """
+        with self._device.here():
             try:
-                self.base = block.words[BASE] if is_here else ipc.open_memory(block.handle())
+                self.base = self.words[BASE] if self._is_here else self._ipc.open_memory(self._block.handle())
                 self.staged = [self._event(staged(slot, phase)) for slot in range(SLOTS) for phase in range(2)]
                 self.left = [self._event(left(slot)) for slot in range(SLOTS)]
-                self.sent = [self._event(sent(own_rank, slot)) for slot in range(SLOTS)]
-                self.got = [self._event(got(own_rank, slot)) for slot in range(SLOTS)]
-            except ipc.error_class as problem:
-                self.close()
-                raise NcclError(f"cannot open the GPU memory of group rank {rank}: {problem}") from None
+                self.sent = [self._event(sent(self._own_rank, slot)) for slot in range(SLOTS)]
+                self.got = [self._event(got(self._own_rank, slot)) for slot in range(SLOTS)]
+            except self._ipc.error_class as problem:
+                raise NcclError(f"cannot open the GPU memory of group rank {self.rank}: {problem}") from None
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether it has closed this rank's memory. It has, too, where its control block is gone."""
+        return bool(self.words[CLOSED]) or self.words[NAME] != self._name
 
     def _event(self, number: int) -> int:
         event, handle = self._block.event(number)
@@ -98,3 +122,17 @@ class Peer:
                 self._ipc.destroy_event(event)
             if self.base:
                 self._ipc.close_memory(self.base)
+
+
+def part(own: Own, peers: Sequence[Peer], clock: Clock, seconds: float) -> None:
+    """Closes what the peers share. Frees what this rank shares once they have closed that, or after so many seconds.
+
+    The GPU must be past everything that this rank has queued on it.
+    """
+    for peer in peers:
+        peer.close()
+    own.words[CLOSED] = 1
+    until, parker = clock.now() + seconds, clock.parker()
+    while not all(peer.has_closed for peer in peers) and clock.now() < until:
+        parker.park(clock.now() + POLL_SECONDS)
+    own.close()

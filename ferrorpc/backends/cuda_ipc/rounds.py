@@ -5,6 +5,9 @@ block. A reader sees the word, makes its own stream wait for the event, and read
 the slot, and writes a word too; the slot is used again after that. The host waits only for words and the GPU only for events,
 and no kernel spins. So ranks whose processes take turns on one GPU do not block each other.
 
+A rank that is killed takes with it what its GPU has not reached. A stream that waits for such an event waits for ever, which no
+call ends, so its process has to (`Ending`).
+
 All waits here are generators, which yield while a word has not been written yet.
 
 Cost, of the GPU's memory: data is written once, and read once by each rank that needs it; SLOTS slots a rank.

@@ -178,18 +178,21 @@ def reduction(op: ReduceOp, dtype: DType) -> tuple[Op, DataType, int] | None:
     return table[op], NAMES[dtype], 2 if dtype.is_complex else 1
 
 
-def required(op: ReduceOp, dtype: DType) -> tuple[Op, DataType, int]:
+def required(op: ReduceOp, dtype: DType, library: str) -> tuple[Op, DataType, int]:
     """As `reduction`.
 
+    Args:
+        library: as in `Connector`.
+
     Raises:
-        TensorMismatchError: the operator means nothing for the dtype, or NCCL lacks it; the message says which.
+        TensorMismatchError: the operator means nothing for the dtype, or the library lacks it; the message says which.
     """
     why_not = refusal(op, dtype)
     found = None if why_not else reduction(op, dtype)
     if found is None:
         raise TensorMismatchError(
-            why_not.reason if why_not else f"NCCL has no op={op.value!r} for {dtype.label}",
-            hint="use backend='hybrid', which takes such calls through the host, or convert the array",
+            why_not.reason if why_not else f"{library} has no op={op.value!r} for {dtype.label}",
+            hint="with backend='hybrid' or 'cuda_ipc' arrays are reduced through the host then; or convert the array",
         )
     return found
 

@@ -27,10 +27,10 @@ EMPTY_SECONDS: Final = 3600.0
 class CompletionWatcher(Execution):
     """Completes the operations of one launch queue, one after the other. Later ones may join while it runs.
 
-    Each query of an event releases the GIL, and so does waking the thread that makes the query. The thread that launches the
-    next operation then waits to get the GIL back, which takes longer than the rest of the launch. So a watcher polls seldom and
-    queries few events: the GPU reaches end events in the order of their stream, so a binary search finds the last one that it
-    has reached. A watcher also lingers when nothing is left in flight, so that the next small operation need not wake a thread.
+    The thread that queries events takes the GIL whenever it wakes. The thread that launches the next operation releases the GIL
+    in many of CUDA's calls, and waits to get it back, which takes longer than the rest of the launch. So a watcher polls seldom
+    and queries few events: the GPU reaches end events in the order of their stream, so a binary search finds the last one that
+    it has reached. A watcher also lingers when nothing is left in flight, so that the next small operation wakes no thread.
     """
 
     def __init__(self, first: InFlightExecution, device: Device) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ferrorpc.arrays.device import Stream
-from ferrorpc.backends.device.communicator import Communicator, DataType, Op, required
+from ferrorpc.backends.device.communicator import Communicator, Connector, DataType, Op, required
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.execution import ImmediateExecution
 from ferrorpc.backends.device.launch import BYTES
@@ -34,6 +34,7 @@ class RawOperations:
     """
 
     context: GroupContext
+    _connector: Connector
     reductions: dict[tuple[str | ReduceOp, str | DType], tuple[Op, DataType, int]]
     """`communicator.required` of earlier calls, by operator and dtype as callers name them."""
 
@@ -117,7 +118,7 @@ class RawOperations:
         except TypeError:  # what cannot be hashed is refused below
             found = None
         if found is None:
-            found = self.reductions[op, dtype] = required(ReduceOp.named(op), _dtype(dtype))
+            found = self.reductions[op, dtype] = required(ReduceOp.named(op), _dtype(dtype), self._connector.library)
         return found
 
     def _raw(self, label: Callable[[], str], launch: Callable[[Communicator, int], None], stream: Any) -> None:

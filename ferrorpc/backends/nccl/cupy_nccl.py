@@ -126,7 +126,8 @@ class CupyCommunicator:
         if self._is_launching or not self._lock.acquire(blocking=False):
             return State.IN_PROGRESS
         try:
-            self._call("ncclCommGetAsyncError", lambda nccl: nccl.check_async_error())
+            with self._api.refusals("ncclCommGetAsyncError"):
+                self._nccl.check_async_error()
         finally:
             self._lock.release()
         return State.SUCCESS

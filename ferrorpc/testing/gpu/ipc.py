@@ -1,17 +1,17 @@
 """The CUDA IPC functions of `cupy.cuda.runtime`, for memory and events that processes share, on fake GPUs.
 
 Every rank of a test is a thread of one process, but may claim to be a process of its own. It then opens the memory and events
-of other ranks by their handles, as real processes must. Opened memory has the same address as for its owner.
+of other ranks by their handles, as real processes must. Opened memory has an address of its own until it is closed. What CUDA
+leaves undefined is a fault: to free memory that another process has open, and to use an event that its owner has destroyed.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeEvent, FakeStream, Gpu, GpuFault, Machine
+from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeEvent, FakeStream, Gpu, GpuFault, Machine, Memory
 
 HANDLE_BYTES: Final = 64
 DISABLE_TIMING, INTERPROCESS = 2, 4
@@ -31,53 +31,65 @@ class FakeIpc:
         self._gone = gone
         self._shared: set[int] = set()
         """Numbers of events that other processes may open."""
-        self._opened: Counter[int] = Counter()
+        self._exported: dict[int, int] = {}
+        """Events that were opened here -> the event of their owner."""
+        self._opened: dict[int, tuple[Memory, int]] = {}
+        """Addresses of opened memory -> the memory of the GPU that it was opened on, and its address for its owner."""
 
     def functions(self) -> dict[str, Any]:
         """The runtime's functions and constants, by name."""
         return {
             "malloc": self.malloc,
             "free": self.free,
-            "ipcGetMemHandle": _handle,
+            "ipcGetMemHandle": self.memory_handle,
             "ipcOpenMemHandle": self.open_memory,
             "ipcCloseMemHandle": self.close_memory,
             "eventDisableTiming": DISABLE_TIMING,
             "eventInterprocess": INTERPROCESS,
             "eventCreateWithFlags": self.create,
-            "eventDestroy": self._machine.events.pop,
+            "eventDestroy": self.destroy,
             "ipcGetEventHandle": self.event_handle,
             "ipcOpenEventHandle": self.open_event,
-            "eventRecord": lambda event, stream: self._machine.event(event).record(self._stream(stream)),
-            "streamWaitEvent": lambda stream, event: self._machine.event(event).hold(self._stream(stream)),
+            "eventRecord": lambda event, stream: self._event(event).record(self._stream(stream)),
+            "streamWaitEvent": lambda stream, event: self._event(event).hold(self._stream(stream)),
             "eventSynchronize": self.synchronize,
         }
 
     def malloc(self, size_bytes: int) -> int:
         with self._machine.lock:
             address = self._gpu().memory.allocate(size_bytes)
-            self._machine.shared.add(address)
+            self._machine.shared[address] = self._gpu()
             return address
+
+    def memory_handle(self, address: int) -> bytes:
+        if address not in self._machine.shared:
+            raise self._gone()
+        return _handle(address)
 
     def free(self, address: int) -> None:
         """Waits for the GPU, as cudaFree does."""
         with self._machine.lock:
             self._machine.settle()
-            self._gpu().memory.free(address)
-            self._machine.shared.remove(address)
+            if any(owners == address for _, owners in self._opened.values()):
+                self._machine.faults.append(GpuFault(f"memory at {address:#x} was freed while another process had it open"))
+            self._machine.shared.pop(address).memory.free(address)
 
     def open_memory(self, handle: bytes) -> int:
-        address = int.from_bytes(handle, "little")
+        owners = int.from_bytes(handle, "little")
         with self._machine.lock:
-            if address not in self._machine.shared:
+            owner, memory = self._machine.shared.get(owners), self._gpu().memory
+            if owner is None:
                 raise self._gone()
-            self._opened[address] += 1
-        return address
+            address = memory.map(owner.memory.block(owners))
+            self._opened[address] = memory, owners
+            return address
 
     def close_memory(self, address: int) -> None:
         with self._machine.lock:
-            if not self._opened[address]:
+            if address not in self._opened:
                 raise GpuFault(f"memory at {address:#x} is not open")
-            self._opened[address] -= 1
+            memory, _ = self._opened.pop(address)
+            memory.unmap(address)
 
     def create(self, flags: int) -> int:
         if flags not in (DISABLE_TIMING, DISABLE_TIMING | INTERPROCESS):
@@ -93,10 +105,23 @@ class FakeIpc:
         return _handle(event)
 
     def open_event(self, handle: bytes) -> int:
-        event = self._machine.events.get(int.from_bytes(handle, "little"))
+        owners = int.from_bytes(handle, "little")
+        event = self._machine.events.get(owners)
         if event is None:
             raise self._gone()
-        return self._machine.know(event)
+        found = self._machine.know(event)
+        self._exported[found] = owners
+        return found
+
+    def destroy(self, event: int) -> None:
+        del self._machine.events[event]
+        self._exported.pop(event, None)
+
+    def _event(self, number: int) -> FakeEvent:
+        """An event that is to be used."""
+        if self._exported.get(number, number) not in self._machine.events:
+            raise GpuFault(f"the owner of event {number:#x} has destroyed it")
+        return self._machine.event(number)
 
     def _stream(self, pointer: int) -> FakeStream:
         """The stream with this number. The null stream is the default stream of the current GPU."""
@@ -105,7 +130,7 @@ class FakeIpc:
     def synchronize(self, event: int) -> None:
         """Blocks until the event is done. Raises GpuFault after STUCK_SECONDS."""
         until = time.monotonic() + STUCK_SECONDS
-        while not self._machine.event(event).done:
+        while not self._event(event).done:
             if time.monotonic() > until:
                 raise GpuFault("nothing moves before a mark that the host waits for")
 

@@ -14,6 +14,7 @@ Not modelled: time, and contention between the streams of a GPU.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
 from bisect import bisect_right, insort
@@ -33,6 +34,10 @@ UUID: Final = b"fake GPU\0\xff\xfe\xfd"
 """The first bytes of each UUID. One is zero, as in one of seventeen real UUIDs."""
 STUCK_SECONDS: Final = 20.0
 """How long `FakeStream.synchronize` waits without progress of any stream before it raises."""
+
+
+_MAPPINGS: Final = itertools.count(1 << 60, 1 << 40)
+"""Addresses at which nothing is on the host: only a fake GPU knows them."""
 
 
 class GpuFault(RuntimeError):
@@ -58,6 +63,22 @@ class Memory:
     def free(self, address: int) -> None:
         """Frees the block at an address and overwrites it."""
         self._blocks.pop(address)[:] = FREED
+        self._starts.remove(address)
+
+    def block(self, address: int) -> np.ndarray[Any, Any]:
+        """All of the block that begins at an address, as uint8."""
+        return self._blocks[address]
+
+    def map(self, block: np.ndarray[Any, Any]) -> int:
+        """Maps a block of another process, at an address of its own. Returns that."""
+        address = next(_MAPPINGS)
+        self._blocks[address] = block
+        insort(self._starts, address)
+        return address
+
+    def unmap(self, address: int) -> None:
+        """Ends a mapping, whose block stays as it is."""
+        del self._blocks[address]
         self._starts.remove(address)
 
     def find(self, address: int, size_bytes: int) -> np.ndarray[Any, Any] | None:
@@ -201,8 +222,8 @@ class Machine:
         self.lock = threading.RLock()
         self.moved = threading.Condition(self.lock)
         self.pinned = Memory()
-        self.shared: set[int] = set()
-        """Addresses of GPU memory that other processes may open."""
+        self.shared: dict[int, Gpu] = {}
+        """GPU memory that other processes may open: its address for its owner, and its GPU."""
         self.faults: list[Exception] = []
         self.copying: Callable[[str, int, int], bool] = lambda direction, gpu, size_bytes: True
         self.events: dict[int, FakeEvent] = {}

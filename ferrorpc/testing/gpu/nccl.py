@@ -4,7 +4,8 @@ What is modelled:
 
 - A communicator is IN_PROGRESS until all ranks have joined with the same id, for ever if one never does. All must have the same
   version and each a GPU of its own.
-- After the first operation a communicator is IN_PROGRESS for some queries, because NCCL connects then.
+- After each operation a communicator is IN_PROGRESS for some queries, more after the first one, when NCCL connects. Another
+  thread of NCCL's launches meanwhile, so the operation is in its stream only when the state says so.
 - Operations run in streams, in the order of their communicator. Operations that do not match on all ranks never complete. If
   the communicator is aborted, they end without a result.
 - A communicator that is IN_PROGRESS refuses all other calls. It is so during a split, and after it is finalized until its
@@ -32,6 +33,8 @@ from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeStream, Gpu, GpuFaul
 ID_BYTES: Final = 128
 LOOKS_TO_CONNECT: Final = 2
 """How many state queries return IN_PROGRESS after a communicator's first operation."""
+LOOKS_TO_LAUNCH: Final = 1
+"""As many after each later one, where there are other ranks: for one alone NCCL launches within the call."""
 
 Array = np.ndarray[Any, Any]
 
@@ -184,7 +187,10 @@ class FakeCommunicator:
         self._completes = completes
         self._operations = 0
         self._running = 0
-        self._connecting = 0
+        self._looks = 0
+        """How many state queries return IN_PROGRESS from now on."""
+        self._launching: list[tuple[FakeStream, _Task]] = []
+        """What comes to its stream when these are over."""
         self._machine = api.world.machine
         meeting.ends[rank] = self
 
@@ -202,13 +208,21 @@ class FakeCommunicator:
                 return self.broken
             if not self._completes or not self.meeting.complete or self._is_splitting:
                 return State.IN_PROGRESS
-            if self._connecting:
-                self._connecting -= 1
+            if self._looks:
+                self._looks -= 1
+                if not self._looks:
+                    self._put_into_streams()
                 return State.IN_PROGRESS
             if self.finalized and self._running:
                 self._machine.step()
                 return State.IN_PROGRESS
             return self._judged()
+
+    def _put_into_streams(self) -> None:
+        self._looks = 0
+        for stream, task in self._launching:
+            stream.enqueue(task.run)
+        self._launching.clear()
 
     @property
     def _is_splitting(self) -> bool:
@@ -280,6 +294,7 @@ class FakeCommunicator:
         machine = self._machine
         with machine.lock:
             self.aborted = True
+            self._put_into_streams()
             while self._running:  # like NCCL, which frees the memory of its kernels only after they end
                 if not machine.step() and not machine.moved.wait(STUCK_SECONDS):
                     raise GpuFault(f"an abort waits for {self._running} launches, and nothing moves")
@@ -301,7 +316,7 @@ class FakeCommunicator:
             raise failed(call, State.INVALID_ARGUMENT, "the communicator is gone")
         if self.broken is not None:
             raise failed(call, self.broken, "the communicator has met an error")
-        if not self._completes or not self.meeting.complete or self._connecting or self._is_splitting:
+        if not self._completes or not self.meeting.complete or self._looks or self._is_splitting:
             raise failed(call, State.INVALID_USAGE, "the communicator is in progress")
 
     def launch(self, parts: list[Part], stream: int) -> None:
@@ -313,12 +328,15 @@ class FakeCommunicator:
                 raise failed(part.kind, State.INVALID_ARGUMENT, "count")
         with self._machine.lock:
             number, self._operations = self._operations, self._operations + 1
-            if number == 0:
-                self._connecting = LOOKS_TO_CONNECT
             fake: FakeStream = self.api.gpu.stream(stream)
             self._running += 1
-            task = _Task(self, number, parts)
-            fake.enqueue(task.run)
+            self._launching.append((fake, _Task(self, number, parts)))
+            if number == 0:
+                self._looks = LOOKS_TO_CONNECT
+            elif self.size > 1:
+                self._looks = LOOKS_TO_LAUNCH
+            else:
+                self._put_into_streams()
 
     def launch_ended(self) -> None:
         """Records the end of a launch."""
