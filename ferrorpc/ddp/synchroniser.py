@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -13,6 +12,7 @@ from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.bucket_memory import BucketMemory
 from ferrorpc.ddp.error_prefix import ErrorPrefix
+from ferrorpc.ddp.failure import tell_others
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
@@ -157,7 +157,8 @@ class GradientSynchronizer(Generic[Tree]):
     def uneven(self, follow: Callable[[Tree], Any] | None = None) -> Iterator[None]:
         """Within it ranks may take different numbers of steps; a rank that leaves counts with weight 0 until all have left.
 
-        Steps without a weight have the weight 1, so the mean is over the ranks that still take steps.
+        Steps without a weight have the weight 1, so the mean is over the ranks that still take steps. An exception that leaves
+        the block ends the generation, because the others wait for this rank.
 
         Args:
             follow: called on a rank that has left, with the means of each later step. It does what the loop does with them,
@@ -312,8 +313,7 @@ class SynchronizerStep(Generic[Tree]):
         self._owner._open = None
         if error is not None:
             self._reduction.abandon()
-            if isinstance(error, Exception | KeyboardInterrupt | CancelledError | GeneratorExit):
-                self._owner._group.abort(error)
+            tell_others(self._owner._group, error)
             return
         with abort_on_failure(self._reduction, self._owner._group):
             for name in self._added:

@@ -5,13 +5,15 @@ For torch modules, see tests/unit/torch/test_edge_cases.py. All worlds are simul
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.parameter import Parameter
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
-from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, UsageError
+from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, PeerLostError, UsageError
 from ferrorpc.testing import FaultPlan, run_world
 from tests.unit.ddp.model import Plain
 from tests.unit.ddp.world import run_world as run_watched
@@ -149,6 +151,44 @@ def test_uneven_inputs_may_be_weighted_and_an_error_within_is_not_waited_out():
     assert isinstance(outcomes[0], KeyError)
     assert isinstance(outcomes[1], PeerLostError)
     assert "enough" in str(outcomes[1])
+
+
+def uneven_steps_of_a_synchroniser(group, follow):
+    sync = GradientSynchronizer({"w": np.zeros(2)}, group)
+    with sync.uneven(lambda _: follow()):
+        yield lambda: sync({"w": np.ones(2)})
+
+
+def uneven_steps_of_a_module(group, follow):
+    ddp = DistributedDataParallel(Plain(w=np.zeros(2)), group)
+    with ddp.uneven(follow):
+        yield ddp.sync_gradients
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("steps", [uneven_steps_of_a_synchroniser, uneven_steps_of_a_module])
+def test_an_error_that_leaves_an_uneven_block_and_is_caught_is_what_the_others_hear_of(steps, follows):
+    """Not their timeout after a minute. The error is the block's own, or that of `follow`."""
+
+    def fails():
+        raise ZeroDivisionError
+
+    def body(group):
+        block = contextmanager(steps)(group, fails)
+        if group.rank == 1:
+            with pytest.raises(ZeroDivisionError), block as step:
+                step()
+                if not follows:
+                    fails()
+        else:
+            with pytest.raises(GroupAbortedError), block as step:
+                for _ in range(3):
+                    step()
+        with pytest.raises(GroupAbortedError) as caught:
+            group.barrier()
+        return caught.value.rank, caught.value.cause
+
+    assert run_world(2, body) == [(1, "ZeroDivisionError")] * 2
 
 
 def test_a_finished_rank_takes_weights_from_the_one_with_the_most_steps():
