@@ -65,6 +65,11 @@ class BucketSet:
         context = DeviceContext(self.kind, self.clock)
         return [DeviceBucketMemory(bucket, context) for bucket in self.layout.buckets]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether reductions can still begin: the group is neither closed nor broken."""
+        return self._stream.is_open
+
     def at(self, name: str) -> tuple[BucketMemory, Slot]:
         """The memory and slot of a gradient. The contents belong to a step until the next one begins."""
         slot = self.layout.slots[name]

@@ -244,6 +244,26 @@ def test_what_a_users_hook_does_to_a_gradient_is_done_before_it_is_averaged(befo
         check_close(steps[0], reference(2, lambda m, rank, s=step: local(m, rank, s)))
 
 
+def test_a_parameter_with_a_users_hook_may_be_frozen_for_some_steps() -> None:
+    def clamped(parameter: nn.Parameter) -> None:
+        parameter.grad.clamp_(max=1.0)
+
+    def body(group):
+        module, found = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)), []
+        ddp = DistributedDataParallel(module, group)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(clamped)
+            parameter.data.fill_(1.0)
+        for trains in (False, True):
+            module[0].requires_grad_(trains)
+            ddp.zero_grad()
+            ddp(torch.full((1, 2), 3.0 * group.rank)).sum().backward()
+            found.append([None if each.grad is None else each.grad.unique().tolist() for each in module.parameters()])
+        return found
+
+    assert run_world(2, body) == [[[None, [0.5]], [[0.5], [0.5]]]] * 2
+
+
 def test_an_optimizer_that_steps_in_a_hook_is_told_that_gradients_are_no_means_yet() -> None:
     def body(group):
         ddp = DistributedDataParallel(network(), group)
