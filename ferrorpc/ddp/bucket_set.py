@@ -77,4 +77,5 @@ class BucketSet:
 
     def collectives(self, step: int, bucket: int) -> BucketCollectives:
         """The collectives of one bucket in one step; with a hook, those of the header and the hook's own."""
-        return BucketCollectives(self._stream, (step * len(self.memory) + bucket) * self._operations, self.traffic)
+        first = (step * len(self.memory) + bucket) * self._operations
+        return BucketCollectives(self._stream, first, self._operations, self.traffic)

@@ -309,6 +309,22 @@ def test_a_parameter_added_after_wrapping_is_named():
     run_world(1, body)
 
 
+def test_ranks_whose_frozen_parameters_differ_learn_where_before_any_weight_moves():
+    """Together they are equally large on both ranks."""
+
+    class Frozen(Parameter):
+        requires_grad = False
+
+    def body(group):
+        module = Plain(w=np.zeros(2))
+        module.named["a"], module.named["b"] = Frozen(np.full(2 + group.rank, 1.0)), Frozen(np.full(3 - group.rank, 2.0))
+        with pytest.raises(CollectiveMismatchError, match=r"'a: float64\[3\]' where rank 0 has 'a: float64\[2\]'"):
+            DistributedDataParallel(module, group)
+        return module["a"].data.tolist()
+
+    assert run_world(2, body) == [[1.0] * 2, [1.0] * 3]
+
+
 def test_a_rank_that_never_comes_is_named_with_the_gradients_it_owes():
     def body(group):
         sync = GradientSynchronizer({f"layer{index}": np.zeros(2) for index in range(6)}, group)
