@@ -108,8 +108,8 @@ class BackwardHooks:
         self._hooks = []
 
     def would_be_replaced(self, parameters: Collection[int]) -> bool:
-        """Whether a new wrapper of the parameters with these ids takes the place of this one's: all are among them, or this one's
-        generation is over."""
+        """Whether a new wrapper, of the parameters with these ids, leaves nothing to this one: it has all of this one's
+        parameters, or this one's generation is over."""
         mine = map(id, self._replica.parameters.values())
         return not self._replica.reducer.is_open or all(each in parameters for each in mine)
 
@@ -218,7 +218,7 @@ def _shared(module: torch.nn.Module) -> str | None:
     own = {id(parameter) for parameter in module.parameters()}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and any(not hooks.would_be_replaced(own) for hooks in _hooks_of(parameter)):
-            return name
+            return str(name)
     return None
 
 
