@@ -367,3 +367,19 @@ def test_weights_beyond_any_number_are_an_error():
             sync({"g": np.ones(2, np.float32)}, weight=3e38)
 
     run_world(2, body)
+
+
+def test_weights_that_are_zero_in_one_dtype_alone_are_an_error_on_every_rank():
+    """Whichever bucket is reduced last, which differs between ranks."""
+
+    def body(group):
+        sync = GradientSynchronizer({"single": np.zeros(2, np.float32), "double": np.zeros(2)}, group)
+        for number in range(2):
+            step = sync.step(weight=1e-47)
+            for name in ("single", "double")[:: 1 if number else -1]:
+                step.ready(name, np.ones(2, np.float32 if name == "single" else np.float64))
+                group.barrier()
+            with pytest.raises(UsageError, match="sum to zero"):
+                step.__exit__(None, None, None)
+
+    run_world(2, body)
