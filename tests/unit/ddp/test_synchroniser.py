@@ -295,7 +295,8 @@ def test_an_interrupt_while_gradients_are_averaged_ends_the_generation(average, 
 def test_an_interrupt_in_a_backward_pass_ends_the_generation(kind):
     def body(group):
         sync = GradientSynchronizer({"a": np.zeros(2)}, group)
-        group.barrier()
+        with suppress(GroupAbortedError):  # rank 1 may be out of it, and interrupted, before rank 0 is
+            group.barrier()
         if group.rank == 1:
             with pytest.raises(kind), sync.step():
                 raise kind
