@@ -7,6 +7,7 @@ from typing import Any
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.select import sent_bytes
 from ferrorpc.ddp.bucket_memory import Array
+from ferrorpc.errors import UsageError
 from ferrorpc.operations.stream import Stream
 from ferrorpc.types import ReduceOp, TensorSpec, dtype_of
 from ferrorpc.work import Work
@@ -37,13 +38,15 @@ class BucketCollectives:
 
     Args:
         first: number of the first one in the stream. Every rank starts the same ones in the same order.
+        count: how many there may be; the next number is the next bucket's.
         traffic: counts each of them.
     """
 
-    def __init__(self, stream: Stream, first: int, traffic: Traffic) -> None:
+    def __init__(self, stream: Stream, first: int, count: int, traffic: Traffic) -> None:
         self.size = traffic.size
         self._stream = stream
         self._next = first
+        self._stop = first + count
         self._traffic = traffic
 
     def all_reduce(self, array: Array, op: ReduceOp = ReduceOp.SUM, wire: str | None = None) -> Work[Any]:
@@ -59,5 +62,7 @@ class BucketCollectives:
         return work
 
     def _number(self) -> int:
+        if self._next == self._stop:
+            raise UsageError("a hook starts more collectives for a bucket than its `operations`", hint="set it to their number")
         number, self._next = self._next, self._next + 1
         return number

@@ -65,6 +65,11 @@ class BucketSet:
         context = DeviceContext(self.kind, self.clock)
         return [DeviceBucketMemory(bucket, context) for bucket in self.layout.buckets]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether reductions can still begin: the group is neither closed nor broken."""
+        return self._stream.is_open
+
     def at(self, name: str) -> tuple[BucketMemory, Slot]:
         """The memory and slot of a gradient. The contents belong to a step until the next one begins."""
         slot = self.layout.slots[name]
@@ -72,4 +77,5 @@ class BucketSet:
 
     def collectives(self, step: int, bucket: int) -> BucketCollectives:
         """The collectives of one bucket in one step; with a hook, those of the header and the hook's own."""
-        return BucketCollectives(self._stream, (step * len(self.memory) + bucket) * self._operations, self.traffic)
+        first = (step * len(self.memory) + bucket) * self._operations
+        return BucketCollectives(self._stream, first, self._operations, self.traffic)

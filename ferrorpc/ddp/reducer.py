@@ -29,6 +29,7 @@ from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_set import BucketSet
 from ferrorpc.ddp.error_prefix import ErrorPrefix
+from ferrorpc.ddp.failure import others_told
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import device_name
 from ferrorpc.ddp.reduction import Reduction
@@ -79,6 +80,7 @@ class Reducer(BucketSet):
         require_same(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
         super().__init__(layout, group, hook, kind)
         self.steps = Steps(group)
+        self._group = group
         self._begun = 0
         self._default_weight: float | None = None
 
@@ -118,6 +120,8 @@ class Reducer(BucketSet):
     def uneven(self, follow: Callable[[Reduction], None]) -> Iterator[None]:
         """Within it ranks may take different numbers of steps. One that leaves takes part with weight 0 until all have left.
 
+        An exception that leaves it ends the generation: the other ranks would wait for this one's part in their steps.
+
         Args:
             follow: called on a rank that has left, after each step of the others, with the finished reduction.
         """
@@ -125,8 +129,9 @@ class Reducer(BucketSet):
             raise UsageError("an uneven() block is open already", hint="leave it first")
         self._default_weight = 1.0
         try:
-            yield
-            self._follow(follow)
+            with others_told(self._group):
+                yield
+                self._follow(follow)
         finally:
             self._default_weight = None
 

@@ -115,7 +115,10 @@ class Reduction:
             raise UsageError("the weights of all ranks sum to zero", hint="at least one rank needs a positive weight")
 
     def wait(self) -> float:
-        """As `finish`, but returns the sum of the weights also where it is zero; then there are no means."""
+        """As `finish`, but returns the sum of the weights also where it is zero; then there are no means.
+
+        It is the smallest among buckets: a weight may be zero in one dtype and not in another, and all ranks must decide alike.
+        """
         for name in () if self.is_complete else self._buckets.layout.slots:
             if name not in self._received:
                 self.put(name, None)
@@ -127,7 +130,7 @@ class Reduction:
             raise UsageError(
                 f"the weights of all ranks sum to {max(totals)}", hint="weigh by samples or tokens, in smaller units"
             )
-        return totals[-1]
+        return min(totals)
 
     def _wait_for_buckets(self) -> list[float]:
         """Returns the sum of the weights as each bucket's header has it."""

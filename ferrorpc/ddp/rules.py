@@ -24,7 +24,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Rule(Protocol):
-    """Updates weights. Its repr must be the same on all ranks.
+    """Updates weights. Its repr must be the same on all ranks, apart from addresses.
 
     Attributes:
         slots: how many state arrays it needs for each array of weights. They begin as zeros.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -13,6 +12,7 @@ from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.bucket_memory import BucketMemory
 from ferrorpc.ddp.error_prefix import ErrorPrefix
+from ferrorpc.ddp.failure import tell_others
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
@@ -157,7 +157,8 @@ class GradientSynchronizer(Generic[Tree]):
     def uneven(self, follow: Callable[[Tree], Any] | None = None) -> Iterator[None]:
         """Within it ranks may take different numbers of steps; a rank that leaves counts with weight 0 until all have left.
 
-        Steps without a weight have the weight 1, so the mean is over the ranks that still take steps.
+        Steps without a weight have the weight 1, so the mean is over the ranks that still take steps. An exception that leaves
+        the block ends the generation, because the others wait for this rank.
 
         Args:
             follow: called on a rank that has left, with the means of each later step. It does what the loop does with them,
@@ -228,6 +229,7 @@ class SynchronizerStep(Generic[Tree]):
     def __init__(self, owner: GradientSynchronizer[Tree], reduction: Reduction) -> None:
         self._owner = owner
         self._reduction = reduction
+        self._placed: set[str] = set()
         self._added: set[str] = set()
         self._kinds = dict(owner._kinds)
         self._means: dict[str, Any] | None = None
@@ -240,14 +242,18 @@ class SynchronizerStep(Generic[Tree]):
             UsageError: an unknown name, one that was ready before, or a step that is over.
         """
         memory, slot = self._check(name)
-        return memory.alias(slot, self._kinds[name])
+        found = memory.alias(slot, self._kinds[name])
+        if found is not None:
+            self._placed.add(name)
+        return found
 
     def add(self, name: str, part: Any) -> None:
-        """Adds a part of a gradient, such as a microbatch's. The gradient is complete when it is `ready`. Raises as `ready`."""
+        """Adds a part of a gradient, such as a microbatch's, to those before (the first may be computed in its `place`). The
+        gradient is complete when it is `ready`. Raises as `ready`."""
         memory, slot = self._check(name)
         got = self._owner._read(name, part)
         self._kinds[name] = got.kind
-        memory.add(slot, got, is_first=name not in self._added)
+        memory.add(slot, got, is_first=name not in self._added and name not in self._placed)
         self._added.add(name)
 
     def ready(self, name: str, grad: Any = _IN_PLACE) -> None:
@@ -259,7 +265,8 @@ class SynchronizerStep(Generic[Tree]):
                 out if all parts were added, or the gradient was computed in its `place`.
 
         Raises:
-            UsageError: an unknown name, one that was ready before, or a step that is over.
+            UsageError: an unknown name, one that was ready before, or a step that is over; or no gradient, and no part or place
+                of one in this step.
             TensorMismatchError: dtype, shape or GPU are not those of `like`.
         """
         self._check(name)
@@ -268,6 +275,11 @@ class SynchronizerStep(Generic[Tree]):
                 self.add(name, grad)
             self._put_in_place(name)
         elif grad is _IN_PLACE:
+            if name not in self._placed:
+                raise UsageError(
+                    f"gradient {name!r} is not there: nothing was added in this step, and its place was not asked for",
+                    hint="pass it, or None; or compute it in step.place(name), which is to be called in each step",
+                )
             self._put_in_place(name)
         elif grad is None:
             self._reduction.put(name, None)
@@ -312,15 +324,14 @@ class SynchronizerStep(Generic[Tree]):
         self._owner._open = None
         if error is not None:
             self._reduction.abandon()
-            if isinstance(error, Exception | KeyboardInterrupt | CancelledError | GeneratorExit):
-                self._owner._group.abort(error)
+            tell_others(self._owner._group, error)
             return
         with abort_on_failure(self._reduction, self._owner._group):
             for name in self._added:
                 if not self._reduction.has(name):
                     self._put_in_place(name)
             self._reduction.finish()
-        self._means = self._owner._means(self._reduction, self._kinds)
+            self._means = self._owner._means(self._reduction, self._kinds)
 
 
 def _without_elements(name: str, leaf: Any) -> Any:

@@ -67,9 +67,9 @@ class Wrapper:
     def uneven(self, follow: Callable[[], Any] | None = None) -> AbstractContextManager[None]:
         """Within it ranks may take different numbers of steps: one that has left the block counts with weight 0.
 
-        A rank waits at the end of the block until all have left it. Means are over the ranks that still take part. Buffers
-        are not exchanged within the block; at its end all ranks take those of the (lowest) rank with the most steps, unless
-        they are "local".
+        A rank waits at the end of the block until all have left it. An exception that leaves the block ends the generation,
+        because the others wait too. Means are over the ranks that still take part. Buffers are not exchanged
+        within the block; at its end all ranks take those of the (lowest) rank with the most steps, unless they are "local".
 
         Args:
             follow: called on a rank that has left, after each later step, with the means in `.grad`: None for a parameter that

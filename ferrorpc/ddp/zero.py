@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.ddp.error_prefix import ErrorPrefix
+from ferrorpc.ddp.failure import others_told
 from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.placement import common_gpu
 from ferrorpc.ddp.pytree import flatten
@@ -58,7 +60,7 @@ class ZeroOptimizer:
         _check_memory({name: _place(name, self._weights[name], spec) for name, spec in specs})
         _check_rule(rule)
         self._rule = rule
-        self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {rule!r}", common_gpu(self._weights))
+        self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {_text(rule)}", common_gpu(self._weights))
         self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
         self._steps = 0
 
@@ -76,7 +78,7 @@ class ZeroOptimizer:
         return sum(array.nbytes for memory in self._memory for array in memory)
 
     def step(self, grads: Any) -> None:
-        """Updates the weights by the mean of all ranks' gradients. Collective.
+        """Updates the weights by the mean of all ranks' gradients. Collective. An error of the rule ends the generation.
 
         Args:
             grads: a tree with the leaves of the weights; None counts as zeros.
@@ -92,12 +94,13 @@ class ZeroOptimizer:
             strange = ", ".join(sorted(leaves.keys() ^ self._weights.keys()))
             raise UsageError(f"the gradients are not those of the weights: see {strange}", hint="pass each leaf, or None")
         self._shards.check(leaves)
-        self._shards.reduce(self._weights, leaves)
-        self._steps += 1
-        with np.errstate(all="ignore"):
-            for shard, memory in zip(self._shards.shards, self._memory, strict=True):
-                self._rule(shard.weights, shard.gradient, memory, self._steps)
-        self._shards.gather(self._weights)
+        with others_told(self._group):
+            self._shards.reduce(self._weights, leaves)
+            self._steps += 1
+            with np.errstate(all="ignore"):
+                for shard, memory in zip(self._shards.shards, self._memory, strict=True):
+                    self._rule(shard.weights, shard.gradient, memory, self._steps)
+            self._shards.gather(self._weights)
 
     def state(self) -> dict[str, Array]:
         """A copy of this rank's optimizer state, to be saved with the weights. Each rank saves its own."""
@@ -213,6 +216,11 @@ def _check_shapes(state: Mapping[str, Array], slots: Mapping[str, tuple[int, ...
         raise UsageError(
             f"the state is not this optimizer's: see {strange[0]!r}", hint="make the optimizer of the same weights and rule"
         )
+
+
+def _text(rule: Rule) -> str:
+    """Its repr without addresses, such as a function's, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(rule))
 
 
 def _check_rule(rule: Any) -> None:

@@ -9,8 +9,9 @@ only at the end of the outer pass. The first step reduces everything at its end,
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,8 @@ class _AccumulateHook:
 
     def move_last(self) -> None:
         """Registers it again, after all others: hooks are called in the order of their registration."""
+        if not self._parameter.requires_grad:  # frozen since: torch takes no hook, and none is called
+            return
         if next(reversed(self._parameter._post_accumulate_grad_hooks)) != self._handle.id:
             self._handle.remove()
             self._handle = self._parameter.register_post_accumulate_grad_hook(self._call)
@@ -90,7 +93,8 @@ class BackwardHooks:
         self._in_parts: set[str] = set()
         self._is_removed = False
         for each in replica.parameters.values():
-            _remove_hooks(each)
+            for older in _hooks_of(each):  # otherwise both would average its gradient
+                older.remove()
         self._hooks = [
             _AccumulateHook(each, partial(self._accumulated, _BucketView(name, replica)))
             for name, each in replica.parameters.items()
@@ -102,6 +106,12 @@ class BackwardHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def would_be_replaced(self, parameters: Collection[int]) -> bool:
+        """Whether a new wrapper, of the parameters with these ids, leaves nothing to this one: it has all of this one's
+        parameters, or this one's generation is over."""
+        mine = map(id, self._replica.parameters.values())
+        return not self._replica.reducer.is_open or all(each in parameters for each in mine)
 
     def move_last(self) -> None:
         """Moves the hooks behind those that users have registered since, whose changes to a gradient are part of it.
@@ -190,13 +200,33 @@ class BackwardHooks:
         self._replica.finish(reduction, used)
 
 
-def _remove_hooks(parameter: Any) -> None:
-    """Removes the hooks of an older wrapper from a parameter, such as one of the previous generation that is still referenced.
-    Otherwise both would average its gradient."""
-    for call in list((parameter._post_accumulate_grad_hooks or {}).values()):
-        owner = getattr(getattr(call, "func", None), "__self__", None)
-        if isinstance(owner, BackwardHooks):
-            owner.remove()
+def check_not_shared(module: torch.nn.Module) -> None:
+    """Raises UsageError if a wrapper in use has some of the module's parameters and others besides, which nobody would average
+    any more: a parameter has the hook of one wrapper."""
+    if _shared(module) is not None:
+        gc.collect()  # a wrapper that was dropped is often part of a reference cycle
+    name = _shared(module)
+    if name is not None:
+        raise UsageError(
+            f"parameter {name!r} also belongs to another module that is wrapped, with parameters that this one does not have",
+            hint="wrap one module that has both as parts; to wrap another module in place of that one, let go of its wrapper",
+        )
+
+
+def _shared(module: torch.nn.Module) -> str | None:
+    """The first parameter that a wrapper in use has besides parameters that the module does not have."""
+    own = {id(parameter) for parameter in module.parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and any(not hooks.would_be_replaced(own) for hooks in _hooks_of(parameter)):
+            return str(name)
+    return None
+
+
+def _hooks_of(parameter: Any) -> list[BackwardHooks]:
+    """Those of older wrappers, such as one of the previous generation that is still referenced."""
+    calls = (parameter._post_accumulate_grad_hooks or {}).values()
+    owners = [getattr(getattr(call, "func", None), "__self__", None) for call in calls]
+    return [owner for owner in owners if isinstance(owner, BackwardHooks)]
 
 
 def _nearest_leaf(node: Any) -> Any:

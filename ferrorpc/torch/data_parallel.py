@@ -16,7 +16,7 @@ from ferrorpc.ddp.wrapper import Wrapper, check_unwrapped
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.torch.arguments import checked_module
-from ferrorpc.torch.backward_hooks import BackwardHooks
+from ferrorpc.torch.backward_hooks import BackwardHooks, check_not_shared
 from ferrorpc.torch.parameter_snapshot import ParameterSnapshot
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
         TensorMismatchError: a parameter's dtype has no mean.
         UsageError: the module contains a SyncBatchNorm, which would see this rank's batches alone, a lazy parameter, or a
-            submodule that is wrapped already.
+            submodule that is wrapped already; or a part of its parameters belongs to another module that is wrapped.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         check_unwrapped(module)
         _check_initialised(checked_module(module))
         _check_batch_norm(module, group.size)
+        check_not_shared(module)
         self.module: Module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
         self._hooks = BackwardHooks(self._replica)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from ferrorpc.arrays.kinds import kind_of, spec_of
+from ferrorpc.ddp.failure import others_told
 from ferrorpc.ddp.placement import common_gpu
 from ferrorpc.ddp.shards import Shard, Shards, check_state_rank
 from ferrorpc.errors import UsageError
@@ -77,7 +78,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             members.update({name: value for name, value in _settings(own).items() if name not in members})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters by the mean of all ranks' gradients; one without a gradient counts as zeros. Collective.
+        """Updates the parameters by the mean of all ranks' gradients; one without a gradient counts as zeros. Collective. An
+        error of the optimizer ends the generation.
 
         Returns:
             This rank's result of `closure`, if given. It is called once, before the step.
@@ -98,11 +100,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         gradients = [{name: parameter.grad for name, parameter in trained.items()} for trained in self._trainable_groups]
         for shards, own in zip(self._shards, gradients, strict=True):
             shards.check(own)
-        for shards, trained, own in zip(self._shards, self._trainable_groups, gradients, strict=True):
-            shards.reduce({name: parameter.detach() for name, parameter in trained.items()}, own)
-        self._inner.step()
-        for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
-            shards.gather({name: parameter.detach() for name, parameter in trained.items()})
+        with others_told(self._group):
+            for shards, trained, own in zip(self._shards, self._trainable_groups, gradients, strict=True):
+                shards.reduce({name: parameter.detach() for name, parameter in trained.items()}, own)
+            self._inner.step()
+            for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
+                shards.gather({name: parameter.detach() for name, parameter in trained.items()})
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

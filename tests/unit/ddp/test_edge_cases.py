@@ -11,7 +11,7 @@ import pytest
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.parameter import Parameter
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
-from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, UsageError
+from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, PeerLostError, UsageError
 from ferrorpc.testing import FaultPlan, run_world
 from tests.unit.ddp.model import Plain
 from tests.unit.ddp.world import run_world as run_watched
@@ -151,6 +151,47 @@ def test_uneven_inputs_may_be_weighted_and_an_error_within_is_not_waited_out():
     assert "enough" in str(outcomes[1])
 
 
+def uneven_steps_of_a_synchroniser(group, count, last, follow):
+    sync = GradientSynchronizer({"w": np.zeros(2)}, group)
+    with sync.uneven(lambda _: follow()):
+        for _ in range(count):
+            sync({"w": np.ones(2)})
+        last()
+
+
+def uneven_steps_of_a_module(group, count, last, follow):
+    ddp = DistributedDataParallel(Plain(w=np.zeros(2)), group)
+    with ddp.uneven(follow):
+        for _ in range(count):
+            ddp.sync_gradients()
+        last()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("steps", [uneven_steps_of_a_synchroniser, uneven_steps_of_a_module])
+def test_an_error_that_leaves_an_uneven_block_and_is_caught_is_what_the_others_hear_of(steps, follows):
+    """Not their timeout after a minute. The error is the block's own, or that of `follow`."""
+
+    def fails():
+        raise ZeroDivisionError
+
+    def passes():
+        pass
+
+    def body(group):
+        if group.rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                steps(group, 1, passes if follows else fails, fails)
+        else:
+            with pytest.raises(GroupAbortedError):
+                steps(group, 3, passes, passes)
+        with pytest.raises(GroupAbortedError) as caught:
+            group.barrier()
+        return caught.value.rank, caught.value.cause
+
+    assert run_world(2, body) == [(1, "ZeroDivisionError")] * 2
+
+
 def test_a_finished_rank_takes_weights_from_the_one_with_the_most_steps():
     def body(group):
         module = Plain(w=np.zeros(2))
@@ -269,6 +310,22 @@ def test_a_parameter_added_after_wrapping_is_named():
     run_world(1, body)
 
 
+def test_ranks_whose_frozen_parameters_differ_learn_where_before_any_weight_moves():
+    """Together they are equally large on both ranks."""
+
+    class Frozen(Parameter):
+        requires_grad = False
+
+    def body(group):
+        module = Plain(w=np.zeros(2))
+        module.named["a"], module.named["b"] = Frozen(np.full(2 + group.rank, 1.0)), Frozen(np.full(3 - group.rank, 2.0))
+        with pytest.raises(CollectiveMismatchError, match=r"'a: float64\[3\]' where rank 0 has 'a: float64\[2\]'"):
+            DistributedDataParallel(module, group)
+        return module["a"].data.tolist()
+
+    assert run_world(2, body) == [[1.0] * 2, [1.0] * 3]
+
+
 def test_a_rank_that_never_comes_is_named_with_the_gradients_it_owes():
     def body(group):
         sync = GradientSynchronizer({f"layer{index}": np.zeros(2) for index in range(6)}, group)
@@ -308,5 +365,21 @@ def test_weights_beyond_any_number_are_an_error():
         sync = GradientSynchronizer({"g": np.zeros(2, np.float32)}, group)
         with pytest.raises(UsageError, match="sum to inf"):
             sync({"g": np.ones(2, np.float32)}, weight=3e38)
+
+    run_world(2, body)
+
+
+def test_weights_that_are_zero_in_one_dtype_alone_are_an_error_on_every_rank():
+    """Whichever bucket is reduced last, which differs between ranks."""
+
+    def body(group):
+        sync = GradientSynchronizer({"single": np.zeros(2, np.float32), "double": np.zeros(2)}, group)
+        for number in range(2):
+            step = sync.step(weight=1e-47)
+            for name in ("single", "double")[:: 1 if number else -1]:
+                step.ready(name, np.ones(2, np.float32 if name == "single" else np.float64))
+                group.barrier()
+            with pytest.raises(UsageError, match="sum to zero"):
+                step.__exit__(None, None, None)
 
     run_world(2, body)

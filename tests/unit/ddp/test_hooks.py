@@ -96,6 +96,16 @@ def test_what_follows_an_operation_begins_while_others_still_compute():
         assert all(np.array_equal(found[name], wanted) for name, wanted in mean(2).items())
 
 
+def test_a_hook_with_more_operations_than_it_said_is_told_before_they_pass_for_the_next_buckets():
+    def body(group):
+        hook = Twice()
+        hook.operations = 1
+        with pytest.raises(FerroError, match=r"more collectives .*`operations`"):
+            synchroniser(group, hook)(grads(group.rank))
+
+    run_world(2, body)
+
+
 @pytest.mark.parametrize(("wire", "last_place"), [("bf16", 2.0**-8), ("f16", 2.0**-11)])
 def test_narrow_floats_round_once_there_and_once_back(wire, last_place):
     def body(group):

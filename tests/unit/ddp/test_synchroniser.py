@@ -224,33 +224,6 @@ def test_a_hook_that_fails_on_one_rank_ends_the_generation():
     assert ["has 5 values for 2" in cause for cause in run_world(2, body)] == [True, True]
 
 
-def test_a_step_that_fails_on_one_rank_when_all_gradients_are_there_ends_the_generation(monkeypatch):
-    """As when a signal handler raises: the others take the step."""
-    victims, store = [], Replica._store
-
-    def fails(self, reduction):
-        if threading.get_ident() in victims:
-            raise TimeoutError("time is up")
-        store(self, reduction)
-
-    monkeypatch.setattr(Replica, "_store", fails)
-
-    def body(group):
-        ddp = DistributedDataParallel(Plain(a=np.ones(2)), group)
-        if group.rank == 1:
-            victims.append(threading.get_ident())
-            with pytest.raises(TimeoutError):
-                ddp.sync_gradients()
-        else:
-            with suppress(GroupAbortedError):
-                ddp.sync_gradients()
-        with pytest.raises(GroupAbortedError) as later:
-            group.barrier()
-        return later.value.rank
-
-    assert run_world(2, body) == [1, 1]
-
-
 def averaged_by_a_step(group):
     with GradientSynchronizer({"a": np.zeros(2)}, group).step() as step:
         step.ready("a", np.ones(2))
@@ -258,6 +231,36 @@ def averaged_by_a_step(group):
 
 def averaged_by_a_module(group):
     DistributedDataParallel(Plain(a=np.ones(2)), group).sync_gradients()
+
+
+@pytest.mark.parametrize(
+    ("average", "where", "method"),
+    [(averaged_by_a_step, GradientSynchronizer, "_means"), (averaged_by_a_module, Replica, "_store")],
+)
+def test_a_step_that_fails_on_one_rank_when_all_gradients_are_there_ends_the_generation(average, where, method, monkeypatch):
+    """As when a signal handler raises: the others take the step."""
+    victims, original = [], getattr(where, method)
+
+    def fails(*arguments):
+        if threading.get_ident() in victims:
+            raise TimeoutError("time is up")
+        return original(*arguments)
+
+    monkeypatch.setattr(where, method, fails)
+
+    def body(group):
+        if group.rank == 1:
+            victims.append(threading.get_ident())
+            with pytest.raises(TimeoutError):
+                average(group)
+        else:
+            with suppress(GroupAbortedError):
+                average(group)
+        with pytest.raises(GroupAbortedError) as later:
+            group.barrier()
+        return later.value.rank
+
+    assert run_world(2, body) == [1, 1]
 
 
 @pytest.mark.parametrize("average", [averaged_by_a_step, averaged_by_a_module])
@@ -292,7 +295,8 @@ def test_an_interrupt_while_gradients_are_averaged_ends_the_generation(average, 
 def test_an_interrupt_in_a_backward_pass_ends_the_generation(kind):
     def body(group):
         sync = GradientSynchronizer({"a": np.zeros(2)}, group)
-        group.barrier()
+        with suppress(GroupAbortedError):  # rank 1 may be out of it, and interrupted, before rank 0 is
+            group.barrier()
         if group.rank == 1:
             with pytest.raises(kind), sync.step():
                 raise kind
@@ -390,6 +394,34 @@ def test_parts_of_a_gradient_add_up_in_its_bucket():
         return step.grads["a"].astype(float).tolist(), step.grads["b"].tolist()
 
     assert run_world(2, body) == [([3.5, 3.5], [30.0, 30.0])] * 2
+
+
+def test_a_gradient_that_this_step_has_not_been_given_is_not_the_one_before():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2)}, group)
+        with sync.step() as step:
+            place = step.place("a")
+            place[...] = 8.0
+            step.ready("a")
+        with sync.step() as step:
+            with pytest.raises(UsageError, match=r"'a' is not there.*\n.*step\.place\(name\)"):
+                step.ready("a")
+            step.ready("a", np.full(2, 4.0))
+        return step.grads["a"].tolist()
+
+    assert run_world(2, body) == [[4.0, 4.0]] * 2
+
+
+def test_the_first_part_of_a_gradient_may_be_computed_in_its_place():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2)}, group)
+        with sync.step() as step:
+            step.place("a")[...] = 1.0
+            step.add("a", np.full(2, 2.0))
+            step.ready("a", np.full(2, 4.0))
+        return step.grads["a"].tolist()
+
+    assert run_world(2, body) == [[7.0, 7.0]] * 2
 
 
 def test_a_gradient_that_is_none_counts_as_zeros_and_not_as_what_the_round_before_left_in_its_place():

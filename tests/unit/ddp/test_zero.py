@@ -9,7 +9,7 @@ import pytest
 
 from ferrorpc.ddp.rules import SGD, Adam
 from ferrorpc.ddp.zero import ZeroOptimizer
-from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError, UsageError
+from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError, TensorMismatchError, UsageError
 from tests.unit.ddp.world import run_world
 
 RULES = [SGD(0.1), SGD(0.05, momentum=0.8, decay=0.01), Adam(0.01), Adam(0.02, decay=0.1)]
@@ -154,6 +154,41 @@ def test_ranks_with_other_rules_or_weights_are_told_where_they_differ():
             ZeroOptimizer(tree(0), group, SGD(0.1 * (1 + group.rank)))
 
     run_world(2, body)
+
+
+def test_a_rule_may_be_a_function_of_which_each_process_has_its_own():
+    """The address in its repr is no difference between ranks."""
+
+    def body(group):
+        def rule(weights, gradient, memory, step):
+            weights -= gradient
+
+        rule.slots = 0
+        weights = {"a": np.zeros(2)}
+        optimizer = ZeroOptimizer(weights, group, rule)
+        optimizer.step({"a": np.full(2, 1.0 + group.rank)})
+        return weights["a"].tolist(), " at 0x" in repr(rule)
+
+    assert run_world(2, body) == [([-1.5, -1.5], True)] * 2
+
+
+def test_a_rule_that_fails_on_one_rank_is_what_the_others_hear_of():
+    """They wait for its weights."""
+
+    def body(group):
+        def rule(weights, gradient, memory, step):
+            if group.rank == 1:
+                raise ZeroDivisionError
+
+        rule.slots = 0
+        optimizer = ZeroOptimizer({"a": np.zeros(2)}, group, rule)
+        with pytest.raises(ZeroDivisionError if group.rank == 1 else GroupAbortedError):
+            optimizer.step({"a": np.ones(2)})
+        with pytest.raises(GroupAbortedError) as caught:
+            group.barrier()
+        return caught.value.rank, caught.value.cause
+
+    assert run_world(2, body) == [(1, "ZeroDivisionError")] * 2
 
 
 def test_halves_are_refused_with_what_to_do():

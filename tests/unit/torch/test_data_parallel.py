@@ -280,6 +280,37 @@ def test_the_newest_wrapper_of_a_module_averages_alone() -> None:
         check_close(results[0][step], reference(2, lambda m, rank, s=step: m(batch(rank, s)).square().sum().backward()))
 
 
+def test_a_parameter_that_two_modules_share_has_one_wrapper() -> None:
+    """The second must not take the gradients of the first one's other parameters."""
+
+    def body(group):
+        shared = network(1, (6, 6))
+        first, second = nn.Sequential(shared, network(2, (6, 2))), nn.Sequential(shared, network(3, (6, 2)))
+        ddp = DistributedDataParallel(first, group)
+        ddp.itself = [ddp]  # so that only the collector lets go of it
+        with pytest.raises(UsageError, match=r"'0\.0\.weight' also belongs to another module.*\n.*both as parts"):
+            DistributedDataParallel(second, group)
+        ddp(batch(group.rank)).square().sum().backward()
+        found = [gradients(first)]
+        del ddp
+        first.zero_grad()
+        other = DistributedDataParallel(second, group)
+        other(batch(group.rank)).square().sum().backward()
+        found.append(gradients(second))
+        DistributedDataParallel(nn.ModuleList([first, second]), group)
+        with pytest.raises(UsageError, match="averages nothing any more"):
+            other(batch(group.rank))
+        return found
+
+    def alone(seed: int):
+        make = lambda: nn.Sequential(network(1, (6, 6)), network(seed, (6, 2)))  # noqa: E731
+        return reference(2, lambda m, rank: m(batch(rank)).square().sum().backward(), make)
+
+    for first, second in run_world(2, body):
+        check_close(first, alone(2))
+        check_close(second, alone(3))
+
+
 def test_the_backward_pass_of_a_wrapper_that_was_let_go_of_does_not_pass_for_an_average() -> None:
     def body(group):
         loss = DistributedDataParallel(network(), group)(batch(group.rank)).sum()

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ferrorpc.errors import UsageError  # noqa: E402
+from ferrorpc.errors import GroupAbortedError, UsageError  # noqa: E402
 from ferrorpc.torch import ZeroOptimizer  # noqa: E402
 from tests.unit.ddp.world import run_world  # noqa: E402
 from tests.unit.torch.models import batch, gradients, network  # noqa: E402
@@ -265,6 +265,24 @@ def test_a_gradient_that_cannot_be_sent_is_refused_before_those_of_other_groups_
         return first.tolist(), second.tolist()
 
     assert run_world(2, body) == [([-1.0] * 3, [-3.0] * 3)] * 2
+
+
+def test_an_optimizer_that_fails_on_one_rank_is_what_the_others_hear_of():
+    """They wait for its weights."""
+
+    def body(group):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = ZeroOptimizer([weight], torch.optim.SGD, group, lr=1.0)
+        if group.rank == 1:
+            optimizer.param_groups[0]["lr"] = "fast"
+        weight.grad = torch.ones(3)
+        with pytest.raises(TypeError if group.rank == 1 else GroupAbortedError):
+            optimizer.step()
+        with pytest.raises(GroupAbortedError) as caught:
+            group.barrier()
+        return caught.value.rank
+
+    assert run_world(2, body) == [1, 1]
 
 
 def test_a_closure_may_compute_gradients_also_where_a_loop_needs_none():

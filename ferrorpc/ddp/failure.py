@@ -1,0 +1,27 @@
+"""Ends the generation where an error on one rank would leave the others waiting for it until their timeout."""
+
+from __future__ import annotations
+
+from asyncio import CancelledError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+
+def tell_others(group: ProcessGroup, error: BaseException) -> None:
+    """Ends the generation with this error as its cause. Not with a SystemExit: the end of this process does that."""
+    if isinstance(error, Exception | KeyboardInterrupt | CancelledError | GeneratorExit):
+        group.abort(error)
+
+
+@contextmanager
+def others_told(group: ProcessGroup) -> Iterator[None]:
+    """A context whose errors end the generation."""
+    try:
+        yield
+    except BaseException as error:
+        tell_others(group, error)
+        raise
