@@ -57,6 +57,18 @@ def test_the_token_of_a_member_whose_name_was_taken_over_is_fenced() -> None:
     assert new.stream is not None
 
 
+def test_the_token_of_a_second_hello_survives_a_restart() -> None:
+    """Its process, whose first Welcome was lost, would be fenced."""
+    world = World()
+    join(world, "a")
+    first = world.clients["a"].token
+    world.hello("a")
+    assert world.clients["a"].token != first
+    world.restart()
+    world.hello("a", resume=True)
+    assert world.clients["a"].stream is not None
+
+
 def test_tokens_are_not_in_the_journal() -> None:
     world = World()
     join(world, "a")
