@@ -69,6 +69,15 @@ def test_the_token_of_a_second_hello_survives_a_restart() -> None:
     assert world.clients["a"].stream is not None
 
 
+def test_after_a_restart_a_member_has_its_own_lease_to_come_back_if_that_is_longer() -> None:
+    world = World()
+    world.hello("a", lease_ms=30_000)
+    world.restart()
+    world.tick(29 * SECOND)
+    world.hello("a", resume=True)
+    assert world.clients["a"].stream is not None
+
+
 def test_tokens_are_not_in_the_journal() -> None:
     world = World()
     join(world, "a")
