@@ -5,7 +5,7 @@ from __future__ import annotations
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import nccl_pb2, session_pb2, store_pb2
+from ferrorpc.v1 import identity_pb2, nccl_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import arrive, error, join, store
 
@@ -69,3 +69,16 @@ def test_a_peer_that_leaves_before_the_decision_ends_nothing() -> None:
     world.ask("b", leave={})
     world.tick(9 * SECOND)
     assert not any(event.HasField("broken") for event in world.clients["a"].events)
+
+
+def test_who_resumes_learns_who_is_stalled() -> None:
+    """It was told when that happened, but had no stream."""
+    world = World()
+    join(world, "a", "b")
+    world.clients["b"].frozen = True
+    world.tick(2 * SECOND)
+    world.cut("a")
+    world.tick(3 * SECOND // 2)
+    world.hello("a", resume=True)
+    told = [member for event in world.clients["a"].events for member in event.standings.members if member.rank == 1]
+    assert [member.state for member in told] == [identity_pb2.MEMBER_STATE_STALLED]
