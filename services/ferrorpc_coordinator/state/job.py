@@ -364,7 +364,8 @@ class Job:
         page = session_pb2.StatusResponse(job=self.context.job) if after else self._status_without_lists(version, durable)
         room = self.context.limits.status_page_bytes
         members = self._members_status(max(0, after - len(self.barriers)))
-        for part in chain(self.barriers.status(after), members):
+        parts: Iterator[session_pb2.BarrierStatus | identity_pb2.Member] = chain(self.barriers.status(after), members)
+        for part in parts:
             room -= part.ByteSize()
             if room < 0 and (page.barriers or page.members):
                 page.more = True
