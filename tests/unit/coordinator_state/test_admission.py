@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ferrorpc_coordinator.state.access import Access, read_grants
-from ferrorpc_coordinator.state.settings import SECOND, Settings
+from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
@@ -76,6 +76,15 @@ def test_after_a_restart_a_member_has_its_own_lease_to_come_back_if_that_is_long
     world.tick(29 * SECOND)
     world.hello("a", resume=True)
     assert world.clients["a"].stream is not None
+
+
+def test_a_member_whose_name_had_left_before_is_not_forgotten_with_those_who_left() -> None:
+    world = World(Settings(limits=Limits(gone_members=1)))
+    for name in ("a", "b", "c"):
+        join(world, name)
+        world.ask(name, leave={})
+        world.hello("a", instance=f"after {name}")
+    assert [member.name for member in world.coordinator.jobs["job"].members if member.alive] == ["a"]
 
 
 def test_tokens_are_not_in_the_journal() -> None:
