@@ -123,9 +123,16 @@ def _follow(
 
 
 def _ask(stub: CoordinatorServiceStub, where: str, config: Config) -> StatusResponse:
+    """The whole status, page by page."""
     from ferrorpc.v1.session_pb2 import StatusRequest
 
-    return call(stub.Status, StatusRequest(job=config["job"], token=token(config)), where)
+    request = StatusRequest(job=config["job"], token=token(config))
+    response = call(stub.Status, request, where)
+    while response.more:
+        request.after = len(response.barriers) + len(response.members)
+        response.ClearField("more")
+        response.MergeFrom(call(stub.Status, request, where))
+    return response
 
 
 def as_json_text(response: StatusResponse) -> str:

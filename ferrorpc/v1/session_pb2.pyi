@@ -557,20 +557,28 @@ class StatusRequest(google.protobuf.message.Message):
 
     JOB_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
     job: builtins.str
     token: builtins.str
+    after: builtins.int
+    """The number of barriers and members in the pages received before; 0 asks for the first page."""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         token: builtins.str = ...,
+        after: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "job", b"job", "token", b"token"]) -> None: ...
 
 Global___StatusRequest: typing_extensions.TypeAlias = StatusRequest
 
 @typing.final
 class StatusResponse(google.protobuf.message.Message):
+    """A page of a job's status, as large as an answer may be. The first has everything but the barriers and members that do not fit;
+    the later ones continue these two lists, barriers first. What changes between two pages may be missing or be there twice.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     POSITION_FIELD_NUMBER: builtins.int
@@ -585,6 +593,7 @@ class StatusResponse(google.protobuf.message.Message):
     WAITING_REASON_FIELD_NUMBER: builtins.int
     OCCURRENCES_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     job: builtins.str
     store_keys: builtins.int
     store_bytes: builtins.int
@@ -592,6 +601,8 @@ class StatusResponse(google.protobuf.message.Message):
     version: builtins.str
     waiting_reason: builtins.str
     """Why the open round has not closed yet; empty if there is none."""
+    more: builtins.bool
+    """Whether there is another page."""
     @property
     def position(self) -> ferrorpc.v1.identity_pb2.Position: ...
     @property
@@ -623,9 +634,10 @@ class StatusResponse(google.protobuf.message.Message):
         waiting_reason: builtins.str = ...,
         occurrences: collections.abc.Iterable[Global___Occurrence] | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
+        more: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["position", b"position"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["barriers", b"barriers", "durable", b"durable", "generations", b"generations", "job", b"job", "members", b"members", "occurrences", b"occurrences", "position", b"position", "store_bytes", b"store_bytes", "store_keys", b"store_keys", "stragglers", b"stragglers", "version", b"version", "waiting_reason", b"waiting_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["barriers", b"barriers", "durable", b"durable", "generations", b"generations", "job", b"job", "members", b"members", "more", b"more", "occurrences", b"occurrences", "position", b"position", "store_bytes", b"store_bytes", "store_keys", b"store_keys", "stragglers", b"stragglers", "version", b"version", "waiting_reason", b"waiting_reason"]) -> None: ...
 
 Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
 

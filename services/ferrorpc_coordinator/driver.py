@@ -160,6 +160,7 @@ class Driver:
         try:
             return await answer
         except asyncio.CancelledError:
+            self._drop_held_reply(number)
             self._step(Cancelled(number))
             raise
         finally:
@@ -287,6 +288,13 @@ class Driver:
     def _journal_failed(self, error: Exception) -> None:
         """Called on the journal's thread."""
         self._loop.call_soon_threadsafe(self._stop, error)
+
+    def _drop_held_reply(self, call: int) -> None:
+        """Drops the held answer of a call whose caller has gone; while the disk is stuck, callers come and give up."""
+        for index, (_, effect, _) in enumerate(self._held):
+            if isinstance(effect, Reply) and effect.call == call:
+                del self._held[index]
+                return
 
     def _made_durable(self) -> None:
         self._durable = self._written

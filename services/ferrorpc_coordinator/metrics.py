@@ -116,7 +116,7 @@ class JobGauges:
         """Reads the job directly: its full status also lists former members, and each scrape takes time on the event loop."""
         states = Counter(job.members.state(member, job.rendezvous.joining(member)) for member in job.members)
         alive = [member for member in job.members if member.rank >= 0 and member.alive]
-        newest, barriers = job.generations.newest, job.barriers.status()
+        newest = job.generations.newest
         return cls(
             members={state_label(state): count for state, count in states.items()},
             generation=0 if newest is None else newest.number,
@@ -124,8 +124,8 @@ class JobGauges:
             beat_age_seconds={member.rank: max(0, job.context.now - member.last_heard) / 1e9 for member in alive}
             if len(alive) <= MEMBERS_BY_RANK_MAX
             else {},
-            open_barriers=len(barriers),
-            longest_barrier_seconds=max((barrier.age_ms for barrier in barriers), default=0) / 1e3,
+            open_barriers=len(job.barriers),
+            longest_barrier_seconds=job.barriers.longest_ns / 1e9,
             store_keys=len(job.store.keyspace),
             store_bytes=job.store.keyspace.bytes,
         )

@@ -43,6 +43,7 @@ DRAIN_SECONDS: Final = 1.0
 HANDLERS_SECONDS: Final = 1.0
 """How long the handlers of calls may take to return after the calls have ended."""
 
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger("ferrorpc.coordinator")
 
 
@@ -118,7 +119,7 @@ def warn_of_floods(options: Options, grpcio_version: str) -> None:
 
 
 async def serve(options: Options, announce: Callable[[Announcement], None]) -> None:
-    """Runs a coordinator until SIGTERM or SIGINT, then drains it.
+    """Runs a coordinator until SIGTERM or SIGINT, then drains it. The process ignores these signals afterwards.
 
     Raises:
         ConfigError: it cannot start with these options.
@@ -158,8 +159,8 @@ class _Service:
         self._tokens: asyncio.Task[None] | None = None
 
     async def run(self, announce: Callable[[Announcement], None]) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._stopping.set)
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._stop_soon)
         try:
             self._driver.tick()
             await self._or_failure(self._first(self._driver.settled(), self._stopping.wait()))
@@ -175,6 +176,7 @@ class _Service:
             await self._or_failure(self._stopping.wait())
             await self._drain()
         finally:
+            _ignore_stop_signals()
             if self._tokens is not None:
                 self._tokens.cancel()
             if self._http is not None:
@@ -182,6 +184,10 @@ class _Service:
             self._driver.close()
             await self._server.stop(grace=DRAIN_SECONDS)
             await _other_tasks_ended()
+
+    def _stop_soon(self, *_: object) -> None:
+        """Handles a signal: between two instructions of the event loop's thread."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def _first(self, *awaited: Coroutine[None, None, object]) -> None:
         """Waits until one of them is done, and cancels the others."""
@@ -228,6 +234,15 @@ class _Service:
             certificate_ends_at=self._certificate.ends_at(),
             jobs={name: JobGauges.of(job) for name, job in self._coordinator.jobs.items()},
         )
+
+
+def _ignore_stop_signals() -> None:
+    """Makes this process ignore signals from now on: it ends already, and another would end it with another exit code.
+
+    asyncio's own handlers would not do: with its loop they end too, and the end of the interpreter and of gRPC takes a while.
+    """
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def _other_tasks_ended() -> None:

@@ -161,7 +161,10 @@ def test_a_barrier_that_waits_for_a_rank(browser, process, job):
         picture()
         crowd.barrier("epoch", [2])
         assert headline(browser, "All 4 ranks work") == "summary good"
-        browser.until("document.querySelector('#stragglers').textContent.includes('rank 2')")
+        browser.until("document.querySelector('#stragglers').textContent.match(/rank 2.*1 barrier, waited for/)")
+        browser.call("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=1, mobile=True)
+        browser.until("innerWidth === 360 && document.documentElement.scrollWidth === 360")  # also fits on a phone
+        browser.call("Emulation.clearDeviceMetricsOverride")
     finally:
         crowd.close()
 

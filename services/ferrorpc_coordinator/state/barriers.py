@@ -10,8 +10,10 @@ Cost: O(1) for an arrival, O(n) for the release, whose answer is encoded once.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import BarrierTimeoutError, FerroError, MessageTooLargeError, PeerLostError, UsageError, require
@@ -119,18 +121,25 @@ class Barriers:
         else:
             self._fail_if_impossible(key, barrier)
 
-    def status(self) -> list[session_pb2.BarrierStatus]:
-        """The open barriers, oldest first."""
-        statuses = []
-        for key, barrier in self._open.items():
+    def __len__(self) -> int:
+        """The number of open barriers."""
+        return len(self._open)
+
+    @property
+    def longest_ns(self) -> int:
+        """How long the oldest open barrier has waited; 0 if none is open."""
+        return max((self._context.now - barrier.since for barrier in self._open.values()), default=0)
+
+    def status(self, after: int = 0) -> Iterator[session_pb2.BarrierStatus]:
+        """The open barriers, oldest first, without the first `after`."""
+        for key, barrier in islice(self._open.items(), after, None):
             arrived = sorted((rank, arrival.since) for rank, arrival in barrier.arrivals.items() if isinstance(rank, int))
             status = session_pb2.BarrierStatus(name=key.name, generation=key.generation, ordinal=key.ordinal)
             status.arrived_ranks.extend(rank for rank, _ in arrived)
             status.arrived_after_ms.extend((since - barrier.since) // MILLISECOND for _, since in arrived)
             status.missing_ranks.extend(sorted(set(barrier.participants.ranks) - set(status.arrived_ranks)))
             status.age_ms = (self._context.now - barrier.since) // MILLISECOND
-            statuses.append(status)
-        return statuses
+            yield status
 
     def stragglers(self) -> list[session_pb2.Straggler]:
         """The ranks that came last to the script's last barriers in the newest generation, the longest waited-for first."""

@@ -230,7 +230,8 @@ class Coordinator:
             text = f"there is no job {request.job[:128]!r} here"
             hint = f"the jobs of this coordinator: {known or 'none yet'}"
             raise ConfigError(text, hint=hint) if self._jobs else ConfigError(text, hint=hint, jobs=0)
-        self._shared.effects.reply(job.context, call, job.status(self.settings.version, self.settings.durable))
+        page = job.status_page(self.settings.version, self.settings.durable, request.after)
+        self._shared.effects.reply(job.context, call, page)
 
     def _authorize(self, caller: Caller, token: str, job: str, needed: Role, what: str) -> None:
         """Checks access; records a refusal in the log."""

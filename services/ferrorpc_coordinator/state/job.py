@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from signal import Signals
 from typing import Any, Final
 
@@ -353,11 +354,33 @@ class Job:
 
     def status(self, version: str, durable: bool) -> session_pb2.StatusResponse:
         """The job's full status."""
+        status = self._status_without_lists(version, durable)
+        status.barriers.extend(self.barriers.status())
+        status.members.extend(self._members_status())
+        return status
+
+    def status_page(self, version: str, durable: bool, after: int) -> session_pb2.StatusResponse:
+        """The page of the status that begins after this many barriers and members."""
+        page = session_pb2.StatusResponse(job=self.context.job) if after else self._status_without_lists(version, durable)
+        room = self.context.limits.status_page_bytes
+        members = self._members_status(max(0, after - len(self.barriers)))
+        parts: Iterator[session_pb2.BarrierStatus | identity_pb2.Member] = chain(self.barriers.status(after), members)
+        for part in parts:
+            room -= part.ByteSize()
+            if room < 0 and (page.barriers or page.members):
+                page.more = True
+                break
+            if isinstance(part, identity_pb2.Member):
+                page.members.append(part)
+            else:
+                page.barriers.append(part)
+        return page
+
+    def _status_without_lists(self, version: str, durable: bool) -> session_pb2.StatusResponse:
+        """The status without barriers and members."""
         keyspace = self.store.keyspace
         return session_pb2.StatusResponse(
             job=self.context.job,
-            members=self._members_status(),
-            barriers=self.barriers.status(),
             generations=self.generations.status(),
             store_keys=len(keyspace),
             store_bytes=keyspace.bytes,
@@ -368,16 +391,14 @@ class Job:
             stragglers=self.barriers.stragglers(),
         )
 
-    def _members_status(self) -> list[identity_pb2.Member]:
-        """All members in rank order, each with an equal share of the links that fit into a status."""
+    def _members_status(self, after: int = 0) -> Iterator[identity_pb2.Member]:
+        """The members in rank order without the first `after`, each with an equal share of the links that fit into a status."""
         by_rank = sorted(self.members, key=lambda member: (member.rank < 0, member.rank))
         most = max(1, self.context.limits.status_links // max(1, len(by_rank)))
-        members = []
-        for member in by_rank:
+        for member in by_rank[after:]:
             description = self.members.describe(member, self.rendezvous.joining(member))
             description.links.extend(member.busiest_links(most))
-            members.append(description)
-        return members
+            yield description
 
 
 def sets_a_value(request: store_pb2.StoreRequest) -> bool:

@@ -57,6 +57,8 @@ class Limits:
     """Links kept per member."""
     status_links: int = 4_096
     """Links of all members together in one status, divided equally among them."""
+    status_page_bytes: int = 512 << 10
+    """Barriers and members in one page of the status; with the log and the generations it stays below 2 MiB."""
     remembered_writes: int = 128
     """Write results kept per client, for retries."""
     remembered_clients: int = 1_024

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -173,6 +174,23 @@ def test_where_all_stand_the_one_behind_is_late_if_the_ranks_work_in_step():
     assert late(21, 20, 21, state="MEMBER_STATE_LEFT") == 0, "nobody waits for those who said goodbye"
     assert late(21, 21, 21) == 0, "all compute"
     assert late(900, 450, 900) == 0, "stages of a pipeline drift apart, and all compute"
+
+
+def test_the_pages_of_a_status_are_put_together(monkeypatch):
+    pages = [
+        session_pb2.StatusResponse(job="x", more=True, barriers=[session_pb2.BarrierStatus()], members=[identity_pb2.Member()]),
+        session_pb2.StatusResponse(job="x", members=[identity_pb2.Member(rank=1)]),
+    ]
+    asked = []
+
+    def call(method, request, where):
+        asked.append(request.after)
+        return pages.pop(0)
+
+    monkeypatch.setattr(status, "call", call)
+    found = status._ask(SimpleNamespace(Status=None), "h:1", Config({"job": "x"}))
+    assert asked == [0, 2]
+    assert (found.more, len(found.barriers), [member.rank for member in found.members]) == (False, 1, [0, 1])
 
 
 def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(monkeypatch, capfd):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ferrorpc_coordinator.state.access import Access, read_grants
-from ferrorpc_coordinator.state.settings import SECOND, Settings
+from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
@@ -55,6 +55,36 @@ def test_the_token_of_a_member_whose_name_was_taken_over_is_fenced() -> None:
     world.hello("a", resume=True)
     assert refusal(world, "a").code == ErrorCode.STALE_GENERATION
     assert new.stream is not None
+
+
+def test_the_token_of_a_second_hello_survives_a_restart() -> None:
+    """Its process, whose first Welcome was lost, would be fenced."""
+    world = World()
+    join(world, "a")
+    first = world.clients["a"].token
+    world.hello("a")
+    assert world.clients["a"].token != first
+    world.restart()
+    world.hello("a", resume=True)
+    assert world.clients["a"].stream is not None
+
+
+def test_after_a_restart_a_member_has_its_own_lease_to_come_back_if_that_is_longer() -> None:
+    world = World()
+    world.hello("a", lease_ms=30_000)
+    world.restart()
+    world.tick(29 * SECOND)
+    world.hello("a", resume=True)
+    assert world.clients["a"].stream is not None
+
+
+def test_a_member_whose_name_had_left_before_is_not_forgotten_with_those_who_left() -> None:
+    world = World(Settings(limits=Limits(gone_members=1)))
+    for name in ("a", "b", "c"):
+        join(world, name)
+        world.ask(name, leave={})
+        world.hello("a", instance=f"after {name}")
+    assert [member.name for member in world.coordinator.jobs["job"].members if member.alive] == ["a"]
 
 
 def test_tokens_are_not_in_the_journal() -> None:

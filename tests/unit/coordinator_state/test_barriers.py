@@ -61,6 +61,14 @@ def test_a_cancellation_after_the_retry_does_not_remove_the_arrival() -> None:
     assert isinstance(world.replies[other], session_pb2.UnaryBarrierResponse)
 
 
+def test_a_cancelled_arrival_leaves_the_clients_arrivals_elsewhere() -> None:
+    world = World()
+    first = tool(world, "t")
+    world.step(Cancelled(tool(world, "t", name="another")))
+    tool(world, "u")
+    assert isinstance(world.replies[first], session_pb2.UnaryBarrierResponse)
+
+
 def test_a_session_that_ends_while_it_waits_in_a_counting_barrier_does_not_count() -> None:
     world = World()
     join(world, "a")

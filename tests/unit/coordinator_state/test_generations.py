@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ferrorpc_coordinator.state.settings import SECOND
+
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import error_pb2, session_pb2
+from ferrorpc.v1 import error_pb2, rendezvous_pb2, session_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import error, join
 
@@ -18,3 +20,41 @@ def test_a_failure_without_a_message_ends_the_generation_once() -> None:
     newest = world.coordinator.jobs["job"].generations.newest
     assert newest is not None
     assert newest.over
+
+
+def test_a_fixed_world_waits_for_the_survivors_of_a_broken_generation() -> None:
+    """Newcomers enough for a whole world do not take their places."""
+    world = World()
+    join(world, "a", "b")
+    failure = error_pb2.ErrorDetail(code=int(ErrorCode.GROUP_ABORTED), message="stop")
+    world.ask("a", report=session_pb2.ReportRequest(generation=1, failure=failure))
+    join(world, "c", "d")
+    world.tick(10 * SECOND)
+    assert [world.clients[name].rank for name in ("c", "d")] == [-1, -1]
+    join(world, "a", "b")
+    assert [world.clients[name].rank for name in ("a", "b", "c", "d")] == [0, 1, -1, -1]
+
+
+def test_members_are_told_when_nobody_waits_for_them_any_more() -> None:
+    """They would reform for a process that has given up."""
+    world = World()
+    join(world, "a", "b")
+    world.hello("c")
+    policy = rendezvous_pb2.WorldPolicy(min_size=2, max_size=3)
+    world.ask("c", join=rendezvous_pb2.JoinRequest(policy=policy, pinned_rank=-1, hinted_rank=-1, timeout_ms=3_000))
+    world.tick(4 * SECOND)
+    told = [list(event.pending.names) for event in world.clients["a"].events if event.HasField("pending")]
+    assert told == [["c"], []]
+
+
+def test_who_asks_again_for_a_place_in_a_generation_that_broke_meanwhile_gets_its_end_too() -> None:
+    """Its first answer was lost. Without the end it would wait in the generation until a timeout."""
+    world = World()
+    join(world, "a", "b")
+    failure = error_pb2.ErrorDetail(code=int(ErrorCode.GROUP_ABORTED), message="stop")
+    world.ask("b", report=session_pb2.ReportRequest(generation=1, failure=failure))
+    told = len(world.clients["a"].events)
+    world.clients["a"].generation = 0
+    join(world, "a", size=2)
+    assert world.clients["a"].generation == 1
+    assert [event.broken.generation for event in world.clients["a"].events[told:]] == [1]

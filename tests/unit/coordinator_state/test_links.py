@@ -5,7 +5,7 @@ from __future__ import annotations
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import nccl_pb2, session_pb2, store_pb2
+from ferrorpc.v1 import identity_pb2, nccl_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import arrive, error, join, store
 
@@ -44,3 +44,41 @@ def test_keys_of_the_generation_are_deleted() -> None:
     result = store(world, "b", get=store_pb2.GetOperation(key="k"))
     assert result is not None
     assert not result.store.found
+
+
+def test_a_link_is_not_blamed_while_one_of_its_ends_may_be_dead() -> None:
+    """The peer was heard of after the report; then its stream ended."""
+    world = World()
+    join(world, "a", "b")
+    lost = session_pb2.LinkLost(peer_rank=1, reason="reset")
+    world.ask("a", report=session_pb2.ReportRequest(generation=1, link_lost=lost))
+    world.tick(SECOND)
+    world.cut("b")
+    world.tick(4 * SECOND)
+    broken = [event.broken.cause.code for event in world.clients["a"].events if event.HasField("broken")]
+    assert broken == [ErrorCode.PEER_LOST]
+
+
+def test_a_peer_that_leaves_before_the_decision_ends_nothing() -> None:
+    """It finished first, and closed its streams before its goodbye reached the coordinator."""
+    world = World()
+    join(world, "a", "b")
+    lost = session_pb2.LinkLost(peer_rank=1, reason="reset")
+    world.ask("a", report=session_pb2.ReportRequest(generation=1, link_lost=lost))
+    world.tick(SECOND)
+    world.ask("b", leave={})
+    world.tick(9 * SECOND)
+    assert not any(event.HasField("broken") for event in world.clients["a"].events)
+
+
+def test_who_resumes_learns_who_is_stalled() -> None:
+    """It was told when that happened, but had no stream."""
+    world = World()
+    join(world, "a", "b")
+    world.clients["b"].frozen = True
+    world.tick(2 * SECOND)
+    world.cut("a")
+    world.tick(3 * SECOND // 2)
+    world.hello("a", resume=True)
+    told = [member for event in world.clients["a"].events for member in event.standings.members if member.rank == 1]
+    assert [member.state for member in told] == [identity_pb2.MEMBER_STATE_STALLED]

@@ -29,6 +29,7 @@ def test_a_request_fails_at_once_when_the_leader_has_left() -> None:
     pair = nccl_pb2.CommBootstrapRequest(generation=1, communicator="pair", ranks=[1, 2], timeout_ms=60_000)
     without = world.ask("c", comm_bootstrap=pair)
     world.ask("a", leave=rendezvous_pb2.LeaveRequest(generation=1))
+    assert before in world.clients["b"].results
     after = world.ask("c", comm_bootstrap=request)
     for client, number in (("b", before), ("c", after)):
         error = world.clients[client].results[number].error

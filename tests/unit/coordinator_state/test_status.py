@@ -98,6 +98,39 @@ def test_the_status_of_an_open_barrier_has_arrival_times() -> None:
     assert (list(barrier.missing_ranks), barrier.age_ms) == ([1], 2000)
 
 
+def test_a_status_comes_in_pages_that_make_up_the_whole() -> None:
+    """At 10,000 members it would be larger than clients accept."""
+    world = world_of(9, status_page_bytes=60)
+    for name in ("a", "b"):
+        world.ask("m2", barrier=barrier_pb2.BarrierRequest(generation=1, name=name, ordinal=1, timeout_ms=60_000))
+    whole = session_pb2.StatusResponse()
+    pages = 0
+    while whole.more or not pages:
+        request = session_pb2.StatusRequest(job=world.job, after=len(whole.barriers) + len(whole.members))
+        page = world.replies[world.call(request)]
+        assert isinstance(page, session_pb2.StatusResponse)
+        assert sum(part.ByteSize() for part in [*page.barriers, *page.members]) <= 60
+        whole.ClearField("more")
+        whole.MergeFrom(page)
+        pages += 1
+    assert pages > 2
+    expected = status_of(world)
+    assert whole.barriers == expected.barriers
+    assert whole.members == expected.members
+    assert whole.generations == expected.generations
+
+
+def test_a_member_larger_than_a_page_has_one_of_its_own() -> None:
+    world = world_of(2, status_page_bytes=1)
+    first, second = (world.replies[world.call(session_pb2.StatusRequest(job=world.job, after=after))] for after in (0, 1))
+    assert isinstance(first, session_pb2.StatusResponse)
+    assert isinstance(second, session_pb2.StatusResponse)
+    assert [(page.more, [member.name for member in page.members]) for page in (first, second)] == [
+        (True, ["m0"]),
+        (False, ["m1"]),
+    ]
+
+
 def test_a_straggler_counts_the_time_that_others_waited_for_it_alone() -> None:
     world = world_of(3)
     for ordinal, late in ((1, "m1"), (2, "m1"), (3, "m0")):

@@ -55,6 +55,14 @@ def test_all_waits_for_a_key_end_when_it_is_set_and_none_begins_after_that() -> 
     assert at_once.store.found
 
 
+def test_the_wait_of_a_session_ends_with_it() -> None:
+    world = World()
+    join(world, "a", "b")
+    store(world, "a", get=store_pb2.GetOperation(key="k", wait_ms=1_000_000))
+    world.ask("a", leave={})
+    assert not world.coordinator.jobs["job"].store._waiting
+
+
 def test_a_cancelled_call_does_not_end_other_waits() -> None:
     world = World()
     world.hello("a")
@@ -192,6 +200,9 @@ def test_a_watch_ends_with_its_stream() -> None:
     world.hello("a", resume=True)
     set_(world, "b", "k", b"v")
     assert not any(event.HasField("store") for event in world.clients["a"].events)
+    store(world, "a", watch=store_pb2.WatchOperation(prefix=""))
+    world.hello("a", resume=True)  # the end of its last stream was not noticed yet
+    assert not world.coordinator.jobs["job"].store.watches._watches  # or they would add up to the limit
 
 
 REFUSED = {"set": {"key": "k"}, "add": {"key": "k", "amount": 1}, "compare_set": {"key": "k", "expect_absent": True}}

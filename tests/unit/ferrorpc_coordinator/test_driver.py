@@ -161,6 +161,7 @@ async def test_a_reply_waits_too_and_a_cancelled_call_is_reported(make):
     abandoned.cancel()
     await turns()
     assert [type(event) for event, _ in state_machine.events] == [Called, Called, Cancelled]
+    assert len(driver._held) == 1  # while the disk is stuck, callers that gave up leave nothing in memory
     journal.groups[0][1]()
     assert (await call).job == "j"
     assert not driver._calls  # or memory would grow with the number of calls

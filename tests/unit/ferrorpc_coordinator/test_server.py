@@ -80,7 +80,12 @@ def test_handlers_that_still_run_when_the_last_call_has_ended_are_waited_for(mon
             self.tasks.append(asyncio.create_task(handle()))
 
     monkeypatch.setattr(server.grpc.aio, "server", Server)
-    asyncio.run(server.serve(replace(OPTIONS, data_dir=None), lambda announcement: signal.raise_signal(signal.SIGTERM)))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        asyncio.run(server.serve(replace(OPTIONS, data_dir=None), lambda announcement: signal.raise_signal(signal.SIGTERM)))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert returned == ["handler"]
 
 

@@ -32,7 +32,7 @@ export function tiles(canvas, members) {
   const rows = Math.max(1, Math.ceil(members.length / across));
   const [context] = prepare(canvas, rows * (size + gap));
   const colours = {};
-  context.font = "600 12px system-ui, sans-serif";
+  context.font = `600 ${size < 34 ? 10 : 12}px system-ui, sans-serif`;
   context.textAlign = "center";
   context.textBaseline = "middle";
   members.forEach((member, i) => {

@@ -207,7 +207,7 @@ function drawBarriers() {
     const most = Math.max(1, ...model.state.stragglers.map((other) => other.waited_ms));
     bar.firstChild.style.width = `${Math.max(1, (100 * straggler.waited_ms) / most)}%`;
     return element("div", "row", element("span", "", `rank ${straggler.rank}`), bar,
-      element("span", "", `${plural(straggler.barriers, "barrier")}, ${duration(straggler.waited_ms)}`));
+      element("span", "", `${plural(straggler.barriers, "barrier")}, waited for ${duration(straggler.waited_ms)}`));
   });
   fill(find("stragglers"), lasts.length ? lasts : [element("p", "none", "None of the script's was released in this generation.")]);
 }
