@@ -35,8 +35,8 @@ TIMEOUT_MS: Final = 60_000
 def coordinator_process(*, durable: bool) -> Iterator[str]:
     """Runs a coordinator on a free loopback port, with or without a journal. Yields its address.
 
-    On Linux it ends with this process, however that ends; call this on the main thread. Ctrl-C reaches this process alone, which
-    ends the coordinator.
+    On Linux it ends with this process, however that ends; call this on the main thread. Ctrl-C reaches this process alone,
+    which ends the coordinator.
     """
     with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
         kept = ["--data-dir", directory] if durable else []
