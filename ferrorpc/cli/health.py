@@ -10,6 +10,7 @@ from ferrorpc.cli.client import CALL_SECONDS, address_of
 from ferrorpc.config import Config
 
 _HINT: Final = "check that it runs there (`ferrorpc coordinator`), its address, and that both sides have TLS or neither"
+_HINT_SERVICE: Final = "leave --service out to ask about the whole server, or give a service's full name, as in its .proto file"
 
 
 @click.command("health")
@@ -34,8 +35,9 @@ def command(address: str | None, service: str, timeout_seconds: float) -> int:
             response = health_pb2_grpc.HealthStub(opened).Check(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             explained = connector.diagnose() if error.code() is grpc.StatusCode.UNAVAILABLE else None
+            hint = _HINT_SERVICE if error.code() is grpc.StatusCode.NOT_FOUND else _HINT
             click.echo(
-                f"{where}: {error.code().name}: {error.details()}\ntry: {_HINT}" if explained is None else explained, err=True
+                f"{where}: {error.code().name}: {error.details()}\ntry: {hint}" if explained is None else explained, err=True
             )
             return 1
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)

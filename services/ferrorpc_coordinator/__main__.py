@@ -122,7 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     parser.add_argument("--log-format", metavar="FORMAT", help="text or json")
     parser.add_argument(
-        "--transient", action="store_true", default=False, help="it ends with who starts it: no word that nothing is kept"
+        "--transient",
+        action="store_true",
+        default=False,
+        help="for one that ends with its job: no warning that nothing is kept",
     )
     parser.add_argument(
         "--announce-fd", metavar="N", type=int, default=None, help="also write the ready line to this descriptor"

@@ -55,6 +55,7 @@ with coordinator_process(durable=False) as address:
         try:
             assert process.stdout.readline().startswith("127.0.0.1:")
             (coordinator,) = children_of(process.pid)
+            assert os.getpgid(coordinator) == coordinator, "Ctrl-C would strike it too, perhaps in its imports"
         finally:
             process.kill()
     assert wait_until_gone([coordinator]) == []

@@ -66,6 +66,9 @@ def job(tmp_path):
 def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
     _, address = coordinator_of(job.pid)
     assert wait_healthy(address) == f"{address}: SERVING\n"
+    unknown = ferrorpc("health", "--addr", address, "--service", "nope")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "try: leave --service out" in unknown.stderr
     nobody = ferrorpc("status", "--addr", address, "--job", "night")
     assert (nobody.returncode, nobody.stdout) == (64, "")
     assert "there is no job 'night'" in nobody.stderr

@@ -35,7 +35,8 @@ TIMEOUT_MS: Final = 60_000
 def coordinator_process(*, durable: bool) -> Iterator[str]:
     """Runs a coordinator on a free loopback port, with or without a journal. Yields its address.
 
-    On Linux it ends with this process, however that ends; call this on the main thread.
+    On Linux it ends with this process, however that ends; call this on the main thread. Ctrl-C reaches this process alone,
+    which ends the coordinator.
     """
     with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
         kept = ["--data-dir", directory] if durable else []
@@ -44,7 +45,7 @@ def coordinator_process(*, durable: bool) -> Iterator[str]:
         command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--transient", "--listen", "127.0.0.1:0", *kept]
         if sys.platform == "linux":
             command = tied_to_this_process(command)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True) as process:
             try:
                 yield _address(process)
             finally:

@@ -19,11 +19,18 @@ class ExitReporter:
         self._command = [sys.executable, "-P", "-m", "ferrorpc.cli.launcher.exit_reporter_main", address, job]
         self._environment = dict(environment)
         self.child: Child | None = None
+        self.started = False
+        """Whether `start` was called; its process may be missing."""
         self.unanswered = 0
         """Reports without an answer yet."""
 
     def start(self) -> Child:
-        """Starts the process ahead of time, so that a report need not wait for its imports."""
+        """Starts the process ahead of time, so that a report need not wait for its imports.
+
+        Raises:
+            ConfigError: it cannot be started. Reports are then dropped.
+        """
+        self.started = True
         self.child = self._children.start(self._command, self._environment, stdin=subprocess.PIPE)
         assert self.child.stdin is not None
         os.set_blocking(self.child.stdin.fileno(), False)
@@ -35,7 +42,8 @@ class ExitReporter:
         Each report is retried for up to a minute, and many may wait in the pipe. One for which the pipe has no room is dropped.
         The coordinator then notices the ended stream instead, as it does where the process is gone.
         """
-        assert self.child is not None
+        if self.child is None:
+            return
         assert self.child.stdin is not None
         line = json.dumps({"name": name, "launch": launch, "returncode": returncode, "reason": reason}) + "\n"
         try:

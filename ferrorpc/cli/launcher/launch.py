@@ -187,7 +187,7 @@ class _Launch:
 
     @property
     def _warm_up_pending(self) -> bool:
-        return self._reporter.child is None or self._can_announce
+        return not self._reporter.started or self._can_announce
 
     @property
     def _can_announce(self) -> bool:
@@ -196,7 +196,7 @@ class _Launch:
 
     def _warm_up(self) -> None:
         """What is done only for a job that has run for _WARM_UP_SECONDS."""
-        if self._reporter.child is None:
+        if not self._reporter.started:
             self._start_reporter()
         if self._can_announce and self._coordinator is not None:
             self._announce = False
@@ -318,13 +318,19 @@ class _Launch:
         tail = worker.err.tail
         is_last = self._plan.owns_coordinator and self._group.alive == {number}
         if not is_last:
-            if self._reporter.child is None:
+            if not self._reporter.started:
                 self._start_reporter()
             self._reporter.send(self._plan.name(number), worker.launch, returncode, exit_reason(returncode, tail))
         self._carry_out(self._group.exited(number, returncode, victim=returncode > 0 and is_victim(tail), now=now))
 
     def _start_reporter(self) -> None:
-        child = self._reporter.start()
+        """Starts the process that reports exits. A job runs without it, too: the coordinator sees a worker's stream end."""
+        try:
+            child = self._reporter.start()
+        except ConfigError as error:
+            how = "the coordinator notices lost workers by itself, which takes some seconds"
+            self._console.say(f"exits of workers are not reported: {error.message}; {how}")
+            return
         self._pipes.listen(child.stdout, lambda data, now: self._reporter.on_output(data))
         self._pipes.listen(child.stderr, lambda data, now: None)
 

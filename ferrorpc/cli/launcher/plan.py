@@ -20,6 +20,8 @@ from ferrorpc.errors import ConfigError
 LOOPBACK: Final = "127.0.0.1"
 DEFAULT_MASTER_PORT: Final = 29500
 """torch.distributed's default, for jobs of several nodes, which must agree on a port without communicating."""
+WORKERS_MAX: Final = 1 << 22
+"""Linux has no more process ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +142,11 @@ def process_count(text: str, following: Sequence[str] = ()) -> int:
         return devices
     if text in ("auto", "cpu"):
         return available_cpus()
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"-n {text}: expected a number of at least 1, auto, cpu or gpu", hint="ferrorpc run -n 4 train.py")
-    return int(text)
+    workers = int(text) if text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= workers <= WORKERS_MAX:
+        allowed = f"a number from 1 to {WORKERS_MAX}, auto, cpu or gpu"
+        raise ConfigError(f"-n {text}: expected {allowed}", hint="ferrorpc run -n 4 train.py")
+    return workers
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -163,9 +167,14 @@ def world_range(
             already determine it.
 
     Raises:
-        ConfigError: MAX is not the number of workers of all nodes.
+        ConfigError: MAX is not the number of workers of all nodes, or these are more than any world has.
     """
     together = nodes[1] * processes
+    try:
+        world_size(str(together))
+    except ValueError as error:
+        count = f"{nodes[1]} nodes with {processes} worker{'s' * (processes != 1)} each"
+        raise ConfigError(f"{count} are a world of {together}: {error}", hint="check --nnodes and -n") from None
     if text is not None:
         what = f"--world-size {text}"
         try:
@@ -203,7 +212,8 @@ def node_placement(
             hint="start `ferrorpc coordinator --listen HOST:29700` on one of them and pass --coordinator HOST:29700 on each",
         )
     if node_rank is not None and not 0 <= node_rank < nodes[1]:
-        raise ConfigError(f"--node-rank {node_rank} with --nnodes {nodes[1]}", hint=f"use 0 to {nodes[1] - 1}")
+        hint = "leave it out, or say with --nnodes how many there are" if single else f"use 0 to {nodes[1] - 1}"
+        raise ConfigError(f"--node-rank {node_rank} with --nnodes {nodes[1]}", hint=hint)
     rank = 0 if single else node_rank
     name = socket.gethostname() if node_rank is None else f"node{node_rank}"
     if coordinator is None or standalone:

@@ -12,9 +12,13 @@ import pytest
 
 from ferrorpc.cli import client
 from ferrorpc.cli.launcher import exit_reporter_main
+from ferrorpc.cli.launcher.child_processes import ChildProcesses
 from ferrorpc.cli.launcher.exit_reporter import ExitReporter
 from ferrorpc.cli.launcher.exit_reporter_main import serve
-from ferrorpc.errors import CoordinatorUnavailableError
+from ferrorpc.cli.launcher.launch import launch
+from ferrorpc.cli.launcher.output import Console
+from ferrorpc.cli.run import make_plan
+from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 
 
 @pytest.fixture
@@ -116,3 +120,21 @@ def read_some(descriptor):
         return os.read(descriptor, 1 << 20)
     except BlockingIOError:
         return b""
+
+
+def test_a_job_whose_reporter_cannot_be_started_runs_to_its_end_and_says_so_once(monkeypatch, tmp_path):
+    """As where descriptors or processes run out between the start of the workers and the first exit."""
+    start = ChildProcesses.start
+
+    def start_all_but_the_reporter(self, command, *arguments, **options):
+        if "ferrorpc.cli.launcher.exit_reporter_main" in command:
+            raise ConfigError("beside 3 processes no other can be started: Too many open files", hint="ask for fewer")
+        return start(self, command, *arguments, **options)
+
+    monkeypatch.setattr(ChildProcesses, "start", start_all_but_the_reporter)
+    plan = make_plan(target=("true",), no_python=True, processes="3", coordinator="127.0.0.1:1")
+    with (tmp_path / "err").open("w+b") as err:
+        assert launch(plan, Console(err, err, {}), dict(os.environ)) == 0
+        err.seek(0)
+        (line,) = err.read().decode().splitlines()
+    assert line.startswith("ferrorpc: exits of workers are not reported: beside 3 processes no other can be started")

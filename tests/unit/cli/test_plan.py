@@ -106,7 +106,7 @@ def test_process_counts(monkeypatch):
         process_count("gpu")
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "many", "2.5"])
+@pytest.mark.parametrize("text", ["0", "-1", "many", "2.5", "4194305", "9" * 5000])
 def test_a_process_count_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match="expected a number"):
         process_count(text)
@@ -205,6 +205,12 @@ def test_a_world_is_all_workers_of_all_nodes_unless_it_may_shrink():
     assert world_range(None, (2, 2), 4) == (8, 8)
     assert world_range(None, (1, 3), 4) == (4, 12)
     assert world_range("2:4", (1, 1), 4) == (2, 4)
+
+
+@pytest.mark.parametrize("nodes", ["2000000000", "1:2000000000"])
+def test_more_workers_than_any_world_has_are_refused_by_the_launcher_not_by_each_of_them(nodes, script):
+    with pytest.raises(ConfigError, match="2000000000 nodes with 2 workers each are a world of 4000000000: expected"):
+        make_plan(target=(script,), processes="2", nodes=nodes, coordinator="127.0.0.1:29700")
 
 
 def test_a_range_of_world_sizes_may_be_a_variable(script, monkeypatch):
