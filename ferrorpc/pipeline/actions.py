@@ -45,7 +45,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 _COMPUTES = frozenset({F, B, I, W})
 _SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-_TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
+_TEXT = re.compile(r"(\d{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,9})")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 

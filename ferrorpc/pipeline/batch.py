@@ -63,25 +63,31 @@ def join(parts: Sequence[Any], what: str) -> Any:
     """Concatenates parts along axis 0 into a new array of their kind (or a tuple of such); None if all are None.
 
     Raises:
-        TensorMismatchError: they differ in dtype, or in shape beyond axis 0.
+        TensorMismatchError: they differ in dtype, in shape beyond axis 0, or in whether they are tuples or None.
     """
-    if isinstance(parts[0], tuple):
+    if isinstance(parts[0], tuple) and all(isinstance(part, tuple) and len(part) == len(parts[0]) for part in parts):
         return tuple(join([part[place] for part in parts], what) for place in range(len(parts[0])))
     if all(part is None for part in parts):
         return None
-    specs = [spec_of(part) for part in parts]
-    first = specs[0]
-    if any(spec.dtype != first.dtype or not spec.shape or spec.shape[1:] != first.shape[1:] for spec in specs):
-        shown = ", ".join(str(spec) for spec in specs)
+    specs = [spec_of(part) for part in parts if not (part is None or isinstance(part, tuple))]
+    kinds = {(spec.dtype, spec.shape[1:]) for spec in specs if spec.shape}
+    if len(specs) < len(parts) or len(kinds) != 1 or not all(spec.shape for spec in specs):
+        shown = ", ".join(_shown(part) for part in parts)
         raise TensorMismatchError(
             f"{what} cannot be joined along axis 0: {shown}", hint="use pipe.step, which does not join outputs"
         )
-    whole = kind_of(parts[0]).empty((sum(spec.shape[0] for spec in specs), *first.shape[1:]), first.dtype)
+    whole = kind_of(parts[0]).empty((sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]), specs[0].dtype)
     start = 0
     for part, spec in zip(parts, specs, strict=True):
         whole[start : start + spec.shape[0]] = part
         start += spec.shape[0]
     return whole
+
+
+def _shown(part: Any) -> str:
+    if isinstance(part, tuple):
+        return f"a tuple of {len(part)}"
+    return "None" if part is None else str(spec_of(part))
 
 
 def loss_weights(targets: Sequence[Any], reduction: str, weight: Callable[[Any], float] | None) -> list[float]:
@@ -104,7 +110,7 @@ def loss_weights(targets: Sequence[Any], reduction: str, weight: Callable[[Any],
     weights = [rows(target, "target") if weight is None else weight(target) for target in targets]
     try:
         numbers = [float(each) for each in weights]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         numbers = [-1.0]
     total = sum(numbers)
     if not 0 < total < math.inf or min(numbers) < 0:

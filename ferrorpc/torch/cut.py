@@ -120,8 +120,9 @@ def _once(module: torch.nn.Module, x: torch.Tensor, clock: Clock) -> float:
     copied = x.detach().requires_grad_(x.is_floating_point()).clone()  # which modules may write to, unlike to a leaf
     start = _now(x, clock)
     y = module(copied)
-    if y.requires_grad:
-        y.backward(torch.ones_like(y))
+    outputs = [each for each in (y if isinstance(y, tuple) else (y,)) if each is not None and each.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
     return _now(x, clock) - start
 
 

@@ -120,7 +120,8 @@ def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[An
         loss = pipe.step(x, target, ferrorpc.torch.with_gradient(torch.nn.functional.cross_entropy))
 
     Args:
-        criterion: criterion(y, target) -> a tensor with one element.
+        criterion: criterion(y, target) -> a tensor with one element. If it has weights of its own, put them into the last
+            stage: here they would get the gradients of each microbatch's loss unscaled, also with reduction="mean".
 
     Returns:
         loss_fn(y, target) -> (loss, gradient of y); for a tuple y a tuple of gradients.

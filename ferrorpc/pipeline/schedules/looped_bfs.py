@@ -1,7 +1,7 @@
 """Looped BFS: the model goes round the ranks several times, and all microbatches pass a chunk before the next chunk begins.
 
 Lamy-Poirier, "Breadth-First Pipeline Parallelism", arXiv:2211.05953. All forwards come before all backwards, so a rank holds m
-activations. The bubble is (p-1)/(v*m+p-1) for v chunks.
+activations. The bubble is (p-1)/(v*m+p-1) for v chunks and p microbatches or more.
 """
 
 from __future__ import annotations

@@ -6,13 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Action, B, F, I, Kind, W
 from ferrorpc.pipeline.schedules.lowering import Lowering, has_messages, with_messages
 from ferrorpc.pipeline.schedules.table import Table
 from ferrorpc.plans.simulate import blocked
+
+MISSING_LISTED_MOST: Final = 10_000
+"""If at least so many actions are missing, they are not listed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def findings(table: Table, credits: int | None = None, peak: float | None = None
     if not table.microbatches or not all(table.actions):
         idle = [rank for rank, row in enumerate(table.actions) if not row]
         return [Finding("empty", f"nothing to do for ranks {idle}" if idle else "no rank has anything to do")]
-    found = [*_misplaced(table), *_miscounted(table)]
+    found = list(_far_off(table)) or [*_misplaced(table), *_miscounted(table)]
     if not found:
         found = [*_misordered(table), *_unpaired(table)]
     if not found:
@@ -61,6 +64,14 @@ def checked_cap(value: Any, what: str) -> float:
     if math.isnan(cap):
         raise UsageError(f"{what}={value!r} is no number of activations", hint="give a number, or None for any")
     return cap
+
+
+def _far_off(table: Table) -> Iterator[Finding]:
+    """Where a number is far beyond all others: one finding, instead of one for each of millions of missing actions."""
+    there = sum(map(len, table.actions))
+    if table.virtual_stages * table.microbatches > there + MISSING_LISTED_MOST:
+        counts = f"{table.virtual_stages} stages and {table.microbatches} microbatches"
+        yield Finding("missing", f"{there} actions are far too few for {counts}, which the largest numbers among them say")
 
 
 def _misplaced(table: Table) -> Iterator[Finding]:

@@ -51,8 +51,10 @@ def test_outputs_are_joined_along_axis_0():
     assert (left.shape, right) == ((3, 3), None)
     with pytest.raises(TensorMismatchError, match="cannot be joined"):
         join([first, np.zeros((1, 4), np.float32)], "outputs")
-    with pytest.raises(TensorMismatchError, match="cannot be joined"):
-        join([np.array(1.0)], "outputs")
+    one, two = (first,), (first, first)
+    for parts in ([np.array(1.0)], [two, one], [one, two], [one, first], [first, one], [two, (first, None)]):
+        with pytest.raises(TensorMismatchError, match="cannot be joined"):
+            join(parts, "outputs")
 
 
 def test_a_mean_counts_rows_or_what_weight_says_and_a_sum_counts_all_alike():
@@ -68,6 +70,7 @@ def test_a_mean_counts_rows_or_what_weight_says_and_a_sum_counts_all_alike():
         ("max", None, "no reduction 'max'"),
         ("sum", len, "mean nothing"),
         ("mean", lambda _: 0, "no share of a batch"),
+        ("mean", lambda _: 10**400, "no share of a batch"),
         ("mean", lambda target: len(target) - 2, "no share of a batch"),
     ],
 )

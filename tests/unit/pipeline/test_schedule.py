@@ -42,6 +42,13 @@ def test_each_rule_is_found(text: str, finding: tuple[str, str]):
     assert finding in found(text)
 
 
+@pytest.mark.parametrize("text", ["0F0 0B0 0F999999999\n", "0F0 0B0\n999999999B0\n", "0F0 0F99999 99999F0\n"])
+def test_a_number_far_beyond_the_others_is_one_finding_at_once(text: str):
+    ((rule, message),) = found(text)
+    assert rule == "missing"
+    assert "3 actions are far too few for" in message
+
+
 def test_a_deadlock_is_found_with_where_every_rank_stands():
     """Rank 0 waits for the gradient of microbatch 0 before it sends 1; rank 1 waits for 1 before it sends a gradient."""
     assert found("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n") == [

@@ -115,6 +115,15 @@ def test_by_time_modules_may_write_to_their_input():
     assert torch.equal(sample, before)
 
 
+def test_by_time_the_last_module_may_return_several_values():
+    class Scores(nn.Module):
+        def forward(self, x):
+            return x, None, x.argmax(1)
+
+    model = nn.Sequential(nn.Linear(4, 4), Scores())
+    assert [len(each) for each in cut(model, 2, by="time", sample=torch.zeros(3, 4))] == [1, 1]
+
+
 class Net(nn.Sequential):
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
