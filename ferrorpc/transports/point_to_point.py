@@ -117,6 +117,13 @@ class ReceiveQueue:
         del self._matched[post.number]
         return self._messages.pop(post.number).unexpected_bytes
 
+    def restore(self, number: int, message: Message) -> list[PostedReceive]:
+        """Undoes `take`. Returns the recvs that were matched to a message."""
+        message.unexpected_bytes = 0
+        self._messages[number] = message
+        heapq.heappush(self._begun, number)
+        return self._match()
+
     def _match(self) -> list[PostedReceive]:
         woken = []
         while self._posts and self._begun:
