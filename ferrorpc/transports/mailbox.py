@@ -195,9 +195,11 @@ class Mailbox:
         """Registers a bound method that is asked about operations of this group without messages (those in shared memory).
 
         Only a weak reference to it is kept: its object refers to this mailbox, and its memory must be freed when the group is
-        closed.
+        closed. A reference that has died is dropped here, when the next group registers.
         """
-        self._lookups[group] = weakref.WeakMethod(entered)
+        with self._lock:
+            self._lookups = {known: lookup for known, lookup in self._lookups.items() if lookup() is not None}
+            self._lookups[group] = weakref.WeakMethod(entered)
 
     def leave(self, key: Key) -> None:
         """Ends an operation on this rank. Its signature stays in the history."""

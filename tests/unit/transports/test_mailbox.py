@@ -130,6 +130,19 @@ def test_a_probe_is_answered_with_the_last_operation_whether_it_sent_messages_or
     assert box_of.standing(Key(0, 0, 9), "a()") == (ABSENT, "", *last)
 
 
+def test_nothing_is_kept_of_the_lookups_of_groups_that_are_gone() -> None:
+    class Arena:
+        def entered(self, key: Key) -> CallRecord:
+            return CallRecord(None, 0, "")
+
+    box_of, _ = mailbox()
+    world = Arena()
+    box_of.register_lookup(0, world.entered)
+    for group in range(1, 9):
+        box_of.register_lookup(group, Arena().entered)
+    assert set(box_of._lookups) == {0, 8}
+
+
 def test_of_a_call_that_awaits_no_message_only_its_signature_stays() -> None:
     box_of, reported = mailbox()
     for number in range(1, HISTORY + 3):
