@@ -1,8 +1,12 @@
 """Frames, grants and probe answers find their operation, and nothing strange does harm."""
 
+import heapq
+from types import SimpleNamespace
+
 import pytest
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
+from ferrorpc.transports import point_to_point
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, CallRecord, Mailbox
 from ferrorpc.transports.point_to_point import PostedReceive
@@ -231,6 +235,26 @@ def test_a_recv_that_gives_up_after_it_has_taken_all_gives_nothing_back() -> Non
     box_of.post(0, 0, 5, post)
     box_of.take(0, 0, 5, post)
     box_of.unpost(0, 0, 5, post)
+    assert not box_of._inbound
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_message_that_was_being_matched_when_its_recv_was_interrupted_is_for_the_next(monkeypatch, after: bool) -> None:
+    box_of, _ = mailbox()
+    box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 1))
+
+    def pop(heap: list[int]) -> int:
+        found = heapq.heappop(heap) if after else 0
+        raise KeyboardInterrupt(found)
+
+    interrupted, following = PostedReceive(lambda: None), PostedReceive(lambda: None)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(point_to_point, "heapq", SimpleNamespace(heappop=pop))
+        box_of.post(0, 1, 0, interrupted)
+    box_of.unpost(0, 1, 0, interrupted)
+    box_of.post(0, 1, 0, following)
+    assert following.message is not None
+    box_of.take(0, 1, 0, following)
     assert not box_of._inbound
 
 
