@@ -248,9 +248,10 @@ def test_a_message_that_was_being_matched_when_its_recv_was_interrupted_is_for_t
         raise KeyboardInterrupt(found)
 
     interrupted, following = PostedReceive(lambda: None), PostedReceive(lambda: None)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(point_to_point, "heapq", SimpleNamespace(heappop=pop))
+    monkeypatch.setattr(point_to_point, "heapq", SimpleNamespace(heappop=pop))
+    with pytest.raises(KeyboardInterrupt):
         box_of.post(0, 1, 0, interrupted)
+    monkeypatch.undo()
     box_of.unpost(0, 1, 0, interrupted)
     box_of.post(0, 1, 0, following)
     assert following.message is not None
