@@ -41,8 +41,8 @@ class ProcessGroup(Collectives):
     the input's kind, on its device, in new memory. All ranks call the same collectives in the same order. Each takes
 
         out: an array for the result, with its dtype and shape. It may be strided, and may be the input itself, but must not
-            overlap it in part. The call returns it. For lists of results, a list of such arrays, or one array that is split
-            along axis 0 (as by np.array_split). Off the root it is not written.
+            overlap it in part. The call returns it. For lists of results, a list of such arrays that do not overlap each other,
+            or one array that is split along axis 0 (as by np.array_split). Off the root it is not written.
         async_op: return a `Work` at once instead of waiting. Its arrays must not be changed until it is done.
         timeout: seconds this rank waits for the operation, from the call on; None for the group's.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -43,9 +45,16 @@ class Out:
         given: the caller's object, which is the result after `commit`.
         spec: its dtype and shape.
         data: where to write, C-contiguous, in the storage dtype: the caller's memory, or scratch.
+
+    Args:
+        given: the caller's object.
+        spec: its dtype and shape.
+        origin: its elements, if they are in host memory.
+        store: copies results from `data` to it; None to copy to `origin`.
+        stored: its elements as a device array, if they are on a GPU.
     """
 
-    __slots__ = ("_origin", "_store", "data", "given", "spec")
+    __slots__ = ("_origin", "_store", "_stored", "data", "given", "spec")
 
     def __init__(
         self,
@@ -53,11 +62,13 @@ class Out:
         spec: TensorSpec,
         origin: np.ndarray[Any, Any] | None,
         store: Callable[[np.ndarray[Any, Any]], None] | None = None,
+        stored: Any = None,
     ) -> None:
         self.given = given
         self.spec = spec
         self._origin = origin
         self._store = store
+        self._stored = stored
         if origin is not None and origin.flags.c_contiguous:
             self.data = origin
         else:
@@ -70,6 +81,11 @@ class Out:
         elif self._origin is not None and self._origin is not self.data:
             np.copyto(self._origin, self.data)
         return self.given
+
+    @property
+    def addresses(self) -> np.ndarray[Any, Any] | None:
+        """An array at the addresses of the caller's, which may be a GPU's: to compare, never to read. None if not known."""
+        return self._origin if self._stored is None else np.asarray(_Addresses(self._stored))
 
     def may_overlap(self, view: View) -> bool:
         """Whether it shares, or may share, memory with `view`."""
@@ -89,6 +105,19 @@ class Out:
         if mine.size and theirs.size and _overlap(mine, theirs):
             raise UsageError("out overlaps the input in part", hint="pass the input itself as out=, or an array of its own")
         return False
+
+
+class _Addresses:
+    """Where the elements of a device array are, as NumPy reads it. NumPy keeps this object as long as it uses the addresses."""
+
+    def __init__(self, stored: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (stored.data.ptr, True),
+            "shape": stored.shape,
+            "strides": stored.strides,
+            "typestr": stored.dtype.str,
+        }
 
 
 class Kind(ABC):
@@ -191,6 +220,14 @@ def check_distinct(array: Any) -> None:
     """Raises TensorMismatchError if elements of an array, on the host or a GPU, share memory."""
     if array.size and any(stride == 0 and count > 1 for stride, count in zip(array.strides, array.shape, strict=True)):
         raise TensorMismatchError("out has elements that share memory (it was broadcast or expanded)", hint="pass a copy of it")
+
+
+def check_apart(outs: Sequence[Out]) -> None:
+    """Raises UsageError if two arrays that results are written to share memory."""
+    known = [(place, out.addresses) for place, out in enumerate(outs) if math.prod(out.spec.shape)]
+    for (first, mine), (second, theirs) in combinations(known, 2):
+        if mine is not None and theirs is not None and np.may_share_memory(mine, theirs) and _overlap(mine, theirs):
+            raise UsageError(f"out[{first}] and out[{second}] overlap", hint="pass arrays that share no memory")
 
 
 def contiguous(origin: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -70,7 +70,7 @@ class CupyKind(Kind):
     def out_through_host(self, given: Any, stored: DeviceArray, spec: TensorSpec) -> Out:
         """As `out`, for an array of the caller's whose memory is `stored`, in storage dtype."""
         check_distinct(stored)
-        return Out(given, spec, None, lambda data: self.assign(stored, self.staging.to_device(data)))
+        return Out(given, spec, None, lambda data: self.assign(stored, self.staging.to_device(data)), stored)
 
     def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
         check_spec(self.spec(x), spec)
@@ -118,7 +118,7 @@ class DeviceOut(Out):
         TensorMismatchError: its elements cannot be written each on its own.
     """
 
-    __slots__ = ("_home", "_kind", "_stored")
+    __slots__ = ("_home", "_kind")
 
     def __init__(self, kind: CupyKind, given: Any, stored: Any, spec: TensorSpec) -> None:
         is_scratch = not stored.flags.c_contiguous
@@ -126,8 +126,8 @@ class DeviceOut(Out):
             check_distinct(stored)
         self.given = given
         self.spec = spec
+        self._origin, self._stored = None, stored
         self._kind = kind
-        self._stored = stored
         self._home = kind.device.current() if is_scratch else None
         """Where `data` is a scratch: the stream that its memory goes back to."""
         self.data = stored if self._home is None else kind.device.empty(spec.shape, spec.dtype.storage, self._home)

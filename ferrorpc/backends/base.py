@@ -164,11 +164,17 @@ class Backend(ABC):
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
         """The backend of a subgroup (group ranks of this one, this rank included). Local: sends no message."""
-        raise BackendUnavailableError(f"backend {self.name!r} has no subgroups")
+        hint = f"use init_process_group(), or give {type(self).__name__} a method split"
+        raise BackendUnavailableError(f"backend {self.name!r} has no subgroups", hint)
 
     def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
-        """Called on the ranks outside when these ranks `split`. For backends in which all ranks must take part."""
-        return
+        """Called on the ranks outside when these ranks `split`. For backends in which all ranks must take part.
+
+        Raises:
+            BackendUnavailableError: the backend has no `split`, so that the ranks inside get this error.
+        """
+        if type(self).split is Backend.split:
+            self.split(ranks, group_id)
 
     def open_stream(self, stream: int) -> None:
         """Opens a stream of operations that ranks may start in different orders. All ranks call it at the same point."""

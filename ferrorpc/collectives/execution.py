@@ -99,6 +99,11 @@ class Execution(ABC):
     def finish(self) -> None:
         """Frees what the operation held, after success or failure. Idempotent."""
 
+    def give_back(self) -> None:
+        """Called in place of a result that the caller could not get: finishes. A recv leaves its message for the next one, also
+        if it is complete."""
+        self.finish()
+
 
 class PointerAllReduce(Protocol):
     """A prepared all_reduce that takes addresses of a GPU's memory in place of arrays."""

@@ -145,7 +145,8 @@ class SendExecution(_PointToPoint):
 class RecvExecution(_PointToPoint):
     """One recv. `peer` is a world rank; `out` may be on a device.
 
-    A timeout, or an `out` that does not fit, leaves the message for the next recv.
+    A timeout, or an `out` that does not fit, leaves the message for the next recv. It takes its place in the queue of recvs in
+    its first step, within its driver, which can withdraw it wherever it is interrupted.
     """
 
     timeout_breaks = False
@@ -164,7 +165,10 @@ class RecvExecution(_PointToPoint):
         """The bytes of the result, of which the first `_received` are here."""
         self._received = -1
         self._post: PostedReceive | None = PostedReceive(self.notify_if_driven)
-        transport.mailbox.post(group, peer, tag, self._post)
+        """Its place in the queue; None once it is over: each refers to the other."""
+        self._is_posted = False
+        self._mine: tuple[int, Message] | None = None
+        """The message that it has taken, with its number."""
 
     @property
     def label(self) -> str:
@@ -172,6 +176,9 @@ class RecvExecution(_PointToPoint):
 
     def step(self) -> bool:
         post = self._post
+        if post is not None and not self._is_posted:
+            self._is_posted = True
+            self._transport.mailbox.post(self._group, self._peer, self._tag, post)
         message = None if post is None else post.message
         if post is None or message is None:
             return False
@@ -190,9 +197,11 @@ class RecvExecution(_PointToPoint):
         """As `Execution.advance`. Only here the message is taken: a driver that has just given up must not lose it."""
         if not super().advance():
             return False
-        post, self._post = self._post, None
-        if post is not None:
+        post = self._post
+        if post is not None and post.message is not None:
+            self._mine = post.number, post.message
             self._transport.mailbox.take(self._group, self._peer, self._tag, post)
+            self._post = None
         return True
 
     def _begin(self, message: Message, number: int) -> None:
@@ -240,11 +249,26 @@ class RecvExecution(_PointToPoint):
 
     def leave(self) -> None:
         post, self._post = self._post, None
-        if post is None:
+        if post is None or not self._is_posted:
             return
         if post.message is not None and self._received > 0:
-            # The next recv begins where this one did: all that has arrived becomes one chunk.
-            begun = memoryview(self._taken[: self._received].tobytes())
-            key = Key(self._group, POINT_TO_POINT, post.number)
-            post.message.frames.appendleft(Frame(key, self._peer, post.message.header, 0, begun))
+            # The next recv begins where this one did.
+            post.message.frames.appendleft(self._begun(post.number, post.message))
         self._transport.mailbox.unpost(self._group, self._peer, self._tag, post)
+        if post.message is None:
+            self._mine = None
+
+    def give_back(self) -> None:
+        self.finish()
+        mine, self._mine = self._mine, None
+        if mine is None or self.transfers is not None:  # it was received in memory that is another operation's by now
+            return
+        number, message = mine
+        message.frames.clear()
+        message.frames.append(self._begun(number, message))
+        self._transport.mailbox.restore(self._group, self._peer, self._tag, number, message)
+
+    def _begun(self, number: int, message: Message) -> Frame:
+        """All that has arrived of the message, as one chunk."""
+        arrived = memoryview(self._taken[: self._received].tobytes())
+        return Frame(Key(self._group, POINT_TO_POINT, number), self._peer, message.header, 0, arrived)

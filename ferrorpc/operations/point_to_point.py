@@ -96,11 +96,13 @@ class PointToPoint:
         self._dispatch.check_open()
         target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
         execution = self._backend.start_recv(peer, tag, target, spec, guard)
+        if async_op:
+            self._dispatch.let_events_advance(execution)  # it takes its place in the queue now
         try:
             return self._dispatch.finish(execution, result, async_op)
-        except KeyboardInterrupt:
+        except BaseException:
             if not async_op:
-                execution.finish()  # else its place in the queue would take the next message
+                execution.give_back()  # also a message that was taken, but not made into a result
             raise
 
     def expect(self, src: int, tag: int = 0) -> Expected:

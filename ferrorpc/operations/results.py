@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ferrorpc.arrays.base import Kind, Out, View
+from ferrorpc.arrays.base import Kind, Out, View, check_apart
 from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, to_kind, view_out
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import TensorMismatchError
@@ -139,6 +139,7 @@ class IntoList(Result):
             raise TensorMismatchError("out has one array several times", hint="pass a list of arrays, not [array] * group.size")
         self._given = out
         self._outs: list[Out] = [view_out(part, spec_of(part), device_arrays) for part in out]
+        check_apart(self._outs)
         self.targets = [part.data for part in self._outs]
         self.on_device = any(kind_of(part).on_device for part in out)
 

@@ -8,7 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupClosedError, InvalidRankError, SelfSendError, UsageError
+from ferrorpc.errors import (
+    CollectiveTimeoutError,
+    FerroError,
+    GroupClosedError,
+    InvalidRankError,
+    SelfSendError,
+    TensorMismatchError,
+    UsageError,
+)
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.contract_base import Contract, on_every_size, on_some_sizes
 from ferrorpc.testing.reference import check_list, check_same, every_dtype, reduced, values
@@ -66,6 +74,22 @@ class PointToPointContract(Contract):
                     raise AssertionError("recv did not return out")
                 check_same(out.copy(), values(FLOAT, count, peer), f"{count} elements")
                 work.wait()
+
+        self.world(size, body)
+
+    @on_some_sizes
+    def test_a_message_that_does_not_fit_out_stays_for_the_next_recv(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            if group.rank == 1:
+                for item in range(2):
+                    group.send(np.full(4, item, np.float32), 0)
+            elif group.rank == 0:
+                for out in (np.zeros(3, np.float32), np.zeros(4, np.int32)):
+                    with pytest.raises(TensorMismatchError):
+                        group.recv(1, out=out)
+                for item in range(2):
+                    check_same(group.recv(1), np.full(4, item, np.float32), "after an out that did not fit")
+            group.barrier()
 
         self.world(size, body)
 

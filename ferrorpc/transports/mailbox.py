@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
 from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
-from ferrorpc.transports.point_to_point import PostedReceive, ReceiveQueue, ungranted_error
+from ferrorpc.transports.point_to_point import Message, PostedReceive, ReceiveQueue, ungranted_error
 from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
@@ -195,9 +195,11 @@ class Mailbox:
         """Registers a bound method that is asked about operations of this group without messages (those in shared memory).
 
         Only a weak reference to it is kept: its object refers to this mailbox, and its memory must be freed when the group is
-        closed.
+        closed. A reference that has died is dropped here, when the next group registers.
         """
-        self._lookups[group] = weakref.WeakMethod(entered)
+        with self._lock:
+            self._lookups = {known: lookup for known, lookup in self._lookups.items() if lookup() is not None}
+            self._lookups[group] = weakref.WeakMethod(entered)
 
     def leave(self, key: Key) -> None:
         """Ends an operation on this rank. Its signature stays in the history."""
@@ -375,6 +377,12 @@ class Mailbox:
             self._unexpected_bytes -= inbound.take(post)
             if inbound.is_idle:
                 del self._inbound[group, source, tag]
+
+    def restore(self, group: int, source: int, tag: int, number: int, message: Message) -> None:
+        """Undoes `take`: the message, which has its bytes again, is for the next recv."""
+        with self._lock:
+            woken = self._inbound_of(group, source, tag).restore(number, message)
+        _wake(woken)
 
     def unpost(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
         """Withdraws a recv. Its message, complete or not, is kept for the next one."""

@@ -102,14 +102,14 @@ class ReceiveQueue:
 
     def give_back(self, post: PostedReceive) -> list[PostedReceive]:
         """Withdraws a recv; its message goes to the next one. Returns the recvs that were matched to a message."""
-        if post.message is None:
-            if post in self._posts:
-                self._posts.remove(post)
-            return []
-        if self._matched.pop(post.number, None) is None:
-            return []  # it was taken, and its recv interrupted before it knew
+        if post in self._posts:
+            self._posts.remove(post)
+        if self._matched.get(post.number) is not post:
+            return []  # it has none, or it was taken and its recv interrupted before it knew
+        del self._matched[post.number]
         post.message = None
-        heapq.heappush(self._begun, post.number)
+        if post.number not in self._begun:
+            heapq.heappush(self._begun, post.number)
         return self._match()
 
     def take(self, post: PostedReceive) -> int:
@@ -117,12 +117,20 @@ class ReceiveQueue:
         del self._matched[post.number]
         return self._messages.pop(post.number).unexpected_bytes
 
+    def restore(self, number: int, message: Message) -> list[PostedReceive]:
+        """Undoes `take`. Returns the recvs that were matched to a message."""
+        message.unexpected_bytes = 0
+        self._messages[number] = message
+        heapq.heappush(self._begun, number)
+        return self._match()
+
     def _match(self) -> list[PostedReceive]:
         woken = []
         while self._posts and self._begun:
-            post = self._posts.popleft()
-            post.number = number = heapq.heappop(self._begun)
+            post, number = self._posts[0], self._begun[0]
+            post.number, self._matched[number] = number, post  # first: after an interrupt `give_back` finds it
             post.message = self._messages[number]
-            self._matched[number] = post
+            heapq.heappop(self._begun)
+            self._posts.popleft()
             woken.append(post)
         return woken

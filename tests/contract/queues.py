@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ferrorpc import Backend, BarrierTimeoutError, CollectiveTimeoutError
+from ferrorpc import Backend, BarrierTimeoutError, CollectiveTimeoutError, TensorMismatchError
 
 Array = np.ndarray[Any, Any]
 
@@ -39,12 +39,18 @@ class QueueBackend(Backend):
         self.wires.queue(self.rank, dst, tag).put(data.copy())
 
     def recv(self, src: int, tag: int = 0, out: Array | None = None, timeout: float | None = None) -> Array:
+        waiting = self.wires.queue(src, self.rank, tag)
         try:
-            data = self.wires.queue(src, self.rank, tag).get(timeout=timeout)
+            data = waiting.get(timeout=timeout)
         except queue.Empty:
             raise CollectiveTimeoutError([src], f"rank {src} sent nothing within {timeout} s") from None
         if out is None:
             return data
+        if (out.dtype, out.shape) != (data.dtype, data.shape):
+            with waiting.not_empty:
+                waiting.queue.appendleft(data)
+                waiting.not_empty.notify()
+            raise TensorMismatchError(f"out does not fit {data.dtype} of shape {data.shape}")
         out[...] = data
         return out
 

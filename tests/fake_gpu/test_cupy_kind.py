@@ -11,6 +11,7 @@ from ferrorpc.arrays.kinds import kind_of, view, view_out
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.operations.arguments import Arguments
 from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import check_same, every_dtype, reduced, values
@@ -63,3 +64,12 @@ def test_out_on_the_device_is_checked_like_any_other(cupy: StandIn) -> None:
     broadcast = cupy.ndarray((4,), np.float32, x.data, (0,))
     with pytest.raises(TensorMismatchError, match="share memory"):
         shared(broadcast, view(np.zeros(4, np.float32)).spec)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["through the host", "on the device"])
+def test_arrays_of_a_list_must_not_overlap(cupy: StandIn, on_device: bool) -> None:
+    memory, arguments = cupy.asarray(np.zeros((4, 2), np.float32)), Arguments(on_device)
+    for apart in ([memory[:2], memory[2:]], [memory[:, 0], memory[:, 1]], [memory[:0], memory[4:]]):
+        arguments.list_result(apart, kind_of(memory), 2, [])
+    with pytest.raises(UsageError, match="overlap"):
+        arguments.list_result([memory[:2], memory[1:3]], kind_of(memory), 2, [])

@@ -13,8 +13,10 @@ from ferrorpc import FerroError, GroupAbortedError, LimitExceededError, ProcessG
 from ferrorpc.collectives import prepared, progress
 from ferrorpc.collectives.point_to_point import RecvExecution
 from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.operations.results import Into, New
 from ferrorpc.testing import run_world
 from ferrorpc.transports.inproc import InprocTransport
+from ferrorpc.transports.mailbox import Mailbox
 
 X = np.ones(3, np.float32)
 
@@ -200,4 +202,67 @@ def test_a_message_of_which_a_part_was_taken_when_recv_was_interrupted_comes_who
         group.barrier()
 
     monkeypatch.setattr(owner, place, interrupted)
+    run_world(2, body, timeout=10.0)
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: type[BaseException], *, after: bool) -> None:
+    """The next call of a method raises an error, before or after it has done its work."""
+    whole = getattr(owner, name)
+
+    def failing(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        if after:
+            whole(*arguments)
+        raise error
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("out", [None, np.zeros(3, np.float32)], ids=["new", "out"])
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [
+        (RecvExecution, "advance", True),
+        (RecvExecution, "leave", True),
+        (Mailbox, "post", True),
+        (Mailbox, "take", False),
+        (Mailbox, "take", True),
+        (None, "give", False),
+        (None, "give", True),
+    ],
+)
+def test_a_message_is_not_lost_where_its_recv_was_interrupted_before_it_returned(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool, out: np.ndarray | None
+) -> None:
+    """Messages stay in their order, too."""
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            for number in range(3):
+                group.send(X * number, 1)
+        group.barrier()
+        if group.rank == 1:
+            result = New if out is None else Into
+            failing_once(monkeypatch, owner or result, name, KeyboardInterrupt, after=after)
+            with pytest.raises(KeyboardInterrupt):
+                group.recv(0, out=None if out is None else out.copy())
+            for number in range(3):
+                np.testing.assert_array_equal(group.recv(0), X * number)
+        group.barrier()
+
+    run_world(2, body, timeout=10.0)
+
+
+def test_a_message_that_cannot_be_made_into_an_array_stays_for_the_next_recv(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = np.arange(6 << 17, dtype=np.float64)  # more than is sent without a grant
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.send(long, 1)
+        else:
+            failing_once(monkeypatch, New, "give", MemoryError, after=False)
+            with pytest.raises(MemoryError):
+                group.recv(0)
+            np.testing.assert_array_equal(group.recv(0), long)
+
     run_world(2, body, timeout=10.0)

@@ -7,8 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, PeerLostError, ProcessGroup, UsageError
-from ferrorpc.testing import FaultPlan, run_world
+from ferrorpc import (
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    PeerLostError,
+    ProcessGroup,
+    UsageError,
+)
+from ferrorpc.testing import FaultPlan, run_groups, run_world
+from tests.contract.wrapped import wrapped_backends
 
 
 def test_ranks_in_errors_are_world_ranks_with_the_group_rank_beside_them() -> None:
@@ -30,6 +39,15 @@ def test_ranks_in_errors_are_world_ranks_with_the_group_rank_beside_them() -> No
 
     outcomes = run_world(4, body, faults=FaultPlan(kill={1: 1.0}))
     assert outcomes[3] == ([(1, 2)] * 4, None)
+
+
+def test_where_the_backend_has_no_subgroups_the_ranks_outside_learn_so_too() -> None:
+    def body(group: ProcessGroup) -> bool:
+        with pytest.raises(BackendUnavailableError, match="'wrapped' has no subgroups\ntry: .* split"):
+            group.subgroup([0])
+        return bool(group.all_reduce(1) == 2)
+
+    assert run_groups([ProcessGroup(backend) for backend in wrapped_backends(2)], body) == [True, True]
 
 
 def test_a_timeout_in_a_subgroup_names_world_ranks_and_breaks_the_world() -> None:

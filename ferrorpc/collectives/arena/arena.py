@@ -51,7 +51,9 @@ class Arena:
     def let_go(self, stream: int) -> None:
         """This rank starts no operation of the stream any more; its memory is freed later. A finaliser may call it."""
         bank = self._banks.get(stream)
-        if bank is not None:
+        if bank is None:
+            self._channels.pop(stream, None)
+        else:
             self.control.let_go(bank)
 
     def close(self) -> None:
@@ -65,6 +67,10 @@ class Arena:
         if found is None:
             channels = self._channels.get(stream, PROGRAM_CHANNELS)
             found = self._banks[stream] = self.control.bank(self._group, stream, self.ranks, channels)
+            for number, bank in list(self._banks.items()):
+                if bank.is_over:
+                    self._banks.pop(number, None)
+                    self._channels.pop(number, None)
         return found
 
     def entered(self, key: Key) -> CallRecord:

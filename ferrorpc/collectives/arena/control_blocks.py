@@ -58,6 +58,8 @@ NOTES: Final = (8, 11)
 """Offsets of the notes of calls that only send (`signature_check`): ticket, hash, offset of the signature's text."""
 
 BLOCK_BYTES: Final = BLOCK_WORDS * 8
+BLOCK_PAGE_BYTES: Final = 8 << 10
+"""Control blocks are allocated in pages of at least this size."""
 SLOT_BYTES: Final = 128 << 10
 """Every channel has a slot of this size for small arrays; it never moves."""
 
@@ -108,9 +110,9 @@ class Signature:
 class ControlBlocks:
     """This rank's control blocks, and access to those of its peers. One per generation.
 
-    Control blocks stay where they are until the end of the generation, so that a peer never reads anything else in their place.
-    The larger memory of a stream that has ended on this rank is freed when the next stream is opened, once its peers have left
-    it too.
+    Control blocks, and the signatures that they name, stay where they are until the end of the generation, so that a peer never
+    reads anything else in their place. All else of a stream that has ended on this rank is freed when the next stream opens,
+    once its peers have left it too.
 
     Args:
         memory: the shared segments.
@@ -125,6 +127,11 @@ class ControlBlocks:
         self._directory = _directory(memory.memory(rank))
         self._banks: dict[tuple[int, int], Bank] = {}
         self._over: deque[Bank] = deque()
+        self._pages: list[Array] = []
+        self._unused = _NOTHING, 0
+        """The rest of the newest page, and its offset."""
+        self._named: set[Signature] = set()
+        """What the control blocks of streams that have ended name."""
         self._signatures: WeakValueDictionary[str, Signature] = WeakValueDictionary()
         self.calls = Calls()
 
@@ -152,6 +159,8 @@ class ControlBlocks:
             bank = self._over.popleft()
             if not bank.free():
                 self._over.append(bank)
+            elif self._banks.pop(bank.stream, None) is not None:
+                self._named.update(*[channel.signatures.values() for channel in bank.channels])
 
     def _open(self, group: int, stream: int, channels: int) -> Place:
         directory = self._directory
@@ -161,14 +170,24 @@ class ControlBlocks:
                 f"rank {self.rank} has opened {count} streams and subgroups in this generation, and there is room for no more",
                 hint="keep subgroups and streams instead of making new ones",
             )
-        blocks_offset, blocks = self.allocate(channels * BLOCK_BYTES)
-        blocks[:] = 0
         slots_offset, slots = self.allocate(channels * SLOT_BYTES)
+        blocks_offset, blocks = self._new_blocks(channels * BLOCK_BYTES)
         entry = 1 + count * _ENTRY_WORDS
         for word, value in enumerate((_signed(group), stream, blocks_offset, slots_offset)):
             directory[entry + word] = value
         directory[0] = count + 1
         return blocks, slots
+
+    def _new_blocks(self, nbytes: int) -> tuple[int, Array]:
+        """Zeros in this rank's segment, until the end of the generation: their offset and bytes."""
+        page, offset = self._unused
+        if page.size < nbytes:
+            offset, page = self.allocate(max(nbytes, BLOCK_PAGE_BYTES))
+            self._pages.append(page)
+        self._unused = page[nbytes:], offset + nbytes
+        blocks = page[:nbytes]
+        blocks[:] = 0
+        return offset, blocks
 
     def allocate(self, nbytes: int) -> tuple[int, Array]:
         """New memory in this rank's segment: its offset and bytes, free again when nothing refers to them any more."""
@@ -270,9 +289,11 @@ class Bank:
 
     Attributes:
         control: this rank's control blocks.
+        stream: its group and number.
         peers: world ranks of the others, in group order.
         memories: their segments, in the same order.
         channels: in order.
+        is_over: whether it has ended on every rank, so that its memory is freed.
         pending_checks: operations whose calls have not been compared with that of every peer yet.
     """
 
@@ -280,11 +301,12 @@ class Bank:
         self, control: ControlBlocks, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Place
     ) -> None:
         self.control = control
+        self.stream = stream
+        self.is_over = False
         self.peers = tuple(rank for rank in ranks if rank != control.rank)
         self.memories = [control.memory.memory(peer) for peer in self.peers]
         self.channels = [Channel(self, number) for number in range(channels)]
         self.pending_checks: list[PendingCheck] = []
-        self._stream = stream
         self._ranks = tuple(ranks)
         self._places = {control.rank: own}
         for channel in self.channels:
@@ -294,7 +316,7 @@ class Bank:
         """Waits until every peer has opened this stream, then gives the channels the control blocks and slots of all ranks."""
         for peer in self.peers:
             while peer not in self._places:
-                place = self.control.find(peer, self._stream, len(self.channels))
+                place = self.control.find(peer, self.stream, len(self.channels))
                 if place is None:
                     yield 0
                 else:
@@ -306,10 +328,11 @@ class Bank:
     def free(self) -> bool:
         """Frees slots and rings, unless a rank is still in an operation of this stream. Returns whether it did.
 
-        A stream that was never used keeps its own: its peers may be about to read its directory entry.
+        Peers read nothing of a channel that this rank has never used except its control block, which stays.
         """
-        if not all(channel.is_free(channel.last) for channel in self.channels):
+        if not all(channel.last == 0 or channel.is_free(channel.last) for channel in self.channels):
             return False
+        self.is_over = True
         self._places[self.control.rank] = self._places[self.control.rank][0], _NOTHING
         for channel in self.channels:
             channel.slots, channel.ring = [], _NOTHING

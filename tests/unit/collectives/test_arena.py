@@ -9,7 +9,14 @@ import pytest
 
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.control_blocks import BLOCK_BYTES, DIRECTORY_ENTRIES, NOTES, SLOT_BYTES, TEXT
+from ferrorpc.collectives.arena.control_blocks import (
+    BLOCK_BYTES,
+    BLOCK_PAGE_BYTES,
+    DIRECTORY_ENTRIES,
+    NOTES,
+    SLOT_BYTES,
+    TEXT,
+)
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CollectiveMismatchError, LimitExceededError, UsageError
@@ -306,8 +313,34 @@ def test_a_stream_that_is_over_gives_its_memory_to_the_next(count, whole):
             del running
             gc.collect()
             used.append([memory.own.used_bytes for memory in world.memories])
-        blocks_bytes = PROGRAM_CHANNELS * BLOCK_BYTES
-        assert used[-1] == [size + blocks_bytes * (len(used) - 2) for size in used[1]], "more than control blocks is kept"
+        assert used[-1] == used[1]
+        assert all(len(arena._banks) <= 2 and len(arena.control._banks) <= 2 for arena in world.arenas)
+
+
+def test_streams_that_were_opened_and_never_used_are_freed_too():
+    with SharedWorld(2) as world:
+        arena = world.arenas[0]
+        for stream in range(1, 2 * BLOCK_PAGE_BYTES // BLOCK_BYTES // PROGRAM_CHANNELS):
+            arena.open_stream(stream, PROGRAM_CHANNELS)
+            arena.bank(stream)
+            arena.let_go(stream)
+        used = world.memories[0].own.used_bytes
+        assert used <= 3 * (BLOCK_PAGE_BYTES + PROGRAM_CHANNELS * SLOT_BYTES), "more than control blocks is kept"
+        assert len(arena._banks) <= 2
+        assert len(arena._channels) <= 3
+
+
+def test_signatures_that_control_blocks_name_outlive_their_stream():
+    call, ones = all_reduce_call(DType.FLOAT32, 8), np.ones(8, np.float32)
+    with SharedWorld(2) as world:
+        assert world.advance([world.begin(rank, call, [ones], number=0, stream=1) for rank in range(2)])
+        arena = world.arenas[0]
+        offset = arena.bank(1).channels[0].block[TEXT]
+        arena.let_go(1)
+        arena.bank(2)
+        gc.collect()
+        assert arena.control.allocate(1 << 10)[0] != offset
+        assert world.arenas[1].control.read_text(0, offset) == call.signature
 
 
 def test_what_a_peer_still_reads_is_not_given_away():

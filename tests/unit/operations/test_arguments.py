@@ -46,6 +46,33 @@ def test_a_result_that_overlaps_an_array_in_part_is_refused_wherever_it_stands_i
         GIVEN.list_result([memory[:3], memory[1:4]], NUMPY, 2, [GIVEN.view(memory[:3])])
 
 
+@pytest.mark.parametrize(
+    "out",
+    [
+        lambda memory: [memory[0:4], memory[4:8], memory[3:7]],
+        lambda memory: [memory[0:4], memory[8:12], memory[3::-1]],
+        lambda memory: [memory[0:8:2], memory[1:8:2], memory[2:9:2]],
+    ],
+    ids=["in part", "backwards", "strided"],
+)
+def test_results_that_would_overwrite_each_other_are_refused(out: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        x, given = np.full(4, group.rank), out(np.zeros(12, int))
+        with pytest.raises(UsageError, match="overlap"):
+            group.all_gather(x, out=given)
+        with pytest.raises(UsageError, match="overlap"):
+            group.all_to_all([x] * 3, out=given)
+        group.barrier()
+
+    run_world(3, body)
+
+
+def test_results_that_share_a_matrix_or_have_no_elements_do_not_overlap() -> None:
+    matrix = np.zeros((4, 3, 2))
+    for out in ([matrix[:, column] for column in range(3)], [matrix[0, 0, :0]] * 2 + [matrix[0, 0, 0:0]]):
+        GIVEN.list_result([part[...] for part in out], NUMPY, 3, [])
+
+
 def test_results_land_in_arrays_that_are_strided() -> None:
     def body(group: ProcessGroup) -> Any:
         memory = np.zeros((2, 3, 2))

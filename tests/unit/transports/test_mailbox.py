@@ -1,8 +1,12 @@
 """Frames, grants and probe answers find their operation, and nothing strange does harm."""
 
+import heapq
+from types import SimpleNamespace
+
 import pytest
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
+from ferrorpc.transports import point_to_point
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, CallRecord, Mailbox
 from ferrorpc.transports.point_to_point import PostedReceive
@@ -130,6 +134,19 @@ def test_a_probe_is_answered_with_the_last_operation_whether_it_sent_messages_or
     assert box_of.standing(Key(0, 0, 9), "a()") == (ABSENT, "", *last)
 
 
+def test_nothing_is_kept_of_the_lookups_of_groups_that_are_gone() -> None:
+    class Arena:
+        def entered(self, key: Key) -> CallRecord:
+            return CallRecord(None, 0, "")
+
+    box_of, _ = mailbox()
+    world = Arena()
+    box_of.register_lookup(0, world.entered)
+    for group in range(1, 9):
+        box_of.register_lookup(group, Arena().entered)
+    assert set(box_of._lookups) == {0, 8}
+
+
 def test_of_a_call_that_awaits_no_message_only_its_signature_stays() -> None:
     box_of, reported = mailbox()
     for number in range(1, HISTORY + 3):
@@ -218,6 +235,27 @@ def test_a_recv_that_gives_up_after_it_has_taken_all_gives_nothing_back() -> Non
     box_of.post(0, 0, 5, post)
     box_of.take(0, 0, 5, post)
     box_of.unpost(0, 0, 5, post)
+    assert not box_of._inbound
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_message_that_was_being_matched_when_its_recv_was_interrupted_is_for_the_next(monkeypatch, after: bool) -> None:
+    box_of, _ = mailbox()
+    box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 1))
+
+    def pop(heap: list[int]) -> int:
+        found = heapq.heappop(heap) if after else 0
+        raise KeyboardInterrupt(found)
+
+    interrupted, following = PostedReceive(lambda: None), PostedReceive(lambda: None)
+    monkeypatch.setattr(point_to_point, "heapq", SimpleNamespace(heappop=pop))
+    with pytest.raises(KeyboardInterrupt):
+        box_of.post(0, 1, 0, interrupted)
+    monkeypatch.undo()
+    box_of.unpost(0, 1, 0, interrupted)
+    box_of.post(0, 1, 0, following)
+    assert following.message is not None
+    box_of.take(0, 1, 0, following)
     assert not box_of._inbound
 
 
