@@ -100,7 +100,7 @@ def parse(text: str) -> CostTable:
         raise ValueError(f"a cost table has at most {TABLE_BYTES_MAX} bytes, this has {len(text.encode())}")
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     known = isinstance(data, dict) and {"name", "lanes"} <= set(data) <= {"version", "name", "lanes", "processors"}
     _expect(known, "expected an object with version, name and lanes, and perhaps processors")
