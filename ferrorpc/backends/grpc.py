@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -53,16 +54,20 @@ class GrpcBackend(MessageBackend):
         membership = session.membership
         assignment, latch = membership.assignment, membership.latch
         host_peers = discover_host_peers(assignment, path, session.barrier, latch, session.clock)
-        mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
-        told = partial(session.report_link_lost, latch=latch)
-        transport: Transport = GrpcTransport(server, assignment, mailbox, latch, session.clock, told)
-        control = None
-        if len(host_peers.ranks) > 1:
-            near = SharedMemoryTransport(host_peers, assignment, mailbox, latch, told)
-            transport = RoutedTransport(near, near.peers, transport, session.clock)
-            control = ControlBlocks(host_peers, assignment.rank)
-        tuning = Tuning(published(assignment.cost_table), asked, _host_of_each(host_peers.hosts))
-        super().__init__(transport, session, timeout=timeout, control=control, basis=tuning)
+        with ExitStack() as undo:
+            undo.callback(host_peers.close, CLOSE_SECONDS)
+            mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
+            told = partial(session.report_link_lost, latch=latch)
+            transport: Transport = GrpcTransport(server, assignment, mailbox, latch, session.clock, told)
+            undo.callback(transport.close, CLOSE_SECONDS)
+            control = None
+            if len(host_peers.ranks) > 1:
+                near = SharedMemoryTransport(host_peers, assignment, mailbox, latch, told)
+                transport = RoutedTransport(near, near.peers, transport, session.clock)
+                control = ControlBlocks(host_peers, assignment.rank)
+            tuning = Tuning(published(assignment.cost_table), asked, _host_of_each(host_peers.hosts))
+            super().__init__(transport, session, timeout=timeout, control=control, basis=tuning)
+            undo.pop_all()
         self._asked = asked
         session.activity.set_traffic_source(partial(_traffic, transport, None if control is None else control.calls))
         self._own_session = session

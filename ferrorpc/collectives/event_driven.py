@@ -12,10 +12,11 @@ the same stack. Such events are queued until the first execution has been advanc
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import abstractmethod
 from collections import deque
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +25,6 @@ from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
-
-_TURN: Final = "turn"
 
 
 class _Thread(threading.local):
@@ -52,10 +51,8 @@ class EventDrivenExecution(Execution):
         self.device = None if transfers is None else transfers.device
         self.results: list[np.ndarray[Any, Any]] = []
         self.specs: list[TensorSpec] = []
-        self._turn: dict[str, int] = {}
-        """The thread that advances it, while one does. An interrupted thread cannot tell whether it has a lock."""
-        self._step_lock = threading.Lock()
-        """Held during a step, for `finish`."""
+        self._step_lock = threading.RLock()
+        """Held during a step. It knows its owner, which an interrupted thread does not."""
         self._event = False
         self._moved = False
         self._driven = False
@@ -122,17 +119,17 @@ class EventDrivenExecution(Execution):
 
     def _process_events(self) -> None:
         """Steps while there are events and no other thread does. The thread that ends the operation wakes its driver."""
-        me = threading.get_ident()
         try:
-            while self._event and self._turn.setdefault(_TURN, me) == me:
+            while self._event and self._step_lock.acquire(blocking=False):
                 self._event = False
-                with self._step_lock:
-                    if not self._ended:
-                        self._try_step()
-                self._turn.clear()
+                if not self._ended:
+                    self._try_step()
+                self._step_lock.release()
+        except BaseException:  # an interrupt, wherever it struck
+            with contextlib.suppress(RuntimeError):  # another thread has it, or none
+                self._step_lock.release()
+            raise
         finally:
-            if self._turn.get(_TURN) == me:  # after an interrupt, wherever it struck
-                self._turn.clear()
             if self._ended and not self._driven and not self._has_woken:
                 self._has_woken = True
                 self.wake()

@@ -31,10 +31,10 @@ class PeerSocket:
     def __init__(self, peer: int, connection: socket.socket, wake: Callable[[], None]) -> None:
         self.peer = peer
         self.connection = connection
-        self.reading = threading.Lock()
-        """Held by the thread that reads the socket."""
-        self.busy_polled = False
-        """Whether that is a thread in `Reader.busy_poll`."""
+        self.reading = threading.RLock()
+        """Held by the thread that reads the socket. It knows its owner, which an interrupted thread does not."""
+        self.busy_poller = 0
+        """The thread in `Reader.busy_poll`, where one reads; else 0."""
         self.polls_to_skip = 0
         """How many of the next calls of `busy_poll` return at once."""
         self.failed_polls = 0

@@ -8,6 +8,7 @@ are handed on in order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -79,21 +80,27 @@ class Reader:
         if peer_socket.polls_to_skip:
             peer_socket.polls_to_skip -= 1
             return
-        if not peer_socket.reading.acquire(blocking=False):
-            return
         try:
-            peer_socket.busy_polled = True
+            if peer_socket.busy_poller or not peer_socket.reading.acquire(blocking=False):
+                return
+            peer_socket.busy_poller = threading.get_ident()
             self._arm(peer_socket)
             peer_socket.failed_polls = (
                 0 if self._poll(peer_socket, over) else min(2 * peer_socket.failed_polls + 1, SKIPPED_POLLS_MAX)
             )
             peer_socket.polls_to_skip = peer_socket.failed_polls
-        finally:
-            peer_socket.busy_polled = False
-            try:
-                peer_socket.reading.release()
-            finally:  # an interrupt between the two must not leave the socket unread
-                self._arm(peer_socket)
+            self._let_go(peer_socket)
+        except BaseException:  # wherever an interrupt strikes, it must not leave the socket unread
+            self._let_go(peer_socket)
+            raise
+
+    def _let_go(self, peer_socket: PeerSocket) -> None:
+        """Leaves a socket to the reader thread, if this thread reads it."""
+        if peer_socket.busy_poller == threading.get_ident():
+            peer_socket.busy_poller = 0
+        with contextlib.suppress(RuntimeError):  # another thread reads it, or none
+            peer_socket.reading.release()
+        self._arm(peer_socket)
 
     def _poll(self, peer_socket: PeerSocket, over: Callable[[], bool]) -> bool:
         """Whether `over` became true in time."""
@@ -137,7 +144,7 @@ class Reader:
         """Updates the epoll events that are requested for a socket. Events that are pending already are reported at once."""
         with self._lock:
             armed = self._armed.get(peer_socket)
-            wanted = (0 if peer_socket.busy_polled else select.EPOLLIN) | (select.EPOLLOUT if peer_socket.pending else 0)
+            wanted = (0 if peer_socket.busy_poller else select.EPOLLIN) | (select.EPOLLOUT if peer_socket.pending else 0)
             if armed is not None and armed != wanted:
                 self._epoll.modify(peer_socket.connection, wanted)
                 self._armed[peer_socket] = wanted

@@ -201,18 +201,20 @@ def test_an_interrupt_is_raised_where_it_struck_and_fails_the_operation_that_was
 def test_a_thread_that_is_interrupted_as_it_gets_the_turn_does_not_keep_it() -> None:
     """Nobody could advance the operation any more, and its end would wait for that thread for ever."""
 
-    class Struck(dict[str, int]):
-        def setdefault(self, *arguments: Any) -> int:
-            super().setdefault(*arguments)
+    class Struck:
+        def __init__(self, lock: Any) -> None:
+            self._plain, self.release = lock, lock.release
+
+        def acquire(self, blocking: bool) -> None:
+            self._plain.acquire(blocking=blocking)
             raise KeyboardInterrupt
 
     execution = Counting(2)
     execution.advance()
-    plain, execution._turn = execution._turn, Struck()
+    plain, execution._step_lock = execution._step_lock, Struck(execution._step_lock)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         execution.tell()
-    assert not execution._turn
-    execution._turn = plain
+    execution._step_lock = plain
     together(1, execution.tell)
     assert execution.advance()
 

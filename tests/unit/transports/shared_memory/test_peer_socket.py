@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -119,10 +120,16 @@ def test_who_waits_for_room_is_told_of_the_end(ends: Ends, end: str) -> None:
     assert ends.peer_socket.try_send(MESSAGE, ends.room), "what nobody receives is dropped"
 
 
+def in_another_thread(body: Callable[[], object]) -> None:
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+
+
 def test_closing_does_not_wait_for_ever_for_one_who_was_interrupted_while_reading(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ferrorpc.transports.shared_memory.peer_socket.READER_SECONDS", 0.01)
-    ends.peer_socket.reading.acquire()
+    in_another_thread(ends.peer_socket.reading.acquire)
     ends.peer_socket.close()
     assert ends.peer_socket.connection.fileno() == -1

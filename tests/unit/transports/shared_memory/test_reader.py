@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -230,3 +231,27 @@ def test_closing_waits_for_who_reads_and_leaves_nothing_to_read() -> None:
     closed.join(SECONDS)
     assert seen == [True]
     ends.busy_poll(lambda: False)
+
+
+@pytest.mark.parametrize("call", ["acquire", "release"])
+def test_a_thread_that_is_interrupted_as_it_gets_or_leaves_a_socket_does_not_keep_it(ends: Ends, call: str) -> None:
+    """The reader thread would never read that socket again."""
+
+    class Struck:
+        def __init__(self, lock: Any) -> None:
+            self.acquire, self.release = lock.acquire, lock.release
+            self._plain = getattr(lock, call)
+            setattr(self, call, self._interrupted)
+
+        def _interrupted(self, **arguments: bool) -> None:
+            setattr(self, call, self._plain)
+            self._plain(**arguments)
+            raise KeyboardInterrupt
+
+    ends.peer_socket.reading = Struck(ends.peer_socket.reading)  # type: ignore[assignment]
+    ends.other.send(b"first")
+    with pytest.raises(KeyboardInterrupt):
+        ends.busy_poll(lambda: True)
+    ends.thread.start()
+    ends.other.send(b"second")
+    ends.wait_for(lambda: len(ends.heard) == 2)

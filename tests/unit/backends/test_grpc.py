@@ -1,0 +1,42 @@
+"""The backend between processes, here between threads."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from ferrorpc.backends.grpc import GrpcBackend
+from ferrorpc.coordination.local import LocalWorld
+from ferrorpc.errors import GroupClosedError
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.transports.grpc.server import WorkerServer
+from ferrorpc.transports.shared_memory import host_peers
+from tests.unit.transports.shared_memory.host_worlds import in_threads
+
+
+@pytest.mark.parametrize("last", ["server", "memory"])
+def test_what_fails_after_host_peers_have_met_closes_their_sockets(monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    """Else a peer would never see the end of a rank that goes on without a group."""
+    made: list[host_peers.HostPeers] = []
+
+    def keep(found: host_peers.HostPeers) -> None:
+        made.append(found)
+
+    monkeypatch.setattr(host_peers, "_all", type("Kept", (), {"add": staticmethod(keep), "__iter__": lambda _: iter(())})())
+    world = LocalWorld(2, job=f"job-{uuid.uuid4()}")
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK) for _ in range(2)]
+    if last == "server":
+        for server in servers:
+            server.close()
+    else:
+        monkeypatch.setattr("ferrorpc.backends.grpc.ControlBlocks", lambda *_: _raise(GroupClosedError("no memory")))
+    outcomes = in_threads(2, lambda rank: GrpcBackend(world.session(rank), servers[rank]))
+    assert [type(outcome) for outcome in outcomes] == [GroupClosedError] * 2
+    assert [link.connection.fileno() for peers in made for link in peers._reader.sockets.values()] == [-1, -1]
+    for server in servers:
+        server.close()
+
+
+def _raise(error: Exception) -> None:
+    raise error
