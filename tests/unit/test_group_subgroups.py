@@ -43,7 +43,7 @@ def test_ranks_in_errors_are_world_ranks_with_the_group_rank_beside_them() -> No
 
 def test_where_the_backend_has_no_subgroups_the_ranks_outside_learn_so_too() -> None:
     def body(group: ProcessGroup) -> bool:
-        with pytest.raises(BackendUnavailableError, match="'wrapped' has no subgroups\ntry: .* split"):
+        with pytest.raises(BackendUnavailableError, match=r"'wrapped' has no subgroups\ntry: .* split"):
             group.subgroup([0])
         return bool(group.all_reduce(1) == 2)
 
