@@ -65,6 +65,8 @@ def pipeline(
     as_json: bool,
 ) -> None:
     """Show a pipeline schedule: what each rank does when, how long it idles, how many activations it holds."""
+    if name is not None and source is not None:
+        raise click.UsageError("--schedule and --from-csv each name a schedule: give one of them")
     costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     if name is None and source is None:
         if any((svg, png, trace, target)):

@@ -46,6 +46,11 @@ def test_a_schedule_is_read_from_a_table(tmp_path: Path, capsys):
     assert figures["bubble_fraction"] == pytest.approx(1 / 4)
 
 
+def test_a_schedule_with_a_name_and_a_table_is_refused(tmp_path: Path, capsys):
+    assert run(["plan", "pipeline", "--schedule", "gpipe", "--from-csv", str(tmp_path / "mine.csv")]) == 64
+    assert "give one of them" in capsys.readouterr().err
+
+
 def test_costs_count(capsys):
     arguments = ["--forward", "2", "--backward-input", "3", "--backward-weight", "4", "--latency", "0.5", "--json"]
     assert run(["plan", "pipeline", "--schedule", "gpipe", "--stages", "2", "--microbatches", "1", *arguments]) == 0
