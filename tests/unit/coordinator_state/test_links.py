@@ -10,10 +10,15 @@ from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import arrive, error, join, store
 
 
-def lose_a_link(world: World) -> None:
-    """Rank 0 reports that it cannot reach rank 1, and the time until the decision passes."""
+def report_a_lost_link(world: World) -> None:
+    """Rank 0 reports that it cannot reach rank 1."""
     lost = session_pb2.LinkLost(peer_rank=1, reason="reset")
     world.ask("a", report=session_pb2.ReportRequest(generation=world.clients["a"].generation, link_lost=lost))
+
+
+def lose_a_link(world: World) -> None:
+    """Rank 0 reports that it cannot reach rank 1, and the time until the decision passes."""
+    report_a_lost_link(world)
     world.tick(3 * SECOND)
 
 
@@ -50,8 +55,7 @@ def test_a_link_is_not_blamed_while_one_of_its_ends_may_be_dead() -> None:
     """The peer was heard of after the report; then its stream ended."""
     world = World()
     join(world, "a", "b")
-    lost = session_pb2.LinkLost(peer_rank=1, reason="reset")
-    world.ask("a", report=session_pb2.ReportRequest(generation=1, link_lost=lost))
+    report_a_lost_link(world)
     world.tick(SECOND)
     world.cut("b")
     world.tick(4 * SECOND)
@@ -63,8 +67,7 @@ def test_a_peer_that_leaves_before_the_decision_ends_nothing() -> None:
     """It finished first, and closed its streams before its goodbye reached the coordinator."""
     world = World()
     join(world, "a", "b")
-    lost = session_pb2.LinkLost(peer_rank=1, reason="reset")
-    world.ask("a", report=session_pb2.ReportRequest(generation=1, link_lost=lost))
+    report_a_lost_link(world)
     world.tick(SECOND)
     world.ask("b", leave={})
     world.tick(9 * SECOND)
