@@ -112,6 +112,7 @@ class AnnouncedExecution(Execution):
         self._inputs: Sequence[Any] = inputs if self._transfers is None else self._transfers.sources
         self._outputs: Sequence[Any] | None = outputs if self._transfers is None else self._transfers.targets
         self.polling = None if self._transfers is None else self._transfers.polling
+        self.device = None if self._transfers is None else self._transfers.device
         packed = [announcement.pack(prepared.call.inputs[0], self._inputs[0])] if prepared.is_root else []
         self._phases = [prepared.opening.start(key, packed, None, guard)]
 

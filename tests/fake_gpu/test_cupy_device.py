@@ -153,8 +153,9 @@ def test_an_array_is_written_on_its_own_gpu_whichever_is_current(cupy: StandIn) 
     np.testing.assert_array_equal(cupy.asnumpy(x), np.arange(4))
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
 def test_threads_of_the_library_may_query_events_while_a_graph_is_captured(
-    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     """A query fails another thread's capture, unless the thread that queries is in thread-local mode."""
     modes: list[tuple[str, int, int]] = []
@@ -169,9 +170,9 @@ def test_threads_of_the_library_may_query_events_while_a_graph_is_captured(
 
     def body(group: ProcessGroup) -> None:
         with cupy.cuda.Device(2):
-            group.all_reduce(cupy.asarray(np.ones(3, np.float32)), async_op=True).wait(host=True)
+            getattr(group, operation)(cupy.asarray(np.ones(100_000, np.float32)), async_op=True).wait(host=True)
 
-    run_world(2, body, clock=SYSTEM_CLOCK)
+    run_world(4, body, clock=SYSTEM_CLOCK)
     assert next(each for each in modes if each[0] == "ferrorpc-progress") == ("ferrorpc-progress", 1, 2)
 
 
