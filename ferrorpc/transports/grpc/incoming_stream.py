@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from ferrorpc.errors import CodecError, FerroError
+from ferrorpc.errors import CodecError, FerroError, LimitExceededError
 from ferrorpc.transports.control import read_probe
 from ferrorpc.transports.grpc.request_iterator import RequestIterator
 from ferrorpc.transports.grpc.send_queue import SendQueue
@@ -111,8 +111,10 @@ class IncomingStream:
                 else:
                     streams = self._control(message) or streams
         except CodecError as error:
-            self.queue.finish(refusal(error), discard=True)
-            self._owner.incoming_failed(self.source, error)
+            self._fail(error)
+            return
+        except MemoryError as error:
+            self._fail(LimitExceededError(f"there is no memory for what rank {self.source} sends: {error}"))
             return
         except grpc.RpcError:
             reason = "its stream broke"
@@ -123,6 +125,10 @@ class IncomingStream:
             self._owner.incoming_ended(self.source, streams, reason)
         else:
             self._owner.incoming_unused(self)
+
+    def _fail(self, error: FerroError) -> None:
+        self.queue.finish(refusal(error), discard=True)
+        self._owner.incoming_failed(self.source, error)
 
     def _control(self, message: transport_pb2.DataMessage) -> int:
         """Handles a message that is no frame. Returns the streams that a goodbye announces, else 0. Ignores unknown kinds."""

@@ -107,17 +107,23 @@ class Lane:
             self._call.cancel()
 
     def _run(self) -> None:
+        reason = "the thread of its lane failed"  # by a bug, whose traceback it prints
+        try:
+            reason = self._dial_and_read()
+        finally:
+            self.queue.finish(discard=True)
+            self._channel.close()
+            self._ended.set()
+            self._owner.lane_ended(self, "" if self._finishing else reason)
+
+    def _dial_and_read(self) -> str:
+        """Dials as often as it may, and reads answers until the stream ends. Returns why it ended."""
         began = self._clock.now()
         reason = self._run_call()
         while not (self._committed or self._cancelled.is_set() or self._should_give_up(self._clock.now() - began)):
             self._cancelled.wait(REDIAL_SECONDS)
             reason = self._run_call()
-        self.queue.finish(discard=True)
-        self._channel.close()
-        self._ended.set()
-        if not self._committed:
-            reason = f"it could not be reached in {self._clock.now() - began:.1f} s: {reason}"
-        self._owner.lane_ended(self, "" if self._finishing else reason)
+        return reason if self._committed else f"it could not be reached in {self._clock.now() - began:.1f} s: {reason}"
 
     def _should_give_up(self, waited_seconds: float) -> bool:
         """Whether to stop dialling."""

@@ -2,18 +2,22 @@
 
 import random
 import tracemalloc
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from google.protobuf.message import DecodeError, Message
 
-from ferrorpc.errors import CodecError, FerroError, PeerLostError
+from ferrorpc.errors import CodecError, FerroError, LimitExceededError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.grpc.incoming_stream import IncomingStream, read_message, refusal
+from ferrorpc.transports.grpc.lane import Lane
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Frame, Header, Key, encode
 from tests.unit.wire.test_frames import mutate
 
@@ -110,6 +114,37 @@ def test_fifty_thousand_damaged_control_messages_do_no_harm() -> None:
     assert set(lost) <= {0, 2}
     assert len(lost) <= 2
     assert set(box.answers) <= {0, 2}
+
+
+def test_a_message_for_which_there_is_no_memory_ends_the_generation_and_says_why() -> None:
+    def too_large() -> Iterator[bytes]:
+        yield FRAME
+        raise MemoryError("16 GiB")
+
+    failures: list[FerroError] = []
+    stream = IncomingStream(0, too_large(), transport_of(failures, []))
+    stream.read()
+    (failure,) = failures
+    assert isinstance(failure, LimitExceededError)
+    assert "no memory for what rank 0 sends: 16 GiB" in failure.message
+    (answer,) = stream.answers()
+    assert restore(transport_pb2.ControlMessage.FromString(answer).refused).message == failure.message
+
+
+def test_a_lane_whose_thread_fails_ends_and_is_reported() -> None:
+    """A bug must not leave the operations that send on it to their deadlines."""
+    ended: list[str] = []
+    owner = SimpleNamespace(lane_ended=lambda lane, reason: ended.append(reason))
+    channel = SimpleNamespace(stream_stream=lambda method: 1 / 0, close=lambda: ended.append("closed"))
+    threads: list[Callable[[], None]] = []
+    clock = SimpleNamespace(start=lambda body, name: threads.append(body), now=SYSTEM_CLOCK.now)
+    arguments: Any = (channel, b"", lambda: None, owner, clock)
+    lane = Lane(1, 0, "nowhere:1", *arguments, dial_seconds=1.0)
+    with pytest.raises(ZeroDivisionError):
+        threads[0]()
+    assert ended == ["closed", "the thread of its lane failed"]
+    lane.wait(0.0)
+    assert list(lane.queue.messages()) == []
 
 
 def test_a_message_of_a_newer_version_is_passed_over() -> None:
