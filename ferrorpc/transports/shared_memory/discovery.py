@@ -127,7 +127,10 @@ class _LocalOffer:
             return shared_memory_pb2.SharedMemoryVerdict()
         from ferrorpc.transports.shared_memory.handshake import Handshaker
 
-        handshaker = Handshaker(self._assignment, host, dict(enumerate(offers)), self._listener, self._segment)
+        try:
+            handshaker = Handshaker(self._assignment, host, dict(enumerate(offers)), self._listener, self._segment)
+        except OSError as error:
+            return _verdict({}, {self._assignment.rank: f"it cannot greet its peers: {error.strerror}"})
         self._handshaker = handshaker
         handshaker.run(latch, clock)
         return _verdict(handshaker.host_peers, handshaker.failures)

@@ -87,8 +87,8 @@ class Handshaker:
         self._listener = listener
         self._segment = segment
         self._peers = [rank for rank in host if rank != assignment.rank]
-        self._descriptor = segment.read_only_descriptor()
         self._selector = selectors.DefaultSelector()
+        self._descriptor = segment.read_only_descriptor()
 
     def run(self, latch: Latch, clock: Clock, seconds: float = GREETING_SECONDS) -> None:
         """Returns once every rank is proven or has failed, the time is over, or the generation has ended."""
@@ -119,7 +119,11 @@ class Handshaker:
         os.close(self._descriptor)
 
     def _dial(self, rank: int, seconds: float) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            self.failures[rank] = f"rank {rank} cannot be dialled: {error.strerror}"
+            return
         patience = _SECONDS_AND_MICROSECONDS.pack(int(seconds) + 1, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
         try:

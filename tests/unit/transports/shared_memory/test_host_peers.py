@@ -1,6 +1,7 @@
 """Ranks of one host find each other, see each other's memory, and notice each other's end."""
 
 import contextlib
+import errno
 import gc
 import os
 import socket
@@ -52,6 +53,34 @@ def test_whoever_was_told_to_use_grpc_stays_alone() -> None:
         assert ranks[1].ranks == (1,)
         with pytest.raises(UsageError, match="rank 1 shares no memory"):
             _ = ranks[1].own
+
+
+def test_a_rank_that_may_open_no_more_files_stays_alone_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(segment: Segment) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Segment, "read_only_descriptor", full)
+    with HostWorld(2) as ranks:
+        for rank in range(2):
+            assert ranks[rank].hosts == ((0,), (1,))
+            assert "rank 1: it cannot greet its peers: Too many open files" in ranks[rank].separation_reason
+
+
+def test_a_rank_that_may_open_no_socket_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets: list[socket.socket] = []
+
+    class TwoOnly(socket.socket):
+        def __init__(self, *given: Any, fileno: int | None = None) -> None:
+            if len(sockets) == 2 and fileno is None:  # both ranks listen
+                raise OSError(errno.EMFILE, "Too many open files")
+            super().__init__(*given, fileno=fileno)
+            sockets.append(self)
+
+    monkeypatch.setattr(handshake.Handshaker.run, "__defaults__", (0.2,))
+    monkeypatch.setattr(handshake.socket, "socket", TwoOnly)
+    with HostWorld(2) as ranks:
+        for rank in range(2):
+            assert "rank 0 cannot be dialled: Too many open files" in ranks[rank].separation_reason
 
 
 def test_a_world_that_uses_grpc_needs_one_round_only(monkeypatch: pytest.MonkeyPatch) -> None:
