@@ -425,6 +425,13 @@ class Connection:
     # -- the heartbeat thread ------------------------------------------------------------------------------------------
 
     def _send_heartbeats(self) -> None:
+        try:
+            self._keep_lease()
+        finally:
+            if self.ended_by is None:  # a bug: the thread prints its traceback, and nobody must wait for the lease to run out
+                self._fail(FerroError(f"the thread that sends heartbeats to {self.address} failed"))
+
+    def _keep_lease(self) -> None:
         while self.ended_by is None:
             unanswered = None
             with self._condition.lock:

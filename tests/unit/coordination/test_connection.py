@@ -8,7 +8,13 @@ import pytest
 
 from ferrorpc.coordination import connection as module
 from ferrorpc.coordination.connection import Connection
-from ferrorpc.errors import AuthenticationError, CoordinatorUnavailableError, StoreTimeoutError, VersionMismatchError
+from ferrorpc.errors import (
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    FerroError,
+    StoreTimeoutError,
+    VersionMismatchError,
+)
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.testing import ManualClock
 from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
@@ -98,3 +104,15 @@ def test_a_stranger_that_answers_at_the_coordinators_address_ends_no_session() -
     assert not welcomed(connection())._is_final(stranger)
     assert connection()._is_final(stranger), "the address may be wrong"
     assert welcomed(connection())._is_final(VersionMismatchError("speaks protocol 2"))
+
+
+def test_heartbeats_that_fail_end_the_connection_at_once() -> None:
+    """Otherwise the lease runs out, and the others hear that this rank is dead."""
+    up = welcomed(connection(ManualClock()))
+    causes: list[FerroError] = []
+    up._listener.beat = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    up._listener.session_ended = causes.append  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        up._send_heartbeats()
+    assert "sends heartbeats to nowhere:1 failed" in causes[0].message
+    assert up.ended_by is causes[0]
