@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.errors import FerroError, LimitExceededError, UsageError
 
 FOREVER: Final = float("inf")
 
@@ -40,10 +40,10 @@ class Clock(Protocol):
         """A new parker."""
 
     def start(self, body: Callable[[], None], name: str) -> None:
-        """Runs `body` on a daemon thread of its own."""
+        """Runs `body` on a daemon thread of its own. Raises LimitExceededError where the system refuses another thread."""
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
-        """Runs `action`, which must not block, at clock time `when` on a thread of the clock."""
+        """Runs `action`, which must not block, at clock time `when` on a thread of the clock. Raises as `start`."""
 
 
 class _SemaphoreParker:
@@ -87,12 +87,22 @@ class SystemClock:
         return _SemaphoreParker()
 
     def start(self, body: Callable[[], None], name: str) -> None:
-        threading.Thread(target=body, name=name, daemon=True).start()
+        _start(threading.Thread(target=body, name=name, daemon=True))
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
         timer = threading.Timer(max(0.0, when - time.monotonic()), action)
         timer.daemon = True
-        timer.start()
+        _start(timer)
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as refusal:
+        raise LimitExceededError(
+            f"the system refuses a thread ({thread.name}) beside the {threading.active_count()} of this process: {refusal}",
+            hint="raise the limit of processes (`ulimit -u`, a container's pids limit), or give the host fewer ranks",
+        ) from None
 
 
 SYSTEM_CLOCK: Final = SystemClock()

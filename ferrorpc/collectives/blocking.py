@@ -64,10 +64,12 @@ class SenderThreads:
     def send(self, data: Array, peer: int, tag: int) -> None:
         """Queues one array, which must not change any more."""
         with self._lock:
-            start = peer not in self._queues
-            self._queues.setdefault(peer, deque()).append((data, tag))
-        if start:
-            self._guard.clock.start(lambda: self._run(peer), "ferrorpc-senders")
+            queue = self._queues.get(peer)
+            if queue is None:
+                queue = deque()
+                self._guard.clock.start(lambda: self._run(peer), "ferrorpc-senders")
+                self._queues[peer] = queue
+            queue.append((data, tag))
 
     def _run(self, peer: int) -> None:
         while True:
@@ -83,10 +85,16 @@ class SenderThreads:
         self._drained.unpark()
 
     def drain(self) -> None:
-        """Waits until all is sent. Raises what stopped it."""
-        while self._queues:
-            if not self._drained.park(self._guard.deadline):
-                raise CollectiveTimeoutError([], f"a send took longer than {self._guard.seconds:g} s")
+        """Waits until all is sent. Raises what stopped it, or the cause that ended the generation."""
+        latch = self._guard.latch
+        ticket = latch.watch(self._drained.unpark)
+        try:
+            while self._queues:
+                latch.check()
+                if not self._drained.park(self._guard.deadline):
+                    raise CollectiveTimeoutError([], f"a send took longer than {self._guard.seconds:g} s")
+        finally:
+            latch.forget(ticket)
         if self.error is not None:
             raise self.error
 

@@ -259,9 +259,9 @@ class Progress:
         entry = _Entry(execution, abort, convert, work)
         wake = partial(self._wake, entry)
         with self._lock:
-            start, self._started = not self._started, True
-        if start:
-            self._clock.start(self._run, "ferrorpc-progress")
+            if not self._started:
+                self._clock.start(self._run, "ferrorpc-progress")
+                self._started = True
         # The ticket is set before others can wake the entry: from then on it may end at any time, and needs its ticket.
         entry.ticket = execution.guard.latch.watch(wake)
         execution.wake = wake

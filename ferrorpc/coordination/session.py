@@ -138,8 +138,8 @@ class RemoteSession(Session):
         """
         process_exit.register(self)
         until = self.clock.now() + self._timeout
-        self._connection.start()
         try:
+            self._connection.start()
             self._connection.wait_until_up(self._rendezvous, until)
             self.rejoin(max(until - self.clock.now(), min(self._timeout, ROUND_SECONDS)))
         except BaseException:
@@ -177,10 +177,9 @@ class RemoteSession(Session):
         request = wire.ReportRequest(generation=membership.assignment.generation, failure=_bounded(failure))
         try:
             self._connection.post("the report of a failure", membership.latch, report=request)
+            self.clock.call_at(self.clock.now() + REPORT_SECONDS, lambda: self._trip(membership.latch, failure))
         except FerroError:
             self._trip(membership.latch, failure)
-            return
-        self.clock.call_at(self.clock.now() + REPORT_SECONDS, lambda: self._trip(membership.latch, failure))
 
     def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:
         membership = self.membership

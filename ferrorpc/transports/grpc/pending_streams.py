@@ -38,14 +38,14 @@ class PendingStreams:
     def wait_for_open(self, context: Any) -> Iterator[None]:
         """While inside, the call of this context is pending and may be cancelled."""
         with self._lock:
+            if not self._watched:
+                self._clock.start(self._watch, "ferrorpc-pending-streams")
+                self._watched = True
             number = next(self._numbers)
             evicted = self._pop_oldest() if len(self._waiting) >= PENDING_MAX else None
             self._waiting[number] = context, self._clock.now() + self._patience_seconds
-            is_first, self._watched = not self._watched, True
         if evicted is not None:
             evicted.cancel()
-        if is_first:
-            self._clock.start(self._watch, "ferrorpc-pending-streams")
         try:
             yield
         finally:

@@ -7,14 +7,18 @@ pool joins its threads at interpreter exit, which hangs for as long as a peer ke
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, TypeVar
 
+from ferrorpc.errors import LimitExceededError
 from ferrorpc.guard import Clock
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+_log = logging.getLogger("ferrorpc.transports")
 
 
 class ThreadPerCall(Executor):
@@ -28,7 +32,10 @@ class ThreadPerCall(Executor):
     def submit(
         self, function: Callable[Parameters, Result], /, *arguments: Parameters.args, **options: Parameters.kwargs
     ) -> Future[Result]:
-        """Starts the function at once, on a thread of its own."""
+        """Starts the function at once, on a thread of its own. Where there is none, the future has the error.
+
+        It is not raised: that would end gRPC's thread, which serves all other calls as well.
+        """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
 
@@ -40,5 +47,9 @@ class ThreadPerCall(Executor):
                 raise
             future.set_result(result)
 
-        self._clock.start(run, f"{self._name}-{next(self._numbers)}")
+        try:
+            self._clock.start(run, f"{self._name}-{next(self._numbers)}")
+        except LimitExceededError as error:
+            _log.error("a peer's stream is not read, so its messages will be missing: %s", error)
+            future.set_exception(error)
         return future

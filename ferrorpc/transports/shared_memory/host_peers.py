@@ -110,8 +110,8 @@ class HostPeers:
         self._on_message = _nobody if on_message is None else on_message
         self._on_end = _nobody if on_end is None else on_end
         if self._reader.sockets:
-            self._started = True
             self._clock.start(self._reader.run, f"ferrorpc-host-peers-of-{self.rank}")
+            self._started = True
 
     def send(self, peer: int, message: bytes) -> bool:
         """Sends a message to a host peer, in order; never blocks. False, and dropped, where too many messages wait."""

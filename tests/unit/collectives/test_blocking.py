@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ferrorpc import Backend, CollectiveTimeoutError, ProcessGroup
+from ferrorpc import Backend, CollectiveTimeoutError, PeerLostError, ProcessGroup
+from ferrorpc.collectives.blocking import SenderThreads
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_groups
 from tests.contract.queues import QueueBackend, queue_backends
 
@@ -63,3 +66,19 @@ def test_a_timeout_of_a_sockets_recv_breaks_nothing_and_one_of_a_collective_name
             assert raised.value.waiting_on == [1]
 
     run_groups([ProcessGroup(SocketBackend(queues)) for queues in queue_backends(2)], body)
+
+
+def test_a_send_that_does_not_end_is_not_waited_for_once_the_generation_is_over():
+    class Stuck:
+        def send(self, data: Any, dst: int, tag: int = 0) -> None:
+            entered.set()
+            over.wait(30.0)
+
+    entered, over, latch = threading.Event(), threading.Event(), Latch()
+    senders = SenderThreads(Stuck(), Guard(SYSTEM_CLOCK, latch, 30.0))  # type: ignore[arg-type]
+    senders.send(np.zeros(1), 1, 0)
+    assert entered.wait(5.0)
+    SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.01, lambda: latch.trip(PeerLostError(1, "signal 9")))
+    with pytest.raises(PeerLostError, match="signal 9"):
+        senders.drain()
+    over.set()
