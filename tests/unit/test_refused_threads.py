@@ -1,4 +1,4 @@
-"""Where the system refuses a thread, the call that needs one says so, nothing waits for what cannot come, and the next may work."""
+"""Where the system refuses a thread, the call that needs one says so, nothing waits in vain, and the next call may work."""
 
 from __future__ import annotations
 
