@@ -10,13 +10,16 @@ inputs'. The traversal costs O(nodes) in Python.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Final
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+_FIRST_EDGE: Final = threading.Lock()
 
 
 class SplitBackward:
@@ -28,6 +31,8 @@ class SplitBackward:
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        with _FIRST_EDGE:
+            _continue_from_an_edge()
         self._inputs = list(inputs)
         self._outputs = list(outputs)
         self._edges = [get_gradient_edge(each) for each in self._outputs]
@@ -92,6 +97,19 @@ class SplitBackward:
     def _leaves_beside(self, node: Any) -> list[Any]:
         """The leaves that a node on an input path leads to by edges off these paths."""
         return _leaves([after for after, _ in node.next_functions if after is not None and after not in self._input_paths])
+
+
+@cache
+def _continue_from_an_edge() -> None:
+    """A backward pass from an edge, before there are several at a time.
+
+    In the first one PyTorch makes a type, behind a lock of C++. If garbage is collected meanwhile, the interpreter may go to
+    another thread that needs the type too: it then waits for the lock and keeps the interpreter, for ever.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        start = torch.zeros((), requires_grad=True, device="cpu")
+        edge = get_gradient_edge(start * 1)
+    torch.autograd.backward((edge,), (torch.zeros((), device="cpu"),), inputs=[start])
 
 
 def _leaves(nodes: Iterable[Any]) -> list[Any]:
