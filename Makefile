@@ -22,7 +22,8 @@ TEST_ARGS ?=
 BENCH_ARGS ?= all_reduce
 # Tests wait for processes, sockets and timers a third of the time, so three workers keep two processors busy.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n + n / 2)))
-SPREAD = --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# A worker that a test has ended is not replaced: the new one would begin with the same test.
+SPREAD = --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile

@@ -1,14 +1,17 @@
 """ferrorpc comes first: it sets what gRPC reads when it is imported, and tests import gRPC in any order."""
 
+import faulthandler
 import gc
 import inspect
 import os
 import signal
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key  # capturing leaves this one alone
 from hypothesis import HealthCheck, settings
 
 import ferrorpc
@@ -73,10 +76,23 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """What a file has imported stays, too: it would be searched in every later test that collects garbage."""
-    done = yield
+    with last_resort(item):
+        done = yield
     if nextitem is not None and nextitem.path != item.path:
         settle()
     return done
+
+
+@contextmanager
+def last_resort(item: pytest.Item) -> Iterator[None]:
+    """Ends the process where a test hangs and the thread that is to end it cannot run, because C++ keeps the interpreter."""
+    limit = item.get_closest_marker("timeout")
+    seconds = limit.args[0] if limit is not None else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(seconds + 30.0, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def settle() -> None:
