@@ -2,6 +2,8 @@
 
 A rank that may use NCCL joins with its GPU's UUID and its NCCL version as labels, which reach every member with the assignment.
 So all ranks make the same choice, before NCCL is called and without further messages.
+
+What only GPUs need is imported in the functions that need it, as most processes start sooner without.
 """
 
 from __future__ import annotations
@@ -9,18 +11,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ferrorpc.arrays.cupy_device import CupyDevice, open_device
 from ferrorpc.arrays.torch_cuda import chosen_in_torch, uses_gpus
-from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
-from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.backends.nccl.choose import open_nccl
-from ferrorpc.backends.nccl.identity import Identity, judge
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.types import Peer
+
+if TYPE_CHECKING:
+    from ferrorpc.arrays.cupy_device import CupyDevice
+    from ferrorpc.backends.base import Backend
+    from ferrorpc.backends.nccl.backend import OverNccl
 
 NEEDING: Final = ("nccl", "hybrid")
 """Backends that need NCCL."""
@@ -36,6 +37,8 @@ def device_for(asked: int | None, local_rank: int | None) -> CupyDevice:
     Raises:
         BackendUnavailableError: there is no CuPy or no such GPU.
     """
+    from ferrorpc.arrays.cupy_device import open_device
+
     chosen = chosen_in_torch() if asked is None else asked
     device = open_device(chosen)
     if chosen is None and local_rank is not None:
@@ -70,6 +73,8 @@ def join_labels(backend: str, asked: int | None, local_rank: int | None) -> dict
         return {_GPU: device_for(asked, local_rank).uuid}
     if backend not in NEEDING and not (backend == "auto" and _works_on_gpus()):
         return {}
+    from ferrorpc.backends.nccl.choose import open_nccl
+
     try:
         return {_GPU: device_for(asked, local_rank).uuid, _NCCL: str(open_nccl().version)}
     except BackendUnavailableError as error:
@@ -90,6 +95,8 @@ def nccl_obstacle(peers: Sequence[Peer]) -> str:
     without = [str(rank) for rank, label in enumerate(labels) if _GPU not in label]
     if without:
         return f"ranks {', '.join(without)} have no GPU that CuPy and NCCL can use, or had not begun to use one"
+    from ferrorpc.backends.nccl.identity import Identity, judge
+
     try:
         judge(
             [
@@ -116,27 +123,42 @@ def shares_gpu(peers: Sequence[Peer]) -> bool:
     return None not in gpus and len(set(gpus)) < len(gpus) and len({peer.host for peer in peers}) == 1
 
 
-def make_cuda_ipc(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> CudaIpcBackend:
+def make_cuda_ipc(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> Backend:
     """This rank's backend over its host lanes, on its GPU, whose memory it shares with the others.
 
     Raises:
         BackendUnavailableError: what is missing.
         NcclError: a rank could not share its GPU's memory, or open another's.
     """
+    from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
+
     device = device_for(asked, local_rank)
     device.make_current()
     return CudaIpcBackend(lanes, device)
 
 
-def make(
-    kind: type[NcclBackend | HybridBackend], lanes: MessageBackend, asked: int | None, local_rank: int | None
-) -> NcclBackend | HybridBackend:
+def make_nccl(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> Backend:
     """This rank's backend over its host lanes, on its GPU, which becomes CuPy's current one.
 
     Raises:
         BackendUnavailableError: what is missing, or which ranks cannot be together.
         NcclError: NCCL's communicator could not be made.
     """
+    from ferrorpc.backends.nccl.backend import NcclBackend
+
+    return _over_nccl(NcclBackend, lanes, asked, local_rank)
+
+
+def make_hybrid(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> Backend:
+    """As `make_nccl`, for GPU arrays alone."""
+    from ferrorpc.backends.hybrid import HybridBackend
+
+    return _over_nccl(HybridBackend, lanes, asked, local_rank)
+
+
+def _over_nccl(kind: type[OverNccl], lanes: MessageBackend, asked: int | None, local_rank: int | None) -> Backend:
+    from ferrorpc.backends.nccl.choose import open_nccl
+
     device = device_for(asked, local_rank)
     api = open_nccl()
     device.make_current()

@@ -10,9 +10,7 @@ from typing import Final, TypeAlias
 from ferrorpc.backends import gpu
 from ferrorpc.backends.base import Backend
 from ferrorpc.backends.grpc import GrpcBackend
-from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
@@ -161,7 +159,7 @@ def _on_gpus(over: Callable[[MessageBackend, int | None, int | None], Backend]) 
 _factories: Final[dict[str, Factory]] = {
     "grpc": _grpc,
     "simulated": _simulated,
-    "nccl": _on_gpus(lambda *args: gpu.make(NcclBackend, *args)),
-    "hybrid": _on_gpus(lambda *args: gpu.make(HybridBackend, *args)),
+    "nccl": _on_gpus(gpu.make_nccl),
+    "hybrid": _on_gpus(gpu.make_hybrid),
     "cuda_ipc": _on_gpus(gpu.make_cuda_ipc),
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.backends import gpu
+from ferrorpc.backends.nccl import choose
 from ferrorpc.backends.registry import Place, create
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import BackendUnavailableError, TensorMismatchError
@@ -61,7 +62,7 @@ def test_what_lacks_is_an_error_where_it_was_asked_for_and_a_warning_under_auto(
 
 
 def test_a_member_says_its_gpu_and_its_nccl(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "open_nccl", lambda: FakeNccl(cupy.machine).api(0))
+    monkeypatch.setattr(choose, "open_nccl", lambda: FakeNccl(cupy.machine).api(0))
     assert gpu.join_labels("auto", None, 3) == {"gpu": "GPU-66616b6520475055-at-0000:1A:00.0", "nccl": "22809"}
 
 
@@ -108,7 +109,7 @@ def test_cupy_without_a_gpu_is_no_matter_where_none_was_asked_for(cupy: StandIn,
 
 @pytest.mark.parametrize("name", ["nccl", "hybrid"])
 def test_a_world_of_one_runs_on_its_gpu(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(gpu, "open_nccl", lambda: FakeNccl(cupy.machine).api(2))
+    monkeypatch.setattr(choose, "open_nccl", lambda: FakeNccl(cupy.machine).api(2))
     session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
     with ProcessGroup(create(name, Place(session, None, local_rank=2))) as group:
         assert (group.backend, cupy.cuda.Device().id) == (name, 2)

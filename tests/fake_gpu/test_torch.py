@@ -16,6 +16,7 @@ from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.kinds import gpu_of, kind_of, packed_bytes, to_kind, view, view_out
 from ferrorpc.backends import gpu
 from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.nccl import choose
 from ferrorpc.errors import BackendUnavailableError, TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import run_groups
@@ -255,7 +256,7 @@ def test_a_broken_cupy_leaves_torchs_tensors_to_torch(
 def test_auto_looks_for_a_gpu_where_torch_has_begun_to_use_one(
     gpus: TorchGpus, cupy: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "open_nccl", lambda: SimpleNamespace(version=FakeNccl(cupy.machine).api(0).version))
+    monkeypatch.setattr(choose, "open_nccl", lambda: SimpleNamespace(version=FakeNccl(cupy.machine).api(0).version))
     monkeypatch.setattr(gpu, "sys", SimpleNamespace(modules={}))
     assert gpu.join_labels("auto", None, 1)["gpu"] == device_of(cupy, 1).uuid
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

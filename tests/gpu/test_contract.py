@@ -20,7 +20,9 @@ from ferrorpc.types import DType, ReduceOp
 from tests.fake_gpu.on_gpu import Cupy, Library, OnGpu, Tensors
 from tests.fake_gpu.shared_worlds import ipc_backends
 from tests.fake_gpu.worlds import host_lanes
+from tests.gpu.without import skip_without_gpu
 
+skip_without_gpu()
 pytestmark = pytest.mark.gpu
 
 

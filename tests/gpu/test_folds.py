@@ -11,7 +11,9 @@ from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.kernels.cuda import fold_reference
 from ferrorpc.kernels.cuda.folds import ELEMENTS, OPERATORS
 from tests.fake_gpu.folding import check_fold, drawn
+from tests.gpu.without import skip_without_gpu
 
+skip_without_gpu()
 pytestmark = pytest.mark.gpu
 
 

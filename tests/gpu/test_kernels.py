@@ -15,7 +15,9 @@ from ferrorpc.kernels.cuda.codecs import BLOCKS, HALVES, DeviceCodec
 from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, ROWS, DeviceKernels
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import codec
+from tests.gpu.without import skip_without_gpu
 
+skip_without_gpu()
 pytestmark = pytest.mark.gpu
 DTYPES = tuple(reference.NAMES)
 COUNTS = (1, 7, 0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 100_003)

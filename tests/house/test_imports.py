@@ -86,3 +86,10 @@ def test_the_coordinator_never_loads_the_training_side(tmp_path: Path) -> None:
     rooms = {name.split(".")[1] for name in modules if name.startswith("ferrorpc.")}
     assert rooms <= COORDINATOR_MAY_IMPORT
     assert {name for name in modules if name.split(".")[0] in ("torch", "cupy", "sklearn", "matplotlib")} == set()
+
+
+def test_a_process_without_a_gpu_loads_nothing_of_the_backends_for_gpus() -> None:
+    loaded = loaded_after("import ferrorpc; ferrorpc.init_process_group")
+    assert "ferrorpc.backends.registry" in loaded
+    rooms = tuple(f"ferrorpc.backends.{room}" for room in ("device", "nccl", "cuda_ipc", "hybrid"))
+    assert [name for name in loaded if name.startswith(rooms)] == []

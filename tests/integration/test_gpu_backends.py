@@ -69,7 +69,7 @@ class Job:
         def make(kind: type[DeviceBackend], lanes: Any, asked: int | None, local_rank: int | None) -> NcclBackend:
             return kind(lanes, gpu.device_for(asked, local_rank), self.nccl.api(lanes.rank))
 
-        monkeypatch.setattr(gpu, "make", make)
+        monkeypatch.setattr(gpu, "_over_nccl", make)
         found = together([lambda place=place: registry.create(backend, place) for place in places])
         for outcome in found:
             if isinstance(outcome, BaseException):
