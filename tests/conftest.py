@@ -38,13 +38,25 @@ gc.disable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where processes cannot share memory, as on other processors than x86-64, what is about that is skipped."""
+    """Where processes cannot share memory, as on other processors than x86-64, what is about that is skipped.
+
+    Contract suites that repeat another one on other lanes or arrays set `largest_world`: larger worlds are left to the other.
+    """
+    beyond = {item for item in items if isinstance(item, pytest.Function) and is_beyond(item)}
+    config.hook.pytest_deselected(items=list(beyond))
+    items[:] = [item for item in items if item not in beyond]
     if hasattr(config, "workerinput"):
         spread(items)
     if why_not := unsupported_reason():
         for item in items:
             if item.get_closest_marker("shared_memory") or "sharedmemory" in item.nodeid.lower().replace("_", ""):
                 item.add_marker(pytest.mark.skip(reason=why_not))
+
+
+def is_beyond(item: pytest.Function) -> bool:
+    """Whether its world is larger than its class tests."""
+    largest = getattr(item.cls, "largest_world", None)
+    return largest is not None and hasattr(item, "callspec") and item.callspec.params.get("size", 0) > largest
 
 
 def spread(items: list[pytest.Item]) -> None:

@@ -49,6 +49,8 @@ class TestSharedMemory(BackendContract):
 class TestSharedMemoryMessages(BackendContract):
     """The same ranks where everything has to be a message."""
 
+    largest_world = 4
+
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with GrpcWorld(size, transport="shared_memory") as world:
             for backend in world.backends:
@@ -59,6 +61,8 @@ class TestSharedMemoryMessages(BackendContract):
 
 class TestTwoHosts(BackendContract):
     """One half of the ranks shares memory, the other half is elsewhere."""
+
+    largest_world = 4
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         transports = ["auto" if rank < size - size // 2 else "grpc" for rank in range(size)]
@@ -76,12 +80,16 @@ class TestThirdParty(BasicBackendContract):
 class TestThirdPartyWhoseSendsWait(ReductionContract, DataMovementContract):
     """One whose send waits until the peer receives: its collectives must not send to one peer after the other."""
 
+    largest_world = 4
+
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         return run_groups([ProcessGroup(each, timeout=20.0) for each in queue_backends(size, MeetingBackend)], fn)
 
 
 class TestWrapped(BasicBackendContract):
     """A backend of somebody else's that hands on to one of ours what it is asked for."""
+
+    largest_world = 4
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         return run_groups([ProcessGroup(backend, timeout=20.0) for backend in wrapped_backends(size)], fn)

@@ -12,19 +12,6 @@ from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
 from tests.fake_gpu.host_kernels import HostKernels, build
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Contract suites that repeat another one with other arrays set `largest_world`: larger worlds are left to the other."""
-    beyond = [item for item in items if isinstance(item, pytest.Function) and _is_beyond(item)]
-    config.hook.pytest_deselected(items=beyond)
-    left_out = set(beyond)
-    items[:] = [item for item in items if item not in left_out]
-
-
-def _is_beyond(item: pytest.Function) -> bool:
-    largest = getattr(item.cls, "largest_world", None)
-    return largest is not None and hasattr(item, "callspec") and item.callspec.params.get("size", 0) > largest
-
-
 @pytest.fixture
 def cupy() -> Iterator[StandIn]:
     """A stand-in for CuPy on a machine of eight GPUs; what its GPUs met that they should not have fails the test."""

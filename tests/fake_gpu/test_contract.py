@@ -30,6 +30,7 @@ from tests.fake_gpu.worlds import host_lanes, nccl_backends
 class TestNccl(BackendContract):
     """Everything by NCCL."""
 
+    largest_world = 4
     in_rank_order = False
 
     def operators(self, dtype: DType) -> list[ReduceOp]:
@@ -81,8 +82,6 @@ class TestHybrid(BackendContract):
 
 class TestNcclOnGpuArrays(TestNccl):
     """The same with arrays that are on the GPU already, in whatever layout."""
-
-    largest_world = 4
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         return on_gpus(NcclBackend, size, fn)

@@ -65,6 +65,8 @@ class TestOnGpuArrays(BackendContract):
 class TestOnHostArrays(BackendContract):
     """Host arrays in the same groups go by the host lanes."""
 
+    largest_world = 4
+
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with stand_in(Machine(1)) as cupy, ipc_backends(cupy, size, apart=False) as backends:
             return run_groups([ProcessGroup(backend) for backend in backends], fn)

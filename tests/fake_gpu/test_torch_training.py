@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.fake_gpu.torch_gpu import torch
 from tests.fake_gpu.torch_trainer import STEPS, batches, loss_of, model, optimizer
@@ -29,8 +28,7 @@ def one_process() -> dict[str, np.ndarray]:
     return {name: each.detach().numpy() for name, each in module.named_parameters()}
 
 
-@pytest.mark.parametrize("transport", ["grpc", pytest.param("shared_memory", marks=pytest.mark.shared_memory)])
-def test_a_module_on_a_gpu_gets_the_weights_of_one_process(tmp_path: Path, transport: str) -> None:
+def test_a_module_on_a_gpu_gets_the_weights_of_one_process(tmp_path: Path) -> None:
     """Buckets lie on the GPU, so nothing of a gradient is asked for on the host by torch."""
     result = run(
         "-n",
@@ -39,7 +37,7 @@ def test_a_module_on_a_gpu_gets_the_weights_of_one_process(tmp_path: Path, trans
         "tests.fake_gpu.torch_trainer",
         str(tmp_path / "weights"),
         timeout=100,
-        FERRORPC_TRANSPORT=transport,
+        FERRORPC_TRANSPORT="grpc",
     )
     assert result.returncode == 0, result.stderr
     expected = one_process()

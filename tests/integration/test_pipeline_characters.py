@@ -15,17 +15,14 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 
-@pytest.mark.parametrize(("processes", "replicas", "schedule"), [(2, 1, "1f1b"), (4, 2, "zbv")])
-def test_it_learns_holds_equal_replicas_and_draws_its_last_step(
-    tmp_path: Path, processes: int, replicas: int, schedule: str
-) -> None:
+def test_it_learns_holds_equal_replicas_and_draws_its_last_step(tmp_path: Path) -> None:
     picture = tmp_path / "pipeline.png"
-    script = [str(ROOT / "examples" / "pipeline_characters.py"), "--steps", "5", "--schedule", schedule, "--out", str(picture)]
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", str(processes), *script, "--replicas", str(replicas)]
+    script = [str(ROOT / "examples" / "pipeline_characters.py"), "--steps", "5", "--schedule", "zbv", "--out", str(picture)]
+    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "4", *script, "--replicas", "2"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     first, last = (float(loss) for loss in re.search(r"loss (\S+) at first, (\S+) at last", result.stdout).groups())
     assert last < first
     assert float(re.search(r"test loss ([0-9.]+) nats", result.stdout)[1]) < first - 0.5
-    assert f"replicas with identical weights: {replicas}" in result.stdout
+    assert "replicas with identical weights: 2" in result.stdout
     assert picture.read_bytes().startswith(PNG_SIGNATURE)

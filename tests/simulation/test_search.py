@@ -10,7 +10,7 @@ import pytest
 from ferrorpc import schedules
 from tests.unit.pipeline.test_search import best_named, random_costs
 
-COUNT = min(500, int(os.environ.get("FERRORPC_SEEDS", "9")))
+COUNT = min(500, int(os.environ.get("FERRORPC_SEEDS", "6")))
 STAGES, MICROBATCHES = 4, 8
 CAPS = (float(STAGES), 2.0 * STAGES, None)
 

@@ -288,10 +288,9 @@ def test_barrier_lets_nobody_through_before_all_are_there():
 
 @pytest.fixture
 def little_garbage():
-    """What other tests have left on the heap is not looked through at each collection."""
+    """What other tests have left on the heap is not looked through at each collection, here and until the end of the file."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("little_garbage")
