@@ -52,6 +52,8 @@ pytestmark = pytest.mark.shared_memory
 class TestOnGpuArrays(BackendContract):
     """Bit for bit as host arrays: sums are folded in rank order here, too."""
 
+    largest_world = 4
+
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with stand_in(Machine(1)) as cupy, ipc_backends(cupy, size) as backends:
 

@@ -22,7 +22,7 @@ World = Callable[[ProcessGroup], Any]
 class TestHybridOnTensors(Hybrid):
     """By NCCL, or by the host lanes where NCCL has nothing."""
 
-    largest_world = 4
+    largest_world = 3
     in_rank_order = False
 
     def world(self, size: int, fn: World) -> list[Any]:
@@ -33,7 +33,7 @@ class TestHybridOnTensors(Hybrid):
 class TestStagedTensors(BackendContract):
     """Through pinned memory and the host lanes."""
 
-    largest_world = 4
+    largest_world = 3
 
     def world(self, size: int, fn: World) -> list[Any]:
         with stand_in(Machine(size)) as cupy, torch_on(cupy) as gpus:

@@ -20,7 +20,7 @@ from ferrorpc.testing import FaultPlan, VirtualClock, run_world
 from ferrorpc.testing.reference import check_list, check_same, reduced, values
 from ferrorpc.types import DType, ReduceOp
 
-SEEDS = int(os.environ.get("FERRORPC_SEEDS", "300"))
+SEEDS = int(os.environ.get("FERRORPC_SEEDS", "200"))
 BLOCK = 25
 ONLY = os.environ.get("FERRORPC_SEED")
 REPLAY = "FERRORPC_SEED={seed} .venv/bin/python -m pytest tests/simulation/test_interleavings.py"

@@ -19,7 +19,7 @@ from ferrorpc.testing import FaultPlan, Kill, RankKilled, VirtualClock, run_worl
 from tests.unit.pipeline.models import Joint, edges_of, one_process, stage_of, ties_of, whole_model
 from tests.unit.pipeline.stages import batch, descend, gradients, half_square
 
-SEEDS = int(os.environ.get("FERRORPC_SEEDS", "200"))
+SEEDS = int(os.environ.get("FERRORPC_SEEDS", "120"))
 BLOCK = 25
 ONLY = os.environ.get("FERRORPC_SEED")
 REPLAY = "FERRORPC_SEED={seed} .venv/bin/python -m pytest tests/simulation/test_pipelines.py"
