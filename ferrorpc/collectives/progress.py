@@ -377,6 +377,7 @@ class Progress:
                 result = entry.convert(execution)
             except FerroError as problem:
                 error = problem
+                execution.give_back()
         work = entry.work
         entry.release()
         if error is not None:
