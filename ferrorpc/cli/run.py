@@ -136,7 +136,7 @@ def _of_torchrun(command: Any) -> Any:
 )
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 @click.pass_context
-def command(context: click.Context, dry_run: bool, **flags: Any) -> int:
+def command(context: click.Context, /, dry_run: bool, **flags: Any) -> int:
     """Run SCRIPT in several processes that find each other.
 
     Everything after SCRIPT is passed to it. The exit code is that of the first rank that failed; 128 + n for signal n; 64 for
