@@ -1,6 +1,6 @@
 """Data-parallel training of a small transformer in PyTorch, which learns to write Python.
 
-    ferrorpc run -n 2 examples/characters_torch.py                     needs the extra `torch`
+    ferrorpc run -n 2 examples/characters_torch.py                     needs the extras `torch` and `examples`
     ferrorpc run -n 2 examples/characters_torch.py --device gpu        needs CuPy, too
 
 The text is the source code of Python's standard library, so there is nothing to download. Every process has the whole model and

@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(ferrorpc.schedules.NAMED)}")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--chunks", type=int, help="stages of each process, where the schedule leaves it open")
-    parser.add_argument("--out", type=Path, default=Path("out/pipeline.svg"), help="where the picture goes")
+    parser.add_argument("--out", type=Path, default=Path("out/pipeline.svg"), help="the picture, .png or .svg")
     options = parser.parse_args()
 
     with ferrorpc.init_process_group() as group:
@@ -130,7 +130,8 @@ def main() -> None:
         logits = pipe.forward(data.test_images)
         if group.rank == 0:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            recorded.to_svg(options.out, beside=schedule.simulate(**recorded.costs(schedule)))
+            draw = recorded.to_svg if options.out.suffix == ".svg" else recorded.to_png
+            draw(options.out, beside=schedule.simulate(**recorded.costs(schedule)))
             print(f"{schedule}: {options.epochs} epochs in {seconds:.1f} s, backend {group.backend}")
             print(f"the last step, recorded and simulated: {options.out}")
         if logits is not None:

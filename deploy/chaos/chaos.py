@@ -17,13 +17,14 @@ import random
 import signal
 import socket
 import sys
-import threading
 import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
 SOCKET = "/var/run/docker.sock"
 ENGINE_SECONDS = 30.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""They are blocked, and taken only during waits: a request in flight is answered, so that what it did is known and mended."""
 
 
 class Engine(http.client.HTTPConnection):
@@ -111,12 +112,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="of `random`; 0 for no end")
     parser.add_argument("--seed", type=int, default=0, help="of `random`")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     choose = random.Random(options.seed)
-    never = threading.Event()
 
     def wait() -> None:
-        never.wait(options.seconds)
+        stopped = signal.sigtimedwait(STOP_SIGNALS, options.seconds)
+        if stopped is not None:
+            sys.exit(128 + stopped.si_signo)
 
     name, done = project(), 0
     while True:

@@ -24,7 +24,13 @@ _NEEDED: Final = {"sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matp
 @click.command("demo")
 @click.option("-n", "--nproc", "processes", type=click.IntRange(min=1), default=4, show_default=True, help="Processes.")
 @click.option("--epochs", type=click.IntRange(min=1), default=20, show_default=True, help="Passes over the data.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Fixes the data split, the batches and the weights.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Fixes the data split, the batches and the weights.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

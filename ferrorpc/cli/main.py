@@ -24,7 +24,7 @@ COMMANDS: Final = {
     "config": Entry("ferrorpc.cli.config", "Show each setting's value and where it came from."),
     "certs": Entry("ferrorpc.cli.certs", "Make an authority and certificates for a job."),
     "doctor": Entry("ferrorpc.cli.doctor", "Check for what would keep a job from working here, and say how to mend it."),
-    "version": Entry("ferrorpc.cli.version", "Show the versions of ferrorpc and of what it depends on."),
+    "version": Entry("ferrorpc.cli.version", "Show the version of ferrorpc; with -v, also the versions of what it depends on."),
 }
 """Command -> its module, which has a click command called `command`, and its line in `--help`."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ferrorpc.cli.launcher import launch as launcher
 from ferrorpc.cli.launcher.environment import worker_environment
@@ -134,13 +135,16 @@ def _of_torchrun(command: Any) -> Any:
     *_spellings("--dry-run"), "dry_run", is_flag=True, help="Show each worker's command and variables without running it."
 )
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
-def command(dry_run: bool, **flags: Any) -> int:
+@click.pass_context
+def command(context: click.Context, /, dry_run: bool, **flags: Any) -> int:
     """Run SCRIPT in several processes that find each other.
 
     Everything after SCRIPT is passed to it. The exit code is that of the first rank that failed; 128 + n for signal n; 64 for
     bad configuration; 75 when the membership was lost and a retry can help.
     """
     plan = make_plan(**flags)
+    if not flags["no_python"] and context.get_parameter_source("processes") is ParameterSource.DEFAULT:
+        _tell_of_misplaced(flags["target"], {spelling for option in context.command.params for spelling in option.opts})
     if dry_run:
         _show(plan)
         return 0
@@ -215,9 +219,19 @@ def make_plan(
     )
 
 
+def _tell_of_misplaced(target: tuple[str, ...], options: set[str]) -> None:
+    """Says that the first option of the script's that is also one of these may have been meant for the launcher."""
+    for word in target[1:]:
+        option = word.partition("=")[0].rstrip("0123456789")  # -n2 is one word
+        if option in options:
+            why = "options of `ferrorpc run` come before the script"
+            click.echo(f"ferrorpc run: one worker is started, and {option} goes to {target[0]}: {why}", err=True)
+            return
+
+
 def _local_ranks(text: str, processes: int) -> frozenset[int]:
     parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) < processes for part in parts):
+    if not all(part.strip().isdecimal() and len(part) < 10 and int(part) < processes for part in parts):
         raise ConfigError(
             f"--ranks {text}: expected local ranks from 0 to {processes - 1}", hint="--ranks 0, or several with commas"
         )

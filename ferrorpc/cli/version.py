@@ -15,7 +15,7 @@ _PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "cupy-cuda12x", "nvidia-ncc
 @click.command("version")
 @click.option("-v", "--verbose", is_flag=True, help="Also the interpreter, the system and the packages it works with.")
 def command(verbose: bool) -> None:
-    """Show the versions of ferrorpc and of what it depends on."""
+    """Show the version of ferrorpc; with -v, also the versions of what it depends on."""
     if not verbose:
         click.echo(own_version())
         return

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.house.tree import ROOT
 
@@ -33,3 +34,11 @@ def test_the_compose_files_are_what_compose_expects(options: tuple[str, ...]) ->
     if shutil.which("docker") is None or ran("docker", "compose", "version"):
         pytest.skip("there is no Docker Compose")
     assert ran("docker", "compose", *options, "config", "--quiet") == ""
+
+
+def test_tls_is_for_every_container_that_joins_a_job() -> None:
+    """With FERRORPC_INSECURE=1 and no certificate a rank waits in vain for a coordinator that refuses it."""
+    plain = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    members = {name for name, service in plain.items() if "FERRORPC_INSECURE" in service.get("environment", {})}
+    protected = yaml.safe_load((ROOT / "deploy" / "compose" / "tls.yml").read_text())["services"]
+    assert {name for name, service in protected.items() if service["environment"]["FERRORPC_INSECURE"] == "0"} == members

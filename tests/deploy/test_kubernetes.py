@@ -199,6 +199,13 @@ def test_exit_codes_mean_what_operations_says(folder: Path) -> None:
 
 
 @every_folder
+def test_what_starts_a_failed_job_again_leaves_one_that_no_retry_can_help(folder: Path) -> None:
+    for policy in (policy for manifest in render(folder) for policy in parts(manifest, "failurePolicy")):
+        rules = {reason: rule["action"] for rule in policy["rules"] for reason in rule["onJobFailureReasons"]}
+        assert rules == {"PodFailurePolicy": "FailJobSet"}
+
+
+@every_folder
 def test_a_job_has_as_many_pods_as_its_world(folder: Path) -> None:
     for manifest in render(folder):
         counts = {*parts(manifest, "completions"), *parts(manifest, "parallelism"), *parts(manifest, "numNodes")}

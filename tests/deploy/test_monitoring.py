@@ -100,6 +100,13 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
     assert {name for expression in expressions for name in NAME.findall(expression)} <= series()
 
 
+def test_rates_are_taken_over_several_scrapes_of_prometheus_default_of_a_minute() -> None:
+    """Over [1m] there are none: a rate needs two scrapes."""
+    minutes = [int(found) for path in (RULES, DASHBOARD) for found in re.findall(r"\[(\d+)m\]", path.read_text())]
+    assert len(minutes) > 5
+    assert min(minutes) >= 5
+
+
 def test_the_dashboards_expressions_are_valid(tmp_path: Path) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     expressions = [target["expr"].replace("$job", ".*") for panel in dashboard["panels"] for target in panel["targets"]]

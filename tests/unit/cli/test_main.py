@@ -49,7 +49,14 @@ def test_the_launcher_loads_neither_grpc_nor_numpy():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["no-such-command"], ["run", "--no-such-flag", "x.py"], ["run", "missing.py"], ["run"], ["run", "-n", "0", "x.py"]],
+    [
+        ["no-such-command"],
+        ["run", "--no-such-flag", "x.py"],
+        ["run", "missing.py"],
+        ["run"],
+        ["run", "-n", "0", "x.py"],
+        ["demo", "--seed", "-1"],
+    ],
 )
 def test_bad_configuration_is_64(arguments, capfd):
     assert run(arguments) == 64

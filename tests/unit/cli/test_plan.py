@@ -92,6 +92,30 @@ def test_the_flag_of_mpirun_is_answered_with_ours(arguments, script, capfd):
     assert capfd.readouterr().err.endswith(f"\ntry: ferrorpc run -n 4 {script} --fast\n")
 
 
+@pytest.mark.parametrize("option", ["-n", "-n2", "--nproc-per-node", "--nproc_per_node=2", "--http-port"])
+def test_an_option_after_the_script_is_the_scripts_which_is_told_where_one_worker_may_not_be_meant(option, script, capfd):
+    assert run(["run", "--dry-run", script, option, "2"]) == 0
+    said = capfd.readouterr()
+    name = option.removesuffix("2").removesuffix("=")
+    why = "options of `ferrorpc run` come before the script"
+    assert said.err == f"ferrorpc run: one worker is started, and {name} goes to {script}: {why}\n"
+    assert f"train.py {option} 2" in said.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-n", "2", "SCRIPT", "-n", "3"],
+        ["SCRIPT", "--epochs", "2"],
+        ["--no-python", "nice", "-n", "3", "true"],
+        ["SCRIPT", "2"],
+    ],
+)
+def test_nothing_is_said_where_the_options_are_in_their_places(arguments, script, capfd):
+    assert run(["run", "--dry-run", *(script if word == "SCRIPT" else word for word in arguments)]) == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_process_counts(monkeypatch):
     assert process_count("3") == 3
     assert process_count("cpu") == available_cpus()
@@ -197,8 +221,9 @@ def test_the_environment_names_the_coordinator_and_the_job(script, monkeypatch):
 
 def test_a_console_filter_must_name_local_ranks(script):
     assert make_plan(target=(script,), processes="4", shown="0, 3").shown == {0, 3}
-    with pytest.raises(ConfigError, match="local ranks from 0 to 3"):
-        make_plan(target=(script,), processes="4", shown="4")
+    for text in ("4", "0,", "-1", "9" * 5000):
+        with pytest.raises(ConfigError, match="local ranks from 0 to 3"):
+            make_plan(target=(script,), processes="4", shown=text)
 
 
 def test_a_world_is_all_workers_of_all_nodes_unless_it_may_shrink():
