@@ -26,7 +26,7 @@ from tests.deploy.test_pages import commands
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = f"ferrorpc-test-{os.getpid()}"
 WORKERS = 4
-EPOCHS_OF_A_LONG_JOB = "150"
+EPOCHS_OF_A_LONG_JOB = "90"
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
 
