@@ -33,6 +33,11 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0].endswith(".py"):
+            context.fail(f"{args[0]} is a script and no command: start it with `ferrorpc run -n 4 {args[0]}`")
+        return super().resolve_command(context, args)
+
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.help) for name, entry in self._entries.items()])

@@ -63,6 +63,11 @@ def test_bad_configuration_is_64(arguments, capfd):
     assert capfd.readouterr().err
 
 
+def test_a_script_without_run_before_it_is_64_and_the_right_command_is_named(capfd):
+    assert run(["train.py", "--lr", "1"]) == 64
+    assert "start it with `ferrorpc run -n 4 train.py`" in capfd.readouterr().err
+
+
 def test_a_package_that_is_missing_is_64_and_its_extra_is_named(monkeypatch, capfd, tmp_path):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     assert run(["certs", "init", str(tmp_path / "certs"), "--job", "trial"]) == 64
