@@ -83,7 +83,8 @@ class Admission:
                 holder=str(holder),
                 incarnation=holder.incarnation,
             )
-        require(f"members of job {self._context.job}", self._members.living + 1, "members", self._context.limits.members)
+        living = self._members.living + (holder is None or not holder.alive)  # a replacement takes the place of one that lives
+        require(f"members of job {self._context.job}", living, "members", self._context.limits.members)
         return self._new(hello, holder)
 
     def _resume(self, hello: session_pb2.Hello) -> Admitted:

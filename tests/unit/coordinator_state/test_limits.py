@@ -143,6 +143,16 @@ def test_too_many_members() -> None:
     assert limit_of(world.clients["b"].events[-1].fenced) == "members"
 
 
+def test_a_replacement_takes_the_place_of_a_suspect_member_and_needs_no_other() -> None:
+    world = limited(members=2)
+    join(world, "b")
+    world.cut("b")
+    world.hello("b", instance="2")
+    assert world.clients["b"].stream is not None
+    world.hello("c")
+    assert limit_of(world.clients["c"].events[-1].fenced) == "members"
+
+
 def test_members_whose_descriptions_are_too_large_together_are_rejected_and_fewer_may_join() -> None:
     world = World(Settings(durable=True, limits=replace(Limits(), world_bytes=2_500)))
     names = ["b", "c", "d"]
