@@ -23,6 +23,7 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ class Journal:
         self._thread: threading.Thread | None = None
         self.full = False
         """Whether the disk is full: what was decided is still written, requests that write must be refused."""
+        self._check_room_at = 0.0
+        """When to look next whether a full disk has room again, on the monotonic clock."""
         self.commits = 0
         """Groups written since opening."""
 
@@ -153,19 +156,22 @@ class Journal:
                 if not self._commit_with_retries(group):
                     return
                 done()
-        except (sqlite3.Error, OSError) as error:
-            _log.critical("the journal in %s cannot be written: %s", self._directory, error)
+        except Exception as error:  # without this thread nothing is answered any more
+            _log.critical("the journal in %s cannot be written: %s: %s", self._directory, type(error).__name__, error)
             failed(error)
 
     def _next_group(self) -> tuple[Sequence[Row], Callable[[], None]] | None:
-        """The next group; None to stop. While the disk is full, checks for room meanwhile."""
+        """The next group; None to stop. While the disk is full, checks for room every _RETRY_SECONDS, also between groups."""
         while self.full:
-            with contextlib.suppress(queue.Empty):
-                return self._groups.get(timeout=_RETRY_SECONDS)
+            seconds = self._check_room_at - time.monotonic()
+            if seconds > 0.0:
+                with contextlib.suppress(queue.Empty):
+                    return self._groups.get(timeout=seconds)
             self._shrink()
             if self._take_reserve():
                 self.full = False
                 _log.warning("there is room for the journal in %s again", self._directory)
+            self._check_room_at = time.monotonic() + _RETRY_SECONDS
         return self._groups.get()
 
     def _commit_with_retries(self, group: Sequence[Row]) -> bool:
@@ -194,6 +200,7 @@ class Journal:
 
     def _mark_full(self) -> None:
         self.full = True
+        self._check_room_at = time.monotonic() + _RETRY_SECONDS
         _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
 
     def _shrink(self) -> None:

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from ferrorpc_coordinator.journal import RESERVE_BYTES, Journal
@@ -257,6 +258,20 @@ def test_a_full_disk_is_waited_out(tmp_path):
     again.close()
 
 
+def test_room_is_noticed_though_groups_come_all_the_time(tmp_path, monkeypatch):
+    """As of a job with a named barrier in each step."""
+    monkeypatch.setattr("ferrorpc_coordinator.journal._RETRY_SECONDS", 0.05)
+    journal = opened(tmp_path)
+    journal._mark_full()
+    journal.start(failed=lambda error: None)
+    until = time.monotonic() + 10.0
+    while journal.full and time.monotonic() < until:
+        journal.write([("t", "k", b"v")], lambda: None)
+        time.sleep(0.002)
+    assert not journal.full
+    journal.close()
+
+
 def test_closing_does_not_wait_for_a_full_disk_for_ever(tmp_path):
     journal = opened(tmp_path)
     journal.start(failed=lambda error: None)
@@ -292,6 +307,21 @@ def test_any_other_failure_is_final_and_reported_once(tmp_path):
     journal.close(seconds=1.0)
     assert len(failures) == 1
     assert not called
+
+
+def test_memory_that_runs_out_is_a_failure_and_not_the_silent_end_of_the_writer(tmp_path, monkeypatch):
+    journal = opened(tmp_path)
+
+    def commit(group):
+        raise MemoryError
+
+    monkeypatch.setattr(journal, "commit", commit)
+    failures = []
+    journal.start(failed=failures.append)
+    journal.write([("t", "k", b"v")], lambda: None)
+    eventually(lambda: failures)
+    journal.close()
+    assert [type(failure) for failure in failures] == [MemoryError]
 
 
 def test_a_reserve_that_cannot_be_given_up_is_a_failure_and_not_the_silent_end_of_the_writer(tmp_path):
