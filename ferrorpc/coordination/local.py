@@ -142,7 +142,7 @@ class LocalWorld:
             session = self._add_session()
         try:
             session.rejoin(timeout)
-        except RendezvousTimeoutError:
+        except BaseException:
             session.leave()
             raise
         return session

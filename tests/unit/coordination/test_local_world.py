@@ -158,6 +158,21 @@ def test_a_barrier_of_some_ranks_needs_only_those_and_can_be_used_again():
     assert on_all(world, twice, [0, 2]) == [[[b"0a", b"2a"], [b"0b", b"2b"]]] * 2
 
 
+def test_a_join_that_is_interrupted_leaves_no_member_that_nobody_runs(monkeypatch):
+    world = LocalWorld(2, min_size=1)
+    world.kill(1, "signal 9")
+
+    def interrupted(condition, find, until):
+        assert find() is None
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(world.condition), "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            world.join(20)
+    assert world.session(0).rejoin(20).assignment.size == 1
+
+
 def test_payloads_of_barriers_that_all_have_left_are_forgotten_and_so_are_older_barriers(monkeypatch):
     monkeypatch.setattr(local, "REMEMBERED_BARRIERS", 3)
     world = LocalWorld(2)
