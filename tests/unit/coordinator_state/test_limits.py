@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from ferrorpc_coordinator.state import barriers
 from ferrorpc_coordinator.state.effects import Note
+from ferrorpc_coordinator.state.events import Received
 from ferrorpc_coordinator.state.generations import END_REASON_CHARACTERS_MAX
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import barrier_pb2, error_pb2, session_pb2, store_pb2
+from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, rendezvous_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import add, arrive, error, join, set_, store
 
@@ -162,6 +163,38 @@ def test_members_whose_descriptions_are_too_large_together_are_rejected_and_fewe
     assert [limit_of(error(world, name)) for name in names] == ["world_bytes"] * 3
     join(world, "b", "c")
     assert [world.clients[name].generation for name in names] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("low", [2, 1], ids=["fixed", "elastic"])
+def test_a_pinned_rank_that_the_world_cannot_have_is_refused_and_not_remembered(low: int) -> None:
+    world = limited()
+    for rank in range(2, 12):
+        policy = rendezvous_pb2.WorldPolicy(min_size=low, max_size=2)
+        world.hello("b")
+        world.ask("b", join=rendezvous_pb2.JoinRequest(policy=policy, pinned_rank=rank, timeout_ms=1_000))
+        assert error(world, "b").code == ErrorCode.INVALID_RANK
+    assert not world.coordinator.jobs["job"].rendezvous._claimants
+
+
+def test_who_gave_up_is_remembered_only_for_those_who_waited_with_it() -> None:
+    """A round may stay open for weeks while processes come and give up, each under a new name."""
+    world = World()
+    for number in range(20):
+        join(world, f"m{number}", size=3, timeout_ms=10_000)
+        world.tick(6 * SECOND)
+    assert len(world.coordinator.jobs["job"].rendezvous._timed_out) <= 2
+
+
+def test_of_a_heartbeat_the_others_get_only_what_this_version_knows() -> None:
+    """Fields of later versions may be of any size, and a frame that is too large for a client ends its session."""
+    world = limited()
+    member = world.coordinator.jobs["job"].members.get("a")
+    training = identity_pb2.Training(steps=7, compute_ms=1, exposed_ms=2, hidden_ms=3)
+    later = identity_pb2.Training.FromString(training.SerializeToString() + b"\xfa\x7f\x02xx")
+    beat = session_pb2.Beat(step=1, generation=1, training=later)
+    world.step(Received(world.clients["a"].stream or 0, session_pb2.ClientFrame(beat=beat)))
+    assert member is not None
+    assert member.training == training
 
 
 def test_as_many_members_are_described_as_fit_into_one_frame() -> None:
