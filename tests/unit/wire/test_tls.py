@@ -182,6 +182,45 @@ def test_files_that_are_replaced_while_a_process_starts_are_read_again_but_not_f
         tls._Reloaded(files, make, listening=True)
 
 
+def test_a_process_that_starts_between_two_replacements_reads_again(ours: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is the new one already and the certificate the old one, for a moment."""
+    files, fresh = (ours.issue(Role.WORKER, "a", where=where) for where in ("used", "fresh"))
+    move(fresh.key, files.key)
+    check = TlsFiles.check
+
+    def replaced_meanwhile(self: TlsFiles, *, listening: bool) -> object:
+        try:
+            return check(self, listening=listening)
+        finally:
+            if Path(str(files.certificate)).read_bytes() != Path(str(fresh.certificate)).read_bytes():
+                move(fresh.certificate, files.certificate)
+
+    monkeypatch.setattr(TlsFiles, "check", replaced_meanwhile)
+    assert kept(files, listening=True).made == Path(str(fresh.certificate)).read_bytes()
+
+
+def test_files_that_go_between_their_examination_and_their_use_change_nothing(ours: Issuer) -> None:
+    files = ours.issue(Role.WORKER, "a", where="used")
+    mine = tls._Reloaded(files, files._context, listening=True)
+    before, make = mine.made, files._context
+
+    def gone() -> ssl.SSLContext:
+        Path(str(files.key)).unlink()
+        return make()
+
+    mine._make = gone
+    ours.issue(Role.WORKER, "a", where="used")
+    assert mine.renewed() is None
+    assert mine.made is before
+
+
+def test_an_authority_that_goes_while_it_is_read_is_named(ours: Issuer) -> None:
+    files = ours.issue(Role.WORKER, "a")
+    Path(str(files.authority)).unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*ca\.pem"):
+        files.ends_at(listening=True)
+
+
 def test_who_dials_with_what_has_expired_is_told_so(ours: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ours.issue(Role.WORKER, "a")
     mine = kept(files, listening=False)
