@@ -1,0 +1,55 @@
+"""Requests of a session that cannot be carried out, and those that concern other members."""
+
+from __future__ import annotations
+
+import pytest
+from ferrorpc_coordinator.state.events import Received
+
+from ferrorpc.errors import ErrorCode
+from ferrorpc.v1 import session_pb2, store_pb2
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import error, join
+
+
+def test_a_request_of_a_later_version_is_answered_as_one() -> None:
+    world = World()
+    join(world, "a")
+    world.ask("a")
+    assert error(world, "a").code == ErrorCode.VERSION_MISMATCH
+
+
+@pytest.mark.parametrize("frame", [{"sequence": 5, "hello": {}}, {"sequence": 0, "leave": {}}], ids=["hello", "no number"])
+def test_a_second_hello_and_a_request_without_a_number_are_refused(frame: dict[str, object]) -> None:
+    world = World()
+    join(world, "a")
+    world.take()
+    world.step(Received(world.clients["a"].stream or 0, session_pb2.ClientFrame(**frame)))  # type: ignore[arg-type]
+    assert [sent.result.error.code for _, sent in world.take()] == [ErrorCode.USAGE]
+    assert world.clients["a"].stream is not None
+
+
+def test_a_request_that_waits_is_not_begun_again_when_it_is_repeated() -> None:
+    world = World()
+    join(world, "a")
+    get = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=9_000))
+    number = world.ask("a", store=get)
+    world.step(Received(world.clients["a"].stream or 0, session_pb2.ClientFrame(sequence=number, store=get)))
+    (waiting,) = world.coordinator.jobs["job"].store._waiting.values()
+    assert len(waiting) == 1
+
+
+def test_a_member_reports_the_exit_of_another_over_its_session() -> None:
+    world = World()
+    join(world, "a", "b")
+    exited = session_pb2.ProcessExit(name="b", instance_id="1", returncode=-9)
+    world.ask("a", report=session_pb2.ReportRequest(exit=exited))
+    (broken,) = [event.broken.cause for event in world.clients["a"].events if event.HasField("broken")]
+    assert broken.code == ErrorCode.PEER_LOST
+    assert "killed by signal 9 (SIGKILL)" in broken.message
+
+
+def test_a_report_of_nothing_is_refused() -> None:
+    world = World()
+    join(world, "a")
+    world.ask("a", report=session_pb2.ReportRequest(generation=1))
+    assert error(world, "a").code == ErrorCode.USAGE
