@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import rendezvous_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import join
+from tests.unit.coordinator_state.helpers import error, join
 
 
 def ask_elastic(world: World, name: str, low: int, high: int, timeout_ms: int = 60_000) -> int:
@@ -25,6 +26,14 @@ def ask_elastic(world: World, name: str, low: int, high: int, timeout_ms: int = 
 def pending_names(world: World, name: str) -> list[list[str]]:
     """What a member was told of those who wait, in order."""
     return [list(event.pending.names) for event in world.clients[name].events if event.HasField("pending")]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (0, 1), (2, 1)])
+def test_a_world_of_a_size_that_cannot_be_is_refused(low: int, high: int) -> None:
+    world = World()
+    world.hello("a")
+    ask_elastic(world, "a", low, high)
+    assert error(world, "a").code == ErrorCode.INVALID_WORLD_SIZE
 
 
 def test_who_asks_again_replaces_its_request() -> None:

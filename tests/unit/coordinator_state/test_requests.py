@@ -38,14 +38,23 @@ def test_a_request_that_waits_is_not_begun_again_when_it_is_repeated() -> None:
     assert len(waiting) == 1
 
 
-def test_a_member_reports_the_exit_of_another_over_its_session() -> None:
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (-9, "killed by signal 9 (SIGKILL)"),
+        (-99, "killed by signal 99"),
+        (0, "exited with code 0 without leaving the job"),
+        (3, "exited with code 3"),
+    ],
+)
+def test_a_member_reports_the_exit_of_another_over_its_session(code: int, text: str) -> None:
     world = World()
     join(world, "a", "b")
-    exited = session_pb2.ProcessExit(name="b", instance_id="1", returncode=-9)
+    exited = session_pb2.ProcessExit(name="b", instance_id="1", returncode=code)
     world.ask("a", report=session_pb2.ReportRequest(exit=exited))
     (broken,) = [event.broken.cause for event in world.clients["a"].events if event.HasField("broken")]
     assert broken.code == ErrorCode.PEER_LOST
-    assert "killed by signal 9 (SIGKILL)" in broken.message
+    assert broken.message.endswith(text)
 
 
 def test_a_report_of_nothing_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import errno
+import os
 import shutil
 import ssl
 import subprocess
@@ -93,6 +95,24 @@ def test_files_that_come_back_as_they_were_and_go_again_are_told_of_again(
         (ours.directory / "away").rename(key)
         assert mine.current() == mine.made
     assert ["cannot read" in line for line in said(caplog)] == [True, True]
+
+
+def test_a_certificate_that_cannot_be_written_leaves_nothing_beside_the_old_one(
+    ours: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timer renews it, and each failure would leave a key."""
+    files = ours.issue(Role.WORKER, "a", where="used")
+    directory = Path(str(files.key)).parent
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            ours.issue(Role.WORKER, "a", where="used")
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
 
 def test_a_key_with_a_password_is_refused_and_nobody_asked_for_it(ours: Issuer) -> None:
