@@ -279,6 +279,28 @@ def test_too_many_jobs_unless_one_has_ended() -> None:
     assert {table for table, _ in world.rows} == {"meta"}
 
 
+@pytest.mark.parametrize("wrong", [{"member": "b c"}, {"address": "x" * (17 << 10)}, {"resume_token": "of another cluster"}])
+def test_a_hello_that_is_refused_does_not_forget_a_job_that_has_ended(wrong: dict[str, str]) -> None:
+    world = limited(jobs=1)
+    set_(world, "a", "k", b"v")
+    world.ask("a", leave={})
+    world.job = "other"
+    name = wrong.pop("member", "b")
+    world.hello(name, **wrong)
+    assert world.clients[name].stream is None
+    assert list(world.coordinator.jobs) == ["job"]
+    assert len(world.coordinator.jobs["job"].store.keyspace) == 1
+
+
+def test_a_unary_request_that_is_refused_does_not_forget_a_job_that_has_ended() -> None:
+    world = limited(jobs=1)
+    world.ask("a", leave={})
+    keys = store_pb2.StoreRequest(keys=store_pb2.KeysOperation(prefix="x" * (300 << 10)))
+    for client, request in (("b c", store_pb2.StoreRequest()), ("b", keys)):
+        world.call(session_pb2.UnaryStoreRequest(job="other", client_id=client, request=request))
+    assert list(world.coordinator.jobs) == ["job"]
+
+
 def test_the_job_that_is_forgotten_for_a_new_one_ended_first() -> None:
     """Not the one that began first, which may run for weeks and have no living process only until its next ones start."""
     world = limited(jobs=3)
