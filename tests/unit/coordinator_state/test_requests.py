@@ -6,7 +6,7 @@ import pytest
 from ferrorpc_coordinator.state.events import Received
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import session_pb2, store_pb2
+from ferrorpc.v1 import identity_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import error, join
 
@@ -55,6 +55,36 @@ def test_a_member_reports_the_exit_of_another_over_its_session(code: int, text: 
     (broken,) = [event.broken.cause for event in world.clients["a"].events if event.HasField("broken")]
     assert broken.code == ErrorCode.PEER_LOST
     assert broken.message.endswith(text)
+
+
+def test_the_exit_of_a_member_that_has_left_changes_nothing() -> None:
+    """A launcher reports the exit of every process."""
+    world = World()
+    join(world, "a", "b")
+    world.ask("b", leave={})
+    exited = session_pb2.ProcessExit(name="b", instance_id="1", returncode=0)
+    world.call(session_pb2.UnaryReportRequest(job="job", request=session_pb2.ReportRequest(exit=exited)))
+    members = world.coordinator.jobs["job"].members
+    gone = members.get("b")
+    assert gone is not None
+    assert (gone.liveness.value, members.living) == ("left", 1)
+
+
+def test_ranks_that_do_not_exist_are_left_out_of_a_description() -> None:
+    world = World()
+    join(world, "a", "b")
+    number = world.ask("a", describe=session_pb2.DescribeRequest(ranks=[1, 2, 1_000_000]))
+    assert [member.rank for member in world.clients["a"].results[number].describe.members] == [1]
+
+
+def test_who_resumes_learns_who_has_left() -> None:
+    world = World()
+    join(world, "a", "b")
+    world.cut("a")
+    world.ask("b", leave={})
+    world.hello("a", resume=True)
+    (told,) = [member for event in world.clients["a"].events for member in event.standings.members]
+    assert (told.rank, told.state) == (1, identity_pb2.MEMBER_STATE_LEFT)
 
 
 def test_a_report_of_nothing_is_refused() -> None:
