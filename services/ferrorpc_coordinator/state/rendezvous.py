@@ -191,7 +191,7 @@ class Rendezvous:
             return None
         survivors_asked = newest is not None and not not_joining and any(member.alive for member in newest.members)
         full = len(ready) >= high and not not_joining
-        if first.fixed or survivors_asked or full or self._last_call_passed(ready, bool(not_joining)):
+        if survivors_asked or full or self._last_call_passed(ready, bool(not_joining)):
             return self._choose(ready, high)
         return None
 
