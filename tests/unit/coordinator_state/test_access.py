@@ -84,7 +84,7 @@ def test_one_line_with_a_role_is_a_list_of_one(length: int) -> None:
     "text",
     ["", "# nothing", "short", "king a-long-enough-token", "worker", "coordinator a-long-enough-token", "worker short",
      "worker one-token-for-two\nadmin one-token-for-two", "a-long-enough-token\nanother-long-token", "worker a b c",
-     "worker a-long-enough-token b", "worker " + "x" * 15, "worker " + "x" * 4097],
+     "worker a-long-enough-token b", "worker@a-job-with-a-long-name", "worker " + "x" * 15, "worker " + "x" * 4097],
 )  # fmt: skip
 def test_a_token_file_with_errors_is_refused_without_showing_tokens(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
