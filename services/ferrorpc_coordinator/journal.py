@@ -45,7 +45,7 @@ _SHRINK_PAGES: Final = 64
 _PROBE: Final = "probe"
 _PROBE_BYTES: Final = 64 << 10
 _WRITE_ERRORS: Final = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
-"""SQLite's codes for a write that failed. These it also gives for an exceeded quota, and where the log's index finds no room."""
+"""SQLite's codes for a write that failed: also where a quota is exceeded, or the log's index finds no room."""
 _log = logging.getLogger("ferrorpc.coordinator.journal")
 
 
@@ -162,7 +162,7 @@ class Journal:
                 if not self._commit_with_retries(group):
                     return
                 done()
-        except Exception as error:  # without this thread nothing is answered any more
+        except Exception as error:  # noqa: BLE001  without this thread nothing is answered any more
             _log.critical("the journal in %s cannot be written: %s: %s", self._directory, type(error).__name__, error)
             failed(error)
 
