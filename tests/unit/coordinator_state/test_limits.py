@@ -334,6 +334,15 @@ def test_keys_come_in_pages() -> None:
     assert pages == 2
 
 
+def test_a_page_has_a_key_even_if_that_is_larger() -> None:
+    world = limited(page_bytes=10)
+    for key in ("k" * 30, "l" * 30):
+        set_(world, "a", key, b"")
+    result = store(world, "a", keys=store_pb2.KeysOperation())
+    assert result is not None
+    assert (list(result.store.keys), result.store.more) == (["k" * 30], True)
+
+
 def test_nothing_grows_without_bound() -> None:
     """Ten thousand of everything, one after the other: all that is kept stays within its limits."""
     limits = replace(

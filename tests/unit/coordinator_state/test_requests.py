@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ferrorpc_coordinator.state.events import Received
+from ferrorpc_coordinator.state.effects import Close
+from ferrorpc_coordinator.state.events import Connected, Received
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import identity_pb2, session_pb2, store_pb2
@@ -85,6 +86,23 @@ def test_who_resumes_learns_who_has_left() -> None:
     world.hello("a", resume=True)
     (told,) = [member for event in world.clients["a"].events for member in event.standings.members]
     assert (told.rank, told.state) == (1, identity_pb2.MEMBER_STATE_LEFT)
+
+
+def test_frames_of_a_stream_that_was_replaced_or_whose_member_is_dead_have_no_effect() -> None:
+    """They may be on their way, or lie unread, until the end of the stream is noticed."""
+    world = World()
+    join(world, "a", "b")
+    replaced, dead = (world.clients[name].stream or 0 for name in "ab")
+    hello = session_pb2.Hello(protocol_version=1, job="job", name="a", resume_token=world.clients["a"].token)
+    effects = world.coordinator.step(Connected(900, hello), world.now)
+    assert Close(replaced) in effects
+    exited = session_pb2.ReportRequest(exit=session_pb2.ProcessExit(name="b", returncode=-9))
+    assert Close(dead) in world.coordinator.step(Received(900, session_pb2.ClientFrame(sequence=7, report=exited)), world.now)
+    write = store_pb2.StoreRequest(set=store_pb2.SetOperation(key="k", value=b"v"))
+    for stream in (replaced, dead, 12_345):
+        frame = session_pb2.ClientFrame(sequence=8, store=write)
+        assert world.coordinator.step(Received(stream, frame), world.now) == []
+    assert not len(world.coordinator.jobs["job"].store.keyspace)
 
 
 def test_a_report_of_nothing_is_refused() -> None:

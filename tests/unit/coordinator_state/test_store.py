@@ -116,7 +116,8 @@ def test_keys_of_a_session_and_a_generation_that_go_on_survive_a_restart() -> No
     assert result is not None
     assert len(result.store.keys) == 2
     world.ask("a", leave={})
-    assert not len(world.coordinator.jobs["job"].store.keyspace)
+    keyspace = world.coordinator.jobs["job"].store.keyspace
+    assert (len(keyspace), keyspace.bindings()) == (0, [])
 
 
 def test_a_store_timeout_names_the_client_the_time_and_the_keys() -> None:
