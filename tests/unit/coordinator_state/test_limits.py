@@ -344,7 +344,7 @@ def test_a_page_has_a_key_even_if_that_is_larger() -> None:
 
 
 def test_nothing_grows_without_bound() -> None:
-    """Ten thousand of everything, one after the other: all that is kept stays within its limits."""
+    """Hundreds of everything, one after the other: all that is kept stays within its limits."""
     limits = replace(
         Limits(),
         remembered_barriers=16,
@@ -357,7 +357,7 @@ def test_nothing_grows_without_bound() -> None:
     )
     world = World(Settings(durable=True, limits=limits))
     join(world, "a")
-    for number in range(1, 10_001):
+    for number in range(1, 301):
         add(world, "a", "counter", request_id=number)
         arrive(world, "a", "epoch", ordinal=number)
         arrive(world, "a", "tool", ordinal=number, generation=0, count=1)
@@ -365,7 +365,7 @@ def test_nothing_grows_without_bound() -> None:
         world.clients["a"].positions.clear()
         world.take()
     unary = barrier_pb2.BarrierRequest(name="t", count=1, ordinal=1, timeout_ms=1_000)
-    for number in range(200):
+    for number in range(50):
         request = store_pb2.StoreRequest(request_id=1, add=store_pb2.AddOperation(key="n", amount=1))
         world.call(session_pb2.UnaryStoreRequest(job="job", client_id=f"c{number}", request=request))
         world.call(session_pb2.UnaryBarrierRequest(job="job", client_id=f"c{number}", request=unary))
