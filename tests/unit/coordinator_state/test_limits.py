@@ -334,6 +334,31 @@ def test_keys_come_in_pages() -> None:
     assert pages == 2
 
 
+def test_a_job_that_a_call_waits_in_has_not_ended() -> None:
+    world = World(Settings(durable=True, limits=replace(Limits(), jobs=1)))
+    wait = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=60_000))
+    waits = world.call(session_pb2.UnaryStoreRequest(job="job", request=wait))
+    refused = world.replies[world.call(session_pb2.UnaryStoreRequest(job="other", request=wait))]
+    assert isinstance(refused, error_pb2.ErrorDetail)
+    assert limit_of(refused) == "jobs"
+    assert waits not in world.replies
+
+
+def test_kept_answers_of_a_session_are_limited_in_bytes_and_a_larger_one_is_given_anew() -> None:
+    world = limited(remembered_result_bytes=1_000)
+    member = world.coordinator.jobs["job"].members.get("a")
+    assert member is not None
+    for size in (400, 400, 400, 2_000):
+        set_(world, "a", "k", bytes(size))
+        get = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k"))
+        number = world.ask("a", store=get)
+        assert member.result_bytes == sum(result.ByteSize() for result in member.results.values()) <= 1_000
+    assert number not in member.results
+    del world.clients["a"].results[number]
+    world.step(Received(world.clients["a"].stream or 0, session_pb2.ClientFrame(sequence=number, store=get)))
+    assert len(world.clients["a"].results[number].store.value) == 2_000
+
+
 def test_a_page_has_a_key_even_if_that_is_larger() -> None:
     world = limited(page_bytes=10)
     for key in ("k" * 30, "l" * 30):

@@ -200,11 +200,16 @@ def test_keys_of_a_session_that_died_during_an_outage_are_deleted_afterwards() -
     assert not any(table == "write" for table, _ in world.rows)
 
 
-def test_setting_a_key_again_replaces_its_binding() -> None:
+@pytest.mark.parametrize("binding", [store_pb2.KEY_BINDING_SESSION, store_pb2.KEY_BINDING_GENERATION])
+@pytest.mark.parametrize("deleted", [False, True])
+def test_setting_a_key_again_replaces_its_binding(binding: store_pb2.KeyBinding.ValueType, deleted: bool) -> None:
     world = World()
     join(world, "a", "b")
-    store(world, "a", set=store_pb2.SetOperation(key="k", value=b"1", binding=store_pb2.KEY_BINDING_SESSION))
+    store(world, "a", set=store_pb2.SetOperation(key="k", value=b"1", binding=binding))
+    if deleted:
+        store(world, "a", delete=store_pb2.DeleteOperation(key="k"))
     set_(world, "b", "k", b"2")
+    join(world, "a", "b")
     world.ask("a", leave={})
     result = store(world, "b", get=store_pb2.GetOperation(key="k"))
     assert result is not None
