@@ -75,12 +75,14 @@ def test_after_a_restart_it_is_known_who_had_left_the_generation(again: bool) ->
     assert error(world, "a").code == ErrorCode.PEER_LOST
 
 
-def test_after_a_restart_a_name_gets_the_rank_back_that_it_had() -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_name_gets_the_rank_back_that_it_had(restarted: bool) -> None:
     world = World()
     join(world, "a", "b", "c")
     for name in ("a", "b", "c"):
         world.ask(name, leave={})
-    world.restart()
+    if restarted:
+        world.restart()
     for name in ("c", "b", "a"):
         world.hello(name, instance="2")
         join(world, name, size=3)

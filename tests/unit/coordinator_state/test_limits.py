@@ -359,6 +359,17 @@ def test_kept_answers_of_a_session_are_limited_in_bytes_and_a_larger_one_is_give
     assert len(world.clients["a"].results[number].store.value) == 2_000
 
 
+def test_links_past_their_limit_are_not_kept_and_known_ones_are_updated() -> None:
+    world = limited(links=2)
+    member = world.coordinator.jobs["job"].members.get("a")
+    for links in ([(1, 10), (2, 20), (3, 30)], [(2, 25), (4, 40)]):
+        told = [identity_pb2.Link(peer_rank=peer, kind="grpc", sent_bytes=sent) for peer, sent in links]
+        beat = session_pb2.ClientFrame(beat=session_pb2.Beat(generation=1, links=told))
+        world.step(Received(world.clients["a"].stream or 0, beat))
+    assert member is not None
+    assert member.links == {1: ("grpc", 10), 2: ("grpc", 25)}
+
+
 def test_a_page_has_a_key_even_if_that_is_larger() -> None:
     world = limited(page_bytes=10)
     for key in ("k" * 30, "l" * 30):

@@ -216,8 +216,9 @@ def test_setting_a_key_again_replaces_its_binding(binding: store_pb2.KeyBinding.
     assert result.store.value == b"2"
 
 
-def test_a_watch_from_before_the_history_gets_compacted() -> None:
-    world = World(Settings(durable=True, limits=replace(Limits(), history_events=3)))
+@pytest.mark.parametrize("limit", [{"history_events": 3}, {"history_bytes": 6}], ids=["events", "bytes"])
+def test_a_watch_from_before_the_history_gets_compacted(limit: dict[str, int]) -> None:
+    world = World(Settings(durable=True, limits=replace(Limits(), **limit)))
     join(world, "a")
     for _ in range(5):
         add(world, "a", "n", request_id=0)
