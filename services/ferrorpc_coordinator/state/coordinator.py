@@ -29,7 +29,7 @@ from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.refusal_log import RefusalLog
 from ferrorpc_coordinator.state.access import Access, required_role
-from ferrorpc_coordinator.state.admission import check_hello, check_name, unknown_session
+from ferrorpc_coordinator.state.admission import check_hello, check_name
 from ferrorpc_coordinator.state.context import Requester, SharedState
 from ferrorpc_coordinator.state.durable_state import DurableState
 from ferrorpc_coordinator.state.effects import Effect, Note, Reply, Row
@@ -164,8 +164,6 @@ class Coordinator:
         if self._draining:
             raise CoordinatorUnavailableError("this coordinator is stopping", hint="try again shortly")
         check_hello(hello, self.settings.limits)
-        if hello.resume_token and hello.job not in self._jobs:
-            raise unknown_session(hello)
 
     def _received(self, stream: int, frame: session_pb2.ClientFrame) -> None:
         known = self._streams.get(stream)
