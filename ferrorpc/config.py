@@ -99,6 +99,10 @@ def host_port(text: str) -> str:
     host, _, number = text.rpartition(":")
     if not host or not number.isdecimal() or int(number) > 65535 or (":" in host and not host.startswith("[")):
         raise ValueError("expected HOST:PORT, an IPv6 host in brackets")
+    try:
+        host.encode("idna")  # as whoever resolves it does
+    except UnicodeError:
+        raise ValueError("a part of the host's name is empty or longer than 63 characters") from None
     return text
 
 

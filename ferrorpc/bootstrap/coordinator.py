@@ -69,6 +69,9 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     announced, watchdog_pipe, process = _spawn(["--listen", listen, *_flags(config)], environment)
     try:
         ready = _first_line(announced)
+    except BaseException:
+        os.close(watchdog_pipe)  # the watchdog then stops what nobody knows of
+        raise
     finally:
         os.close(announced)
     if ready.startswith(b"listening"):
@@ -126,18 +129,28 @@ def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, i
 
     Returns:
         The descriptor to read the ready line from, the pipe that tells the watchdog when this process ends, and its process id.
+
+    Raises:
+        ConfigError: the system refuses a process.
     """
     announced, announcing = os.pipe()
     watched, watchdog_pipe = os.pipe()
-    process = os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-P", "-m", "ferrorpc.bootstrap.coordinator_watchdog", *arguments],
-        dict(environment),
-        file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
-        setsid=True,
-    )
-    os.close(announcing)
-    os.close(watched)
+    try:
+        process = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-P", "-m", "ferrorpc.bootstrap.coordinator_watchdog", *arguments],
+            dict(environment),
+            file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
+            setsid=True,
+        )
+    except OSError as error:
+        os.close(announced)
+        os.close(watchdog_pipe)
+        hint = "raise the limit of processes (`ulimit -u`), or run `ferrorpc coordinator` and name it in FERRORPC_COORDINATOR"
+        raise ConfigError(f"rank 0 could not start a coordinator: {error.strerror}", hint=hint, retryable=True) from None
+    finally:
+        os.close(announcing)
+        os.close(watched)
     return announced, watchdog_pipe, process
 
 

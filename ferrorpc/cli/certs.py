@@ -253,9 +253,13 @@ def _write(directory: Path, stem: str, certificate: x509.Certificate, key: Ellip
     ):
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(fresh, path)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(fresh, path)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
 
 
 def _chosen(jobs: Sequence[str]) -> Sequence[str]:

@@ -26,7 +26,7 @@ from ferrorpc.config import SETTINGS, Config, unknown_settings
 from ferrorpc.errors import FerroError
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire import options as wire_options
-from ferrorpc.wire.address import split_address
+from ferrorpc.wire.address import listen, split_address
 
 if TYPE_CHECKING:
     from ferrorpc.wire.tls import TlsFiles
@@ -148,7 +148,7 @@ def ports(config: Config, environment: Mapping[str, str]) -> Findings:
     bind = str(config["bind"])
     host = advertised_host(config["coordinator"] or "127.0.0.1:1", {**config, "timeout": DIAL_SECONDS})
     try:
-        with socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET) as listening:
+        with listen(bind, 0) as listening:
             port = listening.getsockname()[1]
             socket.create_connection((host, port), DIAL_SECONDS).close()
     except OSError as error:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Final
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.activity import Activity
@@ -32,6 +34,8 @@ from ferrorpc.generation_errors import already_reforming, error_on_rank, generat
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch, seconds_of
 from ferrorpc.types import Assignment, Peer
 
+REMEMBERED_BARRIERS: Final = 1_024
+"""As many barriers that all participants have left are known as a coordinator knows."""
 _world_numbers = itertools.count(1)
 
 
@@ -45,7 +49,7 @@ class _Exchange:
     """An exchange of ids is complete with so many ids; a barrier (0) when all participants have arrived."""
     arrived: dict[int, list[bytes]] = field(default_factory=dict)
     ended: int = 0
-    """Participants that have left the barrier, with or without its outcome. After the last one it is forgotten."""
+    """Participants that have left the barrier, with or without its outcome."""
     outcome: list[bytes] | FerroError | None = None
 
     @property
@@ -69,6 +73,16 @@ class _Generation:
     cause: FerroError | None = None
     origin: int = -1
     exchanges: dict[tuple[str, str, int], _Exchange] = field(default_factory=dict)
+    _past: deque[tuple[str, str, int]] = field(default_factory=deque)
+    """Barriers that all participants have left, oldest first."""
+
+    def all_have_left(self, key: tuple[str, str, int]) -> None:
+        """Forgets a barrier's payloads and outcome. For a while it is known, so that nobody uses its number for other ranks."""
+        exchange = self.exchanges[key]
+        exchange.arrived, exchange.outcome = {}, []
+        self._past.append(key)
+        while len(self._past) > REMEMBERED_BARRIERS:
+            del self.exchanges[self._past.popleft()]
 
 
 class LocalWorld:
@@ -128,7 +142,7 @@ class LocalWorld:
             session = self._add_session()
         try:
             session.rejoin(timeout)
-        except RendezvousTimeoutError:
+        except BaseException:
             session.leave()
             raise
         return session
@@ -326,15 +340,15 @@ class LocalSession(Session):
         exchange = _Exchange(f"barrier {name!r}", self._participants(ranks))
         with self._condition.lock:
             key = ("barrier", name, self._ordinals.get(name, 0) + 1)
-            generation, exchange = self._arrive(key, exchange, [payload])
             self._ordinals[name] = key[2]
+            generation, exchange = self._arrive(key, exchange, [payload])
         try:
             return self._wait_for(generation, exchange, seconds)
         finally:
             with self._condition.lock:
                 exchange.ended += 1
                 if exchange.ended == len(exchange.ranks):
-                    del generation.exchanges[key]
+                    generation.all_have_left(key)
 
     def exchange_nccl_id(
         self,

@@ -205,17 +205,24 @@ class RemoteSession(Session):
             return
         self.left = True
         process_exit.unregister(self)
-        if not reason:
-            self._run_leave_callbacks()
+        try:
+            if not reason:
+                self._run_leave_callbacks()
+        finally:  # also when it is interrupted, or the heartbeats would go on and nobody could leave any more
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
         generation = self._generation
         request = rendezvous_pb2.LeaveRequest(generation=generation, reason=encodable(reason[:1024]))
         closed = GroupClosedError(f"{self.name} has left job {self.job!r}")
         self._connection.leave_error = closed
-        self._connection.try_ask("leave", LEAVE_SECONDS, leave=request)
-        self._connection.close(closed)
-        own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed
-        self._trip(self._latch, own)
-        self._run_leave_callbacks()
+        try:
+            self._connection.try_ask("leave", LEAVE_SECONDS, leave=request)
+        finally:
+            self._connection.close(closed)
+            own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed
+            self._trip(self._latch, own)
+            self._run_leave_callbacks()
 
     def on_leave(self, close: Callable[[], None]) -> None:
         """Calls `close` when this session leaves, for what lives as long as the session.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import socket
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -30,3 +32,16 @@ def is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return False
+
+
+def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """Opens a port for TCP. Like gRPC, a wildcard address of either family listens on both, which pods without IPv4 need.
+
+    Raises:
+        OSError: the port is taken, or the host is not an address of this machine.
+    """
+    if is_wildcard(host) and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)

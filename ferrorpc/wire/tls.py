@@ -116,6 +116,8 @@ class TlsFiles:
                 f"{self.authority} holds no certificate of an authority: {error.reason or error}",
                 hint="check FERRORPC_TLS_CA; `ferrorpc certs init` makes such a file, ca.pem",
             ) from None
+        except OSError as error:
+            raise self._unreadable(error) from None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials for dialling, from the files as they are now. `Dialer` keeps and renews them.
@@ -184,7 +186,8 @@ class TlsFiles:
         return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)  # type: ignore[list-item]
 
     def _unreadable(self, error: OSError) -> ConfigError:
-        name = error.filename or f"one of {self.authority}, {self.certificate}, {self.key}"
+        paths = [path for path in (self.authority, self.certificate, self.key) if path is not None]
+        name = error.filename or f"one of {', '.join(paths)}"
         return ConfigError(f"cannot read {name}: {error.strerror}", hint="check FERRORPC_TLS_*")
 
 
@@ -256,8 +259,13 @@ class _Reloaded(Generic[Made]):
     def _read(self) -> tuple[tuple[object, ...], Made] | None:
         """The stamps of the files and what was made of them; None where the files changed meanwhile."""
         before = self._files.stamps()
-        self._files.check(listening=self._listening)
-        made = self._make()
+        try:
+            self._files.check(listening=self._listening)
+            made = self._make()
+        except (ConfigError, AuthenticationError, OSError):
+            if self._files.stamps() == before:
+                raise
+            return None
         return (before, made) if self._files.stamps() == before else None
 
     def _tell(self, stamps: object, error: Exception) -> None:

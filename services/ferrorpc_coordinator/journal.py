@@ -3,10 +3,10 @@
 The driver passes all rows that were decided while the last group was being written, so a slow disk makes groups larger.
 A group is one transaction in write-ahead mode with synchronous=FULL: when `done` is called, it has reached the disk.
 
-The journal is prepared for a full disk. It keeps a reserve file beside the database and deletes it when the disk is full: the
-rows already decided can still be written, and `full` tells the driver to refuse requests that write. The reserve is created
-again once there is room. Any other write error is final (after a failed fsync a second one may report success for lost data):
-`failed` is called and the coordinator stops.
+The journal is prepared for a full disk, or an exceeded quota. It keeps a reserve file beside the database and empties it when
+the disk is full: the rows already decided can still be written, and `full` tells the driver to refuse requests that write. The
+reserve is filled again once there is room. Any other write error is final (after a failed fsync a second one may report success
+for lost data): `failed` is called and the coordinator stops.
 
 Every row has a checksum of its own, because SQLite does not notice a flipped bit in a value. If one does not match, the
 coordinator does not start.
@@ -17,12 +17,14 @@ Opening takes a file lock, which the kernel releases when its holder dies, so tw
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import queue
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +42,10 @@ _RESERVE: Final = "reserve"
 _RETRY_SECONDS: Final = 0.25
 _SHRINK_PAGES: Final = 64
 """Pages freed in one step. The step writes about as many pages to the write-ahead log, so it must be small on a full disk."""
-_TRANSIENT: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY)
+_PROBE: Final = "probe"
+_PROBE_BYTES: Final = 64 << 10
+_WRITE_ERRORS: Final = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+"""SQLite's codes for a write that failed: also where a quota is exceeded, or the log's index finds no room."""
 _log = logging.getLogger("ferrorpc.coordinator.journal")
 
 
@@ -62,6 +67,8 @@ class Journal:
         self._thread: threading.Thread | None = None
         self.full = False
         """Whether the disk is full: what was decided is still written, requests that write must be refused."""
+        self._check_room_at = 0.0
+        """When to look next whether a full disk has room again, on the monotonic clock."""
         self.commits = 0
         """Groups written since opening."""
 
@@ -80,6 +87,8 @@ class Journal:
                 f"the data directory {directory} cannot be used: {error.strerror}", hint="give another --data-dir"
             ) from None
         try:
+            if not _has_room(directory):
+                _empty(directory / _RESERVE)
             connection = _connect(directory / "journal.sqlite")
         except BaseException:
             os.close(lock)
@@ -153,19 +162,22 @@ class Journal:
                 if not self._commit_with_retries(group):
                     return
                 done()
-        except (sqlite3.Error, OSError) as error:
-            _log.critical("the journal in %s cannot be written: %s", self._directory, error)
+        except Exception as error:  # noqa: BLE001  without this thread nothing is answered any more
+            _log.critical("the journal in %s cannot be written: %s: %s", self._directory, type(error).__name__, error)
             failed(error)
 
     def _next_group(self) -> tuple[Sequence[Row], Callable[[], None]] | None:
-        """The next group; None to stop. While the disk is full, checks for room meanwhile."""
+        """The next group; None to stop. While the disk is full, checks for room every _RETRY_SECONDS, also between groups."""
         while self.full:
-            with contextlib.suppress(queue.Empty):
-                return self._groups.get(timeout=_RETRY_SECONDS)
+            seconds = self._check_room_at - time.monotonic()
+            if seconds > 0.0:
+                with contextlib.suppress(queue.Empty):
+                    return self._groups.get(timeout=seconds)
             self._shrink()
             if self._take_reserve():
                 self.full = False
                 _log.warning("there is room for the journal in %s again", self._directory)
+            self._check_room_at = time.monotonic() + _RETRY_SECONDS
         return self._groups.get()
 
     def _commit_with_retries(self, group: Sequence[Row]) -> bool:
@@ -175,14 +187,15 @@ class Journal:
             try:
                 self.commit(group)
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode not in _TRANSIENT:
+                busy = error.sqlite_errorcode == sqlite3.SQLITE_BUSY
+                if not busy and not self._means_full(error):
                     raise
-                if error.sqlite_errorcode == sqlite3.SQLITE_FULL and not self.full:
+                if not busy and not self.full:
                     self._mark_full()
-                    self._reserve.unlink(missing_ok=True)
+                    _empty(self._reserve)
                     self._shrink()
                     continue
-                if error.sqlite_errorcode == sqlite3.SQLITE_BUSY and not held:
+                if busy and not held:
                     held = True
                     _log.error("another program holds the journal in %s: nothing is answered until it lets go", self._directory)
                 if self.full:
@@ -192,8 +205,14 @@ class Journal:
                 return True
         return False
 
+    def _means_full(self, error: sqlite3.Error) -> bool:
+        """Whether a group was not written because there was no room. SQLite knows only one of the reasons by name."""
+        code = error.sqlite_errorcode
+        return code == sqlite3.SQLITE_FULL or (code in _WRITE_ERRORS and not _has_room(self._directory))
+
     def _mark_full(self) -> None:
         self.full = True
+        self._check_room_at = time.monotonic() + _RETRY_SECONDS
         _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
 
     def _shrink(self) -> None:
@@ -209,20 +228,40 @@ class Journal:
                 before = free
 
     def _take_reserve(self) -> bool:
-        if self._reserve_bytes == 0 or not hasattr(os, "posix_fallocate"):  # macOS has no posix_fallocate
-            return True
-        try:
-            handle = os.open(self._reserve, os.O_CREAT | os.O_RDWR, 0o600)
-        except OSError:
-            return False
-        try:
-            os.posix_fallocate(handle, 0, self._reserve_bytes)
-        except OSError:
-            self._reserve.unlink(missing_ok=True)
-            return False
-        finally:
-            os.close(handle)
-        return True
+        return self._reserve_bytes == 0 or _allocate(self._reserve, self._reserve_bytes) == 0
+
+
+def _allocate(path: Path, size_bytes: int) -> int:
+    """Makes a file occupy so many bytes of the disk. Returns 0, or the errno of the reason why not; then the file is empty."""
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return 0
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as error:
+        return error.errno or errno.EIO
+    try:
+        os.posix_fallocate(handle, 0, size_bytes)
+    except OSError as error:
+        os.ftruncate(handle, 0)
+        return error.errno or errno.EIO
+    finally:
+        os.close(handle)
+    return 0
+
+
+def _has_room(directory: Path) -> bool:
+    """Whether a small file finds room there."""
+    probe = directory / _PROBE
+    try:
+        return _allocate(probe, _PROBE_BYTES) not in (errno.ENOSPC, errno.EDQUOT)
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _empty(reserve: Path) -> None:
+    """Gives up the reserve. The file stays, as a sign that there is a journal beside it."""
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(reserve, 0)
 
 
 def _take_lock(directory: Path) -> int:

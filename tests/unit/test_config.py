@@ -43,6 +43,7 @@ def test_world_sizes() -> None:
         ("FERRORPC_WORLD_SIZE", "4:2"),
         ("FERRORPC_COORDINATOR", "nowhere"),
         ("FERRORPC_COORDINATOR", "host:99999"),
+        ("FERRORPC_COORDINATOR", "host..example:29700"),
         ("FERRORPC_TRANSPORT", "pigeon"),
         ("FERRORPC_PORT", "70000"),
         ("FERRORPC_HTTP_PORT", "-1"),

@@ -37,8 +37,8 @@ def read_grants(text: str) -> tuple[Grant, ...]:
         ConfigError: an invalid line, an unknown role, a token that is too short or listed twice. The message contains no token.
     """
     lines = [line.split() for line in (raw.partition("#")[0] for raw in text.splitlines()) if line.strip()]
-    if len(lines) == 1 and len(lines[0]) == 1:
-        lines = [[Role.ADMIN, *lines[0]]]
+    if len(lines) == 1 and len(lines[0]) == 1 and lines[0][0].partition("@")[0] not in set(Role):
+        lines = [[Role.ADMIN, *lines[0]]]  # else the token was forgotten, or is not written yet
     grants = tuple(_grant(number, words) for number, words in enumerate(lines, 1))
     if not grants:
         raise ConfigError("the token file is empty", hint=_CREATE_TOKEN_HINT)

@@ -12,7 +12,7 @@ from ferrorpc.v1 import session_pb2
 from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members
-from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
+from ferrorpc_coordinator.state.settings import MILLISECOND, Limits, format_seconds
 
 _NAME: Final = re.compile(r"[!-.0-~]+")
 
@@ -28,6 +28,17 @@ def check_name(what: str, name: str, most: int) -> None:
         raise LimitExceededError(f"the {what} {name[:32]!r}... is longer than name_bytes, which is {most}", limit="name_bytes")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{what} {name!r} is not made of printable ASCII without blanks and slashes", hint="choose another")
+
+
+def check_hello(hello: session_pb2.Hello, limits: Limits) -> None:
+    """Checks what does not depend on the job.
+
+    Raises:
+        ConfigError: the member's name is invalid.
+        LimitExceededError: its name or the whole Hello is too large.
+    """
+    check_name("member name", hello.name, limits.name_bytes)
+    require("bytes of a Hello", hello.ByteSize(), "hello_bytes", limits.hello_bytes, MessageTooLargeError)
 
 
 def hashed(token: str) -> bytes:
@@ -47,7 +58,7 @@ class Admitted:
 
 
 class Admission:
-    """Decides about a Hello. It changes nothing but a resumed member's token."""
+    """Decides about a valid Hello. It changes nothing but a resumed member's token."""
 
     def __init__(self, context: JobContext, members: Members) -> None:
         self._context = context
@@ -58,11 +69,9 @@ class Admission:
 
         Raises:
             StaleGenerationError: the session to resume is over.
-            ConfigError: the name belongs to a living process (retryable), or is invalid.
-            LimitExceededError: too many members, or a Hello that is too large.
+            ConfigError: the name belongs to a living process (retryable).
+            LimitExceededError: too many members.
         """
-        check_name("member name", hello.name, self._context.limits.name_bytes)
-        require("bytes of a Hello", hello.ByteSize(), "hello_bytes", self._context.limits.hello_bytes, MessageTooLargeError)
         if hello.resume_token:
             return self._resume(hello)
         holder = self._members.get(hello.name)
@@ -83,7 +92,8 @@ class Admission:
                 holder=str(holder),
                 incarnation=holder.incarnation,
             )
-        require(f"members of job {self._context.job}", self._members.living + 1, "members", self._context.limits.members)
+        living = self._members.living + (holder is None or not holder.alive)  # a replacement takes the place of one that lives
+        require(f"members of job {self._context.job}", living, "members", self._context.limits.members)
         return self._new(hello, holder)
 
     def _resume(self, hello: session_pb2.Hello) -> Admitted:

@@ -29,7 +29,7 @@ from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.refusal_log import RefusalLog
 from ferrorpc_coordinator.state.access import Access, required_role
-from ferrorpc_coordinator.state.admission import check_name
+from ferrorpc_coordinator.state.admission import check_hello, check_name
 from ferrorpc_coordinator.state.context import Requester, SharedState
 from ferrorpc_coordinator.state.durable_state import DurableState
 from ferrorpc_coordinator.state.effects import Effect, Note, Reply, Row
@@ -163,6 +163,7 @@ class Coordinator:
         self._authorize(caller, hello.token, hello.job, Role.WORKER, f"member {hello.name[:128]!r}")
         if self._draining:
             raise CoordinatorUnavailableError("this coordinator is stopping", hint="try again shortly")
+        check_hello(hello, self.settings.limits)
 
     def _received(self, stream: int, frame: session_pb2.ClientFrame) -> None:
         known = self._streams.get(stream)
@@ -201,9 +202,8 @@ class Coordinator:
         call: int,
         request: session_pb2.UnaryStoreRequest | session_pb2.UnaryBarrierRequest | session_pb2.UnaryReportRequest,
     ) -> None:
-        job = self._job(request.job)
         if isinstance(request, session_pb2.UnaryReportRequest):
-            job.call_report(Requester(call, None, ""), request.request)
+            self._job(request.job).call_report(Requester(call, None, ""), request.request)
             return
         if not (isinstance(request, session_pb2.UnaryStoreRequest) and sets_a_value(request.request)):
             what, most = f"bytes of a {type(request).__name__}", self.settings.limits.frame_bytes
@@ -211,7 +211,7 @@ class Coordinator:
         if request.client_id:
             check_name("client id", request.client_id, self.settings.limits.name_bytes)
         client = f"~{request.client_id}" if request.client_id else f"~call-{self.epoch}-{call}"
-        requester = Requester(call, None, client)
+        requester, job = Requester(call, None, client), self._job(request.job)
         self._calls[call] = job, requester
         if isinstance(request, session_pb2.UnaryStoreRequest):
             job.store.request(requester, request.request)

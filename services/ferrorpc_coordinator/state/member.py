@@ -99,7 +99,10 @@ class Member:
         self.activity = beat.activity[:256]
         self.operation_ms = beat.operation_ms
         if beat.HasField("training"):
-            self.training = beat.training
+            spent = beat.training  # not kept itself: it may have fields of a later version, of any size
+            self.training = identity_pb2.Training(
+                steps=spent.steps, compute_ms=spent.compute_ms, exposed_ms=spent.exposed_ms, hidden_ms=spent.hidden_ms
+            )
         if beat.generation != self.generation:
             return
         for link in beat.links:

@@ -191,7 +191,7 @@ class Rendezvous:
             return None
         survivors_asked = newest is not None and not not_joining and any(member.alive for member in newest.members)
         full = len(ready) >= high and not not_joining
-        if first.fixed or survivors_asked or full or self._last_call_passed(ready, bool(not_joining)):
+        if survivors_asked or full or self._last_call_passed(ready, bool(not_joining)):
             return self._choose(ready, high)
         return None
 
@@ -317,7 +317,7 @@ class Rendezvous:
         require(
             "the generation to follow", request.after_generation, "generation_number", self._context.limits.generation_number
         )
-        if low == high and request.pinned_rank >= high:
+        if request.pinned_rank >= high:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")
 
     def _check_size(self, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
@@ -352,8 +352,7 @@ class Rendezvous:
         error = self._timeout_error(pending)
         self.withdraw(pending.member)
         self._timed_out[name] = pending, self._context.now
-        if not self._pending:
-            self._timed_out.clear()
+        self._forget_timed_out()
         self._context.occurrences.add("rendezvous", error.message)
         self._context.answer(pending.requester, detail_of(error))
         self.review()
@@ -373,6 +372,14 @@ class Rendezvous:
             spare = not newest.over and not newest.includes(pending.member)  # a place can become free at any time
             return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}{self._refusals()}", retryable=spare)
         return self._missing_error(pending, timed_out, head, f"Present: {present}")
+
+    def _forget_timed_out(self) -> None:
+        """Forgets the requests that timed out before any of the present ones was made."""
+        oldest = next(iter(self._pending.values()), None)
+        if oldest is None:
+            self._timed_out.clear()
+        elif next(iter(self._timed_out.values()))[1] < oldest.since:
+            self._timed_out = {name: one for name, one in self._timed_out.items() if one[1] >= oldest.since}
 
     def _timed_out_before(self, pending: PendingJoin) -> list[PendingJoin]:
         """The requests that timed out while this one waited for the same missing members."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from ferrorpc.errors import ConfigError
-from ferrorpc.wire.address import is_loopback, is_wildcard, join_address
+from ferrorpc.wire.address import is_loopback, join_address, listen
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.web.event_streams import EventStreams
 from ferrorpc_coordinator.web.view import CoordinatorView
@@ -98,13 +98,8 @@ class HttpServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Opens the port. Like gRPC, a wildcard address of either family listens on both, which pods without IPv4 need."""
-    if is_wildcard(host) and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return listen(host, port, _BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"the HTTP port {join_address(host, port)} cannot be used: {error.strerror}", hint="give another --http-port"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -96,6 +97,35 @@ def test_one_that_was_started_before_is_kept_while_it_lives(monkeypatch: pytest.
     with pytest.raises(Asked):
         coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
     assert coordinator._watchdog_pipes == {}
+
+
+def test_one_whose_start_is_interrupted_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it keeps the port for as long as this process lives, and the next try finds it taken."""
+    announced, announcing = os.pipe()
+    watched, watchdog_pipe = os.pipe()
+
+    def interrupted(descriptor: int) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(coordinator, "_spawn", lambda *_: (announced, watchdog_pipe, 0))
+    monkeypatch.setattr(coordinator, "_first_line", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
+    assert os.read(watched, 1) == b""
+    assert coordinator._watchdog_pipes == {}
+    os.close(watched)
+    os.close(announcing)
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "posix_spawn", refused)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError, match="Resource temporarily unavailable"):
+        coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_bind_that_would_hide_it_from_other_nodes_is_refused() -> None:

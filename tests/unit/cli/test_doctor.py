@@ -97,6 +97,11 @@ def test_a_worker_that_would_listen_in_the_clear_is_bad():
     assert states("ports in", advertise="127.0.0.1") == ["ok"]
 
 
+@pytest.mark.parametrize(("bind", "advertise"), [("::", "127.0.0.1"), ("0.0.0.0", "::1")])
+def test_a_worker_that_listens_everywhere_is_reached_by_both_families(bind, advertise):
+    assert states("ports in", bind=bind, advertise=advertise, insecure=True) == ["ok"]
+
+
 @pytest.mark.parametrize(("reason", "state"), [("", "ok"), ("shared memory needs Linux", "note")])
 def test_shared_memory_is_as_the_lane_sees_it(monkeypatch, reason, state):
     monkeypatch.setattr("ferrorpc.transports.shared_memory.host_identity.unsupported_reason", lambda: reason)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ferrorpc.coordination import local
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.errors import (
     BarrierTimeoutError,
@@ -157,15 +158,31 @@ def test_a_barrier_of_some_ranks_needs_only_those_and_can_be_used_again():
     assert on_all(world, twice, [0, 2]) == [[[b"0a", b"2a"], [b"0b", b"2b"]]] * 2
 
 
-def test_barriers_that_all_have_left_are_forgotten():
+def test_a_join_that_is_interrupted_leaves_no_member_that_nobody_runs(monkeypatch):
+    world = LocalWorld(2, min_size=1)
+    world.kill(1, "signal 9")
+
+    def interrupted(condition, find, until):
+        assert find() is None
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(world.condition), "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            world.join(20)
+    assert world.session(0).rejoin(20).assignment.size == 1
+
+
+def test_payloads_of_barriers_that_all_have_left_are_forgotten_and_so_are_older_barriers(monkeypatch):
+    monkeypatch.setattr(local, "REMEMBERED_BARRIERS", 3)
     world = LocalWorld(2)
     on_all(world, lambda s: [s.barrier("b", bytes(4096)) for _ in range(10)], [0, 1])
-    with pytest.raises(BarrierTimeoutError):
-        world.session(0).barrier("late", timeout=0.01)
-    assert list(world.generation.exchanges) == [("barrier", "late", 1)]
-    with pytest.raises(BarrierTimeoutError):
-        world.session(1).barrier("late")
-    assert world.generation.exchanges == {}
+    for rank in (0, 1):
+        with pytest.raises(BarrierTimeoutError):
+            world.session(rank).barrier("late", timeout=0.01)
+    kept = world.generation.exchanges
+    assert list(kept) == [("barrier", "b", 9), ("barrier", "b", 10), ("barrier", "late", 1)]
+    assert not any(exchange.arrived for exchange in kept.values())
 
 
 def test_a_barrier_that_lacks_ranks_names_each_and_breaks_nothing():
@@ -205,6 +222,15 @@ def test_participants_must_agree_on_who_takes_part():
         world.session(0).barrier("b", ranks=[0, 1], timeout=0.01)
     with pytest.raises(UsageError, match="names the participants"):
         world.session(1).barrier("b")
+
+
+def test_participants_must_agree_also_with_those_who_have_left_already():
+    """As with a coordinator. The one that was refused has used its number, and so has not the next barrier's."""
+    world = LocalWorld(3)
+    on_all(world, lambda s: s.barrier("b", ranks=[0, 1]), [0, 1])
+    with pytest.raises(UsageError, match=r"rank 2 names the participants \[0, 2\], others \[0, 1\]"):
+        world.session(2).barrier("b", ranks=[0, 2])
+    assert on_all(world, lambda s: s.barrier("b", str(s.rank).encode()), [0, 1, 2]) == [[b"0", b"1", b"2"]] * 3
 
 
 def test_a_barrier_without_the_caller_or_with_strangers_is_refused():

@@ -4,9 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from ferrorpc.config import Config
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.errors import CoordinatorUnavailableError, GroupAbortedError
+from ferrorpc.errors import CoordinatorUnavailableError, GroupAbortedError, GroupClosedError
 from ferrorpc.v1 import identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from tests.waiting import eventually
 
@@ -75,3 +77,27 @@ def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same
     assert failure.report.failure.message == "rank 0 ended the group: no file caf\\udce9.txt"
     assert lost.report.link_lost.reason == "no file caf\\udce9.txt"
     assert leave.leave.reason == "FileNotFoundError: caf\\udce9.txt"
+
+
+@pytest.mark.parametrize("where", ["callback", "answer"])
+def test_a_leave_that_is_interrupted_ends_the_session_all_the_same(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its heartbeats go on, and the others wait for a rank that will never come. A second leave does nothing."""
+    played = Played()
+    played.welcome()
+    played.join(2)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    closed: list[str] = []
+    played.session.on_leave(lambda: closed.append("server"))
+    if where == "callback":
+        monkeypatch.setattr(played.connection, "try_ask", lambda *_, **__: closed.append("asked"))
+        played.session.on_leave(interrupted)
+    else:
+        monkeypatch.setattr(played.connection, "try_ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        played.session.leave()
+    assert isinstance(played.connection.ended_by, GroupClosedError)
+    assert isinstance(played.session.membership.latch.cause, GroupClosedError)
+    assert closed == (["asked", "server"] if where == "callback" else ["server"])

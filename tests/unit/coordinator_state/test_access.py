@@ -74,10 +74,17 @@ def test_one_token_alone_may_do_everything() -> None:
     assert "just-one" not in repr(read_grants("just-one-long-token"))
 
 
+@pytest.mark.parametrize("length", [16, 4096])
+def test_one_line_with_a_role_is_a_list_of_one(length: int) -> None:
+    token = "x" * length
+    assert read_grants(f"observer@a {token}\n") == (Grant(token, Identity.of("a", Role.OBSERVER)),)
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "# nothing", "short", "king a-long-enough-token", "worker", "coordinator a-long-enough-token", "worker short",
-     "worker one-token-for-two\nadmin one-token-for-two", "a-long-enough-token\nanother-long-token", "worker a b c"],
+     "worker one-token-for-two\nadmin one-token-for-two", "a-long-enough-token\nanother-long-token", "worker a b c",
+     "worker a-long-enough-token b", "worker@a-job-with-a-long-name", "worker " + "x" * 15, "worker " + "x" * 4097],
 )  # fmt: skip
 def test_a_token_file_with_errors_is_refused_without_showing_tokens(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -133,9 +140,19 @@ def test_an_admin_removes_a_member_and_nobody_else_does() -> None:
     broken = world.clients["x"].events[-1].broken.cause
     assert broken.code == ErrorCode.PEER_LOST
     assert "an operator removed it: it is in the way" in broken.message
-    again = remove(world, "y", ADMIN)
-    assert isinstance(again, error_pb2.ErrorDetail)
-    assert again.code == ErrorCode.USAGE
+    for name in ("y", "nobody"):
+        again = remove(world, name, ADMIN)
+        assert isinstance(again, error_pb2.ErrorDetail)
+        assert again.code == ErrorCode.USAGE
+
+
+def test_a_worker_may_report_the_exit_of_a_process() -> None:
+    world = World(job="a", access=Access(read_grants(FILE)))
+    world.hello("x", token=WORKER)
+    exited = session_pb2.ReportRequest(exit=session_pb2.ProcessExit(name="x", returncode=1))
+    call = world.call(session_pb2.UnaryReportRequest(job="a", token=WORKER, request=exited))
+    assert isinstance(world.replies[call], session_pb2.UnaryReportResponse)
+    assert world.clients["x"].stream is None
 
 
 def test_a_member_cannot_remove_another_over_its_session() -> None:

@@ -80,11 +80,15 @@ def test_after_a_restart_a_member_has_its_own_lease_to_come_back_if_that_is_long
 
 def test_a_member_whose_name_had_left_before_is_not_forgotten_with_those_who_left() -> None:
     world = World(Settings(limits=Limits(gone_members=1)))
-    for name in ("a", "b", "c"):
+    join(world, "a")
+    world.ask("a", leave={})
+    world.hello("a", instance="2")
+    for name in ("b", "c"):
         join(world, name)
         world.ask(name, leave={})
-        world.hello("a", instance=f"after {name}")
-    assert [member.name for member in world.coordinator.jobs["job"].members if member.alive] == ["a"]
+    members = world.coordinator.jobs["job"].members
+    assert [member.name for member in members] == ["a", "c"]
+    assert len(members._by_token) == 2
 
 
 def test_tokens_are_not_in_the_journal() -> None:
@@ -96,10 +100,16 @@ def test_tokens_are_not_in_the_journal() -> None:
 
 def test_a_lease_is_kept_within_bounds() -> None:
     world = World()
-    for name, asked, given in (("a", 0, 3_000), ("b", 1, 200), ("c", 10_000_000, 300_000), ("d", 5_000, 5_000)):
+    for name, asked, given, beats in (
+        ("a", 0, 3_000, 500),
+        ("b", 1, 200, 50),
+        ("c", 10_000_000, 300_000, 500),
+        ("d", 1_000, 1_000, 250),
+    ):
         world.take()
         world.hello(name, lease_ms=asked)
-        assert world.take()[0][1].welcome.lease_ms == given
+        welcome = world.take()[0][1].welcome
+        assert (welcome.lease_ms, welcome.heartbeat_interval_ms) == (given, beats)
 
 
 def test_a_job_is_a_namespace() -> None:

@@ -41,12 +41,13 @@ def test_an_arrival_that_was_cancelled_does_not_count() -> None:
 
 def test_the_deadline_of_a_cancelled_arrival_does_not_count() -> None:
     world = World()
-    first = tool(world, "t", count=3, timeout_ms=1_000)
-    second = tool(world, "u", count=3, timeout_ms=30_000)
+    first = tool(world, "t", count=4, timeout_ms=1_000)
+    second = tool(world, "u", count=4, timeout_ms=30_000)
+    tool(world, "v", count=4, timeout_ms=60_000)
     world.step(Cancelled(first))
-    world.tick(2 * SECOND)
-    assert second not in world.replies
     world.tick(29 * SECOND)
+    assert second not in world.replies
+    world.tick(SECOND)
     reply = world.replies[second]
     assert isinstance(reply, error_pb2.ErrorDetail)
     assert reply.code == ErrorCode.BARRIER_TIMEOUT
@@ -104,6 +105,55 @@ def test_an_invalid_barrier_request_is_refused() -> None:
     unary = world.replies[tool(world, "t", generation=1)]
     assert isinstance(unary, error_pb2.ErrorDetail)
     assert unary.code == ErrorCode.USAGE
+
+
+def test_an_arrival_names_ranks_of_the_world_and_a_name_of_at_most_512_bytes() -> None:
+    world = World()
+    join(world, "a", "b")
+    for name, more in (("x", {"ranks": [0, 2]}), ("n" * 513, {}), ("é" * 257, {})):
+        arrive(world, "a", name, **more)
+        assert error(world, "a").code == ErrorCode.USAGE
+    number = arrive(world, "a", "n" * 512, generation=0, count=1)
+    assert world.clients["a"].results[number].HasField("barrier")
+
+
+def test_who_left_without_arriving_fails_a_barrier_at_once_and_breaks_nothing() -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    waits, elsewhere = arrive(world, "a", "x"), arrive(world, "c", "y", ranks=[0, 2])
+    arrive(world, "b", "z")
+    world.ask("b", leave={})
+    assert world.clients["a"].results[waits].error.code == ErrorCode.PEER_LOST
+    assert elsewhere not in world.clients["c"].results
+    arrive(world, "a", "later")
+    assert error(world, "a").code == ErrorCode.PEER_LOST
+    for name in ("a", "c"):
+        number = arrive(world, name, "z")
+    assert world.clients["c"].results[number].HasField("barrier"), "who left had arrived"
+    assert not any(event.HasField("broken") for event in world.clients["a"].events)
+
+
+def test_the_first_deadline_ends_a_barrier_and_one_that_is_superseded_does_not() -> None:
+    world = World()
+    join(world, "a", "b", "c", "d")
+    first, again = (arrive(world, "a", "x", timeout_ms=milliseconds) for milliseconds in (1_000, 20_000))
+    others = {name: arrive(world, name, "x", timeout_ms=seconds * 1_000) for name, seconds in (("b", 30), ("c", 5))}
+    assert world.clients["a"].results[first].error.code == ErrorCode.USAGE
+    world.tick(4 * SECOND)
+    assert again not in world.clients["a"].results
+    world.tick(SECOND)
+    assert world.clients["a"].results[again].error.code == ErrorCode.BARRIER_TIMEOUT
+    assert all(number in world.clients[name].results for name, number in others.items())
+
+
+def test_the_longest_wait_is_that_of_the_oldest_open_barrier() -> None:
+    world = World()
+    join(world, "a", "b")
+    barriers = world.coordinator.jobs["job"].barriers
+    for name in ("x", "y"):
+        arrive(world, "a", name)
+        world.tick(SECOND)
+    assert (len(barriers), barriers.longest_ns) == (2, 2 * SECOND)
 
 
 def test_a_released_barrier_is_remembered_across_a_restart() -> None:

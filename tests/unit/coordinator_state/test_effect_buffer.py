@@ -79,16 +79,16 @@ def test_a_beat_changes_no_row_and_is_not_answered() -> None:
     assert world.step(Received(stream, session_pb2.ClientFrame(beat=session_pb2.Beat(step=4)))) == []
 
 
-def test_a_thousand_arrivals_are_answered_by_one_encoding() -> None:
+def test_many_arrivals_are_answered_by_one_encoding() -> None:
     world = World()
-    names = [f"m{number}" for number in range(1_000)]
+    names = [f"m{number}" for number in range(200)]
     join(world, *names)
     assert [type(effect) for effect in world.effects if not isinstance(effect, Persist | Note)] == [SendMany]
-    assert sorted(client.rank for client in world.clients.values()) == list(range(1_000))
+    assert sorted(client.rank for client in world.clients.values()) == list(range(200))
     for name in names:
         arrive(world, name, "epoch", payload=name.encode())
     many = [effect for effect in world.effects if isinstance(effect, SendMany)]
-    assert [len(effect.recipients) for effect in many] == [1_000]
+    assert [len(effect.recipients) for effect in many] == [200]
     for client in world.clients.values():
         assert list(client.results[client.sequence].barrier.payloads) == [name.encode() for name in names]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import error_pb2, rendezvous_pb2, session_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import error, join
+from tests.unit.coordinator_state.helpers import arrive, error, join
 
 
 def test_a_failure_without_a_message_ends_the_generation_once() -> None:
@@ -58,3 +59,31 @@ def test_who_asks_again_for_a_place_in_a_generation_that_broke_meanwhile_gets_it
     join(world, "a", size=2)
     assert world.clients["a"].generation == 1
     assert [event.broken.generation for event in world.clients["a"].events[told:]] == [1]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["left", "its name joined again"])
+def test_after_a_restart_it_is_known_who_had_left_the_generation(again: bool) -> None:
+    """The others would wait for it until their deadline."""
+    world = World()
+    join(world, "a", "b")
+    world.ask("b", leave={})
+    if again:
+        world.hello("b", instance="2")
+    world.restart()
+    world.hello("a", resume=True)
+    arrive(world, "a", "x")
+    assert error(world, "a").code == ErrorCode.PEER_LOST
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_name_gets_the_rank_back_that_it_had(restarted: bool) -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    for name in ("a", "b", "c"):
+        world.ask(name, leave={})
+    if restarted:
+        world.restart()
+    for name in ("c", "b", "a"):
+        world.hello(name, instance="2")
+        join(world, name, size=3)
+    assert [world.clients[name].rank for name in "abc"] == [0, 1, 2]

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from ferrorpc_coordinator.state import barriers
 from ferrorpc_coordinator.state.effects import Note
+from ferrorpc_coordinator.state.events import Received
 from ferrorpc_coordinator.state.generations import END_REASON_CHARACTERS_MAX
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import barrier_pb2, error_pb2, session_pb2, store_pb2
+from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, rendezvous_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import add, arrive, error, join, set_, store
 
@@ -143,6 +144,16 @@ def test_too_many_members() -> None:
     assert limit_of(world.clients["b"].events[-1].fenced) == "members"
 
 
+def test_a_replacement_takes_the_place_of_a_suspect_member_and_needs_no_other() -> None:
+    world = limited(members=2)
+    join(world, "b")
+    world.cut("b")
+    world.hello("b", instance="2")
+    assert world.clients["b"].stream is not None
+    world.hello("c")
+    assert limit_of(world.clients["c"].events[-1].fenced) == "members"
+
+
 def test_members_whose_descriptions_are_too_large_together_are_rejected_and_fewer_may_join() -> None:
     world = World(Settings(durable=True, limits=replace(Limits(), world_bytes=2_500)))
     names = ["b", "c", "d"]
@@ -152,6 +163,38 @@ def test_members_whose_descriptions_are_too_large_together_are_rejected_and_fewe
     assert [limit_of(error(world, name)) for name in names] == ["world_bytes"] * 3
     join(world, "b", "c")
     assert [world.clients[name].generation for name in names] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("low", [2, 1], ids=["fixed", "elastic"])
+def test_a_pinned_rank_that_the_world_cannot_have_is_refused_and_not_remembered(low: int) -> None:
+    world = limited()
+    for rank in range(2, 12):
+        policy = rendezvous_pb2.WorldPolicy(min_size=low, max_size=2)
+        world.hello("b")
+        world.ask("b", join=rendezvous_pb2.JoinRequest(policy=policy, pinned_rank=rank, timeout_ms=1_000))
+        assert error(world, "b").code == ErrorCode.INVALID_RANK
+    assert not world.coordinator.jobs["job"].rendezvous._claimants
+
+
+def test_who_gave_up_is_remembered_only_for_those_who_waited_with_it() -> None:
+    """A round may stay open for weeks while processes come and give up, each under a new name."""
+    world = World()
+    for number in range(20):
+        join(world, f"m{number}", size=3, timeout_ms=10_000)
+        world.tick(6 * SECOND)
+    assert len(world.coordinator.jobs["job"].rendezvous._timed_out) <= 2
+
+
+def test_of_a_heartbeat_the_others_get_only_what_this_version_knows() -> None:
+    """Fields of later versions may be of any size, and a frame that is too large for a client ends its session."""
+    world = limited()
+    member = world.coordinator.jobs["job"].members.get("a")
+    training = identity_pb2.Training(steps=7, compute_ms=1, exposed_ms=2, hidden_ms=3)
+    later = identity_pb2.Training.FromString(training.SerializeToString() + b"\xfa\x7f\x02xx")
+    beat = session_pb2.Beat(step=1, generation=1, training=later)
+    world.step(Received(world.clients["a"].stream or 0, session_pb2.ClientFrame(beat=beat)))
+    assert member is not None
+    assert member.training == training
 
 
 def test_as_many_members_are_described_as_fit_into_one_frame() -> None:
@@ -169,14 +212,15 @@ def test_as_many_members_are_described_as_fit_into_one_frame() -> None:
 def test_the_timeout_of_a_barrier_describes_some_of_many_missing_ranks_and_numbers_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(barriers, "DESCRIBED_MAX", 2)
     world = World()
     join(world, "m0", "m1", "m2", "m3", "m4")
-    arrive(world, "m0", "b", timeout_ms=1_000)
-    world.tick(SECOND)
-    detail = error(world, "m0")
-    assert detail.message.count("present") == 2
-    assert detail.message.endswith("; and 2 more")
+    for most, end in ((4, "step 0"), (2, "; and 2 more")):
+        monkeypatch.setattr(barriers, "DESCRIBED_MAX", most)
+        arrive(world, "m0", f"b{most}", timeout_ms=1_000)
+        world.tick(SECOND)
+        detail = error(world, "m0")
+        assert detail.message.count("present") == most
+        assert detail.message.endswith(end)
     (missing,) = [field.integers.values for field in detail.fields if field.name == "missing"]
     assert missing == [1, 2, 3, 4]
 
@@ -235,6 +279,28 @@ def test_too_many_jobs_unless_one_has_ended() -> None:
     assert {table for table, _ in world.rows} == {"meta"}
 
 
+@pytest.mark.parametrize("wrong", [{"member": "b c"}, {"address": "x" * (17 << 10)}])
+def test_an_invalid_hello_does_not_forget_a_job_that_has_ended(wrong: dict[str, str]) -> None:
+    world = limited(jobs=1)
+    set_(world, "a", "k", b"v")
+    world.ask("a", leave={})
+    world.job = "other"
+    name = wrong.pop("member", "b")
+    world.hello(name, **wrong)
+    assert world.clients[name].stream is None
+    assert list(world.coordinator.jobs) == ["job"]
+    assert len(world.coordinator.jobs["job"].store.keyspace) == 1
+
+
+def test_a_unary_request_that_is_refused_does_not_forget_a_job_that_has_ended() -> None:
+    world = limited(jobs=1)
+    world.ask("a", leave={})
+    keys = store_pb2.StoreRequest(keys=store_pb2.KeysOperation(prefix="x" * (300 << 10)))
+    for client, request in (("b c", store_pb2.StoreRequest()), ("b", keys)):
+        world.call(session_pb2.UnaryStoreRequest(job="other", client_id=client, request=request))
+    assert list(world.coordinator.jobs) == ["job"]
+
+
 def test_the_job_that_is_forgotten_for_a_new_one_ended_first() -> None:
     """Not the one that began first, which may run for weeks and have no living process only until its next ones start."""
     world = limited(jobs=3)
@@ -268,8 +334,53 @@ def test_keys_come_in_pages() -> None:
     assert pages == 2
 
 
+def test_a_job_that_a_call_waits_in_has_not_ended() -> None:
+    world = World(Settings(durable=True, limits=replace(Limits(), jobs=1)))
+    wait = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=60_000))
+    waits = world.call(session_pb2.UnaryStoreRequest(job="job", request=wait))
+    refused = world.replies[world.call(session_pb2.UnaryStoreRequest(job="other", request=wait))]
+    assert isinstance(refused, error_pb2.ErrorDetail)
+    assert limit_of(refused) == "jobs"
+    assert waits not in world.replies
+
+
+def test_kept_answers_of_a_session_are_limited_in_bytes_and_a_larger_one_is_given_anew() -> None:
+    world = limited(remembered_result_bytes=1_000)
+    member = world.coordinator.jobs["job"].members.get("a")
+    assert member is not None
+    for size in (400, 400, 400, 2_000):
+        set_(world, "a", "k", bytes(size))
+        get = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k"))
+        number = world.ask("a", store=get)
+        assert member.result_bytes == sum(result.ByteSize() for result in member.results.values()) <= 1_000
+    assert number not in member.results
+    del world.clients["a"].results[number]
+    world.step(Received(world.clients["a"].stream or 0, session_pb2.ClientFrame(sequence=number, store=get)))
+    assert len(world.clients["a"].results[number].store.value) == 2_000
+
+
+def test_links_past_their_limit_are_not_kept_and_known_ones_are_updated() -> None:
+    world = limited(links=2)
+    member = world.coordinator.jobs["job"].members.get("a")
+    for links in ([(1, 10), (2, 20), (3, 30)], [(2, 25), (4, 40)]):
+        told = [identity_pb2.Link(peer_rank=peer, kind="grpc", sent_bytes=sent) for peer, sent in links]
+        beat = session_pb2.ClientFrame(beat=session_pb2.Beat(generation=1, links=told))
+        world.step(Received(world.clients["a"].stream or 0, beat))
+    assert member is not None
+    assert member.links == {1: ("grpc", 10), 2: ("grpc", 25)}
+
+
+def test_a_page_has_a_key_even_if_that_is_larger() -> None:
+    world = limited(page_bytes=10)
+    for key in ("k" * 30, "l" * 30):
+        set_(world, "a", key, b"")
+    result = store(world, "a", keys=store_pb2.KeysOperation())
+    assert result is not None
+    assert (list(result.store.keys), result.store.more) == (["k" * 30], True)
+
+
 def test_nothing_grows_without_bound() -> None:
-    """Ten thousand of everything, one after the other: all that is kept stays within its limits."""
+    """Hundreds of everything, one after the other: all that is kept stays within its limits."""
     limits = replace(
         Limits(),
         remembered_barriers=16,
@@ -282,7 +393,7 @@ def test_nothing_grows_without_bound() -> None:
     )
     world = World(Settings(durable=True, limits=limits))
     join(world, "a")
-    for number in range(1, 10_001):
+    for number in range(1, 301):
         add(world, "a", "counter", request_id=number)
         arrive(world, "a", "epoch", ordinal=number)
         arrive(world, "a", "tool", ordinal=number, generation=0, count=1)
@@ -290,7 +401,7 @@ def test_nothing_grows_without_bound() -> None:
         world.clients["a"].positions.clear()
         world.take()
     unary = barrier_pb2.BarrierRequest(name="t", count=1, ordinal=1, timeout_ms=1_000)
-    for number in range(200):
+    for number in range(50):
         request = store_pb2.StoreRequest(request_id=1, add=store_pb2.AddOperation(key="n", amount=1))
         world.call(session_pb2.UnaryStoreRequest(job="job", client_id=f"c{number}", request=request))
         world.call(session_pb2.UnaryBarrierRequest(job="job", client_id=f"c{number}", request=unary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
@@ -61,6 +62,39 @@ def test_a_link_is_not_blamed_while_one_of_its_ends_may_be_dead() -> None:
     world.tick(4 * SECOND)
     broken = [event.broken.cause.code for event in world.clients["a"].events if event.HasField("broken")]
     assert broken == [ErrorCode.PEER_LOST]
+
+
+def test_a_link_to_a_silent_peer_is_not_blamed_before_its_lease_is_over() -> None:
+    """Its host may have vanished, which only the end of its stream shows."""
+    world = World()
+    join(world, "a", "b")
+    world.clients["b"].frozen = True
+    report_a_lost_link(world)
+    world.tick(5 * SECOND // 2)
+    world.cut("b")
+    world.tick(SECOND)
+    broken = [event.broken.cause.code for event in world.clients["a"].events if event.HasField("broken")]
+    assert broken == [ErrorCode.PEER_LOST]
+
+
+@pytest.mark.parametrize("peer", [0, 2])
+def test_a_link_to_itself_or_to_a_rank_that_is_not_there_cannot_be_lost(peer: int) -> None:
+    world = World()
+    join(world, "a", "b")
+    world.ask("a", report=session_pb2.ReportRequest(generation=1, link_lost=session_pb2.LinkLost(peer_rank=peer)))
+    assert error(world, "a").code == ErrorCode.USAGE
+
+
+def test_who_reports_a_link_to_a_peer_that_has_left_is_told_so() -> None:
+    world = World()
+    join(world, "a", "b")
+    world.ask("b", leave={})
+    del world.clients["a"].events[:]
+    report_a_lost_link(world)
+    (told,) = [member for event in world.clients["a"].events for member in event.standings.members]
+    assert (told.rank, told.state) == (1, identity_pb2.MEMBER_STATE_LEFT)
+    world.tick(9 * SECOND)
+    assert not any(event.HasField("broken") for event in world.clients["a"].events)
 
 
 def test_a_peer_that_leaves_before_the_decision_ends_nothing() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+from ferrorpc_coordinator.state import nccl_ids
+
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import nccl_pb2, rendezvous_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import join
+from tests.unit.coordinator_state.helpers import error, join
 
 
 def test_a_second_request_while_the_first_waits_answers_both() -> None:
@@ -47,3 +50,43 @@ def test_ids_offered_by_a_leader_remain_available_after_it_left() -> None:
     world.ask("a", leave=rendezvous_pb2.LeaveRequest(generation=1))
     late = world.ask("b", comm_bootstrap=request)
     assert list(world.clients["b"].results[late].comm_bootstrap.unique_ids) == [b"u" * 128]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ranks": [1]},
+        {"ranks": [0, 2]},
+        {"ranks": [0, 1, 1]},
+        {"unique_ids": [b"u" * 127]},
+        {"unique_ids": [b"u" * 128] * 2},
+    ],
+)
+def test_a_request_that_contradicts_itself_is_refused(wrong: dict[str, list[object]]) -> None:
+    world = World()
+    join(world, "a", "b")
+    world.ask("a", comm_bootstrap={"generation": 1, "communicator": "world", "timeout_ms": 60_000} | wrong)
+    assert error(world, "a").code == ErrorCode.USAGE
+
+
+def test_ranks_that_name_different_members_of_a_communicator_are_told_so() -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    for name, ranks in (("a", [0, 1]), ("b", [0, 1, 2])):
+        world.ask(name, comm_bootstrap={"generation": 1, "communicator": "c", "ranks": ranks, "timeout_ms": 60_000})
+    assert error(world, "b").code == ErrorCode.USAGE
+    assert world.clients["a"].pending
+
+
+def test_one_leader_may_offer_the_ids_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_ids, "RANKS_PER_LEADER", 2)
+    world = World()
+    join(world, "a", "b", "c")
+    ids = [b"u" * 128, b"v" * 128]
+    world.ask("a", comm_bootstrap={"generation": 1, "communicator": "c", "unique_ids": ids})
+    number = world.ask("b", comm_bootstrap={"generation": 1, "communicator": "c"})
+    assert list(world.clients["b"].results[number].comm_bootstrap.unique_ids) == ids
+    for name, unique_id in (("c", ids[1]), ("a", ids[0])):
+        number = world.ask(name, comm_bootstrap={"generation": 1, "communicator": "each", "unique_ids": [unique_id]})
+        assert (number in world.clients[name].results) == (name == "a")
+    assert list(world.clients["a"].results[number].comm_bootstrap.unique_ids) == ids

@@ -63,13 +63,61 @@ def test_the_wait_of_a_session_ends_with_it() -> None:
     assert not world.coordinator.jobs["job"].store._waiting
 
 
-def test_a_cancelled_call_does_not_end_other_waits() -> None:
+def test_the_end_of_a_session_or_a_call_ends_only_its_own_waits() -> None:
     world = World()
-    world.hello("a")
-    number = world.ask("a", store=store_pb2.StoreRequest(wait=store_pb2.WaitOperation(keys=["k"], wait_ms=60_000)))
-    world.step(Cancelled(number))
+    join(world, "a", "b")
+    get = store_pb2.GetOperation(key="k", wait_ms=60_000)
+    cancelled, goes_on = unary(world, get=get), unary(world, get=get)
+    for name in ("a", "b"):
+        world.clients[name].sequence = cancelled - 1  # numbers of calls and of a session's requests are not related
+        assert store(world, name, get=get) is None
+    world.step(Cancelled(cancelled))
+    world.ask("b", leave={})
     set_(world, "a", "k", b"v")
-    assert world.clients["a"].results[number].store.found
+    assert world.clients["a"].results[cancelled].store.value == b"v"
+    assert isinstance(world.replies[goes_on], session_pb2.UnaryStoreResponse)
+    assert cancelled not in world.replies
+    assert not world.coordinator.jobs["job"].store._waiting
+
+
+@pytest.mark.parametrize(
+    ("held", "expected", "expect_absent", "is_set"),
+    [
+        (None, b"", True, True),
+        (None, b"", False, False),
+        (b"v", b"v", False, True),
+        (b"v", b"w", False, False),
+        (b"v", b"v", True, False),
+        (b"", b"", True, False),
+    ],
+)
+def test_a_key_is_set_only_if_it_holds_what_is_expected(
+    held: bytes | None, expected: bytes, expect_absent: bool, is_set: bool
+) -> None:
+    world = World()
+    join(world, "a")
+    if held is not None:
+        set_(world, "a", "k", held)
+    operation = store_pb2.CompareSetOperation(key="k", expected=expected, expect_absent=expect_absent, value=b"new")
+    result = store(world, "a", compare_set=operation)
+    assert result is not None
+    assert (result.store.found, result.store.value) == (is_set, b"new" if is_set else held or b"")
+
+
+def test_keys_of_a_session_and_a_generation_that_go_on_survive_a_restart() -> None:
+    world = World()
+    join(world, "a")
+    for binding in (store_pb2.KEY_BINDING_SESSION, store_pb2.KEY_BINDING_GENERATION):
+        store(world, "a", set=store_pb2.SetOperation(key=f"k{binding}", value=b"v", binding=binding))
+    for _ in range(2):
+        world.restart()
+        world.hello("a", resume=True)
+    result = store(world, "a", keys=store_pb2.KeysOperation(prefix="k"))
+    assert result is not None
+    assert len(result.store.keys) == 2
+    world.ask("a", leave={})
+    keyspace = world.coordinator.jobs["job"].store.keyspace
+    assert (len(keyspace), keyspace.bindings()) == (0, [])
 
 
 def test_a_store_timeout_names_the_client_the_time_and_the_keys() -> None:
@@ -152,19 +200,25 @@ def test_keys_of_a_session_that_died_during_an_outage_are_deleted_afterwards() -
     assert not any(table == "write" for table, _ in world.rows)
 
 
-def test_setting_a_key_again_replaces_its_binding() -> None:
+@pytest.mark.parametrize("binding", [store_pb2.KEY_BINDING_SESSION, store_pb2.KEY_BINDING_GENERATION])
+@pytest.mark.parametrize("deleted", [False, True])
+def test_setting_a_key_again_replaces_its_binding(binding: store_pb2.KeyBinding.ValueType, deleted: bool) -> None:
     world = World()
     join(world, "a", "b")
-    store(world, "a", set=store_pb2.SetOperation(key="k", value=b"1", binding=store_pb2.KEY_BINDING_SESSION))
+    store(world, "a", set=store_pb2.SetOperation(key="k", value=b"1", binding=binding))
+    if deleted:
+        store(world, "a", delete=store_pb2.DeleteOperation(key="k"))
     set_(world, "b", "k", b"2")
+    join(world, "a", "b")
     world.ask("a", leave={})
     result = store(world, "b", get=store_pb2.GetOperation(key="k"))
     assert result is not None
     assert result.store.value == b"2"
 
 
-def test_a_watch_from_before_the_history_gets_compacted() -> None:
-    world = World(Settings(durable=True, limits=replace(Limits(), history_events=3)))
+@pytest.mark.parametrize("limit", [{"history_events": 3}, {"history_bytes": 6}], ids=["events", "bytes"])
+def test_a_watch_from_before_the_history_gets_compacted(limit: dict[str, int]) -> None:
+    world = World(Settings(durable=True, limits=replace(Limits(), **limit)))
     join(world, "a")
     for _ in range(5):
         add(world, "a", "n", request_id=0)

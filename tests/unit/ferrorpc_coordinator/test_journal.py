@@ -1,11 +1,13 @@
 """The journal alone: what is committed is there after reopening, one opener at a time, and a full disk is survived."""
 
 import contextlib
+import errno
 import os
 import sqlite3
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from ferrorpc_coordinator.journal import RESERVE_BYTES, Journal
@@ -257,6 +259,46 @@ def test_a_full_disk_is_waited_out(tmp_path):
     again.close()
 
 
+@pytest.mark.parametrize("exceeded", [True, False])
+def test_an_exceeded_quota_is_waited_out_and_a_broken_disk_is_not(tmp_path, monkeypatch, exceeded):
+    """SQLite has one error for both."""
+    broken = sqlite3.OperationalError("disk I/O error")
+    broken.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+    journal, commit, errors = opened(tmp_path), Journal.commit, [broken, broken]
+
+    def fallocate(*_):
+        if exceeded:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    def fail_twice(group):
+        if errors:
+            raise errors.pop()
+        commit(journal, group)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(journal, "commit", fail_twice)
+    failures, done = [], threading.Event()
+    journal.start(failed=lambda error: (failures.append(error), done.set()))
+    journal.write([("t", "k", b"v")], done.set)
+    assert done.wait(10)
+    journal.close()
+    assert failures == ([] if exceeded else [broken])
+
+
+def test_room_is_noticed_though_groups_come_all_the_time(tmp_path, monkeypatch):
+    """As of a job with a named barrier in each step."""
+    monkeypatch.setattr("ferrorpc_coordinator.journal._RETRY_SECONDS", 0.05)
+    journal = opened(tmp_path)
+    journal._mark_full()
+    journal.start(failed=lambda error: None)
+    until = time.monotonic() + 10.0
+    while journal.full and time.monotonic() < until:
+        journal.write([("t", "k", b"v")], lambda: None)
+        time.sleep(0.002)
+    assert not journal.full
+    journal.close()
+
+
 def test_closing_does_not_wait_for_a_full_disk_for_ever(tmp_path):
     journal = opened(tmp_path)
     journal.start(failed=lambda error: None)
@@ -292,6 +334,21 @@ def test_any_other_failure_is_final_and_reported_once(tmp_path):
     journal.close(seconds=1.0)
     assert len(failures) == 1
     assert not called
+
+
+def test_memory_that_runs_out_is_a_failure_and_not_the_silent_end_of_the_writer(tmp_path, monkeypatch):
+    journal = opened(tmp_path)
+
+    def commit(group):
+        raise MemoryError
+
+    monkeypatch.setattr(journal, "commit", commit)
+    failures = []
+    journal.start(failed=failures.append)
+    journal.write([("t", "k", b"v")], lambda: None)
+    eventually(lambda: failures)
+    journal.close()
+    assert [type(failure) for failure in failures] == [MemoryError]
 
 
 def test_a_reserve_that_cannot_be_given_up_is_a_failure_and_not_the_silent_end_of_the_writer(tmp_path):
@@ -363,6 +420,25 @@ def test_a_start_on_a_disk_that_is_nearly_full_refuses_what_could_fill_it(small_
     filler.unlink()
     eventually(lambda: not journal.full)
     journal.close()
+
+
+@pytest.mark.root
+def test_a_start_on_a_disk_that_became_full_meanwhile_uses_the_reserve(small_disk):
+    mount = small_disk(1024)
+    journal = Journal.open(mount, reserve_bytes=256 << 10)
+    journal.commit([("t", "k", b"kept")])
+    journal.close()
+    with (mount / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    again = Journal.open(mount, reserve_bytes=256 << 10)
+    again.start(failed=lambda error: None)
+    assert again.full
+    written(again, [("t", "member", b"x")])
+    again.close()
+    (mount / "journal.sqlite").unlink()
+    with pytest.raises(ConfigError, match="nothing is left"):
+        Journal.open(mount, reserve_bytes=256 << 10)
 
 
 def test_a_journal_without_auto_vacuum_is_not_shrunk(tmp_path):

@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import errno
+import os
 import shutil
 import ssl
 import subprocess
@@ -95,6 +97,24 @@ def test_files_that_come_back_as_they_were_and_go_again_are_told_of_again(
     assert ["cannot read" in line for line in said(caplog)] == [True, True]
 
 
+def test_a_certificate_that_cannot_be_written_leaves_nothing_beside_the_old_one(
+    ours: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timer renews it, and each failure would leave a key."""
+    files = ours.issue(Role.WORKER, "a", where="used")
+    directory = Path(str(files.key)).parent
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            ours.issue(Role.WORKER, "a", where="used")
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
 def test_a_key_with_a_password_is_refused_and_nobody_asked_for_it(ours: Issuer) -> None:
     """OpenSSL would ask at the terminal, or wait on stdin where there is none."""
     from cryptography.hazmat.primitives import serialization
@@ -180,6 +200,45 @@ def test_files_that_are_replaced_while_a_process_starts_are_read_again_but_not_f
     changes += [True] * 20
     with pytest.raises(ConfigError, match="change faster than they can be read"):
         tls._Reloaded(files, make, listening=True)
+
+
+def test_a_process_that_starts_between_two_replacements_reads_again(ours: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is the new one already and the certificate the old one, for a moment."""
+    files, fresh = (ours.issue(Role.WORKER, "a", where=where) for where in ("used", "fresh"))
+    move(fresh.key, files.key)
+    check = TlsFiles.check
+
+    def replaced_meanwhile(self: TlsFiles, *, listening: bool) -> object:
+        try:
+            return check(self, listening=listening)
+        finally:
+            if Path(str(files.certificate)).read_bytes() != Path(str(fresh.certificate)).read_bytes():
+                move(fresh.certificate, files.certificate)
+
+    monkeypatch.setattr(TlsFiles, "check", replaced_meanwhile)
+    assert kept(files, listening=True).made == Path(str(fresh.certificate)).read_bytes()
+
+
+def test_files_that_go_between_their_examination_and_their_use_change_nothing(ours: Issuer) -> None:
+    files = ours.issue(Role.WORKER, "a", where="used")
+    mine = tls._Reloaded(files, files._context, listening=True)
+    before, make = mine.made, files._context
+
+    def gone() -> ssl.SSLContext:
+        Path(str(files.key)).unlink()
+        return make()
+
+    mine._make = gone
+    ours.issue(Role.WORKER, "a", where="used")
+    assert mine.renewed() is None
+    assert mine.made is before
+
+
+def test_an_authority_that_goes_while_it_is_read_is_named(ours: Issuer) -> None:
+    files = ours.issue(Role.WORKER, "a")
+    Path(str(files.authority)).unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*ca\.pem"):
+        files.ends_at(listening=True)
 
 
 def test_who_dials_with_what_has_expired_is_told_so(ours: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,167 @@
+"""Who is in a round when it closes, and what the others hear of those who wait."""
+
+from __future__ import annotations
+
+import pytest
+from ferrorpc_coordinator.state.settings import SECOND
+
+from ferrorpc.errors import ErrorCode
+from ferrorpc.v1 import rendezvous_pb2
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import error, join
+
+
+def ask_elastic(world: World, name: str, low: int, high: int, last_call_ms: int = 0, pinned_rank: int = -1) -> int:
+    """Asks to join a world of `low` to `high` members; new ones send a Hello first. Returns the request's number."""
+    if name not in world.clients:
+        world.hello(name)
+    request = rendezvous_pb2.JoinRequest(
+        policy=rendezvous_pb2.WorldPolicy(min_size=low, max_size=high, last_call_ms=last_call_ms),
+        after_generation=world.clients[name].generation,
+        pinned_rank=pinned_rank,
+        hinted_rank=-1,
+        timeout_ms=60_000,
+    )
+    return world.ask(name, join=request)
+
+
+def pending_names(world: World, name: str) -> list[list[str]]:
+    """What a member was told of those who wait, in order."""
+    return [list(event.pending.names) for event in world.clients[name].events if event.HasField("pending")]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (0, 1), (2, 1)])
+def test_a_world_of_a_size_that_cannot_be_is_refused(low: int, high: int) -> None:
+    world = World()
+    ask_elastic(world, "a", low, high)
+    assert error(world, "a").code == ErrorCode.INVALID_WORLD_SIZE
+
+
+def test_who_asks_again_replaces_its_request() -> None:
+    world = World()
+    join(world, "a", size=2)
+    first = world.clients["a"].sequence
+    join(world, "a", size=2)
+    assert world.clients["a"].results[first].error.code == ErrorCode.USAGE
+    join(world, "b", size=2)
+    assert [world.clients[name].rank for name in "ab"] == [0, 1]
+
+
+def test_a_round_does_not_close_with_a_member_whose_stream_has_ended() -> None:
+    world = World()
+    join(world, "a", "b", size=3)
+    world.cut("b")
+    join(world, "c", size=3)
+    assert world.coordinator.jobs["job"].generations.newest is None
+    world.hello("b", resume=True)
+    assert [world.clients[name].rank for name in "abc"] == [0, 1, 2]
+
+
+def test_members_of_the_next_generation_are_told_anew_who_still_waits() -> None:
+    """They assume that nobody does, and one whose stream had ended got no place."""
+    world = World()
+    ask_elastic(world, "a", 1, 3)
+    ask_elastic(world, "d", 1, 3)
+    assert pending_names(world, "a") == [["d"]]
+    world.cut("d")
+    ask_elastic(world, "a", 1, 3)
+    assert world.clients["a"].generation == 2
+    assert pending_names(world, "a") == [["d"], ["d"]]
+
+
+def test_who_resumes_is_told_who_waits() -> None:
+    world = World()
+    ask_elastic(world, "a", 1, 3)
+    world.cut("a")
+    ask_elastic(world, "d", 1, 3)
+    world.tick(SECOND)
+    world.hello("a", resume=True)
+    assert pending_names(world, "a") == [["d"]]
+
+
+def test_a_working_generation_is_not_ended_by_those_who_want_to_join_it() -> None:
+    world = World()
+    ask_elastic(world, "a", 1, 2)
+    ask_elastic(world, "d", 1, 2)
+    world.tick(50 * SECOND)
+    assert (world.clients["a"].generation, world.clients["d"].generation) == (1, 0)
+    ask_elastic(world, "a", 1, 2)
+    assert [world.clients[name].generation for name in "ad"] == [2, 2]
+
+
+def test_members_of_a_broken_generation_are_waited_for_before_others_get_their_places() -> None:
+    world = World()
+    for name in ("a", "b"):
+        ask_elastic(world, name, 1, 2, last_call_ms=1_000)
+    world.ask("b", leave={"reason": "killed"})
+    for name in ("c", "d"):
+        ask_elastic(world, name, 1, 2)
+    world.tick(4 * SECOND)
+    assert [world.clients[name].generation for name in "cd"] == [0, 0]
+    ask_elastic(world, "a", 1, 2)
+    assert [world.clients[name].generation for name in "acd"] == [2, 2, 0]
+
+
+def test_a_round_without_survivors_waits_for_the_longest_last_call() -> None:
+    world = World()
+    ask_elastic(world, "a", 1, 3)
+    world.ask("a", leave={"reason": "killed"})
+    for name, milliseconds in (("b", 3_000), ("c", 1_000)):
+        ask_elastic(world, name, 2, 3, last_call_ms=milliseconds)
+    world.tick(5 * SECOND // 2)
+    assert world.clients["b"].generation == 0
+    world.tick(SECOND)
+    assert [world.clients[name].generation for name in "bc"] == [2, 2]
+
+
+def test_a_member_that_asked_and_whose_stream_ended_is_waited_for_until_it_is_dead() -> None:
+    world = World()
+    for name in ("a", "b"):
+        ask_elastic(world, name, 1, 2)
+        world.tick(SECOND)
+    ask_elastic(world, "a", 1, 2)
+    assert [world.clients[name].generation for name in "ab"] == [2, 2]
+    ask_elastic(world, "b", 1, 2)
+    world.cut("b")
+    ask_elastic(world, "a", 1, 2)
+    assert world.clients["a"].generation == 2
+    world.hello("b", resume=True)
+    assert [world.clients[name].generation for name in "ab"] == [3, 3]
+
+
+def test_a_pinned_rank_may_be_one_that_no_launcher_pinned_or_that_the_last_world_had_not() -> None:
+    world = World()
+    join(world, "a")
+    for name, rank in (("b", 0), ("c", 1)):
+        number = ask_elastic(world, name, 2, 2, pinned_rank=rank)
+        assert number not in world.clients[name].results
+    world.ask("a", leave={})
+    assert [world.clients[name].rank for name in "bc"] == [0, 1]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_spare_that_waited_in_vain_may_try_again_while_a_place_can_become_free(broken: bool) -> None:
+    world = World()
+    join(world, "a", "b")
+    if broken:
+        world.ask("b", leave={"reason": "killed"})
+    join(world, "s", size=2, timeout_ms=1_000)
+    world.tick(SECOND)
+    refused = error(world, "s")
+    assert (refused.code, refused.retryable) == (ErrorCode.RENDEZVOUS_TIMEOUT, not broken)
+
+
+def test_the_end_of_a_spare_concerns_nobody() -> None:
+    world = World()
+    join(world, "a")
+    join(world, "s", "t", size=1)
+    world.cut("s")
+    world.ask("t", leave={})
+    world.tick(5 * SECOND)
+    told = [event.WhichOneof("kind") for event in world.clients["a"].events]
+    assert "broken" not in told
+    assert "standings" not in told
+    newest = world.coordinator.jobs["job"].generations.newest
+    assert newest is not None
+    assert not newest.over
+    assert not newest.departed
