@@ -24,7 +24,7 @@ STRAGGLERS_SHOWN: Final = 4
 LINKS_SHOWN: Final = 8
 TRAINING_SHOWN: Final = 8
 MATRIX_RANKS_MAX: Final = 12
-_STATE_ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "left")
+_STATE_ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "unknown", "left")
 _RIGHT_ALIGNED: Final = frozenset({"rank", "step", "last beat", "behind for", "ops/s", "in ops"})
 
 

@@ -17,9 +17,11 @@ GONE: Final = ("dead", "left")
 
 
 def state_name(member: Member) -> str:
-    """The member's state as a word."""
+    """The member's state as a word; "unknown" for one that only a newer coordinator knows."""
     from ferrorpc.v1.identity_pb2 import MemberState
 
+    if member.state not in MemberState.values():
+        return "unknown"
     return MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower()
 
 

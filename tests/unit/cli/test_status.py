@@ -53,6 +53,13 @@ def test_the_page_shows_members_in_rank_order_with_what_is_known_of_each():
     assert lines[header + 2].endswith("no beat for 4.2 s")
 
 
+def test_a_state_that_only_a_newer_coordinator_knows_is_unknown():
+    response = answer()
+    response.members[0].state = 99
+    assert "spare  unknown  b" in as_text(response)
+    assert "of all: 1 stalled, 1 active, 1 unknown" in as_text(response, rows_max=1)
+
+
 def test_the_page_names_who_is_missing_at_a_barrier_and_why_generations_began_and_ended():
     text = as_text(answer())
     assert "epoch #3 of generation 5: 1 arrived, missing ranks 1, open for 1.5 s" in text
