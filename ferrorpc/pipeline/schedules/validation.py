@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Final
 
 from ferrorpc.errors import UsageError
@@ -38,8 +39,8 @@ class Finding:
 
 def findings(table: Table, credits: int | None = None, peak: float | None = None) -> list[Finding]:
     """As `Schedule.validate`. Findings that are only consequences of earlier ones are not listed."""
-    if credits is not None and (type(credits) is not int or credits < 0):
-        raise UsageError(f"credits={credits!r} is no number of messages", hint="pass 0 or more, or None for any number")
+    if credits is not None:
+        credits = _checked_credits(credits)
     if peak is not None:
         peak = checked_cap(peak, "peak")
     if not table.microbatches or not all(table.actions):
@@ -53,6 +54,16 @@ def findings(table: Table, credits: int | None = None, peak: float | None = None
     if peak is not None:
         found += _over(table, peak)
     return found
+
+
+def _checked_credits(value: Any) -> int:
+    try:
+        credits = -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        credits = -1
+    if credits < 0:
+        raise UsageError(f"credits={value!r} is no number of messages", hint="pass 0 or more, or None for any number")
+    return credits
 
 
 def checked_cap(value: Any, what: str) -> float:
