@@ -24,7 +24,7 @@ class Finding:
     """One thing that is wrong with a schedule.
 
     Attributes:
-        rule: "empty", "placement", "missing", "duplicate", "order", "message", "deadlock" or "peak".
+        rule: "empty", "placement", "missing", "duplicate", "edges", "order", "message", "deadlock" or "peak".
         message: what is wrong.
         rank: on which rank; None if it concerns several.
     """
@@ -46,7 +46,7 @@ def findings(table: Table, credits: int | None = None, peak: float | None = None
     if not table.microbatches or not all(table.actions):
         idle = [rank for rank, row in enumerate(table.actions) if not row]
         return [Finding("empty", f"nothing to do for ranks {idle}" if idle else "no rank has anything to do")]
-    found = list(_far_off(table)) or [*_misplaced(table), *_miscounted(table)]
+    found = list(_far_off(table)) or [*_misplaced(table), *_miscounted(table)] or list(_miswired(table))
     if not found:
         found = [*_misordered(table), *_unpaired(table)]
     if not found:
@@ -115,6 +115,13 @@ def _miscounted(table: Table) -> Iterator[Finding]:
             elif not has[B]:
                 for kind in (kind for kind in (I, W) if not has[kind]):
                     yield Finding("missing", f"{Action(stage, kind, microbatch)} is missing, and so is a B in its place", rank)
+
+
+def _miswired(table: Table) -> Iterator[Finding]:
+    try:
+        _ = table.edges
+    except UsageError as error:
+        yield Finding("edges", error.message)
 
 
 def _misordered(table: Table) -> Iterator[Finding]:
