@@ -153,8 +153,20 @@ class Replica:
         self._give_alias(name)
 
     def gradient(self, name: str) -> View:
-        """A view of a parameter's gradient. Raises TensorMismatchError if its dtype, shape or device is not the parameter's."""
-        got = self.reducer.view(self.parameters[name].grad, f"the gradient of {name!r}")
+        """A view of a parameter's gradient.
+
+        Raises:
+            TensorMismatchError: its dtype, shape or device is not the parameter's.
+            UsageError: it is part of a graph.
+        """
+        given = self.parameters[name].grad
+        if getattr(given, "requires_grad", False):
+            raise UsageError(
+                f"the gradient of {name!r} requires a gradient itself, but its mean over the ranks is not differentiable",
+                hint="call backward() without create_graph=True; for gradients of gradients compute what they are of by "
+                "torch.autograd.grad(..., create_graph=True), which is not averaged",
+            )
+        got = self.reducer.view(given, f"the gradient of {name!r}")
         wanted = self.reducer.layout.slots[name].spec
         if got.spec != wanted:
             raise TensorMismatchError(

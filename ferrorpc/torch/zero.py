@@ -97,7 +97,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for members, trained in zip(self.param_groups, self._trainable_groups, strict=True):
             _check_frozen(members, trained)
         self._copy_settings()
-        gradients = [{name: parameter.grad for name, parameter in trained.items()} for trained in self._trainable_groups]
+        gradients = [{name: _gradient(parameter) for name, parameter in trained.items()} for trained in self._trainable_groups]
         for shards, own in zip(self._shards, gradients, strict=True):
             shards.check(own)
         with others_told(self._group):
@@ -260,6 +260,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _trainable(group: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The parameters of a group that are not frozen, named by their indices."""
     return {f"{_NAME}{number}": parameter for number, parameter in enumerate(group["params"]) if parameter.requires_grad}
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Outside of the graph that backward(create_graph=True) makes it part of."""
+    return None if parameter.grad is None else parameter.grad.detach()
 
 
 def _index(name: str) -> int:
