@@ -302,6 +302,18 @@ def test_a_closure_may_compute_gradients_also_where_a_loop_needs_none():
     assert run_world(2, body) == [(3.0, [0.25] * 3), (6.0, [0.25] * 3)]
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_may_be_parts_of_a_graph_as_for_torchs_own():
+    def body(group):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = ZeroOptimizer([weight], torch.optim.SGD, group, lr=0.25)
+        weight.square().sum().backward(create_graph=True)
+        optimizer.step()
+        return weight.tolist()
+
+    assert run_world(1, body) == [[0.5] * 3]
+
+
 def test_a_gathered_state_of_numbers_alone_goes_on():
     """Shapes do not distinguish per-element state from common state."""
 
