@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Final, Generic
 
 import torch
 
@@ -27,6 +28,9 @@ else:
     from typing import TypeVar
 
     Module = TypeVar("Module", covariant=True)
+
+_PREFIX: Final = "module."
+"""Of the names in checkpoints of torch's own wrapper."""
 
 
 class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
@@ -149,10 +153,9 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
             raise UsageError(
                 f"{type(state_dict).__name__} is no state", hint="pass what state_dict() gave, by torch.load(path)"
             )
-        prefix = "module."
         foreign = state_dict.keys() - self.module.state_dict().keys()
-        if foreign and all(name.startswith(prefix) for name in state_dict):
-            state_dict = {name.removeprefix(prefix): value for name, value in state_dict.items()}
+        if foreign and all(name.startswith(_PREFIX) for name in state_dict):
+            state_dict = _without_prefix(state_dict)
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -190,6 +193,15 @@ def _hide_from_compiler() -> None:
     """
     for name in ("_before", "_after"):
         setattr(DistributedDataParallel, name, torch.compiler.disable(getattr(DistributedDataParallel, name)))
+
+
+def _without_prefix(state: Mapping[str, Any]) -> Any:
+    """A state of torch's own wrapper as that of its module."""
+    found: Any = OrderedDict((name.removeprefix(_PREFIX), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:  # which modules need to read a state that older ones wrote
+        found._metadata = {f"{name}.".removeprefix(_PREFIX)[:-1]: each for name, each in versions.items() if name}
+    return found
 
 
 def _add_own_prefix(ddp: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
 from ferrorpc.errors import FerroError, GroupAbortedError, PeerLostError, UsageError
@@ -158,18 +156,6 @@ def test_gradients_that_are_only_asked_for_are_each_ranks_own_affair(of_paramete
         steps = [found[step] for found in results]
         check_same(steps)
         check_close(steps[0], reference(3, lambda m, rank, s=step: m(batch(rank, s)).square().sum().backward()))
-
-
-@pytest.mark.parametrize("views", [True, False])
-def test_create_graph_is_refused_with_what_to_do_instead(views: bool) -> None:
-    def body(group):
-        ddp = DistributedDataParallel(network(), group, gradient_as_bucket_view=views)
-        with pytest.raises(UsageError, match=r"not differentiable(.|\n)*torch\.autograd\.grad"):
-            ddp(batch(group.rank)).square().sum().backward(create_graph=True)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using backward")  # of torch: such a graph and its gradients hold each other
-        run_world(1, body)
 
 
 def test_a_backward_pass_to_some_inputs_alone_averages_those() -> None:
