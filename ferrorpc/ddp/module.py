@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self
 
+from ferrorpc.ddp.failure import interrupts_told
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.wrapper import Wrapper, check_unwrapped
@@ -170,4 +171,5 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         for name, parameter in self._replica.parameters.items():
             if parameter.grad is not None:
                 self._replica.gradient(name)
-        self._replica.finish(self._replica.begin(weight), used=self._replica.parameters)
+        with interrupts_told(self._replica.group):
+            self._replica.finish(self._replica.begin(weight), used=self._replica.parameters)
