@@ -275,11 +275,14 @@ def test_an_optimizer_that_steps_in_a_hook_is_told_that_gradients_are_no_means_y
             torch.optim.SGD([parameter], lr=0.1).step()
             parameter.grad = None
 
+        def train() -> None:
+            group.barrier()
+            ddp(batch(group.rank)).square().sum().backward()
+
         for parameter in ddp.parameters() if group.rank == 1 else ():
             parameter.register_post_accumulate_grad_hook(stepped)
         error, hint = (UsageError, r"backward\(\) has returned") if group.rank == 1 else (GroupAbortedError, "")
         with pytest.raises(error, match=rf"'4\.bias' was taken away(.|\n)*{hint}"):
-            group.barrier()
-            ddp(batch(group.rank)).square().sum().backward()
+            train()
 
     run_world(2, body)
