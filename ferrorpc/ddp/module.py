@@ -79,7 +79,8 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         gradient_as_bucket_view: `.grad` becomes a view of its bucket, without a copy. The next `sync_gradients` overwrites it.
 
     Raises:
-        UsageError: the module has no parameters() or named_parameters(), is wrapped already, or has a bare array among them.
+        UsageError: the module has no parameters() or named_parameters(), is wrapped already, or has a bare array or a lazy
+            parameter among them.
         TensorMismatchError: a parameter's dtype has no mean; or parameters are on several devices, unless a hook has the
             buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.

@@ -60,7 +60,7 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     Raises:
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
         TensorMismatchError: a parameter's dtype has no mean.
-        UsageError: the module contains a SyncBatchNorm, which would see this rank's batches alone, a lazy parameter, or a
+        UsageError: the module contains a SyncBatchNorm, which would see this rank's batches alone, a lazy parameter or buffer, or a
             submodule that is wrapped already; or a part of its parameters belongs to another module that is wrapped.
     """
 
@@ -79,8 +79,7 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         super().__init__()
         group_given(group)
         check_unwrapped(module)
-        _check_initialised(checked_module(module))
-        _check_batch_norm(module, group.size)
+        _check_batch_norm(checked_module(module), group.size)
         check_not_shared(module)
         self.module: Module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
@@ -165,12 +164,6 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's own."""
         yield from self.module.named_buffers(*args, **kwargs)
-
-
-def _check_initialised(module: torch.nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if torch.nn.parameter.is_lazy(parameter):
-            raise UsageError(f"parameter {name!r} is lazy and has no shape yet", hint="run the module on a batch, then wrap it")
 
 
 def _check_batch_norm(module: torch.nn.Module, size: int) -> None:

@@ -62,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shards: list[Shards] = []
         with _translated("parameters", "pass model.parameters(), or torch's dicts of such"):
             super().__init__(parameters, options)
-        _check_distinct(self.param_groups)
+        _check_parameters(self.param_groups)
         self._trainable_groups = [_trainable(members) for members in self.param_groups]
         inner = []
         for number, (members, trained) in enumerate(zip(self.param_groups, self._trainable_groups, strict=True)):
@@ -234,9 +234,12 @@ def _check_elementwise(optimizer: type[torch.optim.Optimizer]) -> None:
         )
 
 
-def _check_distinct(groups: Iterable[dict[str, Any]]) -> None:
+def _check_parameters(groups: Iterable[dict[str, Any]]) -> None:
     seen: dict[int, int] = {}
     for place, parameter in enumerate(each for group in groups for each in group["params"]):
+        if torch.nn.parameter.is_lazy(parameter):
+            hint = "run the module on a batch, then make its optimizer"
+            raise UsageError(f"parameter {place} is lazy and has no shape yet", hint=hint)
         before = seen.setdefault(id(parameter), place)
         if before != place:
             raise UsageError(
