@@ -353,6 +353,51 @@ def test_a_state_gathered_before_the_first_step_remembers_nothing():
     run_world(2, body)
 
 
+class Counting(torch.optim.Optimizer):
+    """Its steps become smaller. It counts them in its group, and in a state that belongs to no parameter."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            self.state["all"] = {"count": group["count"]}
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] / group["count"] * parameter.grad)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_optimizer_may_count_its_steps_in_its_groups_and_beside_its_parameters(is_whole):
+    def body(group):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        weight.grad = torch.ones(3)
+        saved = None
+        for _ in range(2):
+            optimizer = ZeroOptimizer([weight], Counting, group, lr=12.0)
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            optimizer.step()
+            optimizer.step()
+            gathered = [optimizer.gather_state_dict(root) for root in range(group.size)][group.rank]
+            saved = gathered if is_whole else optimizer.state_dict()
+        assert gathered["state"]["all"] == {"count": 4}
+        return weight.tolist()
+
+    assert run_world(2, body) == [[-12.0 - 6.0 - 4.0 - 3.0] * 3] * 2
+
+
+def test_a_state_of_other_groups_of_parameters_is_refused():
+    def body(group):
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(3))]} for _ in range(2)]
+        state = ZeroOptimizer(groups, torch.optim.SGD, group, lr=1.0).state_dict()
+        with pytest.raises(UsageError, match="the state: "):
+            ZeroOptimizer(groups[:1], torch.optim.SGD, group, lr=1.0).load_state_dict(state)
+
+    run_world(1, body)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
 def test_optimizers_of_whole_parameters_are_refused(kind):
     def body(group):
