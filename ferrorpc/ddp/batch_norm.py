@@ -56,6 +56,7 @@ class Normalised(NamedTuple):
     axis: int
 
 
+@np.errstate(all="ignore")
 def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1e-5) -> Normalised:
     """Normalises each channel by its statistics over the batches of all ranks. Collective.
 
@@ -81,6 +82,7 @@ def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1
     return Normalised(y, moments, scaled, deviation, axis)
 
 
+@np.errstate(all="ignore")
 def batch_norm_gradient(grad_y: Any, forward: Normalised, group: ProcessGroup) -> Any:
     """The gradient of the sum of all ranks' losses with respect to x, from that with respect to `forward.y`. Collective.
 
@@ -150,6 +152,5 @@ def _wrapped(values: Array, kind: Kind, spec: TensorSpec, axis: int) -> Any:
     """The reverse of `_channels_first`, in the given kind, dtype and shape."""
     moved = (spec.shape[axis], *(size for place, size in enumerate(spec.shape) if place != axis % len(spec.shape)))
     result = NUMPY.empty(spec.shape, spec.dtype)
-    with np.errstate(over="ignore"):
-        result[...] = np.moveaxis(values.reshape(moved), 0, axis)
+    result[...] = np.moveaxis(values.reshape(moved), 0, axis)
     return kind.wrap(result.view(spec.dtype.storage), spec)

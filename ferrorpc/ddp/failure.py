@@ -25,3 +25,14 @@ def others_told(group: ProcessGroup) -> Iterator[None]:
     except BaseException as error:
         tell_others(group, error)
         raise
+
+
+@contextmanager
+def interrupts_told(group: ProcessGroup) -> Iterator[None]:
+    """A context whose interrupts end the generation. Errors do not."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            tell_others(group, error)
+        raise

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self
 
+from ferrorpc.ddp.failure import interrupts_told
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.wrapper import Wrapper, check_unwrapped
@@ -78,7 +79,8 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         gradient_as_bucket_view: `.grad` becomes a view of its bucket, without a copy. The next `sync_gradients` overwrites it.
 
     Raises:
-        UsageError: the module has no parameters() or named_parameters(), is wrapped already, or has a bare array among them.
+        UsageError: the module has no parameters() or named_parameters(), is wrapped already, or has a bare array or a lazy
+            parameter among them.
         TensorMismatchError: a parameter's dtype has no mean; or parameters are on several devices, unless a hook has the
             buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
@@ -170,4 +172,5 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         for name, parameter in self._replica.parameters.items():
             if parameter.grad is not None:
                 self._replica.gradient(name)
-        self._replica.finish(self._replica.begin(weight), used=self._replica.parameters)
+        with interrupts_told(self._replica.group):
+            self._replica.finish(self._replica.begin(weight), used=self._replica.parameters)

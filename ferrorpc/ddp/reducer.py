@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from ferrorpc.arrays.base import View
@@ -156,7 +157,7 @@ def _checked_weight(weight: Any) -> float:
 
 def cap_bytes(bucket_cap_mb: Any) -> int:
     """The cap in bytes. Raises UsageError unless it is a positive number."""
-    is_number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
+    is_number = isinstance(bucket_cap_mb, Real) and not isinstance(bucket_cap_mb, bool)
     if not is_number or not 0 < bucket_cap_mb < math.inf:
         raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} is no positive number", hint="leave it out for 25")
-    return int(bucket_cap_mb * MEBIBYTE)
+    return int(float(bucket_cap_mb) * MEBIBYTE)

@@ -14,6 +14,7 @@ from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.bucket_memory import BucketMemory
 from ferrorpc.ddp.bucket_reduction import BucketReduction
 from ferrorpc.ddp.bucket_set import BucketSet
+from ferrorpc.ddp.failure import tell_others
 from ferrorpc.ddp.hooks.base import Part
 from ferrorpc.ddp.steps import Step, Steps
 from ferrorpc.errors import UsageError
@@ -32,17 +33,20 @@ class Reduction:
         steps: records its times when it is over.
         number: of this step, from 0.
         weight: of this rank in a weighted mean; None for an unweighted one, on all ranks or on none.
+
+    Attributes:
+        is_refused: whether it was refused for the weights of all ranks, on every rank.
     """
 
     def __init__(self, buckets: BucketSet, steps: Steps, number: int, weight: float | None) -> None:
         self.number = number
         self.weight = weight
+        self.is_refused = False
         self._buckets = buckets
         self._steps = steps
         self._missing = [len(bucket.slots) for bucket in buckets.layout.buckets]
         self._received: set[str] = set()
         self._in_flight: list[BucketReduction] = []
-        self._reduced = 0
         self._parker = buckets.clock.parker()
         self._used: set[str] = set()
         self._began = buckets.clock.now()
@@ -53,11 +57,6 @@ class Reduction:
     def is_complete(self) -> bool:
         """Whether every gradient was put."""
         return len(self._received) == len(self._buckets.layout.slots)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether other ranks may wait for this one: not every bucket is reduced."""
-        return self._reduced < len(self._buckets.memory)
 
     def has(self, name: str) -> bool:
         """Whether this gradient was put."""
@@ -112,6 +111,7 @@ class Reduction:
             FerroError: what ended the generation.
         """
         if self.wait() == 0:
+            self.is_refused = True
             raise UsageError("the weights of all ranks sum to zero", hint="at least one rank needs a positive weight")
 
     def wait(self) -> float:
@@ -127,6 +127,7 @@ class Reduction:
             totals = self._wait_for_buckets()
         self._record(wait_began, reductions)
         if not all(map(math.isfinite, totals)):
+            self.is_refused = True
             raise UsageError(
                 f"the weights of all ranks sum to {max(totals)}", hint="weigh by samples or tokens, in smaller units"
             )
@@ -168,7 +169,6 @@ class Reduction:
     def _finish_bucket(self, memory: BucketMemory) -> float:
         """Notes which parameters were used. Returns the sum of the weights."""
         header = memory.finish()
-        self._reduced += 1
         self._used.update(header.used)
         return float(self._buckets.size) if header.total_weight is None else header.total_weight
 
@@ -194,18 +194,14 @@ class Reduction:
 
 @contextmanager
 def abort_on_failure(reduction: Reduction, group: ProcessGroup) -> Iterator[None]:
-    """For the end of a step: an interrupt or an error ends the generation, because the other ranks wait for this one, or take
-    the step and this one may not."""
+    """A context whose errors end the generation, because the other ranks wait for this one, or take the step and this one may
+    not. Not with an error that all ranks raise."""
     try:
         yield
-    except KeyboardInterrupt:
-        reduction.abandon()
-        group.abort("KeyboardInterrupt while gradients were averaged")
-        raise
-    except Exception as error:
-        if reduction.is_awaited or not isinstance(error, UsageError):  # if it is about the weights, all ranks raise it
+    except BaseException as error:
+        if not reduction.is_refused:
             reduction.abandon()
-            group.abort(error)
+            tell_others(group, error)
         raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class Replica:
         check_every: compares weights between ranks after every so many steps; 0 for never.
 
     Raises:
-        UsageError: the module has no named_parameters(), or one of them is a bare array.
+        UsageError: the module has no named_parameters(), or one of them is a bare array or lazy.
         TensorMismatchError: parameters are on several devices, and no hook has all buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
     """
@@ -64,6 +64,8 @@ class Replica:
         self._views = views
         self._check_every = _checked_interval(check_every)
         self._all_parameters = named_parameters(module)
+        _check_initialised("parameter", self._all_parameters)
+        _check_initialised("buffer", named_buffers(module))
         self.parameters = {name: parameter for name, parameter in self._all_parameters.items() if _is_trainable(parameter)}
         specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
         kind = bucket_kind({name: parameter.data for name, parameter in self.parameters.items()}, hook)
@@ -153,8 +155,20 @@ class Replica:
         self._give_alias(name)
 
     def gradient(self, name: str) -> View:
-        """A view of a parameter's gradient. Raises TensorMismatchError if its dtype, shape or device is not the parameter's."""
-        got = self.reducer.view(self.parameters[name].grad, f"the gradient of {name!r}")
+        """A view of a parameter's gradient.
+
+        Raises:
+            TensorMismatchError: its dtype, shape or device is not the parameter's.
+            UsageError: it is part of a graph.
+        """
+        given = self.parameters[name].grad
+        if getattr(given, "requires_grad", False):
+            raise UsageError(
+                f"the gradient of {name!r} requires a gradient itself, but its mean over the ranks is not differentiable",
+                hint="call backward() without create_graph=True; for gradients of gradients compute what they are of by "
+                "torch.autograd.grad(..., create_graph=True), which is not averaged",
+            )
+        got = self.reducer.view(given, f"the gradient of {name!r}")
         wanted = self.reducer.layout.slots[name].spec
         if got.spec != wanted:
             raise TensorMismatchError(
@@ -312,6 +326,12 @@ def named_parameters(module: Any) -> dict[str, HasGradient]:
         seen.add(id(parameter))
         found[name] = parameter
     return found
+
+
+def _check_initialised(what: str, found: Mapping[str, Any]) -> None:
+    for name, each in found.items():
+        if hasattr(each, "cls_to_become"):  # of torch's lazy modules
+            raise UsageError(f"{what} {name!r} is lazy and has no shape yet", hint="run the module on a batch, then wrap it")
 
 
 def _spec(name: str, data: Any) -> TensorSpec:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ferrorpc.arrays.cupy_kind import CupyKind
-from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, view, view_out
+from ferrorpc.arrays.kinds import copy_into, spec_of, split, view, view_out
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import ALIGNMENT_BYTES, Bucket, lay_out
 from ferrorpc.ddp.bucket_memory import Array
@@ -104,13 +104,15 @@ class Shard:
 
     def assemble(self, mine: Any, root: int) -> dict[str, Any]:
         """The reverse of `extract`, on rank `root`: new arrays of `mine`'s kind. Empty on the other ranks. Collective."""
-        parts = self._group.gather(mine if self._kind is None else self._kind.staging.to_device(mine), root=root)
+        given, header = view(mine), self.bucket.header
+        parts = self._group.gather(given.data if self._kind is None else self._kind.staging.to_device(given.data), root=root)
         if parts is None:
             return {}
-        kind, dtype, header = kind_of(mine), spec_of(mine).dtype, self.bucket.header
         flat = np.concatenate([view(part).data for part in parts])
         return {
-            slot.name: kind.wrap(flat[slot.start - header : slot.stop - header], TensorSpec(dtype, slot.spec.shape))
+            slot.name: given.kind.wrap(
+                flat[slot.start - header : slot.stop - header], TensorSpec(given.spec.dtype, slot.spec.shape)
+            )
             for slot in self._slots
         }
 

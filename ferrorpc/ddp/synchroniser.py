@@ -12,7 +12,7 @@ from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.bucket_memory import BucketMemory
 from ferrorpc.ddp.error_prefix import ErrorPrefix
-from ferrorpc.ddp.failure import tell_others
+from ferrorpc.ddp.failure import interrupts_told, tell_others
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
@@ -128,7 +128,7 @@ class GradientSynchronizer(Generic[Tree]):
         leaves = {name: leaf for name, leaf in everything if leaf is not None or name in self._specs}
         self._check_names(leaves)
         views = {name: self._read(name, leaf) for name, leaf in leaves.items() if leaf is not None}
-        with self.step(weight) as step:
+        with interrupts_told(self._group), self.step(weight) as step:
             for name in reversed(self._specs):
                 if name in views:
                     step._put(name, views[name], deferrable=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeAlias
 
+from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.batch import check_like, scaled
 from ferrorpc.pipeline.stage import pair_of
 
@@ -60,10 +61,18 @@ class TrainingBatch:
         loss, grad = pair_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", _LOSS)
         check_like(grad, y, "loss_fn's gradient of y")
         self._grads[microbatch] = scaled(grad, weight)
-        self.loss = loss * weight if self.loss is None else self.loss + loss * weight
+        share = _weighted(loss, weight)
+        self.loss = share if self.loss is None else self.loss + share
 
     def grad(self, microbatch: int) -> Any:
         return self._grads.pop(microbatch)
+
+
+def _weighted(loss: Any, weight: float) -> Any:
+    try:
+        return loss * weight
+    except TypeError:
+        raise UsageError(f"loss_fn returned a {type(loss).__name__} as the loss", hint=f"return {_LOSS}") from None
 
 
 class InferenceBatch:

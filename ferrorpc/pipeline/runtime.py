@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -153,8 +155,9 @@ class Pipeline:
             batch.set_targets(targets, loss_weights(targets, reduction, weight), loss)
         _check_on_gradients(on_gradients)
         seconds = seconds_of(timeout, self._group.timeout)
-        self._begin(awaits_backward=False)
-        self._run(_is_any, batch, True, seconds, on_gradients or _ignore)
+        with self._others_told():
+            self._begin(awaits_backward=False)
+            self._run(_is_any, batch, True, seconds, on_gradients or _ignore)
         return batch.loss
 
     def forward(self, x: Any = None, *, timeout: float | None = None) -> Any:
@@ -170,8 +173,9 @@ class Pipeline:
         """
         batch = InferenceBatch(split(x, self.schedule.microbatches, "x") if self._is_first else [])
         keep_contexts, seconds = self.schedule.is_forward_first, seconds_of(timeout, self._group.timeout)
-        self._begin(awaits_backward=keep_contexts)
-        self._run(_is_forward, batch, keep_contexts, seconds)
+        with self._others_told():
+            self._begin(awaits_backward=keep_contexts)
+            self._run(_is_forward, batch, keep_contexts, seconds)
         if not self._is_last:
             return None
         outputs = [batch.outputs[microbatch] for microbatch in sorted(batch.outputs)]
@@ -216,8 +220,9 @@ class Pipeline:
             batch.grads = cut(grads, self._output_rows)
         _check_on_gradients(on_gradients)
         seconds = seconds_of(timeout, self._group.timeout)
-        self._awaits_backward = False
-        self._run(_is_backward, batch, True, seconds, on_gradients or _ignore)
+        with self._others_told():
+            self._awaits_backward = False
+            self._run(_is_backward, batch, True, seconds, on_gradients or _ignore)
 
     def recorded(self) -> PipelineTimeline:
         """What all ranks did in their last step, in seconds from its start. Every rank calls it.
@@ -257,44 +262,55 @@ class Pipeline:
         if on_gradients is not None:
             expected += self._tied.gradient_receives()
         orders = {source: sends_to(rank, rows[source], placement, edges) for source, _ in self._lanes}
-        exchange = self._exchange(expected, seconds, self._lanes, orders)
+        with self._exchange(expected, seconds, self._lanes, orders) as exchange:
 
-        def completed(piece: int) -> None:
-            self._tied.piece_completed(piece, exchange)
-            if on_gradients is not None and not self._tied.in_piece(piece):
-                on_gradients(piece)
-
-        executor = Executor(rank, self._pieces, self.schedule, exchange, batch_io, self._clock, keep_contexts, completed)
-        try:
-            if on_gradients is not None:
-                self._tied.begin_step()
-            executor.run(rows[rank])
-            if on_gradients is not None:
-                self._tied.sum_gradients(exchange)
-                for piece in filter(self._tied.in_piece, self._pieces):
+            def completed(piece: int) -> None:
+                self._tied.piece_completed(piece, exchange)
+                if on_gradients is not None and not self._tied.in_piece(piece):
                     on_gradients(piece)
-            exchange.finish()
-        except (Exception, KeyboardInterrupt) as error:
-            exchange.abandon()
-            self._group.abort(error)
-            raise
-        finally:
-            self._spans += executor.spans
-            self._peak = max(self._peak, executor.peak)
+
+            executor = Executor(rank, self._pieces, self.schedule, exchange, batch_io, self._clock, keep_contexts, completed)
+            try:
+                if on_gradients is not None:
+                    self._tied.begin_step()
+                executor.run(rows[rank])
+                if on_gradients is not None:
+                    self._tied.sum_gradients(exchange)
+                    for piece in filter(self._tied.in_piece, self._pieces):
+                        on_gradients(piece)
+            finally:
+                self._spans += executor.spans
+                self._peak = max(self._peak, executor.peak)
 
     def _broadcast_tied_weights(self) -> None:
-        exchange = self._exchange(self._tied.broadcast_receives(), self._group.timeout)
-        self._tied.broadcast(exchange)
-        exchange.finish()
+        with self._others_told(), self._exchange(self._tied.broadcast_receives(), self._group.timeout) as exchange:
+            self._tied.broadcast(exchange)
 
+    @contextmanager
     def _exchange(
         self,
         expected: Sequence[Transfer],
         seconds: float,
         lanes: Mapping[Link, ProcessGroup] = NO_LANES,
         orders: Mapping[int, Iterable[Transfer]] = NO_ORDERS,
-    ) -> Exchange:
-        return Exchange(self._group, self.schedule.placement, expected, self._name, self._steps, seconds, lanes, orders)
+    ) -> Iterator[Exchange]:
+        """A context with an exchange; its end waits until what was sent has left."""
+        exchange = Exchange(self._group, self.schedule.placement, expected, self._name, self._steps, seconds, lanes, orders)
+        try:
+            yield exchange
+            exchange.finish()
+        except BaseException:
+            exchange.abandon()
+            raise
+
+    @contextmanager
+    def _others_told(self) -> Iterator[None]:
+        """A context whose errors end the generation, because the other ranks wait for this one."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt, CancelledError, GeneratorExit) as error:
+            self._group.abort(error)
+            raise
 
     def __repr__(self) -> str:
         pieces = ", ".join(str(number) for number in self._pieces)

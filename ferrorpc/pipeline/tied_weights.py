@@ -140,7 +140,8 @@ class TiedWeights:
         group: the pipeline's ranks.
 
     Raises:
-        UsageError: a weight does not exist, copies differ in dtype or shape, or one is tied twice; on every rank alike.
+        UsageError: a weight does not exist, is no array of a supported dtype, or is tied twice, or copies differ in dtype or
+            shape; on every rank alike.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class TiedWeights:
     ) -> None:
         named = [_holders(names, len(placement)) for names in tied]
         if named:
-            _check(named, _all_weights(pieces, group))
+            _check(named, _all_weights(named, pieces, group))
         self._weights = [TiedWeight(number, names, pieces, placement, group.rank) for number, names in enumerate(named)]
 
     def in_piece(self, piece: int) -> bool:
@@ -205,16 +206,28 @@ def _holders(names: Iterable[str], pieces: int) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _all_weights(pieces: Mapping[int, Piece], group: ProcessGroup) -> dict[str, str]:
-    """The dtype and shape of all ranks' weights, by "piece/name"."""
-    own = {
-        f"{number}/{name}": str(spec_of(parameter.data))
-        for number, piece in pieces.items()
-        for name, parameter in piece.named_parameters().items()
-    }
+def _all_weights(named: Sequence[Mapping[int, str]], pieces: Mapping[int, Piece], group: ProcessGroup) -> dict[str, str]:
+    """The names of all ranks' weights, as "piece/name", with dtype and shape of those that are tied.
+
+    Raises:
+        UsageError: a tied one cannot be described; on every rank alike.
+    """
+    tied = {f"{piece}/{name}" for names in named for piece, name in names.items()}
+    own: dict[str, str] = {}
+    problem: list[str] = []
+    for number, piece in pieces.items():
+        for name, parameter in piece.named_parameters().items():
+            full = f"{number}/{name}"
+            try:
+                own[full] = str(spec_of(getattr(parameter, "data", None))) if full in tied else ""
+            except UsageError as error:
+                problem = [f"tied weight {full!r}: {error.message}", error.hint]
     found: dict[str, str] = {}
-    for text in group.all_gather(np.frombuffer(json.dumps(own).encode(), np.uint8)):
-        found.update(json.loads(bytes(text)))
+    for text in group.all_gather(np.frombuffer(json.dumps([own, problem]).encode(), np.uint8)):
+        theirs, problem = json.loads(bytes(text))
+        if problem:
+            raise UsageError(problem[0], hint=problem[1])
+        found.update(theirs)
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ferrorpc.ddp.failure import tell_others
 from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.errors import UsageError
@@ -167,11 +168,19 @@ class BackwardHooks:
 
     def _accumulated(self, view: _BucketView, parameter: torch.Tensor) -> None:
         """Called when a parameter's gradient was added to its `.grad`."""
-        name = view.name
-        self._used.add(name)
+        self._used.add(view.name)
         if not self._replica.syncs:
             return
         reduction = self._begin() if self._reduction is None else self._reduction
+        try:
+            self._put(reduction, view, parameter)
+        except BaseException as error:
+            reduction.abandon()
+            tell_others(self._replica.group, error)
+            raise
+
+    def _put(self, reduction: Reduction, view: _BucketView, parameter: torch.Tensor) -> None:
+        name = view.name
         if parameter.grad is None:
             raise UsageError(
                 f"the gradient of {name!r} was taken away, by another hook, before it was averaged",

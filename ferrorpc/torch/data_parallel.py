@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Final, Generic
 
 import torch
 
@@ -27,6 +28,9 @@ else:
     from typing import TypeVar
 
     Module = TypeVar("Module", covariant=True)
+
+_PREFIX: Final = "module."
+"""Of the names in checkpoints of torch's own wrapper."""
 
 
 class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
@@ -56,8 +60,8 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     Raises:
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
         TensorMismatchError: a parameter's dtype has no mean.
-        UsageError: the module contains a SyncBatchNorm, which would see this rank's batches alone, a lazy parameter, or a
-            submodule that is wrapped already; or a part of its parameters belongs to another module that is wrapped.
+        UsageError: the module contains a SyncBatchNorm, which would see this rank's batches alone, a lazy parameter or buffer,
+            or a submodule that is wrapped already; or a part of its parameters belongs to another module that is wrapped.
     """
 
     def __init__(
@@ -75,8 +79,7 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         super().__init__()
         group_given(group)
         check_unwrapped(module)
-        _check_initialised(checked_module(module))
-        _check_batch_norm(module, group.size)
+        _check_batch_norm(checked_module(module), group.size)
         check_not_shared(module)
         self.module: Module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
@@ -149,10 +152,9 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
             raise UsageError(
                 f"{type(state_dict).__name__} is no state", hint="pass what state_dict() gave, by torch.load(path)"
             )
-        prefix = "module."
         foreign = state_dict.keys() - self.module.state_dict().keys()
-        if foreign and all(name.startswith(prefix) for name in state_dict):
-            state_dict = {name.removeprefix(prefix): value for name, value in state_dict.items()}
+        if foreign and all(name.startswith(_PREFIX) for name in state_dict):
+            state_dict = _without_prefix(state_dict)
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -162,12 +164,6 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's own."""
         yield from self.module.named_buffers(*args, **kwargs)
-
-
-def _check_initialised(module: torch.nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if torch.nn.parameter.is_lazy(parameter):
-            raise UsageError(f"parameter {name!r} is lazy and has no shape yet", hint="run the module on a batch, then wrap it")
 
 
 def _check_batch_norm(module: torch.nn.Module, size: int) -> None:
@@ -190,6 +186,15 @@ def _hide_from_compiler() -> None:
     """
     for name in ("_before", "_after"):
         setattr(DistributedDataParallel, name, torch.compiler.disable(getattr(DistributedDataParallel, name)))
+
+
+def _without_prefix(state: Mapping[str, Any]) -> Any:
+    """A state of torch's own wrapper as that of its module."""
+    found: Any = OrderedDict((name.removeprefix(_PREFIX), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:  # which modules need to read a state that older ones wrote
+        found._metadata = {f"{name}.".removeprefix(_PREFIX)[:-1]: each for name, each in versions.items() if name}
+    return found
 
 
 def _add_own_prefix(ddp: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -68,7 +68,7 @@ class Stage:
     def like(self) -> torch.Tensor:
         """A tensor of the kind and device that x must have."""
         own = next(chain(self.module.parameters(), self.module.buffers()), None)
-        return torch.empty(0) if own is None else own.detach()
+        return torch.empty(0) if own is None else own.data  # a lazy one has no detach()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The module's."""

@@ -62,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shards: list[Shards] = []
         with _translated("parameters", "pass model.parameters(), or torch's dicts of such"):
             super().__init__(parameters, options)
-        _check_distinct(self.param_groups)
+        _check_parameters(self.param_groups)
         self._trainable_groups = [_trainable(members) for members in self.param_groups]
         inner = []
         for number, (members, trained) in enumerate(zip(self.param_groups, self._trainable_groups, strict=True)):
@@ -97,13 +97,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for members, trained in zip(self.param_groups, self._trainable_groups, strict=True):
             _check_frozen(members, trained)
         self._copy_settings()
-        gradients = [{name: parameter.grad for name, parameter in trained.items()} for trained in self._trainable_groups]
+        gradients = [{name: _gradient(parameter) for name, parameter in trained.items()} for trained in self._trainable_groups]
         for shards, own in zip(self._shards, gradients, strict=True):
             shards.check(own)
         with others_told(self._group):
             for shards, trained, own in zip(self._shards, self._trainable_groups, gradients, strict=True):
                 shards.reduce({name: parameter.detach() for name, parameter in trained.items()}, own)
             self._inner.step()
+            self._take_settings()  # it may count its steps there
             for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
                 shards.gather({name: parameter.detach() for name, parameter in trained.items()})
         return loss
@@ -126,6 +127,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Groups of any size can load it, and so can torch's own optimizer. State of parameters without elements is left out.
         """
         whole: dict[str, Any] = super().state_dict()
+        whole["state"] |= {key: value for key, value in self._inner.state.items() if not isinstance(key, torch.Tensor)}
         for members, shards, own in zip(whole["param_groups"], self._shards, self._inner.param_groups, strict=True):
             for shard, part in zip(shards.shards, own["params"], strict=True):
                 for name, state in unshard_state(shard, self._inner.state.get(part, {}), root).items():
@@ -147,14 +149,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             own = {key: value for key, value in state_dict.items() if key != _RANK}
         else:
             own = self._sharded(state_dict)
-        self._inner.load_state_dict(own)
-        for members, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            members.update(_settings(inner))
+        with _translated("the state", "give this optimizer the same groups of parameters"):
+            self._inner.load_state_dict(own)
+        self._take_settings()
 
     def _check_own(self, state_dict: dict[str, Any]) -> None:
         check_state_rank(self._group, state_dict[_RANK], "gather_state_dict")
         shards = [shard.weights.shape for shards in self._shards for shard in shards.shards]
-        for number, state in state_dict["state"].items():
+        for number, state in _by_parameter(state_dict).items():
             shapes = {tuple(value.shape) for value in state.values() if is_per_element(value)}
             if number >= len(shards) or not shapes <= {shards[number]}:
                 raise UsageError("the state is not this optimizer's", hint="give it the same parameters in the same order")
@@ -169,13 +171,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"the state is of groups of {found} parameters, and this optimizer has {counts}",
                 hint="give it the same parameters in the same order",
             )
-        own["state"] = {}
-        per_element = per_element_keys(whole["state"].values())
+        states = _by_parameter(whole)
+        own["state"] = {key: value for key, value in whole["state"].items() if key not in states}
+        per_element = per_element_keys(states.values())
         for members, settings, shards in zip(own["param_groups"], whole["param_groups"], self._shards, strict=True):
             members.update(_settings(settings))
             for number, shard in zip(members["params"], shards.shards, strict=True):
-                states = {name: whole["state"].get(settings["params"][_index(name)], {}) for name in shard.shapes}
-                own["state"][number] = shard_state(shard, states, per_element)
+                held = {name: states.get(settings["params"][_index(name)], {}) for name in shard.shapes}
+                own["state"][number] = shard_state(shard, held, per_element)
         return own
 
     def __repr__(self) -> str:
@@ -190,6 +193,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _copy_settings(self) -> None:
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(_settings(members))
+
+    def _take_settings(self) -> None:
+        for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
+            members.update(_settings(own))
 
     @property
     def memory_bytes(self) -> int:
@@ -234,9 +241,12 @@ def _check_elementwise(optimizer: type[torch.optim.Optimizer]) -> None:
         )
 
 
-def _check_distinct(groups: Iterable[dict[str, Any]]) -> None:
+def _check_parameters(groups: Iterable[dict[str, Any]]) -> None:
     seen: dict[int, int] = {}
     for place, parameter in enumerate(each for group in groups for each in group["params"]):
+        if torch.nn.parameter.is_lazy(parameter):
+            hint = "run the module on a batch, then make its optimizer"
+            raise UsageError(f"parameter {place} is lazy and has no shape yet", hint=hint)
         before = seen.setdefault(id(parameter), place)
         if before != place:
             raise UsageError(
@@ -253,6 +263,11 @@ def _check_state(state: Any) -> None:
             raise UsageError(f"the state has no {key!r}, as torch's optimizers give it", hint=hint)
 
 
+def _by_parameter(state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The state of each parameter, without what an optimizer keeps for all of them under names of its own."""
+    return {key: value for key, value in state_dict["state"].items() if isinstance(key, int)}
+
+
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
@@ -260,6 +275,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _trainable(group: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The parameters of a group that are not frozen, named by their indices."""
     return {f"{_NAME}{number}": parameter for number, parameter in enumerate(group["params"]) if parameter.requires_grad}
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Outside of the graph that backward(create_graph=True) makes it part of."""
+    return None if parameter.grad is None else parameter.grad.detach()
 
 
 def _index(name: str) -> int:

@@ -311,6 +311,9 @@ def test_an_optimizer_that_is_shared_out_has_the_bits_of_the_host(gpus: TorchGpu
             for name, each in weights.items():
                 each.grad = place(chance.standard_normal(shapes[name]).astype(np.float32)) if name != "c" else None
             optimizer.step()
+            gathered = [optimizer.gather_state_dict(root) for root in range(group.size)][group.rank]
+            optimizer = ferrorpc.torch.ZeroOptimizer(weights.values(), torch.optim.AdamW, group, lr=0.1, bucket_cap_mb=1e-3)
+            optimizer.load_state_dict(gathered)
         return [Tensors(DEVICE).home(each).tobytes() for each in weights.values()]
 
     wanted = ferrorpc.testing.run_world(2, lambda group: steps(group, torch.from_numpy))

@@ -12,6 +12,8 @@ n/p.
 from __future__ import annotations
 
 import math
+from numbers import Real
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +28,9 @@ class TopK(Hook):
     remembers = False
 
     def __init__(self, share: float) -> None:
-        if not 0 < share <= 1:
-            raise UsageError(f"share={share} is no share of the values", hint="pass more than 0 and at most 1, such as 0.01")
+        given: Any = share
+        if not isinstance(given, Real) or not 0 < share <= 1:
+            raise UsageError(f"share={share!r} is no share of the values", hint="pass more than 0 and at most 1, such as 0.01")
         self._share = share
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Action, B, F, I
-from ferrorpc.pipeline.schedules.building_blocks import DOWN, UP, RowBuilder, check, v_placement
+from ferrorpc.pipeline.schedules.building_blocks import DOWN, UP, RowBuilder, counts_of, v_placement
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -19,7 +19,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Raises:
         UsageError: a count is below 1, or there are too few microbatches.
     """
-    check("dualpipe_v", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts_of("dualpipe_v", stages=stages, microbatches=microbatches)
     if microbatches < 2 * stages:
         raise UsageError(
             f"dualpipe_v with {stages} stages and {microbatches} microbatches: it needs at least 2 * stages microbatches",

@@ -7,7 +7,7 @@ Bubble (p-1)/(m+p-1) for p stages and m microbatches; every rank holds m activat
 from __future__ import annotations
 
 from ferrorpc.pipeline.actions import Action, B, F
-from ferrorpc.pipeline.schedules.building_blocks import check
+from ferrorpc.pipeline.schedules.building_blocks import counts_of
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -17,7 +17,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Raises:
         UsageError: a count is below 1.
     """
-    check("gpipe", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts_of("gpipe", stages=stages, microbatches=microbatches)
     return Schedule.of(
         "gpipe",
         [[Action(rank, kind, microbatch) for kind in (F, B) for microbatch in range(microbatches)] for rank in range(stages)],

@@ -9,7 +9,13 @@ rank 0 holds min(p + (p-1)/v, m) activations. With one chunk it is 1F1B.
 from __future__ import annotations
 
 from ferrorpc.pipeline.actions import B, F
-from ferrorpc.pipeline.schedules.building_blocks import RowBuilder, check, interleaved_chunks, loop_placement, microbatch_groups
+from ferrorpc.pipeline.schedules.building_blocks import (
+    RowBuilder,
+    counts_of,
+    interleaved_chunks,
+    loop_placement,
+    microbatch_groups,
+)
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -21,7 +27,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     Raises:
         UsageError: a count is below 1.
     """
-    check("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
+    stages, microbatches, chunks = counts_of("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
     groups = microbatch_groups(stages, microbatches)
     forwards, backwards = interleaved_chunks(groups, chunks)
     rows = []

@@ -7,7 +7,7 @@ activations. The bubble is (p-1)/(v*m+p-1) for v chunks and p microbatches or mo
 from __future__ import annotations
 
 from ferrorpc.pipeline.actions import Action, B, F
-from ferrorpc.pipeline.schedules.building_blocks import check, loop_placement
+from ferrorpc.pipeline.schedules.building_blocks import counts_of, loop_placement
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -17,7 +17,7 @@ def looped_bfs(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     Raises:
         UsageError: a count is below 1.
     """
-    check("looped_bfs", stages=stages, microbatches=microbatches, chunks=chunks)
+    stages, microbatches, chunks = counts_of("looped_bfs", stages=stages, microbatches=microbatches, chunks=chunks)
     rows = []
     for rank in range(stages):
         pieces = loop_placement(rank, stages, chunks)

@@ -7,7 +7,7 @@ Rank r warms up with p-1-r forwards. Bubble (p-1)/(m+p-1), as GPipe; rank r hold
 from __future__ import annotations
 
 from ferrorpc.pipeline.actions import B, F
-from ferrorpc.pipeline.schedules.building_blocks import RowBuilder, check
+from ferrorpc.pipeline.schedules.building_blocks import RowBuilder, counts_of
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -17,7 +17,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Raises:
         UsageError: a count is below 1.
     """
-    check("one_f_one_b", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts_of("one_f_one_b", stages=stages, microbatches=microbatches)
     rows = []
     for rank in range(stages):
         row = RowBuilder([rank], microbatches)

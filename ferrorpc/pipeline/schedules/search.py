@@ -13,7 +13,7 @@ from typing import Any
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import B, F, I, Kind, W
-from ferrorpc.pipeline.schedules.building_blocks import check
+from ferrorpc.pipeline.schedules.building_blocks import counts_of
 from ferrorpc.pipeline.schedules.hill_climbing import MakespanModel, improve
 from ferrorpc.pipeline.schedules.list_scheduling import ListScheduler, PriorityRule
 from ferrorpc.pipeline.schedules.named import NAMED, named
@@ -50,7 +50,7 @@ def search(
     costs, latency = _checked(costs), time_units(latency, "a latency")
     if memory_cap is not None:
         memory_cap = checked_cap(memory_cap, "memory_cap")
-    check("search", ranks=len(costs["forward"]), microbatches=microbatches)
+    _, microbatches = counts_of("search", ranks=len(costs["forward"]), microbatches=microbatches)
     ranked = sorted(_fitting(costs, latency, memory_cap, microbatches), key=lambda found: found[:3])
     if not ranked:
         raise UsageError(f"no schedule holds at most {memory_cap} activations a rank", hint="raise memory_cap")

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Final
 
 from ferrorpc.errors import UsageError
@@ -23,7 +24,7 @@ class Finding:
     """One thing that is wrong with a schedule.
 
     Attributes:
-        rule: "empty", "placement", "missing", "duplicate", "order", "message", "deadlock" or "peak".
+        rule: "empty", "placement", "missing", "duplicate", "edges", "order", "message", "deadlock" or "peak".
         message: what is wrong.
         rank: on which rank; None if it concerns several.
     """
@@ -38,14 +39,14 @@ class Finding:
 
 def findings(table: Table, credits: int | None = None, peak: float | None = None) -> list[Finding]:
     """As `Schedule.validate`. Findings that are only consequences of earlier ones are not listed."""
-    if credits is not None and (type(credits) is not int or credits < 0):
-        raise UsageError(f"credits={credits!r} is no number of messages", hint="pass 0 or more, or None for any number")
+    if credits is not None:
+        credits = _checked_credits(credits)
     if peak is not None:
         peak = checked_cap(peak, "peak")
     if not table.microbatches or not all(table.actions):
         idle = [rank for rank, row in enumerate(table.actions) if not row]
         return [Finding("empty", f"nothing to do for ranks {idle}" if idle else "no rank has anything to do")]
-    found = list(_far_off(table)) or [*_misplaced(table), *_miscounted(table)]
+    found = list(_far_off(table)) or [*_misplaced(table), *_miscounted(table)] or list(_miswired(table))
     if not found:
         found = [*_misordered(table), *_unpaired(table)]
     if not found:
@@ -53,6 +54,16 @@ def findings(table: Table, credits: int | None = None, peak: float | None = None
     if peak is not None:
         found += _over(table, peak)
     return found
+
+
+def _checked_credits(value: Any) -> int:
+    try:
+        credits = -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        credits = -1
+    if credits < 0:
+        raise UsageError(f"credits={value!r} is no number of messages", hint="pass 0 or more, or None for any number")
+    return credits
 
 
 def checked_cap(value: Any, what: str) -> float:
@@ -104,6 +115,13 @@ def _miscounted(table: Table) -> Iterator[Finding]:
             elif not has[B]:
                 for kind in (kind for kind in (I, W) if not has[kind]):
                     yield Finding("missing", f"{Action(stage, kind, microbatch)} is missing, and so is a B in its place", rank)
+
+
+def _miswired(table: Table) -> Iterator[Finding]:
+    try:
+        _ = table.edges
+    except UsageError as error:
+        yield Finding("edges", error.message)
 
 
 def _misordered(table: Table) -> Iterator[Finding]:

@@ -8,7 +8,13 @@ rank. At equal costs of forward, input and weights: bubble (p-1)/(3*v*m+p-1), a 
 from __future__ import annotations
 
 from ferrorpc.pipeline.actions import F, I
-from ferrorpc.pipeline.schedules.building_blocks import RowBuilder, check, interleaved_chunks, loop_placement, microbatch_groups
+from ferrorpc.pipeline.schedules.building_blocks import (
+    RowBuilder,
+    counts_of,
+    interleaved_chunks,
+    loop_placement,
+    microbatch_groups,
+)
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -18,7 +24,7 @@ def zb1p(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     Raises:
         UsageError: a count is below 1.
     """
-    check("zb1p", stages=stages, microbatches=microbatches, chunks=chunks)
+    stages, microbatches, chunks = counts_of("zb1p", stages=stages, microbatches=microbatches, chunks=chunks)
     groups = microbatch_groups(stages, microbatches)
     forwards, backwards = interleaved_chunks(groups, chunks)
     rows = []

@@ -9,7 +9,7 @@ microbatches, no rank is idle between its first action and its last. What is lef
 from __future__ import annotations
 
 from ferrorpc.pipeline.actions import Action, F, I
-from ferrorpc.pipeline.schedules.building_blocks import DOWN, UP, RowBuilder, check, v_placement
+from ferrorpc.pipeline.schedules.building_blocks import DOWN, UP, RowBuilder, counts_of, v_placement
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -19,7 +19,7 @@ def zbv(stages: int, microbatches: int) -> Schedule:
     Raises:
         UsageError: a count is below 1.
     """
-    check("zbv", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts_of("zbv", stages=stages, microbatches=microbatches)
     enough = max(microbatches, 2 * stages - 1)
     rows = [[each for each in _row(rank, stages, enough) if each.microbatch < microbatches] for rank in range(stages)]
     return Schedule.of("zbv", rows)

@@ -112,3 +112,12 @@ def test_what_cannot_be_normalised_is_refused():
             batch_norm_gradient(np.ones((2, 3)), forward, group)
 
     run_world(2, body)
+
+
+def test_values_without_statistics_become_nan_without_a_warning():
+    def body(group):
+        forward = batch_norm(np.array([[np.inf, 1.0], [2.0, 1.0]]), group, epsilon=0)
+        gradient = batch_norm_gradient(np.ones((2, 2)), forward, group)
+        return np.isnan(forward.y).all() and np.isnan(gradient).all()
+
+    assert run_world(2, body) == [True, True]

@@ -34,7 +34,7 @@ HOOKS = {
     "int8": lambda: Compress("int8"),
     "int8 with feedback": lambda: ErrorFeedback(Compress("int8")),
     "top tenth with feedback": lambda: ErrorFeedback(TopK(0.1)),
-    "power": lambda: PowerSGD(1),
+    "power": lambda: PowerSGD(1.0),
     "power with feedback": lambda: ErrorFeedback(PowerSGD(4)),
     "power, factors in bf16": lambda: ErrorFeedback(PowerSGD(2, Compress("bf16"))),
 }
@@ -415,7 +415,14 @@ def test_ranks_with_different_hooks_learn_it_at_once():
 
 
 def test_what_makes_no_hook_is_refused():
-    for wrong in (lambda: PowerSGD(5), lambda: PowerSGD(0), lambda: TopK(0), lambda: TopK(1.5), lambda: Compress("zip")):
+    for wrong in (
+        lambda: PowerSGD(5),
+        lambda: PowerSGD(0),
+        lambda: TopK(0),
+        lambda: TopK(1.5),
+        lambda: TopK("all"),
+        lambda: Compress("zip"),
+    ):
         with pytest.raises(UsageError):
             wrong()
     for other in ("bf16", Compress, 3):

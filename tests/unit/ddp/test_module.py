@@ -28,7 +28,7 @@ def plain(rank: int, dtype=np.float32) -> Plain:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("cap_mb", [25, 1e-5])
+@pytest.mark.parametrize("cap_mb", [np.int8(25), 1e-5])
 def test_gradients_become_the_mean_with_the_bits_of_one_process(size, cap_mb):
     def body(group):
         module = plain(group.rank)

@@ -15,6 +15,7 @@ import pytest
 
 from ferrorpc.ddp.hooks import Compress, ErrorFeedback
 from ferrorpc.ddp.module import DistributedDataParallel
+from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
@@ -233,17 +234,24 @@ def averaged_by_a_module(group):
     DistributedDataParallel(Plain(a=np.ones(2)), group).sync_gradients()
 
 
+def averaged_by_a_call(group):
+    GradientSynchronizer({"a": np.zeros(2)}, group)({"a": np.ones(2)})
+
+
+@pytest.mark.parametrize("error", [TimeoutError("time is up"), UsageError("no array", hint="pass one")])
 @pytest.mark.parametrize(
     ("average", "where", "method"),
     [(averaged_by_a_step, GradientSynchronizer, "_means"), (averaged_by_a_module, Replica, "_store")],
 )
-def test_a_step_that_fails_on_one_rank_when_all_gradients_are_there_ends_the_generation(average, where, method, monkeypatch):
+def test_a_step_that_fails_on_one_rank_when_all_gradients_are_there_ends_the_generation(
+    average, where, method, error, monkeypatch
+):
     """As when a signal handler raises: the others take the step."""
     victims, original = [], getattr(where, method)
 
     def fails(*arguments):
         if threading.get_ident() in victims:
-            raise TimeoutError("time is up")
+            raise error
         return original(*arguments)
 
     monkeypatch.setattr(where, method, fails)
@@ -251,7 +259,7 @@ def test_a_step_that_fails_on_one_rank_when_all_gradients_are_there_ends_the_gen
     def body(group):
         if group.rank == 1:
             victims.append(threading.get_ident())
-            with pytest.raises(TimeoutError):
+            with pytest.raises(type(error)):
                 average(group)
         else:
             with suppress(GroupAbortedError):
@@ -263,18 +271,20 @@ def test_a_step_that_fails_on_one_rank_when_all_gradients_are_there_ends_the_gen
     assert run_world(2, body) == [1, 1]
 
 
-@pytest.mark.parametrize("average", [averaged_by_a_step, averaged_by_a_module])
-def test_an_interrupt_while_gradients_are_averaged_ends_the_generation(average, monkeypatch):
+@pytest.mark.parametrize("average", [averaged_by_a_call, averaged_by_a_module])
+@pytest.mark.parametrize(("where", "method"), [(Reducer, "begin"), (Reduction, "_wait_for_buckets")])
+def test_an_interrupt_while_gradients_are_averaged_ends_the_generation(average, where, method, monkeypatch):
     """The others would take a step that the interrupted rank may not take."""
 
-    wait_for_buckets, victims = Reduction._wait_for_buckets, []
+    original, victims = getattr(where, method), []
 
-    def interrupted(self):
+    def interrupted(*arguments):
+        found = original(*arguments)
         if threading.get_ident() in victims:
             raise KeyboardInterrupt
-        return wait_for_buckets(self)
+        return found
 
-    monkeypatch.setattr(Reduction, "_wait_for_buckets", interrupted)
+    monkeypatch.setattr(where, method, interrupted)
 
     def body(group):
         if group.rank == 1:
@@ -288,7 +298,7 @@ def test_an_interrupt_while_gradients_are_averaged_ends_the_generation(average, 
             group.barrier()
         return later.value.rank, later.value.cause
 
-    assert run_world(2, body) == [(1, "KeyboardInterrupt while gradients were averaged")] * 2
+    assert run_world(2, body) == [(1, "KeyboardInterrupt")] * 2
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])

@@ -7,6 +7,7 @@ import pytest
 
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from ferrorpc.errors import UsageError
 from tests.unit.ddp.world import run_world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -75,3 +76,15 @@ def test_a_modules_parameters_show_a_synchroniser_what_their_gradients_will_be()
 
     shapes = {name: parameter.shape for name, parameter in network(seed=0).named_parameters()}
     assert run_world(2, body) == [{name: (shape, [0.5]) for name, shape in shapes.items()}] * 2
+
+
+def test_lazy_parameters_and_buffers_are_refused():
+    parts = torch.nn.LazyLinear(2), torch.nn.LazyInstanceNorm1d(affine=False, track_running_stats=True)
+    lazy = dict(zip(("parameter '0.weight'", "buffer '0.running_mean'"), parts, strict=True))
+
+    def body(group):
+        for name, part in lazy.items():
+            with pytest.raises(UsageError, match=f"{name} is lazy"):
+                DistributedDataParallel(torch.nn.Sequential(part), group)
+
+    run_world(1, body)

@@ -36,6 +36,12 @@ def test_edges_that_no_model_has_are_refused(pairs, message: str):
         schedules.gpipe(3, 2).with_edges(pairs)
 
 
+@pytest.mark.parametrize("pairs", [((0, 2),), ((1, 0),), (("a", 1),), 5])
+def test_wrong_edges_of_a_schedule_are_a_finding(pairs):
+    (found,) = schedules.Schedule("mine", schedules.gpipe(3, 2).actions, pairs).validate()
+    assert found.rule == "edges"
+
+
 @pytest.mark.parametrize("name", schedules.NAMED)
 def test_every_order_of_a_chain_is_sound_for_any_edges(name: str):
     schedule = schedules.named(name, 4 if name in ("gpipe", "1f1b", "zb1p") else 2, 8).with_edges(DIAMOND)

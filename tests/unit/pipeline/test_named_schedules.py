@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from ferrorpc import schedules
@@ -135,6 +136,12 @@ def test_looped_schedules_go_round_the_ranks():
 def test_counts_below_one_are_refused_with_their_name(make: Callable[..., Schedule], stages, microbatches):
     with pytest.raises(UsageError, match="is an integer of at least 1"):
         make(stages=stages, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("name", schedules.NAMED)
+def test_counts_may_be_integers_of_numpy(name: str):
+    """Of eight bits, which products of counts would overflow."""
+    assert schedules.named(name, np.uint8(16), np.int8(100)) == schedules.named(name, 16, 100)
 
 
 def test_dualpipe_v_names_its_rule():

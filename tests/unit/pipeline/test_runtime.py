@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from ferrorpc import schedules
-from ferrorpc.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    GroupAbortedError,
-    PeerLostError,
-    UsageError,
-)
+from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, PeerLostError, UsageError
 from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.testing import FaultPlan, Kill, RankKilled, World, run_world
 from tests.unit.pipeline.stages import (
@@ -352,6 +347,21 @@ def test_an_exception_in_a_stage_is_raised_there_and_ends_the_group_everywhere(k
         assert f"{kind.__name__}: no such gradient" in other.cause
 
 
+@pytest.mark.parametrize("method", ["_begin", "_exchange"])
+def test_an_interrupt_before_the_first_message_ends_the_group_everywhere(method: str):
+    def train(group):
+        pipe = Pipeline(Layer(group.rank), group, "1f1b", 4)
+        if group.rank == 0:
+            setattr(pipe, method, Mock(side_effect=KeyboardInterrupt))
+        pipe.step(*batch(8), half_square)
+
+    def body(group):
+        with pytest.raises(KeyboardInterrupt if group.rank == 0 else GroupAbortedError):
+            train(group)
+
+    run_world(2, body)
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_when_a_rank_dies_the_others_name_it(victim: int):
     def body(group):
@@ -467,6 +477,7 @@ class Forgetful(Layer):
     [
         (Layer, lambda y, target: float(y.sum()), r"loss_fn returned float(.|\n)*\(loss, gradient of y\)"),
         (Layer, lambda y, target: (1.0, y, target), "loss_fn returned 3 values"),
+        (Layer, lambda y, target: (None, y), r"loss_fn returned a NoneType as the loss(.|\n)*\(loss, gradient of y\)"),
         (Forgetful, half_square, r"stage 0's forward returned ndarray(.|\n)*\(y, context\)"),
     ],
 )

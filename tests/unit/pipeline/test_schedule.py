@@ -68,7 +68,7 @@ def test_with_too_few_credits_a_send_blocks_for_ever():
 
 
 def test_1f1b_needs_no_more_credits_than_its_warm_up():
-    assert schedules.one_f_one_b(4, 8).validate(credits=2) == []
+    assert schedules.one_f_one_b(4, 8).validate(credits=np.int64(2)) == []
 
 
 def test_a_peak_above_the_cap_is_found_on_its_ranks():

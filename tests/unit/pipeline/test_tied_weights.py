@@ -152,12 +152,14 @@ def test_tied_weights_are_one_weight(seed: int):
         (["0/weight"], "ties nothing"),
         ([("0/weight", "1/weight"), ("1/weight", "0/weight")], "'0/weight' is in two ties"),
         ([("0/weight", "1/wide")], r"tied weights differ: 0/weight is float64\[1\], 1/wide is float64\[2\]"),
+        ([("0/weight", "1/dates")], r"tied weight '1/dates': dtype datetime64\[s\] is not supported"),
     ],
 )
 def test_ties_that_cannot_be_are_refused_on_every_rank(tied, message: str):
     class Wide(Times):
         def named_parameters(self):
-            return iter([("weight", self.weight), *([("wide", Parameter(np.zeros(2)))] if "wide" in message else [])])
+            others = {"wide": np.zeros(2), "dates": np.zeros(1, "datetime64[s]")}
+            return iter([("weight", self.weight), *((name, Parameter(array)) for name, array in others.items())])
 
     def body(group):
         with pytest.raises(UsageError, match=message):

@@ -98,6 +98,28 @@ def test_gradients_weighted_by_tokens(dtype: torch.dtype) -> None:
         assert torch.equal(found, wanted), name
 
 
+class Versioned(nn.Linear):
+    """Notes the version of the state that it loads."""
+
+    _version = 3
+    loaded: int | None = None
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        self.loaded = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("make", [lambda: Versioned(2, 2), lambda: nn.Sequential(Versioned(2, 2))])
+def test_modules_learn_which_version_wrote_a_checkpoint_of_torchs_own_wrapper(make) -> None:
+    def body(group):
+        ddp = DistributedDataParallel(make(), group)
+        theirs = nn.ModuleDict({"module": make()}).state_dict()
+        ddp.load_state_dict(theirs)
+        return [part.loaded for part in ddp.modules() if isinstance(part, Versioned)]
+
+    assert run_world(1, body) == [[3]]
+
+
 def test_names_in_a_checkpoint_do_not_tell_that_the_module_was_wrapped() -> None:
     def body(group):
         plain = network(seed=3)
@@ -370,3 +392,14 @@ def test_a_batch_norm_that_would_silently_not_be_synchronised_is_refused() -> No
 
     assert run_world(1, body) == [module]
     assert run_world(2, body) == [module] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # of torch: such a graph and its gradients hold each other
+@pytest.mark.parametrize("views", [True, False])
+def test_create_graph_is_refused_with_what_to_do_instead(views: bool) -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group, gradient_as_bucket_view=views)
+        with pytest.raises(UsageError, match=r"not differentiable(.|\n)*torch\.autograd\.grad"):
+            ddp(batch(group.rank)).square().sum().backward(create_graph=True)
+
+    run_world(1, body)

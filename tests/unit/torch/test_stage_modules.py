@@ -118,3 +118,10 @@ def test_a_stage_that_writes_to_what_it_is_given_does_so_to_its_own():
     x, _ = batch()
     (found,) = run_world(1, body)
     torch.testing.assert_close(found, x + x.relu())
+
+
+def test_a_lazy_module_gets_its_shapes_in_the_first_step():
+    def body(group):
+        return Pipeline(Stage(nn.LazyLinear(WIDTH)), group, "gpipe", 2).step(*batch(), with_gradient(loss_of))
+
+    assert run_world(1, body)[0].isfinite()

@@ -130,6 +130,10 @@ WRONG |= {
     "zero: whose state is that?": (lambda g: load(g, {"rank": 3, "state": {}, "param_groups": []}), r"rank.*\ntry: "),
     "zero: a state in words": (lambda g: load(g, {"state": "x", "param_groups": []}), "has no 'state'"),
     "zero: a parameter twice": (lambda g: ZeroOptimizer([ONE, ONE], SGD, g, lr=1), r"parameters 0 and 1 are one\ntry: "),
+    "zero: a lazy parameter": (
+        lambda g: ZeroOptimizer(nn.LazyLinear(2).parameters(), SGD, g, lr=1),
+        r"parameter 0 is lazy.*\ntry: run the module",
+    ),
     "zero: a closure that is none": (
         lambda g: ZeroOptimizer([zero()], SGD, g, lr=1).step(3),
         r"closure=3 is no function\ntry: .*step\(\)",

@@ -302,6 +302,18 @@ def test_a_closure_may_compute_gradients_also_where_a_loop_needs_none():
     assert run_world(2, body) == [(3.0, [0.25] * 3), (6.0, [0.25] * 3)]
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_may_be_parts_of_a_graph_as_for_torchs_own():
+    def body(group):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = ZeroOptimizer([weight], torch.optim.SGD, group, lr=0.25)
+        weight.square().sum().backward(create_graph=True)
+        optimizer.step()
+        return weight.tolist()
+
+    assert run_world(1, body) == [[0.5] * 3]
+
+
 def test_a_gathered_state_of_numbers_alone_goes_on():
     """Shapes do not distinguish per-element state from common state."""
 
@@ -339,6 +351,51 @@ def test_a_state_gathered_before_the_first_step_remembers_nothing():
             assert state == torch.optim.Adam(network().parameters(), lr=0.5).state_dict()
 
     run_world(2, body)
+
+
+class Counting(torch.optim.Optimizer):
+    """Its steps become smaller. It counts them in its group, and in a state that belongs to no parameter."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            self.state["all"] = {"count": group["count"]}
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] / group["count"] * parameter.grad)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_optimizer_may_count_its_steps_in_its_groups_and_beside_its_parameters(is_whole):
+    def body(group):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        weight.grad = torch.ones(3)
+        saved = None
+        for _ in range(2):
+            optimizer = ZeroOptimizer([weight], Counting, group, lr=12.0)
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            optimizer.step()
+            optimizer.step()
+            gathered = [optimizer.gather_state_dict(root) for root in range(group.size)][group.rank]
+            saved = gathered if is_whole else optimizer.state_dict()
+        assert gathered["state"]["all"] == {"count": 4}
+        return weight.tolist()
+
+    assert run_world(2, body) == [[-12.0 - 6.0 - 4.0 - 3.0] * 3] * 2
+
+
+def test_a_state_of_other_groups_of_parameters_is_refused():
+    def body(group):
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(3))]} for _ in range(2)]
+        state = ZeroOptimizer(groups, torch.optim.SGD, group, lr=1.0).state_dict()
+        with pytest.raises(UsageError, match="the state: "):
+            ZeroOptimizer(groups[:1], torch.optim.SGD, group, lr=1.0).load_state_dict(state)
+
+    run_world(1, body)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
