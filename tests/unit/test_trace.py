@@ -98,6 +98,26 @@ def test_who_is_killed_leaves_what_was_done_a_second_before(tmp_path, monkeypatc
     trace.close()
 
 
+def test_a_full_disk_ends_the_trace_with_a_warning_and_no_operation(tmp_path, caplog) -> None:
+    trace = TraceFile(str(tmp_path))
+    trace._file.close()
+    trace._file = Path("/dev/full").open("w")
+    trace._flushed = float("-inf")
+    for _ in range(2):
+        trace.stepped(1.0, 0.0, 0.0)
+    trace.close()
+    (warning,) = caplog.messages
+    assert f"{trace.path} ends here: No space left on device" in warning
+    assert not trace.writes_to(str(tmp_path))
+    last = TraceFile(str(tmp_path))
+    last._file.close()
+    last._file = Path("/dev/full").open("w")
+    last.stepped(1.0, 0.0, 0.0)
+    last._flush_before_fork()
+    last.close()
+    assert len(caplog.messages) == 2
+
+
 def test_a_forked_child_writes_nothing_into_its_parents_trace(tmp_path, monkeypatch) -> None:
     trace = TraceFile(str(tmp_path))
     with monkeypatch.context() as child:
