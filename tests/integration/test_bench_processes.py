@@ -1,6 +1,8 @@
 """The rank processes of measurements: errors quote the system's own output, and no process is left behind."""
 
 import os
+import signal
+import threading
 import time
 
 import pytest
@@ -74,6 +76,27 @@ def test_a_rank_that_dies_is_lost():
         assert raised.value.rank == 1
         pids = world.process_ids
     assert wait_until_gone(pids) == []
+
+
+def test_a_rank_that_dies_before_it_reads_its_command_is_lost():
+    with RankProcesses(calm(), 2) as world:
+        os.kill(world.process_ids[1], signal.SIGSTOP)
+        threading.Timer(0.1, os.kill, (world.process_ids[1], signal.SIGKILL)).start()
+        with pytest.raises(PeerLostError, match="rank 1 of calm failed: its process ended"):
+            world.ask("usage")
+
+
+def test_a_rank_that_dies_in_the_middle_of_its_reply_is_lost():
+    with RankProcesses(calm("mutters"), 2) as world:
+        world.prepare(SUM, Contender(calm()))
+        with pytest.raises(PeerLostError, match="rank 1 of calm mutters failed: its process ended"):
+            world.ask("turn", warm_ups=0, blocks=1, count=1)
+
+
+def test_a_rank_that_dies_before_it_is_ready_did_not_start():
+    """Nobody knows its rank yet."""
+    with pytest.raises(BackendUnavailableError, match="calm stillborn did not start: a rank failed: its process ended"):
+        RankProcesses(calm("stillborn"), 2)
 
 
 def test_a_rank_that_does_not_answer_is_named():
