@@ -1,6 +1,7 @@
 """run_world: results in rank order, the first cause of a failure, and what the fault plan asks for."""
 
 import asyncio
+import signal
 import threading
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import ferrorpc
 from ferrorpc import CollectiveTimeoutError, ConfigError, FerroError, InvalidRankError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.testing import FaultPlan, Kill, Pause, RankKilled, World, run_groups, run_world
+from ferrorpc.testing import FaultPlan, Kill, Pause, RankKilled, World, rank_threads, run_groups, run_world
+from tests.waiting import eventually
 
 both_clocks = pytest.mark.parametrize("clock", [None, SYSTEM_CLOCK], ids=["virtual", "real"])
 
@@ -88,6 +90,42 @@ def test_exceptions_can_be_returned(clock) -> None:
     outcomes = run_world(2, body, return_exceptions=True, clock=clock)
     assert isinstance(outcomes[0], ValueError)
     assert outcomes[1] == "fine"
+
+
+@both_clocks
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
+def test_any_exception_of_a_rank_is_its_failure_and_not_its_threads(clock, error: BaseException, monkeypatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", pytest.fail)
+
+    def body(group) -> None:
+        if group.rank == 1:
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        run_world(2, body, clock=clock)
+    assert raised.value.__notes__.pop() == "raised on rank 1 of 2"
+
+
+@both_clocks
+@pytest.mark.parametrize("end", [KeyboardInterrupt, FerroError])
+def test_ranks_end_after_ctrl_c_and_after_the_limit_of_time(clock, end: type[BaseException], monkeypatch) -> None:
+    if end is FerroError:
+        monkeypatch.setattr(rank_threads, "WALL_SECONDS", 0.05)
+    ended = []
+
+    def body(group) -> None:
+        try:
+            group.barrier()
+            if end is KeyboardInterrupt and group.rank == 0:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            while True:
+                group.barrier()
+        finally:
+            ended.append(group.rank)
+
+    with pytest.raises(end, match="still run" if end is FerroError else None):
+        run_world(2, body, clock=clock)
+    eventually(lambda: sorted(ended) == [0, 1])
 
 
 def test_a_rank_killed_at_a_time_unwinds_and_the_others_learn_who() -> None:
