@@ -18,9 +18,14 @@ FLOAT = DType.FLOAT32
 
 
 def _uneven(dtype: DType, source: int, target: int) -> Array:
-    """What `source` sends to `target`. Pairs have different shapes; some arrays are empty, some have no dimension."""
+    """What `source` sends to `target`. Pairs have different shapes; some arrays are empty, some have no dimension. Those of floats
+    hold a negative zero and a NaN."""
     shapes: list[tuple[int, ...]] = [(source, target), (target + 1,), (2, source, 1), ()]
-    return values(dtype, shapes[(source + target) % 4], source, salt=target)
+    sent = values(dtype, shapes[(source + target) % 4], source, salt=target)
+    if dtype.is_float or dtype.is_complex:
+        flat = sent.reshape(-1)
+        flat[:1], flat[1:2] = -0.0, np.nan
+    return sent
 
 
 class DataMovementContract(Contract):

@@ -262,12 +262,15 @@ class SubgroupContract(Contract):
 
     @on_some_sizes
     def test_a_subgroup_reduces_as_its_world_does(self, size: int) -> None:
-        """Every dtype and operator, to the same bits."""
+        """Every dtype and operator, to the same bits, and apart from another subgroup of the same ranks."""
 
         def body(group: ProcessGroup) -> None:
-            everyone = group.subgroup(list(range(size)))
-            if everyone is None:
+            everyone, again = (group.subgroup(list(range(size))) for _ in range(2))
+            if everyone is None or again is None:
                 raise AssertionError("every rank is in it")
+            works = [each.all_reduce(np.full(2, factor), async_op=True) for each, factor in ((everyone, 1), (again, 5))]
+            for work, total in zip(works, (size, 5 * size), strict=True):
+                check_same(work.wait(), np.full(2, total), "a subgroup beside another of the same ranks")
             for dtype in every_dtype():
                 for op in self.operators(dtype):
                     mine, what = values(dtype, 13, group.rank), f"{op.value} of {dtype.label}"
