@@ -20,11 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -97,35 +98,51 @@ class Pair:
             )
             for rank, host in enumerate(hosts)
         ]
-        self.gradient_bytes = int(self._replies()[0]["gradient_bytes"])
+        try:
+            self.gradient_bytes = int(self._replies()[0]["gradient_bytes"])
+        except BaseException:
+            self._end(0.0)
+            raise
 
     def turn(self, steps: int) -> list[dict[str, Any]]:
         """Makes both ranks take so many steps. Returns their reports, in rank order."""
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # then it has ended, which its missing reply tells
+                process.stdin.write(f"{steps}\n")
+                process.stdin.flush()
         return self._replies()
 
     def _replies(self) -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in self._processes if process.stdout is not None]
-        if not all(lines):
-            raise SystemExit(f"a rank of {self.system} ended early")
-        return [json.loads(line) for line in lines]
+        waiting = {process.stdout: rank for rank, process in enumerate(self._processes) if process.stdout is not None}
+        lines: dict[int, str] = {}
+        while waiting:
+            for stream in select.select(list(waiting), [], [])[0]:
+                rank = waiting.pop(stream)
+                lines[rank] = stream.readline()
+                if not lines[rank]:
+                    raise SystemExit(f"rank {rank} of {self.system} ended early")
+        return [json.loads(line) for _, line in sorted(lines.items())]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end(END_SECONDS if kind is None else 0.0)
+
+    def _end(self, patience_seconds: float) -> None:
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         for process in self._processes:
             try:
-                process.wait(END_SECONDS)
+                process.wait(patience_seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def _environment(system: str, rank: int, ports: Sequence[int], hosts: Sequence[Host]) -> dict[str, str]:
