@@ -247,13 +247,34 @@ def test_a_new_member_takes_the_place_of_a_dead_one(end: float | Kill) -> None:
     assert joined == [(1, 2, 12)]
 
 
-def test_plans_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError):
-        FaultPlan(delay_seconds=(2.0, 1.0))
-    with pytest.raises(ConfigError):
+INFINITE = float("inf")
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("delay", [(2.0, 1.0), (-1.0, 1.0), (0.0, INFINITE), (0.0, NAN), 0.5, (1.0,), ("a", "b")])
+def test_delays_that_are_no_range_of_seconds_are_refused(delay) -> None:
+    with pytest.raises(ConfigError, match="is no range of seconds"):
+        FaultPlan(delay_seconds=delay)
+
+
+def test_faults_that_could_never_happen_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at_seconds or at_operation"):
         Kill()
-    with pytest.raises(InvalidRankError):
-        run_world(2, lambda group: None, faults=FaultPlan(kill={2: 1.0}))
+    for operation in (0, -1, 1.5, "3"):
+        with pytest.raises(ConfigError, match="counted from 1"):
+            Kill(at_operation=operation)
+    for seconds in (-1.0, INFINITE, NAN, "soon"):
+        for make in (
+            lambda: Kill(at_seconds=seconds),
+            lambda: FaultPlan(kill={0: seconds}),
+            lambda: Pause(seconds, 1.0),
+            lambda: Pause(1.0, seconds),
+        ):
+            with pytest.raises(ConfigError, match="is no number of seconds"):
+                make()
+    for plan in (FaultPlan(kill={2: 1.0}), FaultPlan(pause={2: Pause(0.0, 1.0)})):
+        with pytest.raises(InvalidRankError):
+            run_world(2, lambda group: None, faults=plan)
     with pytest.raises(UsageError, match="virtual"):
         run_world(2, lambda group: None, faults=FaultPlan(pause={0: Pause(0.0, 1.0)}), clock=SYSTEM_CLOCK)
 
