@@ -112,7 +112,7 @@ class TraceFile:
 
     @contextlib.contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
-        """If the file cannot be written any more, closes it with a warning, instead of failing the operation that it records."""
+        """Closes the file with a warning where it cannot be written to any more, instead of failing what it records."""
         try:
             yield
         except OSError as problem:

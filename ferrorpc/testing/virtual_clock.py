@@ -192,8 +192,8 @@ class VirtualClock:
         return FerroError(
             f"the simulated world still runs after {wall_seconds:g} real seconds, {self._now:.6f} virtual ones and "
             f"{self.switches} switches between threads; what runs is {where}",
-            hint="in a simulated world wait only through group operations and the clock, never on locks or time.sleep; if it is "
-            "only slow, compute less",
+            hint="in a simulated world wait only through group operations and the clock, never on locks or time.sleep; if it "
+            "is only slow, compute less",
         )
 
     def _abandon(self) -> None:

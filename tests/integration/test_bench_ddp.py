@@ -37,7 +37,8 @@ def test_a_rank_that_ends_while_it_starts_is_named_and_the_other_is_not_waited_f
 
 def test_a_rank_that_ended_between_two_turns_is_named_and_the_other_ends(rank) -> None:
     started = rank(ANSWERS, "if [ $RANK = 1 ]; then exit 1; fi", "exec sleep 60")
-    with pytest.raises(SystemExit, match="rank 1 of alone ended early"), ddp.Pair("alone", "mlp") as pair:
-        pair._processes[1].wait(20.0)
+    pair = ddp.Pair("alone", "mlp")
+    pair._processes[1].wait(20.0)
+    with pytest.raises(SystemExit, match="rank 1 of alone ended early"), pair:
         pair.turn(1)
     assert wait_until_gone(started()) == []

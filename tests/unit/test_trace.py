@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -99,9 +100,8 @@ def test_who_is_killed_leaves_what_was_done_a_second_before(tmp_path, monkeypatc
 
 
 def test_a_full_disk_ends_the_trace_with_a_warning_and_no_operation(tmp_path, caplog) -> None:
+    (tmp_path / f"{socket.gethostname()}-{os.getpid()}.json").symlink_to("/dev/full")
     trace = TraceFile(str(tmp_path))
-    trace._file.close()
-    trace._file = Path("/dev/full").open("w")
     trace._flushed = float("-inf")
     for _ in range(2):
         trace.stepped(1.0, 0.0, 0.0)
@@ -110,8 +110,6 @@ def test_a_full_disk_ends_the_trace_with_a_warning_and_no_operation(tmp_path, ca
     assert f"{trace.path} ends here: No space left on device" in warning
     assert not trace.writes_to(str(tmp_path))
     last = TraceFile(str(tmp_path))
-    last._file.close()
-    last._file = Path("/dev/full").open("w")
     last.stepped(1.0, 0.0, 0.0)
     last._flush_before_fork()
     last.close()

@@ -45,7 +45,10 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def rendezvous(members: int) -> dict[str, Any]:
-    """One c10d rendezvous of `members` nodes, as in torchrun, without a warm-up: it takes too long. Milliseconds from the first call to the last answer."""
+    """One c10d rendezvous of `members` nodes, as in torchrun. Milliseconds from the first call to the last answer.
+
+    There is no warm-up: it takes too long.
+    """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -61,7 +64,10 @@ def rendezvous(members: int) -> dict[str, Any]:
 
 
 def barrier(members: int) -> dict[str, Any]:
-    """Barriers of `members` TCPStore clients, after one as a warm-up: add one to a counter, the last sets a key, all wait for it."""
+    """Barriers of `members` TCPStore clients: add one to a counter, the last sets a key, all wait for it.
+
+    The first is a warm-up.
+    """
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

@@ -285,7 +285,7 @@ def test_after_the_limit_of_time_those_end_too_that_are_paused() -> None:
         finally:
             ended.append("paused")
 
-    with pytest.raises(FerroError, match="still runs after 0.05 real seconds"):
+    with pytest.raises(FerroError, match=r"still runs after 0\.05 real seconds"):
         clock.run([("busy", busy), ("paused", paused)], wall_seconds=0.05)
     eventually(lambda: sorted(ended) == ["busy", "paused"])
 

@@ -3,6 +3,8 @@
 import asyncio
 import signal
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,15 +265,16 @@ def test_faults_that_could_never_happen_are_refused() -> None:
     for operation in (0, -1, 1.5, "3"):
         with pytest.raises(ConfigError, match="counted from 1"):
             Kill(at_operation=operation)
-    for seconds in (-1.0, INFINITE, NAN, "soon"):
-        for make in (
-            lambda: Kill(at_seconds=seconds),
-            lambda: FaultPlan(kill={0: seconds}),
-            lambda: Pause(seconds, 1.0),
-            lambda: Pause(1.0, seconds),
-        ):
+    ways: tuple[Callable[[Any], object], ...] = (
+        lambda seconds: Kill(at_seconds=seconds),
+        lambda seconds: FaultPlan(kill={0: seconds}),
+        lambda seconds: Pause(seconds, 1.0),
+        lambda seconds: Pause(1.0, seconds),
+    )
+    for make in ways:
+        for seconds in (-1.0, INFINITE, NAN, "soon"):
             with pytest.raises(ConfigError, match="is no number of seconds"):
-                make()
+                make(seconds)
     for plan in (FaultPlan(kill={2: 1.0}), FaultPlan(pause={2: Pause(0.0, 1.0)})):
         with pytest.raises(InvalidRankError):
             run_world(2, lambda group: None, faults=plan)
