@@ -18,8 +18,8 @@ FLOAT = DType.FLOAT32
 
 
 def _uneven(dtype: DType, source: int, target: int) -> Array:
-    """What `source` sends to `target`. Pairs have different shapes; some arrays are empty, some have no dimension. Floats have a
-    negative zero and a NaN."""
+    """What `source` sends to `target`. Pairs have different shapes; some arrays are empty, some have no dimension. Floats
+    have a negative zero and a NaN."""
     shapes: list[tuple[int, ...]] = [(source, target), (target + 1,), (2, source, 1), ()]
     sent = values(dtype, shapes[(source + target) % 4], source, salt=target)
     if dtype.is_float or dtype.is_complex:

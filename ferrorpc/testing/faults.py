@@ -28,7 +28,7 @@ class Kill:
             raise ConfigError("a Kill needs at_seconds or at_operation")
         if self.at_seconds is not None:
             _check_seconds(self.at_seconds, "at_seconds")
-        if self.at_operation is not None and not (isinstance(self.at_operation, int) and self.at_operation >= 1):
+        if self.at_operation is not None and (type(self.at_operation) is not int or self.at_operation < 1):
             raise ConfigError(f"at_operation={self.at_operation!r}: operations are counted from 1", hint="give 1 or more")
 
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -106,6 +108,25 @@ def test_a_rank_that_does_not_answer_is_named():
             world.ask("turn", warm_ups=0, blocks=1, count=1, deadline_seconds=0.3)
         pids = world.process_ids
     assert wait_until_gone(pids) == []
+
+
+DRIVER = """
+from ferrorpc.cli.bench.case import ALL_REDUCE, Case, Contender
+from ferrorpc.cli.bench.rank_processes import RankProcesses
+from tests.integration.test_bench_processes import calm
+with RankProcesses(calm("hangs"), 2) as world:
+    world.prepare(Case(ALL_REDUCE, 2, 4096), Contender(calm()))
+    print(*world.process_ids, flush=True)
+    world.ask("turn", warm_ups=0, blocks=1, count=1)
+"""
+
+
+def test_ranks_end_with_a_driver_that_is_killed_in_the_middle_of_their_turn():
+    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
+        ranks = [int(word) for word in driver.stdout.readline().split()]
+        driver.kill()
+    assert len(ranks) == 2
+    assert wait_until_gone(ranks) == []
 
 
 def test_a_wrong_sum_on_one_rank_is_an_error_and_no_figure():

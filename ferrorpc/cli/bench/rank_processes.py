@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
 from ferrorpc.cli.bench.case import Case, Contender, System
+from ferrorpc.cli.launcher.exec_shim import tied_to_this_process
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, FerroError, PeerLostError
 
 START_SECONDS: Final = 90.0
@@ -69,7 +70,8 @@ class _RankConnection:
 
 
 class RankProcesses:
-    """The running rank processes of a system; a context manager. Between commands they are blocked in a read.
+    """The running rank processes of a system; a context manager. Between commands they are blocked in a read. They end with this
+    process, however that ends; make it on the main thread.
 
     Args:
         hosts: one for each rank. Systems started by mpiexec run on this machine only.
@@ -158,7 +160,12 @@ class RankProcesses:
             for command, environment in self._commands(worker, ranks):
                 self._processes.append(
                     subprocess.Popen(
-                        command, env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True
+                        tied_to_this_process(command),
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=stderr,
+                        stderr=stderr,
+                        start_new_session=True,
                     )
                 )
             deadline = time.monotonic() + START_SECONDS
