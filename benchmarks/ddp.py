@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.ddp_worker import ALONE, TORCH
+from benchmarks.options import count
 from ferrorpc.cli.bench.rank_processes import LOCAL, Host, free_ports
 from ferrorpc.cli.table import table
 
@@ -253,8 +254,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compares data-parallel training with torch's.")
     parser.add_argument("--models", nargs="+", choices=("transformer", "mlp"), default=["transformer", "mlp"])
     parser.add_argument("--systems", nargs="+", choices=(TORCH, SHARED_MEMORY, GRPC), default=[TORCH, SHARED_MEMORY, GRPC])
-    parser.add_argument("--steps", type=int, default=4, help="of one turn")
-    parser.add_argument("--turns", type=int, default=5, help="of each system")
+    parser.add_argument("--steps", type=count, default=4, help="of one turn")
+    parser.add_argument("--turns", type=count, default=5, help="of each system")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     rows = [row for model in arguments.models for row in measure(model, arguments.systems, arguments.steps, arguments.turns)]

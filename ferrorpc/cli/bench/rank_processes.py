@@ -70,8 +70,9 @@ class _RankConnection:
 
 
 class RankProcesses:
-    """The running rank processes of a system; a context manager. Between commands they are blocked in a read. They end with this
-    process, however that ends; make it on the main thread.
+    """The running rank processes of a system; a context manager. Between commands they are blocked in a read.
+
+    They end with this process, however that ends; make it on the main thread.
 
     Args:
         hosts: one for each rank. Systems started by mpiexec run on this machine only.
