@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import amount, count, size
+from benchmarks.options import amount, array_bytes, count
 from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, Case, Contender, System, ferrorpc_system
 from ferrorpc.cli.bench.comparison import Comparison
@@ -47,7 +47,7 @@ CONTENDERS = (Contender(GRPC), Contender(GRPC, wire="bf16"), Contender(GRPC, wir
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="all_reduce on two ranks over a shaped link.")
-    parser.add_argument("--size", type=size, default="16MiB", help="bytes of float32 on each rank")
+    parser.add_argument("--size", type=array_bytes, default="16MiB", help="bytes of float32 on each rank")
     parser.add_argument("--rate", type=count, default=1000, metavar="MBIT", help="megabits per second, each way")
     parser.add_argument("--seconds", type=amount, default=1.5, help="about how long one turn takes")
     parser.add_argument("--rounds", type=count, default=3, help="turns of each system")

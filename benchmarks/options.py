@@ -25,7 +25,7 @@ def amount(text: str) -> float:
     return number
 
 
-def size(text: str) -> int:
+def array_bytes(text: str) -> int:
     """A size such as "4MiB", of at least one float32."""
     try:
         found = size_bytes(text)

@@ -15,7 +15,7 @@ import json
 import sys
 from dataclasses import replace
 
-from benchmarks.options import amount, count, size
+from benchmarks.options import amount, array_bytes, count
 from ferrorpc.cli.bench.fit import Case, cases, measure, table_of
 from ferrorpc.cli.table import table
 from ferrorpc.collectives.predict import predict
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--fitted-at", type=count, default=2, help="another number of ranks to fit at")
-    parser.add_argument("--sizes", type=size, nargs="+", default=[16 << 10, 1 << 20, 8 << 20])
+    parser.add_argument("--sizes", type=array_bytes, nargs="+", default=[16 << 10, 1 << 20, 8 << 20])
     parser.add_argument("--seconds", type=amount, default=0.8, help="of each case")
     parser.add_argument("--passes", type=count, default=4, help="how many times new processes are started")
     parser.add_argument("--json", action="store_true")

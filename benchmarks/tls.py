@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.options import count, size
+from benchmarks.options import array_bytes, count
 from ferrorpc.cli.certs import Authority
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
@@ -193,7 +193,7 @@ def serve(directory: str) -> None:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description="The cost of mutual TLS on the gRPC lane.")
-    parser.add_argument("--sizes", type=size, nargs="+", default=[1 << 20, 16 << 20])
+    parser.add_argument("--sizes", type=array_bytes, nargs="+", default=[1 << 20, 16 << 20])
     parser.add_argument("--mib", type=count, default=128, help="MiB per measurement")
     parser.add_argument("--rounds", type=count, default=15)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
