@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plot, targets
+from benchmarks.options import amount, count
 from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.all_reduce import contenders
 from ferrorpc.cli.bench.case import (
@@ -50,9 +51,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compares ferrorpc with Gloo, MPICH, Flight and a protobuf stream.")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--transports", default="shared_memory,grpc", help="of ferrorpc; targets apply to the first")
-    parser.add_argument("--seconds", type=float, default=0.2, help="about how long one turn takes")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system for each case, with one set of processes")
-    parser.add_argument("--restarts", type=int, default=2, help="sets of fresh processes")
+    parser.add_argument("--seconds", type=amount, default=0.2, help="about how long one turn takes")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each system for each case, with one set of processes")
+    parser.add_argument("--restarts", type=count, default=2, help="sets of fresh processes")
     parser.add_argument("--patience", type=int, default=3, help="how often a turn disturbed by other processes is repeated")
     parser.add_argument("--pin", action="store_true", help="bind rank r of every system to processor r")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")

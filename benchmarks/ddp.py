@@ -20,17 +20,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.ddp_worker import ALONE, TORCH
+from benchmarks.options import count
 from ferrorpc.cli.bench.rank_processes import LOCAL, Host, free_ports
 from ferrorpc.cli.table import table
 
@@ -97,35 +99,51 @@ class Pair:
             )
             for rank, host in enumerate(hosts)
         ]
-        self.gradient_bytes = int(self._replies()[0]["gradient_bytes"])
+        try:
+            self.gradient_bytes = int(self._replies()[0]["gradient_bytes"])
+        except BaseException:
+            self._end(0.0)
+            raise
 
     def turn(self, steps: int) -> list[dict[str, Any]]:
         """Makes both ranks take so many steps. Returns their reports, in rank order."""
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # then it has ended, which its missing reply tells
+                process.stdin.write(f"{steps}\n")
+                process.stdin.flush()
         return self._replies()
 
     def _replies(self) -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in self._processes if process.stdout is not None]
-        if not all(lines):
-            raise SystemExit(f"a rank of {self.system} ended early")
-        return [json.loads(line) for line in lines]
+        waiting = {process.stdout: rank for rank, process in enumerate(self._processes) if process.stdout is not None}
+        lines: dict[int, str] = {}
+        while waiting:
+            for stream in select.select(list(waiting), [], [])[0]:
+                rank = waiting.pop(stream)
+                lines[rank] = stream.readline()
+                if not lines[rank]:
+                    raise SystemExit(f"rank {rank} of {self.system} ended early")
+        return [json.loads(line) for _, line in sorted(lines.items())]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end(END_SECONDS if kind is None else 0.0)
+
+    def _end(self, patience_seconds: float) -> None:
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         for process in self._processes:
             try:
-                process.wait(END_SECONDS)
+                process.wait(patience_seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def _environment(system: str, rank: int, ports: Sequence[int], hosts: Sequence[Host]) -> dict[str, str]:
@@ -236,8 +254,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compares data-parallel training with torch's.")
     parser.add_argument("--models", nargs="+", choices=("transformer", "mlp"), default=["transformer", "mlp"])
     parser.add_argument("--systems", nargs="+", choices=(TORCH, SHARED_MEMORY, GRPC), default=[TORCH, SHARED_MEMORY, GRPC])
-    parser.add_argument("--steps", type=int, default=4, help="of one turn")
-    parser.add_argument("--turns", type=int, default=5, help="of each system")
+    parser.add_argument("--steps", type=count, default=4, help="of one turn")
+    parser.add_argument("--turns", type=count, default=5, help="of each system")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     rows = [row for model in arguments.models for row in measure(model, arguments.systems, arguments.steps, arguments.turns)]

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import ferrorpc
+from benchmarks.options import count
 from ferrorpc.cli.table import table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -71,9 +72,9 @@ def _run(ranks: int, options: Any) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Accuracy and bytes of hooks on handwritten digits.")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seeds", type=count, default=5)
+    parser.add_argument("--epochs", type=count, default=20)
+    parser.add_argument("--ranks", type=count, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     outcomes = [measure(hook, arguments.seeds, arguments.epochs, arguments.ranks) for hook in digits_stream.HOOKS]

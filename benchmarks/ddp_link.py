@@ -38,6 +38,7 @@ from typing import Any, Final
 from benchmarks.ddp import GRPC, Pair, Timings
 from benchmarks.ddp_worker import ALONE, ROWS, TORCH
 from benchmarks.link import link, ready
+from benchmarks.options import amount, count
 from ferrorpc.cli.bench.rank_processes import Host
 from ferrorpc.cli.table import table
 
@@ -120,13 +121,13 @@ def _verdict(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Hidden communication on a shaped link.")
     parser.add_argument("--model", choices=list(ROWS), default="transformer")
-    parser.add_argument("--rows", type=int, nargs="+", help="of a rank's batch (default: 8 12, unless --device-ms)")
-    parser.add_argument("--device-ms", type=float, nargs="+", default=[], help="ms per step that a simulated device computes")
-    parser.add_argument("--bucket-mb", type=float, default=2, help="MiB that a bucket may hold, in both systems")
+    parser.add_argument("--rows", type=count, nargs="+", help="of a rank's batch (default: 8 12, unless --device-ms)")
+    parser.add_argument("--device-ms", type=amount, nargs="+", default=[], help="ms per step that a simulated device computes")
+    parser.add_argument("--bucket-mb", type=amount, default=2, help="MiB that a bucket may hold, in both systems")
     parser.add_argument("--systems", nargs="+", choices=(GRPC, TORCH), default=[GRPC, TORCH])
-    parser.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="megabits per second, each way")
-    parser.add_argument("--steps", type=int, default=2, help="of one turn")
-    parser.add_argument("--turns", type=int, default=4, help="of each pair")
+    parser.add_argument("--rate", type=count, default=1000, metavar="MBIT", help="megabits per second, each way")
+    parser.add_argument("--steps", type=count, default=2, help="of one turn")
+    parser.add_argument("--turns", type=count, default=4, help="of each pair")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     if not ready():

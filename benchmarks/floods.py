@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import ferrorpc  # noqa: F401 (first: it sets environment variables that gRPC reads when it is imported)
+from benchmarks.options import amount, count
 
 # isort: split
 from tests.integration.coordinator_process import CoordinatorProcess
@@ -198,9 +199,9 @@ def under(job: Job, flood: Flood, target: tuple[str, int], seconds: float, count
 def main() -> None:
     """Runs every flood, and prints a line for each."""
     parser = argparse.ArgumentParser(description="Floods against a coordinator while a job works.")
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--connections", type=int, default=2000)
-    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--ranks", type=count, default=64)
+    parser.add_argument("--connections", type=count, default=2000)
+    parser.add_argument("--seconds", type=amount, default=6.0)
     arguments = parser.parse_args()
     coordinator = CoordinatorProcess()
     job = Job(coordinator.address, arguments.ranks)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import amount, count
 from ferrorpc.kernels.reduction import HalfKernel, Kernel, kernel
 from ferrorpc.kernels.registry import available
 from ferrorpc.types import DType, ReduceOp, refusal
@@ -99,10 +100,10 @@ def rates(ways: Ways, size_bytes: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--mib", type=float, default=16, help="MiB of each array")
-    parser.add_argument("--sources", type=int, default=2)
+    parser.add_argument("--mib", type=amount, default=16, help="MiB of each array")
+    parser.add_argument("--sources", type=count, default=2)
     parser.add_argument("--op", choices=[op.value for op in ReduceOp], default="sum")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     size_bytes, op = int(arguments.mib * (1 << 20)), ReduceOp(arguments.op)

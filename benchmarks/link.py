@@ -25,12 +25,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import amount, array_bytes, count
 from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, Case, Contender, System, ferrorpc_system
 from ferrorpc.cli.bench.comparison import Comparison
 from ferrorpc.cli.bench.rank_processes import Host
 from ferrorpc.cli.table import table
-from ferrorpc.config import size_bytes
 
 PREFIX = "ferrorpc-bench-"
 INTERFACE = "bench0"
@@ -47,15 +47,15 @@ CONTENDERS = (Contender(GRPC), Contender(GRPC, wire="bf16"), Contender(GRPC, wir
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="all_reduce on two ranks over a shaped link.")
-    parser.add_argument("--size", default="16MiB", help="bytes of float32 on each rank")
-    parser.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="megabits per second, each way")
-    parser.add_argument("--seconds", type=float, default=1.5, help="about how long one turn takes")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
+    parser.add_argument("--size", type=array_bytes, default="16MiB", help="bytes of float32 on each rank")
+    parser.add_argument("--rate", type=count, default=1000, metavar="MBIT", help="megabits per second, each way")
+    parser.add_argument("--seconds", type=amount, default=1.5, help="about how long one turn takes")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each system")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     if not ready():
         return
-    results = measure(size_bytes(arguments.size), arguments.rate, arguments.seconds, arguments.rounds)
+    results = measure(arguments.size, arguments.rate, arguments.seconds, arguments.rounds)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(describe(results))

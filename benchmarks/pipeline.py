@@ -1,6 +1,6 @@
 """Measures pipelines that really compute: their idle time beside the simulation's, their steps beside torch's pipelining.
 
-    python -m benchmarks.pipeline [--microbatches 8] [--steps 9] [--unit-ms 10] [--only bubble|torch] [--svg DIR] [--json]
+    python -m benchmarks.pipeline [--microbatches 8] [--steps 9] [--unit-ms 20] [--only bubble|torch] [--svg DIR] [--json]
 
 Two processes, with one compute thread each.
 
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 import ferrorpc
+from benchmarks.options import amount, count
 from ferrorpc import schedules
 
 CHUNKS = {"1f1b": 1, "interleaved": 2, "zbv": 2}
@@ -268,9 +269,9 @@ def _shown(result: dict[str, Any]) -> str:
 def main() -> None:
     """Starts two ranks; or runs one, if started as a rank."""
     parser = argparse.ArgumentParser(description="compares pipelines with their simulation and with torch's")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=9, help="measured steps, after one warm-up step")
-    parser.add_argument("--unit-ms", type=float, default=20.0, help="a whole rank's forward of one microbatch")
+    parser.add_argument("--microbatches", type=count, default=8)
+    parser.add_argument("--steps", type=count, default=9, help="measured steps, after one warm-up step")
+    parser.add_argument("--unit-ms", type=amount, default=20.0, help="a whole rank's forward of one microbatch")
     parser.add_argument("--only", choices=("bubble", "torch"))
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--svg", help="a folder for pictures of recorded and simulated steps")

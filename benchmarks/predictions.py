@@ -15,11 +15,11 @@ import json
 import sys
 from dataclasses import replace
 
+from benchmarks.options import amount, array_bytes, count
 from ferrorpc.cli.bench.fit import Case, cases, measure, table_of
 from ferrorpc.cli.table import table
 from ferrorpc.collectives.predict import predict
 from ferrorpc.collectives.tuning import LANE
-from ferrorpc.config import size_bytes
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
 HEADER = ("algorithm", "bytes", "measured ms", "predicted ms", "ratio", "from other ranks ms", "ratio ")
@@ -27,15 +27,17 @@ HEADER = ("algorithm", "bytes", "measured ms", "predicted ms", "ratio", "from ot
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--fitted-at", type=int, default=2, help="another number of ranks to fit at")
-    parser.add_argument("--sizes", nargs="+", default=["16KiB", "1MiB", "8MiB"])
-    parser.add_argument("--seconds", type=float, default=0.8, help="of each case")
-    parser.add_argument("--passes", type=int, default=4, help="how many times new processes are started")
+    parser.add_argument("--ranks", type=count, default=4)
+    parser.add_argument("--fitted-at", type=count, default=2, help="another number of ranks to fit at")
+    parser.add_argument("--sizes", type=array_bytes, nargs="+", default=[16 << 10, 1 << 20, 8 << 20])
+    parser.add_argument("--seconds", type=amount, default=0.8, help="of each case")
+    parser.add_argument("--passes", type=count, default=4, help="how many times new processes are started")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if min(options.ranks, options.fitted_at) < 2 or options.ranks == options.fitted_at:
+        parser.error("--ranks and --fitted-at are two different numbers of at least 2")
     fitted_to = cases()
-    predicted = [Case("all_reduce", name, size_bytes(size)) for name in ALGORITHMS for size in options.sizes]
+    predicted = [Case("all_reduce", name, size) for name in ALGORITHMS for size in options.sizes]
     worlds = {options.fitted_at: fitted_to} | {options.ranks: [*fitted_to, *predicted]}
     times = measure(worlds, options.seconds, options.passes)
     costs = table_of({ranks: found[: len(fitted_to)] for ranks, found in times.items()})

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import ferrorpc  # noqa: F401 (first: it sets environment variables that gRPC reads when it is imported)
+from benchmarks.options import count
 from tests.integration import chromium
 from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.crowd import Crowd
@@ -80,8 +81,8 @@ def measure(ranks: int, changes: int) -> str:
 def main() -> None:
     """Measures each size."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 100, 1000])
-    parser.add_argument("--changes", type=int, default=20)
+    parser.add_argument("--ranks", type=count, nargs="+", default=[4, 100, 1000])
+    parser.add_argument("--changes", type=count, default=20)
     arguments = parser.parse_args()
     if chromium.executable() is None:
         parser.error(f"it needs a browser, one of {', '.join(chromium.NAMES)}; try: apt install chromium")

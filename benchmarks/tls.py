@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import array_bytes, count
 from ferrorpc.cli.certs import Authority
-from ferrorpc.config import size_bytes
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.credit import CHUNK_BYTES
@@ -193,9 +193,9 @@ def serve(directory: str) -> None:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description="The cost of mutual TLS on the gRPC lane.")
-    parser.add_argument("--sizes", nargs="+", default=["1MiB", "16MiB"])
-    parser.add_argument("--mib", type=int, default=128, help="MiB per measurement")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sizes", type=array_bytes, nargs="+", default=[1 << 20, 16 << 20])
+    parser.add_argument("--mib", type=count, default=128, help="MiB per measurement")
+    parser.add_argument("--rounds", type=count, default=15)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -215,7 +215,7 @@ def main() -> None:
                 rank.meet([rank.server.address, address])
                 rate(rank, 1 << 20, 16 << 20)
             senders: dict[str, LaneRank] = {"plain": ranks[0], "tls": ranks[1]}
-            rows = measure(senders, [size_bytes(size) for size in arguments.sizes], arguments.mib << 20, arguments.rounds)
+            rows = measure(senders, arguments.sizes, arguments.mib << 20, arguments.rounds)
             for rank in ranks:
                 rank.transport.close(1.0)
             other.stdin.close()

@@ -87,15 +87,16 @@ class SystemClock:
         return _SemaphoreParker()
 
     def start(self, body: Callable[[], None], name: str) -> None:
-        _start(threading.Thread(target=body, name=name, daemon=True))
+        start_thread(threading.Thread(target=body, name=name, daemon=True))
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
         timer = threading.Timer(max(0.0, when - time.monotonic()), action)
         timer.daemon = True
-        _start(timer)
+        start_thread(timer)
 
 
-def _start(thread: threading.Thread) -> None:
+def start_thread(thread: threading.Thread) -> None:
+    """Starts a thread. Raises LimitExceededError where the system refuses it."""
     try:
         thread.start()
     except RuntimeError as refusal:

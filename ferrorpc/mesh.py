@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
+from ferrorpc.consistency import require_same
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 
@@ -27,13 +28,14 @@ class Mesh:
 
     Raises:
         UsageError: the dimensions are invalid or do not fit the group's size. Nothing was sent then.
-        CollectiveMismatchError: ranks gave different dimensions.
+        CollectiveMismatchError: ranks gave different dimensions, or in another order.
     """
 
     def __init__(self, dimensions: Mapping[str, int], group: ProcessGroup) -> None:
         group = group_given(group)
         self._sizes = dict(dimensions)
         _check(self._sizes, group.size)
+        require_same(group, "dimensions of the mesh", "\n".join(f"{name} {size}" for name, size in self._sizes.items()))
         self.group = group
         self._coordinates = list(product(*(range(size) for size in self._sizes.values())))
         self._groups: dict[str, ProcessGroup] = {}

@@ -5,20 +5,22 @@ format's "async" events). Training steps are counters. Times are the system cloc
 clock since then, so that the traces of a job's ranks can be loaded together.
 
 The file is flushed about once a second, so a process that is killed leaves all but its last second. The closing bracket of the
-array is then missing, which both viewers accept.
+array is then missing, which both viewers accept. A disk that is full ends the trace, not the program.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
+import logging
 import os
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ from ferrorpc.errors import ConfigError
 MICROSECONDS: Final = 1e6
 _FLUSH_SECONDS: Final = 1.0
 _NO_RANK: Final = -1
+_log = logging.getLogger("ferrorpc.trace")
 
 
 class TraceFile:
@@ -88,7 +91,7 @@ class TraceFile:
     def _write(self, event: Mapping[str, Any]) -> None:
         if os.getpid() != self._owner:
             return
-        with self._lock:
+        with self._lock, self._ended_by_errors():
             if self._file.closed:
                 return
             if event["pid"] != self._rank and event["ph"] != "C":
@@ -103,9 +106,19 @@ class TraceFile:
     def _flush_before_fork(self) -> None:
         """Empties the buffer before a fork; otherwise the child would write its copy, too."""
         if os.getpid() == self._owner:
-            with self._lock:
+            with self._lock, self._ended_by_errors():
                 if not self._file.closed:
                     self._file.flush()
+
+    @contextlib.contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """Closes the file with a warning where it cannot be written to any more, instead of failing what it records."""
+        try:
+            yield
+        except OSError as problem:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            _log.warning("the trace %s ends here: %s", self.path, problem.strerror or problem)
 
     def _line(self, event: Mapping[str, Any]) -> None:
         self._file.write(f"{self._opening}\n{json.dumps(event)}")
@@ -115,7 +128,7 @@ class TraceFile:
         """Closes the file. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._owner:
             return
-        with self._lock:
+        with self._lock, self._ended_by_errors():
             if not self._file.closed:
                 self._file.write(f"{'' if self._opening == ',' else '['}\n]\n")
                 self._file.close()

@@ -16,10 +16,10 @@ import numpy as np
 
 from ferrorpc.arrays.numpy_kind import NUMPY
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
-from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.workspace import Rules, Workspace
-from ferrorpc.errors import CollectiveTimeoutError, FerroError
+from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
@@ -163,6 +163,7 @@ class BlockingCollective(BlockingExecution):
         peers = {action.peer for action in actions if isinstance(action, Receive | Fold | FoldUnder)}
         super().__init__(prepared.backend, guard, f"{prepared.call.signature} #{key.number}", sorted(peers))
         self._actions = actions
+        self._is_barrier = prepared.call.operation is Operation.BARRIER
         self._codec = prepared.rules.codec
         self._key = key
         self._workspace = Workspace(prepared.rules, inputs, outputs)
@@ -190,7 +191,13 @@ class BlockingCollective(BlockingExecution):
         return NUMPY.typed(values.copy().reshape(spec.shape), spec)
 
     def _take(self, action: Receive | Fold | FoldUnder) -> None:
-        data = self.receive(action.peer, message_tag(self._key, action.slot))
+        try:
+            data = self.receive(action.peer, message_tag(self._key, action.slot))
+        except CollectiveTimeoutError as late:
+            if not self._is_barrier:
+                raise
+            missing = [self._backend.world_ranks[action.peer]]
+            raise BarrierTimeoutError(missing, f"{self._label}: {late.message}") from None
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
         self._workspace.expect(action.region, spec)
         flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)

@@ -18,9 +18,14 @@ FLOAT = DType.FLOAT32
 
 
 def _uneven(dtype: DType, source: int, target: int) -> Array:
-    """What `source` sends to `target`. Pairs have different shapes; some arrays are empty, some have no dimension."""
+    """What `source` sends to `target`. Pairs have different shapes; some arrays are empty, some have no dimension. Floats
+    have a negative zero and a NaN."""
     shapes: list[tuple[int, ...]] = [(source, target), (target + 1,), (2, source, 1), ()]
-    return values(dtype, shapes[(source + target) % 4], source, salt=target)
+    sent = values(dtype, shapes[(source + target) % 4], source, salt=target)
+    if dtype.is_float or dtype.is_complex:
+        flat = sent.reshape(-1)
+        flat[:1], flat[1:2] = -0.0, np.nan
+    return sent
 
 
 class DataMovementContract(Contract):
@@ -206,16 +211,17 @@ class DataMovementContract(Contract):
 
     @on_every_size
     def test_no_rank_leaves_a_barrier_before_the_last_has_come(self, size: int) -> None:
+        """Neither the group's nor the backend's own."""
         arrived: list[int] = []
 
-        def body(group: ProcessGroup) -> int:
-            total = 0
-            for _ in range(5):
+        def body(group: ProcessGroup) -> list[int]:
+            totals = []
+            for barrier in (group.barrier, group._backend.barrier) * 3:
                 arrived.append(group.rank)
-                group.barrier()
-                total = len(arrived)
-                group.barrier()
-            return total
+                barrier()
+                totals.append(len(arrived))
+                barrier()
+            return totals
 
-        if self.world(size, body) != [5 * size] * size:
+        if self.world(size, body) != [[count * size for count in range(1, 7)]] * size:
             raise AssertionError("a rank left a barrier early")

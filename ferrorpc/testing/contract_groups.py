@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from ferrorpc.collectives.ranks_and_tags import TAG_MAX
 from ferrorpc.errors import (
     CollectiveTimeoutError,
     FerroError,
@@ -51,15 +52,21 @@ class PointToPointContract(Contract):
         self.world(size, body)
 
     @on_some_sizes
-    def test_messages_of_one_tag_keep_their_order_and_tags_are_apart(self, size: int) -> None:
+    def test_messages_keep_their_order_within_a_tag_and_share_memory_with_nothing(self, size: int) -> None:
+        """The sender changes its array after each; the receiver keeps all. Tags differ in high bits only."""
+
         def body(group: ProcessGroup) -> None:
+            tags = (0, 1 << 16, 1 << 32, TAG_MAX)
             if group.rank == 0:
-                for item in range(6):
-                    group.send(np.array([item]), 1, tag=item % 2)
-            elif group.rank == 1:
-                found = [int(group.recv(0, tag=tag)[0]) for tag in (1, 0, 0, 1, 1, 0)]
-                if found != [1, 0, 2, 3, 5, 4]:
-                    raise AssertionError(f"messages came in the order {found}")
+                x = np.zeros(5, np.int64)
+                for item in range(2 * len(tags)):
+                    x[...] = item
+                    group.send(x, 1, tag=tags[item % len(tags)])
+                x[...] = -1
+            group.barrier()
+            if group.rank == 1:
+                found = [group.recv(0, tag=tag) for tag in reversed(tags) for _ in range(2)]
+                check_list(found, [np.full(5, item) for item in (3, 7, 2, 6, 1, 5, 0, 4)], "messages by tag")
 
         self.world(size, body)
 
@@ -84,7 +91,7 @@ class PointToPointContract(Contract):
                 for item in range(2):
                     group.send(np.full(4, item, np.float32), 0)
             elif group.rank == 0:
-                for out in (np.zeros(3, np.float32), np.zeros(4, np.int32)):
+                for out in (np.zeros(3, np.float32), np.zeros(4, np.int32), np.zeros((2, 2), np.float32)):
                     with pytest.raises(TensorMismatchError):
                         group.recv(1, out=out)
                 for item in range(2):
@@ -255,12 +262,15 @@ class SubgroupContract(Contract):
 
     @on_some_sizes
     def test_a_subgroup_reduces_as_its_world_does(self, size: int) -> None:
-        """Every dtype and operator, to the same bits."""
+        """Every dtype and operator, to the same bits, and apart from another subgroup of the same ranks."""
 
         def body(group: ProcessGroup) -> None:
-            everyone = group.subgroup(list(range(size)))
-            if everyone is None:
+            everyone, again = (group.subgroup(list(range(size))) for _ in range(2))
+            if everyone is None or again is None:
                 raise AssertionError("every rank is in it")
+            works = [each.all_reduce(np.full(2, factor), async_op=True) for each, factor in ((everyone, 1), (again, 5))]
+            for work, total in zip(works, (size, 5 * size), strict=True):
+                check_same(work.wait(), np.full(2, total), "a subgroup beside another of the same ranks")
             for dtype in every_dtype():
                 for op in self.operators(dtype):
                     mine, what = values(dtype, 13, group.rank), f"{op.value} of {dtype.label}"
@@ -321,6 +331,7 @@ class LifecycleContract(Contract):
                 raise AssertionError("explain does not say what it explains")
             group.close()
             group.close()
+            group._backend.close()
             for call in (group.barrier, lambda: group.all_reduce(1.0), lambda: group.stream(), lambda: group.subgroup([0])):
                 with pytest.raises(GroupClosedError):
                     call()

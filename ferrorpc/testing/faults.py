@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ class Kill:
     def __post_init__(self) -> None:
         if self.at_seconds is None and self.at_operation is None:
             raise ConfigError("a Kill needs at_seconds or at_operation")
+        if self.at_seconds is not None:
+            _check_seconds(self.at_seconds, "at_seconds")
+        if self.at_operation is not None and (type(self.at_operation) is not int or self.at_operation < 1):
+            raise ConfigError(f"at_operation={self.at_operation!r}: operations are counted from 1", hint="give 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,10 @@ class Pause:
 
     at_seconds: float
     seconds: float
+
+    def __post_init__(self) -> None:
+        _check_seconds(self.at_seconds, "at_seconds")
+        _check_seconds(self.seconds, "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +59,11 @@ class FaultPlan:
     pause: Mapping[int, Pause] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        low, high = self.delay_seconds
-        if not 0 <= low <= high:
-            raise ConfigError(f"delay_seconds={self.delay_seconds} is no range of seconds (low, high)")
+        match self.delay_seconds:
+            case (float() | int() as low, float() | int() as high) if 0 <= low <= high < math.inf:
+                self.kills()  # raises if one could never happen
+            case wrong:
+                raise ConfigError(f"delay_seconds={wrong!r} is no range of seconds", hint="give (low, high), 0 <= low <= high")
 
     def delay(self, random: random.Random, source: int, target: int) -> float:
         """Seconds a message takes from rank `source` to rank `target`."""
@@ -61,4 +72,9 @@ class FaultPlan:
 
     def kills(self) -> dict[int, Kill]:
         """`kill`, with numbers as `Kill`."""
-        return {rank: end if isinstance(end, Kill) else Kill(at_seconds=float(end)) for rank, end in self.kill.items()}
+        return {rank: end if isinstance(end, Kill) else Kill(at_seconds=end) for rank, end in self.kill.items()}
+
+
+def _check_seconds(value: object, name: str) -> None:
+    if not (isinstance(value, float | int) and 0 <= value < math.inf):
+        raise ConfigError(f"{name}={value!r} is no number of seconds", hint="give 0 or more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -39,15 +40,25 @@ class RankThreads:
         if isinstance(self._clock, VirtualClock):
             self._clock.run(bodies, WALL_SECONDS)
         else:
-            for name, body in bodies:
-                self._clock.start(body, name)
-            if not self._all_ended.wait(WALL_SECONDS):
-                raise FerroError(f"{self._running} of {len(self._groups)} ranks still run after {WALL_SECONDS:g} s")
+            try:
+                for name, body in bodies:
+                    self._clock.start(body, name)
+                if not self._all_ended.wait(WALL_SECONDS):
+                    raise FerroError(f"{self._running} of {len(self._groups)} ranks still run after {WALL_SECONDS:g} s")
+            except BaseException as error:
+                self._abandon(error)
+                raise
             for thread in self._threads:  # a thread may still free what it held
                 thread.join(WALL_SECONDS)
         if self._failed and not return_exceptions:
             raise self._first_cause()
         return self.outcomes
+
+    def _abandon(self, error: BaseException) -> None:
+        """Ends the ranks at their next operation."""
+        for group in self._groups:
+            with contextlib.suppress(Exception):  # a third party's backend may raise anything, and the others must end too
+                group.abort(error)
 
     def _body(self, rank: int, group: ProcessGroup, fn: Callable[[ProcessGroup], Any]) -> Callable[[], None]:
         def body() -> None:
@@ -61,7 +72,7 @@ class RankThreads:
                         raise
             except RankKilled:
                 pass
-            except Exception as error:  # noqa: BLE001  it is kept, and raised by run()
+            except BaseException as error:  # noqa: BLE001  it is kept, and raised by run()
                 if rank not in self._failed:
                     self._note_failure(rank, error)
             finally:

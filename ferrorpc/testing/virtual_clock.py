@@ -21,10 +21,10 @@ from types import FrameType
 from typing import Final
 
 from ferrorpc.errors import FerroError, UsageError
-from ferrorpc.guard import FOREVER
+from ferrorpc.guard import FOREVER, start_thread
 
 WALL_SECONDS: Final = 300.0
-"""How long `run` waits in real time. It takes that long only if a thread blocks or spins outside `park`."""
+"""How long `run` waits in real time. It takes that long if a thread blocks or spins outside `park`, or has much to compute."""
 FRAMES_SHOWN: Final = 4
 
 
@@ -33,7 +33,7 @@ class ThreadExit(BaseException):
 
 
 class WorldEnded(ThreadExit):
-    """All main threads have ended, so the helper threads end, too."""
+    """All main threads have ended, so the helper threads end, too; or `run` was interrupted, so all threads end."""
 
 
 class _Thread:
@@ -167,22 +167,42 @@ class VirtualClock:
         Args:
             bodies: an exception that leaves a body ends it, and raises an error in the main threads that wait.
             wall_seconds: the limit in real seconds; after that the thread with the baton is named in an error.
+
+        Raises:
+            BaseException: the limit's error, or Ctrl-C. All threads then end at their next wait.
         """
         if self._started:
             raise UsageError("this virtual clock has already had its run", hint="make a new clock for each run")
         self._started = True
-        for name, body in bodies:
-            self._add(body, name, main=True)
-        self._hand_over()
-        if not self._ended.wait(wall_seconds):
-            holder = self._holder
-            where = "no thread" if holder is None else _position(holder, sys._current_frames())
-            raise FerroError(
-                f"the simulated world makes no progress after {wall_seconds:g} real seconds; what runs is {where}",
-                hint="in a simulated world wait only through group operations and the clock, never on locks or time.sleep",
-            )
+        try:
+            for name, body in bodies:
+                self._add(body, name, main=True)
+            self._hand_over()
+            if not self._ended.wait(wall_seconds):
+                raise self._overdue(wall_seconds)
+        except BaseException:
+            self._abandon()
+            raise
         for real in self._real_threads:  # a thread may still free what it held, and the interpreter must not exit before
             real.join(wall_seconds)
+
+    def _overdue(self, wall_seconds: float) -> FerroError:
+        holder = self._holder
+        where = "no thread" if holder is None else _position(holder, sys._current_frames())
+        return FerroError(
+            f"the simulated world still runs after {wall_seconds:g} real seconds, {self._now:.6f} virtual ones and "
+            f"{self.switches} switches between threads; what runs is {where}",
+            hint="in a simulated world wait only through group operations and the clock, never on locks or time.sleep; if it "
+            "is only slow, compute less",
+        )
+
+    def _abandon(self) -> None:
+        """Ends all threads at their next wait; called from outside, while one of them may run."""
+        self._over = True
+        for thread in list(self._threads.values()):
+            thread.fatal = WorldEnded()
+        if not self.switches:  # no thread has run yet, so none would end the others
+            self._hand_over()
 
     def wait(self, parker: VirtualParker, until: float) -> None:
         """For parkers: gives the baton up until this thread is chosen again."""
@@ -233,13 +253,13 @@ class VirtualClock:
         if self._over:
             raise WorldEnded
         thread = _Thread(self._thread_count, name, main)
+        real = threading.Thread(target=self._run_thread, args=(thread, body), name=name, daemon=True)
+        start_thread(real)  # it waits for its baton
         self._thread_count += 1
         self._main_count += main
         self._threads[thread.number] = thread
         self._runnable.append(thread)
-        real = threading.Thread(target=self._run_thread, args=(thread, body), name=name, daemon=True)
         self._real_threads.append(real)
-        real.start()
 
     def _run_thread(self, thread: _Thread, body: Callable[[], None]) -> None:
         thread.baton.acquire()
@@ -249,7 +269,7 @@ class VirtualClock:
                 body()
         except ThreadExit:
             pass
-        except Exception as error:  # noqa: BLE001  others may wait for this thread, and must not wait for ever
+        except BaseException as error:  # noqa: BLE001  others may wait for this thread, and must not wait for ever
             self._fail(f"{thread} died of {error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
         finally:
             del self._threads[thread.number]
@@ -270,8 +290,8 @@ class VirtualClock:
         return chosen
 
     def _choose(self) -> _Thread | None:
-        if not self._main_count:
-            return self._end_helpers()
+        if self._over or not self._main_count:
+            return self._end_all()
         runnable = self._runnable
         while not runnable:
             self._advance()
@@ -317,11 +337,13 @@ class VirtualClock:
                 if not thread.paused:
                     self._make_runnable_again(thread)
 
-    def _end_helpers(self) -> _Thread | None:
-        """Ends the helper threads one by one, after the main threads have ended."""
+    def _end_all(self) -> _Thread | None:
+        """Ends the threads that are left, one by one."""
         self._over = True
         for thread in self._threads.values():
             thread.fatal = WorldEnded()
+            thread.paused = False
+            self._make_runnable_again(thread)
             self.resume(thread)
         return self._runnable.pop() if self._runnable else None
 

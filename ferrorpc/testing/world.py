@@ -72,6 +72,7 @@ class World:
             if end.at_seconds is not None:
                 self.clock.call_at(self.clock.now() + end.at_seconds, partial(self._kill, rank, end.reason))
         for rank, pause in self._plan.pause.items():
+            self.job.session(rank)
             if not isinstance(self.clock, VirtualClock):
                 raise UsageError("only ranks of a virtual world can be paused", hint="omit clock=")
             self.clock.call_at(pause.at_seconds, partial(self.clock.pause, rank))

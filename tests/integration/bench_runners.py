@@ -13,6 +13,13 @@ from ferrorpc.cli.bench.runners.base import Action, Runner
 from ferrorpc.errors import BackendUnavailableError
 
 
+def _is_socket(descriptor: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+    except OSError:  # the directory's own, which is closed by now
+        return False
+
+
 class Calm(Runner):
     """Ranks that need nobody: each adds up what the others would have. Setting "fault": what rank 1 does wrong."""
 
@@ -25,6 +32,8 @@ class Calm(Runner):
         self.fault = settings.get("fault", "") if self.rank == 1 else ""
         if self.fault == "absent":
             raise BackendUnavailableError("calm is not at home")
+        if self.fault == "stillborn":
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def barrier(self) -> Action:
         return lambda: None
@@ -35,7 +44,10 @@ class Calm(Runner):
         return partial(self._sum, array)
 
     def _sum(self, array: np.ndarray[Any, Any]) -> None:
-        if self.fault == "dies":
+        if self.fault == "mutters":  # through the driver's socket, which is the only one
+            (driver,) = (number for number in os.listdir("/proc/self/fd") if _is_socket(number))
+            os.write(int(driver), b'{"seconds": [0.')
+        if self.fault in ("dies", "mutters"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "hangs":
             signal.pause()

@@ -7,15 +7,14 @@ import sys
 from tests.integration.launching import environment
 
 
-def bench(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "ferrorpc.cli.main", "bench", "all_reduce", "--rounds", "2", "--seconds", "0.01", *arguments],
-        capture_output=True, text=True, timeout=100, env=environment(),
-    )  # fmt: skip
+def bench(*arguments, cwd=None):
+    command = [sys.executable, "-P", "-m", "ferrorpc.cli.main", "bench", "all_reduce", "--rounds", "2", "--seconds", "0.01"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100, env=environment(), cwd=cwd)
 
 
-def test_every_size_is_measured_on_every_process():
-    result = bench("-n", "2", "--no-peers", "--transports", "grpc", "--sizes", "4,64KiB", "--json")
+def test_every_size_is_measured_on_every_process_without_a_module_of_the_users_directory(tmp_path):
+    (tmp_path / "random.py").write_text("raise SystemExit('the user has a file of this name')")
+    result = bench("-n", "2", "--no-peers", "--transports", "grpc", "--sizes", "4,64KiB", "--json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["machine"]["cpus"] > 0

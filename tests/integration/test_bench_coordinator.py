@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -61,7 +62,15 @@ with coordinator_process(durable=False) as address:
     assert wait_until_gone([coordinator]) == []
 
 
+def test_what_fails_has_no_time(monkeypatch):
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    with pytest.raises(ZeroDivisionError):
+        torch_baseline._all_at_once([lambda: None, lambda: 1 // 0])
+    assert printed == []
+
+
 def test_torch_is_measured_beside_it_or_the_reason_is_given():
     result = torch_baseline.measure("barrier", 3, limit_seconds=60)
     assert ("skipped" in result) != ("median_ms" in result)
-    assert torch_baseline.describe(result)
+    assert "skipped" in result or torch_baseline.describe(result).endswith(f"({torch_baseline.BARRIERS} times)")

@@ -1,6 +1,10 @@
 """The rank processes of measurements: errors quote the system's own output, and no process is left behind."""
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -76,6 +80,27 @@ def test_a_rank_that_dies_is_lost():
     assert wait_until_gone(pids) == []
 
 
+def test_a_rank_that_dies_before_it_reads_its_command_is_lost():
+    with RankProcesses(calm(), 2) as world:
+        os.kill(world.process_ids[1], signal.SIGSTOP)
+        threading.Timer(0.1, os.kill, (world.process_ids[1], signal.SIGKILL)).start()
+        with pytest.raises(PeerLostError, match="rank 1 of calm failed: its process ended"):
+            world.ask("usage")
+
+
+def test_a_rank_that_dies_in_the_middle_of_its_reply_is_lost():
+    with RankProcesses(calm("mutters"), 2) as world:
+        world.prepare(SUM, Contender(calm()))
+        with pytest.raises(PeerLostError, match="rank 1 of calm mutters failed: its process ended"):
+            world.ask("turn", warm_ups=0, blocks=1, count=1)
+
+
+def test_a_rank_that_dies_before_it_is_ready_did_not_start():
+    """Nobody knows its rank yet."""
+    with pytest.raises(BackendUnavailableError, match="calm stillborn did not start: a rank failed: its process ended"):
+        RankProcesses(calm("stillborn"), 2)
+
+
 def test_a_rank_that_does_not_answer_is_named():
     with RankProcesses(calm("hangs"), 2) as world:
         world.prepare(SUM, Contender(calm()))
@@ -83,6 +108,25 @@ def test_a_rank_that_does_not_answer_is_named():
             world.ask("turn", warm_ups=0, blocks=1, count=1, deadline_seconds=0.3)
         pids = world.process_ids
     assert wait_until_gone(pids) == []
+
+
+DRIVER = """
+from ferrorpc.cli.bench.case import ALL_REDUCE, Case, Contender
+from ferrorpc.cli.bench.rank_processes import RankProcesses
+from tests.integration.test_bench_processes import calm
+with RankProcesses(calm("hangs"), 2) as world:
+    world.prepare(Case(ALL_REDUCE, 2, 4096), Contender(calm()))
+    print(*world.process_ids, flush=True)
+    world.ask("turn", warm_ups=0, blocks=1, count=1)
+"""
+
+
+def test_ranks_end_with_a_driver_that_is_killed_in_the_middle_of_their_turn():
+    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
+        ranks = [int(word) for word in driver.stdout.readline().split()]
+        driver.kill()
+    assert len(ranks) == 2
+    assert wait_until_gone(ranks) == []
 
 
 def test_a_wrong_sum_on_one_rank_is_an_error_and_no_figure():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +97,23 @@ def test_who_is_killed_leaves_what_was_done_a_second_before(tmp_path, monkeypatc
     trace.stepped(2.0, 0.0, 0.0)
     assert [event["args"]["compute"] for event in json.loads(trace.path.read_text() + "]")] == [1.0, 2.0]
     trace.close()
+
+
+def test_a_full_disk_ends_the_trace_with_a_warning_and_no_operation(tmp_path, caplog) -> None:
+    (tmp_path / f"{socket.gethostname()}-{os.getpid()}.json").symlink_to("/dev/full")
+    trace = TraceFile(str(tmp_path))
+    trace._flushed = float("-inf")
+    for _ in range(2):
+        trace.stepped(1.0, 0.0, 0.0)
+    trace.close()
+    (warning,) = caplog.messages
+    assert f"{trace.path} ends here: No space left on device" in warning
+    assert not trace.writes_to(str(tmp_path))
+    last = TraceFile(str(tmp_path))
+    last.stepped(1.0, 0.0, 0.0)
+    last._flush_before_fork()
+    last.close()
+    assert len(caplog.messages) == 2
 
 
 def test_a_forked_child_writes_nothing_into_its_parents_trace(tmp_path, monkeypatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from ferrorpc.cli.bench import machine, report
-from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, MPICH, REGISTERED, Case, Contender, ferrorpc_system
+from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, ITEM_BYTES, MPICH, REGISTERED, Case, Contender, ferrorpc_system
 from ferrorpc.cli.bench.comparison import Comparison
 from ferrorpc.cli.system import require_linux
 from ferrorpc.config import size_bytes
@@ -40,6 +40,8 @@ def command(processes: int, sizes: str, seconds: float, rounds: int, transports:
         counts = [size_bytes(size) for size in sizes.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--sizes") from None
+    if min(counts) < ITEM_BYTES["float32"]:
+        raise click.BadParameter("expected at least the 4 bytes of a float32", param_hint="--sizes")
     names = transports.split(",")
     results = run(processes, counts, names, seconds=seconds, rounds=rounds, peers=peers, quiet=as_json)
     click.echo(json.dumps(results) if as_json else describe(results))

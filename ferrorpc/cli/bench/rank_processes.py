@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
 from ferrorpc.cli.bench.case import Case, Contender, System
+from ferrorpc.cli.launcher.exec_shim import tied_to_this_process
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, FerroError, PeerLostError
 
 START_SECONDS: Final = 90.0
@@ -55,14 +56,23 @@ class _RankConnection:
 
     sock: socket.socket
     stream: TextIO = field(init=False)
-    rank: int = -1
 
     def __post_init__(self) -> None:
         self.stream = self.sock.makefile("rw", encoding="utf-8")
 
+    def line(self) -> str:
+        """The next line; "" if the process ended before it was complete."""
+        try:
+            text = self.stream.readline()
+        except OSError:  # it ended without reading what was sent to it
+            return ""
+        return text if text.endswith("\n") else ""
+
 
 class RankProcesses:
     """The running rank processes of a system; a context manager. Between commands they are blocked in a read.
+
+    They end with this process, however that ends; make it on the main thread.
 
     Args:
         hosts: one for each rank. Systems started by mpiexec run on this machine only.
@@ -145,24 +155,35 @@ class RankProcesses:
         with socket.socket(socket.AF_UNIX) as listener, self._stderr.open("wb") as stderr:
             listener.bind(address)
             listener.listen(ranks)
-            worker = [sys.executable, "-m", _WORKER, self.system.runner, address, json.dumps(settings)]
+            # -P: the user's directory must not shadow what ranks import. Other runners than ours are found there.
+            isolated = ["-P"] if self.system.runner.startswith("ferrorpc.") else []
+            worker = [sys.executable, *isolated, "-m", _WORKER, self.system.runner, address, json.dumps(settings)]
             for command, environment in self._commands(worker, ranks):
                 self._processes.append(
                     subprocess.Popen(
-                        command, env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True
+                        tied_to_this_process(command),
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=stderr,
+                        stderr=stderr,
+                        start_new_session=True,
                     )
                 )
             deadline = time.monotonic() + START_SECONDS
             while len(self._connections) < ranks:
                 self._connections.append(_RankConnection(self._accept(listener, deadline)))
-        greetings = self._replies(deadline)
+        try:
+            greetings = self._replies(deadline)
+        except PeerLostError as lost:
+            raise self._did_not_start(f"a rank failed: {lost.reason}") from None
+        except CollectiveTimeoutError:
+            raise self._did_not_start(f"not all ranks were ready after {START_SECONDS:.0f} s") from None
         errors = [str(greeting["error"]) for greeting in greetings if "error" in greeting]
         if errors:
             raise BackendUnavailableError(f"{self.system.name} did not start: {errors[0]}", "measure without it")
-        for connection, greeting in zip(self._connections, greetings, strict=True):
-            connection.rank = int(greeting["rank"])
-        self.process_ids = [int(greeting["pid"]) for greeting in sorted(greetings, key=lambda greeting: int(greeting["rank"]))]
-        self._connections.sort(key=lambda connection: connection.rank)
+        in_order = sorted(zip(greetings, self._connections, strict=True), key=lambda pair: int(pair[0]["rank"]))
+        self.process_ids = [int(greeting["pid"]) for greeting, _ in in_order]
+        self._connections = [connection for _, connection in in_order]
         self.version = str(greetings[0]["version"])
 
     def _commands(self, worker: list[str], ranks: int) -> Iterator[tuple[list[str], dict[str, str]]]:
@@ -200,7 +221,7 @@ class RankProcesses:
             if not ready:
                 raise self._overdue(sorted(waiting.values()), replies)
             for each in ready:
-                text = self._connections[waiting[each]].stream.readline()
+                text = self._connections[waiting[each]].line()
                 if not text:
                     raise self._lost(waiting[each], "its process ended")
                 replies[waiting[each]] = json.loads(text)

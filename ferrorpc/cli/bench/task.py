@@ -275,7 +275,7 @@ def _verify(runner: Runner, array: Any, factor: int, tolerance: float, origin: i
 
 
 def _equal(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], tolerance: float) -> None:
-    wrong = np.abs(found - expected) > tolerance * np.abs(expected).max()
+    wrong = ~(np.abs(found - expected) <= tolerance * np.abs(expected).max())  # NaN too
     if wrong.any():
         index = int(np.argmax(wrong))
         text = f"{int(wrong.sum())} of {wrong.size} values are wrong, such as {found[index]} for {expected[index]}"

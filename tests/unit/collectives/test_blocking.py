@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc import Backend, CollectiveTimeoutError, PeerLostError, ProcessGroup
+from ferrorpc import Backend, BarrierTimeoutError, CollectiveTimeoutError, PeerLostError, ProcessGroup
 from ferrorpc.collectives.blocking import SenderThreads
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_groups
@@ -66,6 +66,18 @@ def test_a_timeout_of_a_sockets_recv_breaks_nothing_and_one_of_a_collective_name
             assert raised.value.waiting_on == [1]
 
     run_groups([ProcessGroup(SocketBackend(queues)) for queues in queue_backends(2)], body)
+
+
+def test_a_barriers_timeout_is_one_of_a_barrier_and_names_who_is_missing():
+    for wrapped in (lambda queues: queues, SocketBackend):
+
+        def body(group: ProcessGroup) -> None:
+            if group.rank < 2:
+                with pytest.raises(BarrierTimeoutError) as raised:
+                    group.barrier(timeout=0.05)
+                assert raised.value.missing == [2]
+
+        run_groups([ProcessGroup(wrapped(queues)) for queues in queue_backends(3)], body)
 
 
 def test_a_send_that_does_not_end_is_not_waited_for_once_the_generation_is_over():

@@ -1,14 +1,16 @@
 """A virtual world replays from its seed, never really waits, and never hangs silently."""
 
+import sys
 import threading
 import time
 
 import pytest
 
-from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.errors import FerroError, LimitExceededError, UsageError
 from ferrorpc.guard import FOREVER
 from ferrorpc.testing import ManualClock, VirtualClock
 from ferrorpc.testing.virtual_clock import ThreadExit
+from tests.waiting import eventually
 
 
 def run(clock: VirtualClock, *bodies) -> None:
@@ -102,10 +104,13 @@ def test_a_helper_that_dies_and_an_action_that_raises_are_reported_to_those_who_
     def dies(clock: VirtualClock) -> None:
         clock.start(lambda: 1 // 0, "helper")
 
+    def exits(clock: VirtualClock) -> None:
+        clock.start(lambda: sys.exit("ZeroDivisionError"), "helper")
+
     def raises(clock: VirtualClock) -> None:
         clock.call_at(1.0, lambda: 1 // 0)
 
-    for plant in (dies, raises):
+    for plant in (dies, exits, raises):
         clock = VirtualClock()
 
         def body(clock: VirtualClock = clock, plant=plant) -> None:
@@ -261,6 +266,60 @@ def test_a_thread_that_blocks_for_real_is_named() -> None:
     clock = VirtualClock()
     with pytest.raises(FerroError, match="'stuck' in stuck"):
         clock.run([("stuck", stuck)], wall_seconds=0.1)
+
+
+def test_after_the_limit_of_time_those_end_too_that_are_paused() -> None:
+    clock, ended = VirtualClock(), list[str]()
+
+    def busy() -> None:
+        clock.pause(1)
+        try:
+            while True:
+                clock.parker().park(clock.now() + 1.0)
+        finally:
+            ended.append("busy")
+
+    def paused() -> None:
+        try:
+            clock.parker().park(1.0)
+        finally:
+            ended.append("paused")
+
+    with pytest.raises(FerroError, match=r"still runs after 0\.05 real seconds"):
+        clock.run([("busy", busy), ("paused", paused)], wall_seconds=0.05)
+    eventually(lambda: sorted(ended) == ["busy", "paused"])
+
+
+def test_when_the_system_refuses_a_thread_those_that_wait_for_it_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def two_at_most(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", two_at_most)
+    with pytest.raises(LimitExceededError, match="refuses a thread"):
+        run(VirtualClock(), *[pytest.fail] * 3)
+    for thread in started:
+        thread.join(20.0)
+        assert not thread.is_alive()
+
+
+def test_a_helper_that_is_refused_is_an_error_of_the_one_who_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    clock = VirtualClock()
+
+    def body() -> None:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(LimitExceededError):
+            clock.start(lambda: None, "helper")
+        clock.parker().park(1.0)
+
+    run(clock, body)
 
 
 def test_a_manual_clock_moves_only_by_hand() -> None:

@@ -1,7 +1,10 @@
 """run_world: results in rank order, the first cause of a failure, and what the fault plan asks for."""
 
 import asyncio
+import signal
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +12,8 @@ import pytest
 import ferrorpc
 from ferrorpc import CollectiveTimeoutError, ConfigError, FerroError, InvalidRankError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.testing import FaultPlan, Kill, Pause, RankKilled, World, run_groups, run_world
+from ferrorpc.testing import FaultPlan, Kill, Pause, RankKilled, World, rank_threads, run_groups, run_world
+from tests.waiting import eventually
 
 both_clocks = pytest.mark.parametrize("clock", [None, SYSTEM_CLOCK], ids=["virtual", "real"])
 
@@ -88,6 +92,42 @@ def test_exceptions_can_be_returned(clock) -> None:
     outcomes = run_world(2, body, return_exceptions=True, clock=clock)
     assert isinstance(outcomes[0], ValueError)
     assert outcomes[1] == "fine"
+
+
+@both_clocks
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
+def test_any_exception_of_a_rank_is_its_failure_and_not_its_threads(clock, error: BaseException, monkeypatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", pytest.fail)
+
+    def body(group) -> None:
+        if group.rank == 1:
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        run_world(2, body, clock=clock)
+    assert raised.value.__notes__.pop() == "raised on rank 1 of 2"
+
+
+@both_clocks
+@pytest.mark.parametrize("end", [KeyboardInterrupt, FerroError])
+def test_ranks_end_after_ctrl_c_and_after_the_limit_of_time(clock, end: type[BaseException], monkeypatch) -> None:
+    if end is FerroError:
+        monkeypatch.setattr(rank_threads, "WALL_SECONDS", 0.05)
+    ended = []
+
+    def body(group) -> None:
+        try:
+            group.barrier()
+            if end is KeyboardInterrupt and group.rank == 0:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            while True:
+                group.barrier()
+        finally:
+            ended.append(group.rank)
+
+    with pytest.raises(end, match="still run" if end is FerroError else None):
+        run_world(2, body, clock=clock)
+    eventually(lambda: sorted(ended) == [0, 1])
 
 
 def test_a_rank_killed_at_a_time_unwinds_and_the_others_learn_who() -> None:
@@ -209,13 +249,35 @@ def test_a_new_member_takes_the_place_of_a_dead_one(end: float | Kill) -> None:
     assert joined == [(1, 2, 12)]
 
 
-def test_plans_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError):
-        FaultPlan(delay_seconds=(2.0, 1.0))
-    with pytest.raises(ConfigError):
+INFINITE = float("inf")
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("delay", [(2.0, 1.0), (-1.0, 1.0), (0.0, INFINITE), (0.0, NAN), 0.5, (1.0,), ("a", "b")])
+def test_delays_that_are_no_range_of_seconds_are_refused(delay) -> None:
+    with pytest.raises(ConfigError, match="is no range of seconds"):
+        FaultPlan(delay_seconds=delay)
+
+
+def test_faults_that_could_never_happen_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at_seconds or at_operation"):
         Kill()
-    with pytest.raises(InvalidRankError):
-        run_world(2, lambda group: None, faults=FaultPlan(kill={2: 1.0}))
+    for operation in (0, -1, 1.5, "3"):
+        with pytest.raises(ConfigError, match="counted from 1"):
+            Kill(at_operation=operation)
+    ways: tuple[Callable[[Any], object], ...] = (
+        lambda seconds: Kill(at_seconds=seconds),
+        lambda seconds: FaultPlan(kill={0: seconds}),
+        lambda seconds: Pause(seconds, 1.0),
+        lambda seconds: Pause(1.0, seconds),
+    )
+    for make in ways:
+        for seconds in (-1.0, INFINITE, NAN, "soon"):
+            with pytest.raises(ConfigError, match="is no number of seconds"):
+                make(seconds)
+    for plan in (FaultPlan(kill={2: 1.0}), FaultPlan(pause={2: Pause(0.0, 1.0)})):
+        with pytest.raises(InvalidRankError):
+            run_world(2, lambda group: None, faults=plan)
     with pytest.raises(UsageError, match="virtual"):
         run_world(2, lambda group: None, faults=FaultPlan(pause={0: Pause(0.0, 1.0)}), clock=SYSTEM_CLOCK)
 

@@ -73,6 +73,15 @@ def test_one_wrong_element_among_many_is_found():
             made.verify()
 
 
+def test_nan_is_a_wrong_value():
+    def spoil(array):
+        array[7] = np.nan
+
+    made = task.make(Alone(spoil=spoil), Case(ALL_REDUCE, 2, 4000), "ordinary", None)
+    with pytest.raises(FerroError, match=r"1 of .* values are wrong, such as nan for"):
+        made.verify()
+
+
 def test_a_block_is_checked_at_its_ends_and_its_middle():
     for index in (0, 499, 999):
         made = task.make(Alone(spoil=spoil_at(index)), Case(ALL_REDUCE, 2, 4000), "ordinary", None)
