@@ -19,7 +19,7 @@ from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive,
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.workspace import Rules, Workspace
-from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
+from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError, LimitExceededError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
@@ -64,12 +64,14 @@ class SenderThreads:
     def send(self, data: Array, peer: int, tag: int) -> None:
         """Queues one array, which must not change any more."""
         with self._lock:
-            queue = self._queues.get(peer)
-            if queue is None:
-                queue = deque()
+            start = peer not in self._queues
+            self._queues.setdefault(peer, deque()).append((data, tag))
+        if start:
+            try:
                 self._guard.clock.start(lambda: self._run(peer), "ferrorpc-senders")
-                self._queues[peer] = queue
-            queue.append((data, tag))
+            except LimitExceededError:
+                del self._queues[peer]  # as nobody will send it, nobody must wait for it
+                raise
 
     def _run(self, peer: int) -> None:
         while True:
