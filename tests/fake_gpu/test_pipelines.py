@@ -93,7 +93,7 @@ def alone(pieces: int) -> list[np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", [lanes for lanes in LANES if lanes != "hybrid"])  # whose GPU arrays go by NCCL as well
 def test_every_schedule_has_the_bits_of_one_process(cupy: StandIn, lanes: str, name: str) -> None:
     schedule = order(name)
     pieces = schedule.virtual_stages

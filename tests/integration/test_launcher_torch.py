@@ -22,13 +22,8 @@ SCRIPT = """
 """
 
 
-def test_gloo_finds_its_ranks_and_its_store(tmp_path):
-    result = run("--standalone", "--nproc-per-node", "2", write_script(tmp_path, SCRIPT), timeout=100)
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["0: 0 2 1.0", "1: 1 2 1.0"]
-
-
-def test_a_gang_that_is_restarted_meets_again(tmp_path):
-    result = run("--nproc_per_node", "2", "--max_restarts", "1", write_script(tmp_path, SCRIPT), "fail", timeout=100)
+def test_gloo_finds_its_ranks_and_its_store_also_after_a_restart(tmp_path):
+    flags = ("--standalone", "--nproc_per_node", "2", "--max-restarts", "1")
+    result = run(*flags, write_script(tmp_path, SCRIPT), "fail", timeout=100)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == sorted(["0: 0 2 1.0", "1: 1 2 1.0"] * 2)
