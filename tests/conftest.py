@@ -33,6 +33,8 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+FEW_TESTS = 12
+
 # What thousands of tests consist of stays to the end: no search for garbage needs to look at it, now or later.
 gc.disable()
 
@@ -61,11 +63,13 @@ def is_beyond(item: pytest.Function) -> bool:
 
 def spread(items: list[pytest.Item]) -> None:
     """For several workers, which take file after file: those of tests/integration, which mostly wait for processes and timers,
-    are spread evenly over those that compute, so that no processor is idle. Large files come first, so that none comes last."""
+    are spread evenly over those that compute, so that no processor is idle. Files of few tests come first, as these run whole
+    programs, then large ones, so that none that takes long comes last."""
     count = Counter(item.path for item in items)
     place: dict[Path, float] = {}
     for waits in (False, True):
-        paths = sorted((path for path in count if ("integration" in path.parts) is waits), key=lambda path: -count[path])
+        paths = [path for path in count if ("integration" in path.parts) is waits]
+        paths.sort(key=lambda path: (count[path] > FEW_TESTS, -count[path]))
         total, before = sum(count[path] for path in paths), 0
         for path in paths:
             place[path] = before / total
