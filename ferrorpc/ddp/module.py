@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self
 
-from ferrorpc.ddp.failure import interrupts_told
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.wrapper import Wrapper, check_unwrapped
 from ferrorpc.errors import UsageError
+from ferrorpc.failure import interrupts_told
 from ferrorpc.group import ProcessGroup, group_given
 
 PASSES_UNTIL_WARNED: Final = 100

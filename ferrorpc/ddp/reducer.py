@@ -30,12 +30,12 @@ from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_set import BucketSet
 from ferrorpc.ddp.error_prefix import ErrorPrefix
-from ferrorpc.ddp.failure import others_told
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import device_name
 from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.failure import others_told
 from ferrorpc.types import ReduceOp, TensorSpec, refusal
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.bucket_memory import BucketMemory
 from ferrorpc.ddp.bucket_reduction import BucketReduction
 from ferrorpc.ddp.bucket_set import BucketSet
-from ferrorpc.ddp.failure import tell_others
 from ferrorpc.ddp.hooks.base import Part
 from ferrorpc.ddp.steps import Step, Steps
 from ferrorpc.errors import UsageError
+from ferrorpc.failure import tell_others
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import FOREVER
 from ferrorpc.types import ReduceOp

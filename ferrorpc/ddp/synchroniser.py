@@ -12,7 +12,6 @@ from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.bucket_memory import BucketMemory
 from ferrorpc.ddp.error_prefix import ErrorPrefix
-from ferrorpc.ddp.failure import interrupts_told, tell_others
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
@@ -22,6 +21,7 @@ from ferrorpc.ddp.replica import check_follow
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.failure import interrupts_told, tell_others
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.operations.arguments import shape_of
 from ferrorpc.types import TensorSpec, as_dtype

@@ -10,13 +10,13 @@ import numpy as np
 
 from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.ddp.error_prefix import ErrorPrefix
-from ferrorpc.ddp.failure import others_told
 from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.placement import common_gpu
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
 from ferrorpc.ddp.shards import Shards, check_state_rank
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.types import DType, TensorSpec
 

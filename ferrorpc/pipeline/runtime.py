@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -12,6 +11,7 @@ import numpy as np
 
 from ferrorpc.consistency import require_same
 from ferrorpc.errors import UsageError
+from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
@@ -155,7 +155,7 @@ class Pipeline:
             batch.set_targets(targets, loss_weights(targets, reduction, weight), loss)
         _check_on_gradients(on_gradients)
         seconds = seconds_of(timeout, self._group.timeout)
-        with self._others_told():
+        with others_told(self._group):
             self._begin(awaits_backward=False)
             self._run(_is_any, batch, True, seconds, on_gradients or _ignore)
         return batch.loss
@@ -173,7 +173,7 @@ class Pipeline:
         """
         batch = InferenceBatch(split(x, self.schedule.microbatches, "x") if self._is_first else [])
         keep_contexts, seconds = self.schedule.is_forward_first, seconds_of(timeout, self._group.timeout)
-        with self._others_told():
+        with others_told(self._group):
             self._begin(awaits_backward=keep_contexts)
             self._run(_is_forward, batch, keep_contexts, seconds)
         if not self._is_last:
@@ -220,7 +220,7 @@ class Pipeline:
             batch.grads = cut(grads, self._output_rows)
         _check_on_gradients(on_gradients)
         seconds = seconds_of(timeout, self._group.timeout)
-        with self._others_told():
+        with others_told(self._group):
             self._awaits_backward = False
             self._run(_is_backward, batch, True, seconds, on_gradients or _ignore)
 
@@ -283,7 +283,7 @@ class Pipeline:
                 self._peak = max(self._peak, executor.peak)
 
     def _broadcast_tied_weights(self) -> None:
-        with self._others_told(), self._exchange(self._tied.broadcast_receives(), self._group.timeout) as exchange:
+        with others_told(self._group), self._exchange(self._tied.broadcast_receives(), self._group.timeout) as exchange:
             self._tied.broadcast(exchange)
 
     @contextmanager
@@ -301,15 +301,6 @@ class Pipeline:
             exchange.finish()
         except BaseException:
             exchange.abandon()
-            raise
-
-    @contextmanager
-    def _others_told(self) -> Iterator[None]:
-        """A context whose errors end the generation, because the other ranks wait for this one."""
-        try:
-            yield
-        except (Exception, KeyboardInterrupt, CancelledError, GeneratorExit) as error:
-            self._group.abort(error)
             raise
 
     def __repr__(self) -> str:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ferrorpc.ddp.failure import tell_others
 from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.errors import UsageError
+from ferrorpc.failure import tell_others
 
 
 class _BucketView:

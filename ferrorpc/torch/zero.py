@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch
 
 from ferrorpc.arrays.kinds import kind_of, spec_of
-from ferrorpc.ddp.failure import others_told
 from ferrorpc.ddp.placement import common_gpu
 from ferrorpc.ddp.shards import Shard, Shards, check_state_rank
 from ferrorpc.errors import UsageError
+from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.torch.zero_state import is_per_element, per_element_keys, shard_state, unshard_state
 from ferrorpc.types import TensorSpec
