@@ -11,7 +11,7 @@ from ferrorpc.backends import registry
 from ferrorpc.backends.gpu import join_labels
 from ferrorpc.bootstrap.address import advertised_host, require_authentication
 from ferrorpc.bootstrap.coordinator import start_coordinator
-from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, member_name, own_coordinator_address
+from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, job_named_after, member_name, own_coordinator_address
 from ferrorpc.bootstrap.launcher_process import launcher_process_id
 from ferrorpc.collectives.tuning import parse_algorithms
 from ferrorpc.config import LAUNCH_VARIABLE, Config, unknown_settings
@@ -162,4 +162,4 @@ def _job_of_run(config: Config, launch: LaunchInfo) -> str:
     if config.source("job") != "default":
         return given
     run_id = launcher_process_id(launch.launcher_variable) if launch.launcher_variable and launch.one_node else launch.run_id
-    return f"run-{run_id}" if run_id else given
+    return job_named_after(run_id) if run_id else given
