@@ -219,6 +219,12 @@ def test_the_demo_names_the_extra_that_is_missing(monkeypatch):
         demo.check_packages()
 
 
+def test_the_demo_trains_nothing_where_it_could_not_write_its_picture(tmp_path, capfd):
+    (tmp_path / "file").touch()
+    assert run(["demo", "-n", "1", "--epochs", "1", "--out", str(tmp_path / "file" / "loss.png")]) == 64
+    assert capfd.readouterr().err.startswith(f"ferrorpc: {tmp_path / 'file'}: ")
+
+
 def test_the_demo_finds_its_script():
     assert demo.find_script().name == "digits_ddp.py"
 
