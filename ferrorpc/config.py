@@ -106,6 +106,13 @@ def host_port(text: str) -> str:
     return text
 
 
+def plain_host(text: str) -> str:
+    """A host's name or address; an IPv6 address with or without brackets."""
+    if text.count(":") == 1 or "]:" in text or "/" in text or text.split() != [text]:
+        raise ValueError("expected a host name or an address, without a port")
+    return text
+
+
 def world_size(text: str) -> tuple[int, int]:
     """ "N" or "MIN:MAX", as (min, max)."""
     low, _, high = text.partition(":")
@@ -176,11 +183,11 @@ SETTINGS: Final = (
     Setting("transport", "auto", str, "how tensors travel between ranks", ("auto", "grpc", "shared_memory")),
     Setting("device", None, whole_number, "number of this rank's GPU; default torch's, or its own among its node's processes"),
     Setting("lanes", 1, lanes, "gRPC connections to each peer that the chunks of large messages are dealt out to, 1 to 16"),
-    Setting("bind", "127.0.0.1", str, "address this worker listens on"),
+    Setting("bind", "127.0.0.1", plain_host, "address this worker listens on"),
     Setting(
         "advertise",
         None,
-        str,
+        plain_host,
         "host the other ranks reach this worker by; default the address of the route to the coordinator",
     ),
     Setting("port", DEFAULT_PORT, port, "port of a coordinator that rank 0 starts"),

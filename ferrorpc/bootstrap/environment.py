@@ -11,12 +11,13 @@ Job are *hints*: the process gets that rank if it is free.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ferrorpc.config import LAUNCH_VARIABLE
+from ferrorpc.config import LAUNCH_VARIABLE, plain_name, whole_number
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import join_address
 
@@ -104,6 +105,14 @@ def _pods_host_name(environment: Environment, job: str) -> str | None:
         return None
     name, index = environment.get("HOSTNAME"), environment.get(_INDEX)
     return f"{job}-{index}" if name and index and not name.endswith(f"-{index}") else name
+
+
+def job_named_after(run_id: str) -> str:
+    """The name of the job of a launcher's run. Launchers allow names of runs that no job may have."""
+    try:
+        return plain_name(f"run-{run_id}")
+    except ValueError:
+        return f"run-{hashlib.sha256(run_id.encode(errors='surrogateescape')).hexdigest()[:16]}"
 
 
 def own_coordinator_address(launch: LaunchInfo, port: int) -> str:
@@ -256,9 +265,11 @@ def _number(environment: Environment, name: str) -> int | None:
     text = environment.get(name)
     if not text:
         return None
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{name}={text!r} is no number", hint=f"correct {name}, or set FERRORPC_WORLD_SIZE and unset it")
-    return int(text)
+    try:
+        return whole_number(text)
+    except ValueError as error:
+        hint = f"correct {name}, or set FERRORPC_WORLD_SIZE and unset it"
+        raise ConfigError(f"{name}={text!r}: {error}", hint=hint) from None
 
 
 def _rank_and_size(environment: Environment, rank_name: str, size_name: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from ferrorpc.backends import registry
 from ferrorpc.backends.gpu import join_labels
 from ferrorpc.bootstrap.address import advertised_host, require_authentication
 from ferrorpc.bootstrap.coordinator import start_coordinator
-from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, member_name, own_coordinator_address
+from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, job_named_after, member_name, own_coordinator_address
 from ferrorpc.bootstrap.launcher_process import launcher_process_id
 from ferrorpc.collectives.tuning import parse_algorithms
 from ferrorpc.config import LAUNCH_VARIABLE, Config, unknown_settings
@@ -121,11 +121,14 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
     """Joins the job at the coordinator. Also returns the worker server, whose address the other members get."""
     process_exit.refuse_in_child()
     address, job = config["coordinator"], config["job"]
-    if address is None:
-        address = own_coordinator_address(launch, config["port"])
-        job = _job_of_run(config, launch)
-        if launch.pinned_rank == 0:
-            start_coordinator(address, config, os.environ)
+    starts_own = address is None
+    if starts_own:
+        address, job = own_coordinator_address(launch, config["port"]), _job_of_run(config, launch)
+    if address.endswith(":0"):
+        hint = "name the coordinator's port in FERRORPC_COORDINATOR, or, for one that rank 0 starts, in FERRORPC_PORT"
+        raise ConfigError(f"nobody can reach a coordinator at {address}: 0 asks for any free port", hint=hint)
+    if starts_own and launch.pinned_rank == 0:
+        start_coordinator(address, config, os.environ)
     host = socket.gethostname()
     advertised = advertised_host(address, config)
     tls = TlsFiles.of(config)
@@ -149,7 +152,7 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
         ).join()
     except BaseException as error:
         server.close()
-        if isinstance(error, CoordinatorUnavailableError) and config["coordinator"] is None:
+        if isinstance(error, CoordinatorUnavailableError) and starts_own:
             raise error.again(_OWN) from None
         raise
     session.on_leave(server.close)
@@ -162,4 +165,4 @@ def _job_of_run(config: Config, launch: LaunchInfo) -> str:
     if config.source("job") != "default":
         return given
     run_id = launcher_process_id(launch.launcher_variable) if launch.launcher_variable and launch.one_node else launch.run_id
-    return f"run-{run_id}" if run_id else given
+    return job_named_after(run_id) if run_id else given

@@ -46,6 +46,7 @@ def command(processes: int, epochs: int, seed: int, out: Path) -> int:
     """
     script = find_script()
     check_packages()
+    out.parent.mkdir(parents=True, exist_ok=True)
     click.echo(f"{own_command()} run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
     flags = ("--epochs", str(epochs), "--seed", str(seed), "--out", str(out))
     plan = make_plan(target=(str(script), *flags), processes=str(processes), standalone=True)

@@ -50,16 +50,16 @@ class _Seconds(click.FloatRange):
 
 def _of_torchrun(command: Any) -> Any:
     """Adds flags of torchrun that have no effect here, so that its command lines work unchanged."""
-    flags: tuple[tuple[str, click.ParamType[Any], str], ...] = (
-        ("--rdzv-backend", click.Choice(["c10d", "static"]), "the coordinator replaces these"),
-        ("--monitor-interval", click.FLOAT, "an exit is seen at once"),
-        ("--start-method", click.Choice(["spawn", "fork", "forkserver"]), "each worker is a new program"),
-        ("--tee", click.Choice(["0", "1", "2", "3"]), "output is always shown, and also kept with --log-dir"),
+    flags: tuple[tuple[tuple[str, ...], click.ParamType[Any], str], ...] = (
+        (_spellings("--rdzv-backend"), click.Choice(["c10d", "static"]), "the coordinator replaces these"),
+        (_spellings("--rdzv-conf"), click.STRING, "FERRORPC_TIMEOUT limits the rendezvous"),
+        (_spellings("--monitor-interval"), click.FLOAT, "an exit is seen at once"),
+        (_spellings("--start-method"), click.Choice(["spawn", "fork", "forkserver"]), "each worker is a new program"),
+        (("-t", "--tee"), click.STRING, "output is always shown, and also kept with --log-dir"),
+        (("-r", "--redirects"), click.STRING, "likewise; --ranks shows that of some workers only"),
     )
-    for name, kind, why in reversed(flags):
-        command = click.option(*_spellings(name), type=kind, expose_value=False, help=f"Of torchrun, no effect: {why}.")(
-            command
-        )
+    for names, kind, why in reversed(flags):
+        command = click.option(*names, type=kind, expose_value=False, help=f"Of torchrun, no effect: {why}.")(command)
     return command
 
 
@@ -144,7 +144,8 @@ def command(context: click.Context, /, dry_run: bool, **flags: Any) -> int:
     """
     plan = make_plan(**flags)
     if not flags["no_python"] and context.get_parameter_source("processes") is ParameterSource.DEFAULT:
-        _tell_of_misplaced(flags["target"], {spelling for option in context.command.params for spelling in option.opts})
+        options = [option for option in context.command.params if option.expose_value]  # the others have no effect
+        _tell_of_misplaced(flags["target"], {spelling for option in options for spelling in option.opts})
     if dry_run:
         _show(plan)
         return 0

@@ -1,12 +1,24 @@
 """Nothing that stayed in its process group outlives the launcher, however that ends."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.integration.launching import alive, children_of, kill_all, read_numbers, start, wait_until_gone, write_script
+from tests.integration.launching import (
+    alive,
+    children_of,
+    environment,
+    kill_all,
+    read_numbers,
+    start,
+    wait_until_gone,
+    write_script,
+)
 
 FAMILY = """
     import os, signal, subprocess, sys, time
@@ -193,11 +205,26 @@ def test_the_second_signal_kills_the_stubborn(family):
     assert wait_until_gone(pids) == []
 
 
-def test_one_signal_kills_the_stubborn_after_the_shutdown_timeout(family):
-    launcher, pids = family("stubborn", "--shutdown-timeout", "0.5")
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=15) == 128 + signal.SIGINT
-    assert wait_until_gone(pids) == []
+def test_one_signal_kills_the_stubborn_after_the_shutdown_timeout_which_is_told_while_it_lasts(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        open(f"{sys.argv[1]}/ready", "w").write("1\\n")
+        time.sleep(60)
+        """,
+    )
+    hasty = "import sys; from ferrorpc.cli.launcher import launch; launch._EXPLAIN_SECONDS = 0.1; "
+    run = "from ferrorpc.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    command = [sys.executable, "-c", hasty + run, "run", "--shutdown-timeout", "0.6", script, str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as launcher:
+        read_numbers(tmp_path, "ready", 1)
+        launcher.send_signal(signal.SIGINT)
+        _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 128 + signal.SIGINT
+    told = "ferrorpc: waiting for rank 0 to end; SIGKILL follows in [01] s, or at once with the next signal"
+    assert re.fullmatch(f"{told}\nferrorpc: stopped by SIGINT\n", err), err
 
 
 def test_a_stopped_worker_is_woken_to_be_ended(family):

@@ -51,11 +51,21 @@ def test_world_sizes() -> None:
         ("FERRORPC_RANK_HINT", "99999999999"),
         ("FERRORPC_WORLD_SIZE", "2:99999999999"),
         ("FERRORPC_INSECURE", "maybe"),
+        ("FERRORPC_BIND", "127.0.0.1:29701"),
+        ("FERRORPC_BIND", "[::1]:29701"),
+        ("FERRORPC_ADVERTISE", "node1:29701"),
+        ("FERRORPC_ADVERTISE", "node 1"),
+        ("FERRORPC_ADVERTISE", "http://node1"),
     ],
 )
 def test_a_wrong_value_names_its_variable(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=variable):
         Config(environment={variable: text})
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0", "::", "[::1]", "fe80::1%eth0", "node1.example", "localhost"])
+def test_a_host_is_a_name_or_an_address_of_either_family(text: str) -> None:
+    assert Config(environment={"FERRORPC_BIND": text})["bind"] == text
 
 
 def test_the_variable_that_kubernetes_sets_for_a_service_is_explained() -> None:

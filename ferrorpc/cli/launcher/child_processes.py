@@ -146,7 +146,7 @@ class ChildProcesses:
         Raises:
             ConfigError: no further process can be started, or no descriptors are left.
         """
-        with self._starting():
+        with self._starting(), _blocked(exec_shim.STOP_SIGNALS):
             child = Child(command, environment, stdin=stdin)
         self._children.append(child)
         self._tell_cleanup(f"+{child.pid}\n")

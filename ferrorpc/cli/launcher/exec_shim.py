@@ -14,6 +14,8 @@ import sys
 PR_SET_PDEATHSIG = 1
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 """Python ignores these, and exec would pass that on: `yes | head` in a shell script would then report an error."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The launcher starts this script with these blocked, so that Ctrl-C shows no traceback of its imports."""
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
@@ -30,6 +32,9 @@ def execute(launcher_pid: int, command: list[str]) -> int:
         return 128 + signal.SIGKILL  # the launcher ended before the line above: nobody would send the signal
     for number in IGNORED_BY_PYTHON:
         signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ferrorpc.cli.launcher.signals import describe, exit_code
-from ferrorpc.cli.launcher.worker_group import Exit, Start
+from ferrorpc.cli.launcher.worker_group import Exit, Phase, Start, WorkerGroup
 from ferrorpc.exit_codes import EXIT_RETRY
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
@@ -88,6 +88,17 @@ def restart_line(start: Start, most: int, labels: Sequence[str], tail: Sequence[
     said = exit_reason(start.cause.returncode, tail)
     how = f"rank {labels[start.cause.worker]} ended with {describe(start.cause.returncode)}"
     return f"{line}, because {how}{f': {said}' if said else ''}"
+
+
+def waiting_line(group: WorkerGroup, labels: Sequence[str], now: float) -> str:
+    """For a wait that takes long: "waiting for ranks 0, 2 to end; SIGKILL follows in 25 s"."""
+    left = [labels[worker] for worker in sorted(group.alive)]
+    line = f"waiting for rank{'s' * (len(left) > 1)} {', '.join(left)} to end"
+    if group.phase is Phase.KILLING:
+        return f"{line} after SIGKILL"
+    number = "SIGTERM" if group.phase is Phase.FAILING else "SIGKILL"
+    sooner = ", or at once with the next signal" if group.interrupted else ""
+    return f"{line}; {number} follows in {group.deadline - now:.0f} s{sooner}"
 
 
 def losses_line(exits: Iterable[Exit], labels: Sequence[str]) -> str:

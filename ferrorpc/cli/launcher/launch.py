@@ -29,6 +29,7 @@ from ferrorpc.cli.launcher.exit_summary import (
     launcher_exit_code,
     losses_line,
     restart_line,
+    waiting_line,
 )
 from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
@@ -42,6 +43,8 @@ from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_PIPE, EXIT_RETRY
 
 _WARM_UP_SECONDS: Final = 2.0
 """After this time the exit reporter is started, ahead of any report, and the user is told how to watch the job."""
+_EXPLAIN_SECONDS: Final = 5.0
+"""After this time in one phase the user is told whom the launcher waits for."""
 _GROUP_POLL_SECONDS: Final = 0.05
 """Between two checks whether a process group has ended."""
 _ANSWER_SECONDS: Final = 1.0
@@ -133,6 +136,9 @@ class _Launch:
         """A restart, and the latest time for it."""
         self._poll_groups_at = NO_DEADLINE
         """Finite while a worker has exited but not its whole group: no signal announces the end of the rest."""
+        self._explained_phase = Phase.RUNNING
+        self._explain_at = NO_DEADLINE
+        """When the wait of that phase is to be explained; finite only until it was."""
         self._code: int | None = None
         self._announce = plan.owns_coordinator and (console.on_terminal or plan.http_port is not None)
         """Whether the address of the launcher's own coordinator is still to be printed."""
@@ -174,9 +180,19 @@ class _Launch:
             elif now >= latest or not self._reporter.unanswered:
                 self._pending_restart = None
                 self._spawn(start)
+        self._explain_wait(now)
+
+    def _explain_wait(self, now: float) -> None:
+        phase = self._group.phase
+        if phase is not self._explained_phase:
+            self._explained_phase = phase
+            self._explain_at = NO_DEADLINE if phase in (Phase.RUNNING, Phase.DONE) else now + _EXPLAIN_SECONDS
+        elif now >= self._explain_at:
+            self._explain_at = NO_DEADLINE
+            self._console.say(waiting_line(self._group, self._labels, now))
 
     def _next_deadline(self, now: float) -> float:
-        deadlines = [self._group.deadline, self._poll_groups_at]
+        deadlines = [self._group.deadline, self._poll_groups_at, self._explain_at]
         if self._coordinator is not None:
             deadlines.append(self._coordinator.restart_at)
         if self._warm_up_pending:

@@ -2,8 +2,15 @@
 
 import pytest
 
-from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, first_host, member_name, own_coordinator_address
-from ferrorpc.config import Config
+from ferrorpc.bootstrap.environment import (
+    LaunchInfo,
+    detect_launch,
+    first_host,
+    job_named_after,
+    member_name,
+    own_coordinator_address,
+)
+from ferrorpc.config import Config, plain_name
 from ferrorpc.errors import ConfigError
 
 TORCHRUN = {
@@ -150,6 +157,8 @@ def test_an_argument_comes_before_the_variables():
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+        ({"RANK": "0", "WORLD_SIZE": "99999999999"}, "WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "first"}, "LOCAL_RANK"),
         ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "PET_NNODES"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NODE_RANK"),
@@ -177,6 +186,15 @@ def test_what_cannot_be_names_the_variable(environment, named):
 )
 def test_rank_0_starts_a_coordinator_where_the_launcher_says_it_is_but_never_on_the_master_port(environment, expected):
     assert own_coordinator_address(launch_of(environment), 29700) == expected
+
+
+def test_a_run_may_have_a_name_that_no_job_may_have():
+    """torchrun takes any: `--rdzv-id "my run/1"`."""
+    runs = ["4711.0", "my run/1", "my run/2", "\u00fc", "\udcff", "r" * 125, "r" * 126]
+    jobs = [job_named_after(run) for run in runs]
+    assert [plain_name(job) for job in jobs] == jobs
+    assert jobs[0] == "run-4711.0"
+    assert len(set(jobs)) == len(runs), "runs that use one port by mistake do not mix"
 
 
 @pytest.mark.parametrize("environment", [{"FERRORPC_WORLD_SIZE": "4"}, TORCHRUN | {"MASTER_ADDR": ""}])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import ferrorpc
@@ -30,3 +32,12 @@ def test_a_backend_of_torchs_is_told_ferrorpcs_counterpart(name: str) -> None:
 def test_a_world_without_a_coordinator_is_told_who_starts_one() -> None:
     with pytest.raises(ConfigError, match=r"try: .*ferrorpc run -n 2"):
         ferrorpc.init_process_group(world_size=2)
+
+
+@pytest.mark.parametrize("settings", [{"coordinator": "127.0.0.1:0"}, {"port": 0}])
+def test_port_0_is_no_port_that_ranks_could_dial(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    """A wait for somebody there would end after the timeout, with exit code 75, as if a retry could help."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:0:(.|\n)*FERRORPC_COORDINATOR.*FERRORPC_PORT"):
+        ferrorpc.init_process_group(timeout=0.2, **settings)

@@ -13,6 +13,7 @@ import pytest
 
 from ferrorpc.cli.launcher import cleanup
 from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses
+from tests.waiting import eventually
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -73,10 +74,29 @@ def test_a_group_that_became_another_users_is_told_of(monkeypatch):
     assert child.send(signal.SIGTERM), "an empty group takes any signal"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_before_the_command_has_begun_ends_it_and_nothing_is_said(number):
+    """The exec shim would show a traceback of its own imports."""
+    with ChildProcesses() as children:
+        child = children.start(["sleep", "60"], os.environ)
+        eventually(lambda: signals(child.pid, "SigCgt", {signal.SIGINT}) or is_called(child.pid, "sleep"), "it has begun")
+        assert child.send(number)
+        eventually(lambda: child.poll() is not None, "it ends")
+        assert (child.returncode, child.stderr.read()) == (-number, b"")
+
+
+def is_called(pid, name):
+    return Path(f"/proc/{pid}/comm").read_text() == f"{name}\n"
+
+
+def signals(pid, kind, numbers):
+    """Whether these are among the signals of one kind in /proc/PID/status, such as SigBlk."""
+    mask = int(re.search(rf"{kind}:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
+    return all(mask >> (number - 1) & 1 for number in numbers)
+
+
 def test_the_cleanup_process_is_deaf_to_what_ends_the_launcher_from_its_beginning():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with ChildProcesses() as children:
-        status = Path(f"/proc/{children._cleanup.pid}/status").read_text()
+        assert signals(children._cleanup.pid, "SigBlk", cleanup.IGNORED)
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
-    mask = int(re.search(r"SigBlk:\s*([0-9a-f]+)", status)[1], 16)
-    assert all(mask >> (number - 1) & 1 for number in cleanup.IGNORED)

@@ -13,10 +13,13 @@ from ferrorpc.cli.launcher.exit_summary import (
     losses_line,
     restart_line,
     victims_line,
+    waiting_line,
 )
-from ferrorpc.cli.launcher.worker_group import Exit, Start
+from ferrorpc.cli.launcher.worker_group import Exit, FailurePolicy, Phase, Start, WorkerGroup
 from ferrorpc.errors import GroupAbortedError, PeerLostError, StaleGenerationError
 
+POLICY = FailurePolicy()
+LABELS = ["0", "1", "2"]
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: bad batch"]
 LOST = [
     "Traceback (most recent call last):",
@@ -123,3 +126,16 @@ def test_a_restart_says_who_failed_and_how():
     told = restart_line(Start((2,), 2, end(2, -signal.SIGKILL)), 3, labels, TRACEBACK)
     assert told == "restart 2 of 3: rank 2, because rank 2 ended with SIGKILL"
     assert restart_line(Start((2,), 2), 3, labels, []) == "restart 2 of 3: rank 2"
+
+
+@pytest.mark.parametrize(
+    ("group", "line"),
+    [
+        (WorkerGroup(3, POLICY, Phase.FAILING, deadline=34.6, alive={1}), "rank 1 to end; SIGTERM follows in 25 s"),
+        (WorkerGroup(3, POLICY, Phase.STOPPING, deadline=40.0, alive={0, 2}), "ranks 0, 2 to end; SIGKILL follows in 30 s"),
+        (WorkerGroup(3, POLICY, Phase.KILLING, interrupted=2, alive={2}), "rank 2 to end after SIGKILL"),
+    ],
+    ids=lambda value: value.phase.name if isinstance(value, WorkerGroup) else "",
+)
+def test_a_wait_for_workers_says_whom_for_and_what_follows(group, line):
+    assert waiting_line(group, LABELS, 10.0) == f"waiting for {line}"

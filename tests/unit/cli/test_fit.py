@@ -30,8 +30,7 @@ def times(ranks: int, processors: int | None = None, costs: Costs = COSTS) -> li
     return [predict(case.entry, case.call(ranks), ranks, costs).seconds for case in CASES]
 
 
-@pytest.mark.parametrize("processors", [None, FEW])
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(("ranks", "processors"), [(3, None), (4, FEW)])
 def test_the_figures_that_made_the_times_are_found(ranks, processors):
     found = fit(ranks, CASES, times(ranks, processors), COSTS.gamma_seconds_per_byte, processors)
     assert found.figures() == pytest.approx(COSTS.figures(), rel=1e-2)

@@ -55,6 +55,10 @@ def test_the_launcher_loads_neither_grpc_nor_numpy():
         ["run", "missing.py"],
         ["run"],
         ["run", "-n", "0", "x.py"],
+        ["run", "--grace", "nan", __file__],
+        ["run", "--http-port", "70000", __file__],
+        ["run", "--master-port", "-1", __file__],
+        ["run", "--ranks", "\u00b2", __file__],
         ["demo", "--seed", "-1"],
     ],
 )
@@ -217,6 +221,12 @@ def test_the_demo_names_the_extra_that_is_missing(monkeypatch):
     monkeypatch.setattr(demo, "find_spec", lambda module: None if module == "sklearn" else object())
     with pytest.raises(ConfigError, match=r"the demo needs scikit-learn\ntry: pip install \"ferrorpc\[examples\]\""):
         demo.check_packages()
+
+
+def test_the_demo_trains_nothing_where_it_could_not_write_its_picture(tmp_path, capfd):
+    (tmp_path / "file").touch()
+    assert run(["demo", "-n", "1", "--epochs", "1", "--out", str(tmp_path / "file" / "loss.png")]) == 64
+    assert capfd.readouterr().err.startswith(f"ferrorpc: {tmp_path / 'file'}: ")
 
 
 def test_the_demo_finds_its_script():

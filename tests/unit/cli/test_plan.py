@@ -107,6 +107,7 @@ def test_an_option_after_the_script_is_the_scripts_which_is_told_where_one_worke
     [
         ["-n", "2", "SCRIPT", "-n", "3"],
         ["SCRIPT", "--epochs", "2"],
+        ["SCRIPT", "-t", "2"],
         ["--no-python", "nice", "-n", "3", "true"],
         ["SCRIPT", "2"],
     ],
@@ -273,7 +274,8 @@ def test_a_name_may_be_as_long_as_a_coordinator_takes_it(script):
 
 def test_command_lines_of_torchrun_work_as_they_are(script, capfd):
     flags = "--nproc_per_node=2 --rdzv-backend=c10d --rdzv_id=7 --monitor_interval=1 --start-method spawn --tee 3 --role=t"
-    assert run(["run", "--dry-run", *flags.split(), script]) == 0
+    more = "--rdzv_conf timeout=900,join_timeout=60 -r 3 -t 0:3,1:1 --redirects=0 --max_restarts=3"
+    assert run(["run", "--dry-run", *flags.split(), *more.split(), script]) == 0
     shown = capfd.readouterr().out
     assert shown.count("ROLE_NAME=t\n") == 2
     assert shown.count("FERRORPC_JOB=7\n") == 2
