@@ -56,6 +56,7 @@ def test_the_launcher_loads_neither_grpc_nor_numpy():
         ["run"],
         ["run", "-n", "0", "x.py"],
         ["demo", "--seed", "-1"],
+        ["demo", "--out", "."],
     ],
 )
 def test_bad_configuration_is_64(arguments, capfd):
