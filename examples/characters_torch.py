@@ -135,7 +135,6 @@ def plot(curve: list[float], test_loss: float, ranks: int, path: Path) -> None:
     axes.set_title(f"a transformer learns the standard library's source on {ranks} processes")
     axes.legend()
     axes.grid(visible=True, alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -152,6 +151,8 @@ def main() -> None:
     torch.manual_seed(0)
     device = device_of(options.device)
     with ferrorpc.init_process_group() as group:
+        if group.rank == 0:
+            options.out.parent.mkdir(parents=True, exist_ok=True)  # now, so that no training ends with its error
         text = source_text(group).to(device)
         cut = int(len(text) * (1 - TEST_SHARE))
         ddp = DistributedDataParallel(CharacterModel().to(device), group)

@@ -56,6 +56,8 @@ def my_batches(count: int, group: ferrorpc.ProcessGroup, seed: int) -> Iterator[
     """
     order = np.random.default_rng(seed).permutation(count)
     batch = ROWS_PER_RANK * group.size
+    if batch > count:
+        raise SystemExit(f"{count} images are too few for {group.size} ranks with {ROWS_PER_RANK} of every batch")
     for start in range(0, count - batch + 1, batch):
         yield order[start : start + batch][group.rank :: group.size]
 
@@ -120,14 +122,21 @@ def plot(curve: list[float], reached: float, ranks: int, path: Path) -> None:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.set_title(f"handwritten digits on {ranks} processes: test accuracy {reached:.3f}")
     axes.grid(visible=True, which="both", alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, as an argument of the command line."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 def main() -> None:
     """Runs one rank."""
     parser = argparse.ArgumentParser(description="train a small network on handwritten digits, data-parallel")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=positive, default=20)
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="fixes the split, the batches and the initial weights")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where the network is: gpu needs CuPy")
@@ -136,6 +145,8 @@ def main() -> None:
     xp = array_module(options.device)
 
     with ferrorpc.init_process_group() as group:
+        if group.rank == 0:
+            options.out.parent.mkdir(parents=True, exist_ok=True)  # now, so that no training ends with its error
         data = load(group, options.seed)
         model = DigitsNet((data.train_images.shape[1], 48, 10), seed=options.seed + group.rank, xp=xp)
         ddp = ferrorpc.DistributedDataParallel(model, group)

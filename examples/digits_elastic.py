@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from digits_ddp import Digits, accuracy, load, my_batches
+from digits_ddp import Digits, accuracy, load, my_batches, positive
 from digits_model import DigitsNet, Momentum, softmax_cross_entropy
 
 import ferrorpc
@@ -89,7 +89,7 @@ def report(ddp: ferrorpc.DistributedDataParallel, data: Digits, group: ferrorpc.
 def main() -> None:
     """Runs one process, through all generations."""
     parser = argparse.ArgumentParser(description="train a small network on handwritten digits while processes come and go")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=positive, default=20)
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="fixes the split, the batches and the initial weights")
     options = parser.parse_args()

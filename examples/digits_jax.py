@@ -18,7 +18,7 @@ import ferrorpc
 import jax
 import jax.numpy as jnp
 import optax
-from digits_ddp import load, my_batches
+from digits_ddp import load, my_batches, positive
 
 WIDTH = 64
 
@@ -46,7 +46,7 @@ def loss(weights: Any, images: Any, labels: Any) -> Any:
 def main() -> None:
     """Runs one rank."""
     parser = argparse.ArgumentParser(description="train on handwritten digits with JAX, data-parallel")
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=positive, default=15)
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="fixes the split, the batches and the initial weights")
     options = parser.parse_args()

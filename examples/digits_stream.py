@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from digits_ddp import Digits, load, my_batches, plot
+from digits_ddp import Digits, load, my_batches, plot, positive
 from digits_model import Array, softmax_cross_entropy
 from numpy.typing import NDArray
 
@@ -109,7 +109,7 @@ def set_up(group: ferrorpc.ProcessGroup, options: Any) -> tuple[Weights, ferrorp
 def main() -> None:
     """Runs one rank."""
     parser = argparse.ArgumentParser(description="train on handwritten digits, with a backward pass written by hand")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=positive, default=20)
     parser.add_argument("--rate", type=float, default=0.05, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="fixes the split, the batches and the initial weights")
     parser.add_argument("--hook", choices=HOOKS, default="none", help="how gradients are compressed")
@@ -117,6 +117,8 @@ def main() -> None:
     options = parser.parse_args()
 
     with ferrorpc.init_process_group() as group:
+        if group.rank == 0:
+            options.out.parent.mkdir(parents=True, exist_ok=True)  # now, so that no training ends with its error
         data = load(group, options.seed)
         weights, sync = set_up(group, options)
         curve = train(weights, sync, data, group, options)

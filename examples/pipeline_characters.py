@@ -155,7 +155,6 @@ def draw(trainer: Trainer, path: Path, write_file: bool) -> str:
     schedule = trainer.pipe.schedule
     simulated = schedule.simulate(**recorded.costs(schedule))
     if write_file:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write = recorded.to_svg if path.suffix == ".svg" else recorded.to_png
         write(path, beside=simulated)
     return f"idle {recorded.bubble_fraction:.1%} as recorded, {simulated.bubble_fraction:.1%} as simulated"
@@ -179,6 +178,8 @@ def main() -> None:
             raise SystemExit(f"{group.size} processes cannot be shared among {options.replicas} replicas")
         mesh = ferrorpc.Mesh({"dp": options.replicas, "pp": group.size // options.replicas}, group)
         schedule = ferrorpc.schedules.named(options.schedule, mesh["pp"].size, options.microbatches, options.chunks)
+        if group.rank == 0:
+            options.out.parent.mkdir(parents=True, exist_ok=True)  # now, so that no training ends with its error
         text = source_text(group)
         cut_at = int(len(text) * (1 - TEST_SHARE))
         trainer = Trainer(my_stages(schedule, mesh["pp"].rank), mesh, schedule, options.steps, options.rate)

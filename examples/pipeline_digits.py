@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from digits_ddp import Digits, load
+from digits_ddp import Digits, load, positive
 from digits_model import Array, Momentum, accumulate, softmax_cross_entropy
 
 import ferrorpc
@@ -107,7 +107,7 @@ def train(pipe: ferrorpc.Pipeline, stages: Sequence[DenseStage], data: Digits, o
 def main() -> None:
     """Runs one rank."""
     parser = argparse.ArgumentParser(description="train a small network on handwritten digits, cut into pipeline stages")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=positive, default=20)
     parser.add_argument("--rate", type=float, default=0.05, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="fixes the split, the batches and the initial weights")
     parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(ferrorpc.schedules.NAMED)}")
@@ -117,6 +117,8 @@ def main() -> None:
     options = parser.parse_args()
 
     with ferrorpc.init_process_group() as group:
+        if group.rank == 0:
+            options.out.parent.mkdir(parents=True, exist_ok=True)  # now, so that no training ends with its error
         data = load(group, options.seed)
         schedule = ferrorpc.schedules.named(options.schedule, group.size, options.microbatches, options.chunks)
         if schedule.virtual_stages > len(WIDTHS) - 1:
@@ -129,7 +131,6 @@ def main() -> None:
         recorded = pipe.recorded()
         logits = pipe.forward(data.test_images)
         if group.rank == 0:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             draw = recorded.to_svg if options.out.suffix == ".svg" else recorded.to_png
             draw(options.out, beside=schedule.simulate(**recorded.costs(schedule)))
             print(f"{schedule}: {options.epochs} epochs in {seconds:.1f} s, backend {group.backend}")

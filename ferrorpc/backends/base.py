@@ -200,4 +200,8 @@ class Backend(ABC):
 
     def renew(self, timeout: float) -> Backend:
         """The same kind of backend in the next generation (`group.reform`). Only world backends with a session can."""
-        raise BackendUnavailableError(f"backend {self.name!r} has no coordinator, so its group cannot be formed again")
+        if self.session is None:
+            reason = f"backend {self.name!r} has no coordinator, so its group cannot be formed again"
+            raise BackendUnavailableError(reason, "use init_process_group()")
+        hint = f"give {type(self).__name__} a method renew, or end this process with code 75 and let it be started again"
+        raise BackendUnavailableError(f"backend {self.name!r} cannot be used in another generation", hint)

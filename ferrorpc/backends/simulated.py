@@ -9,7 +9,7 @@ from ferrorpc.backends.message import MessageBackend
 from ferrorpc.coordination.base import Session
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
-from ferrorpc.transports.inproc import Faults, InprocTransport, Network
+from ferrorpc.transports.inproc import Faults, InprocTransport, Network, seed_of
 from ferrorpc.transports.mailbox import Mailbox
 
 
@@ -19,7 +19,7 @@ class Networks:
     def __init__(self, clock: Clock, faults: Faults | None, seed: int) -> None:
         self._clock = clock
         self._faults = faults
-        self._seed = seed
+        self._seed = seed_of(seed)
         self._networks: dict[int, Network] = {}
 
     def of(self, generation: int) -> Network:

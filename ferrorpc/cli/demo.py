@@ -33,7 +33,7 @@ _NEEDED: Final = {"sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matp
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
     default=Path("out/digits_loss.png"),
     show_default=True,
     help="File of the loss curve.",

@@ -2,7 +2,8 @@
 
 The plans are the same. Sends run on helper threads, one for each peer and in order, since a backend's send may block until its
 peer receives. Receives are blocking calls on the driver's thread. Every message has its own tag, made from the operation's key
-and the plan's slot. Such a backend runs one operation at a time, and cannot tell a mismatch from a delay.
+and the plan's slot. Such a backend runs one operation at a time. Its messages carry no signatures, so ranks that call different
+operations are noticed only by messages that do not fit, or by the deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive,
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.workspace import Rules, Workspace
-from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError, LimitExceededError
+from ferrorpc.errors import (
+    BarrierTimeoutError,
+    CodecError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FerroError,
+    LimitExceededError,
+)
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
@@ -161,14 +169,20 @@ class BlockingCollective(BlockingExecution):
     def __init__(
         self, prepared: BlockingPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
     ) -> None:
-        actions = prepared.plan.actions
+        actions, rules = prepared.plan.actions, prepared.rules
         peers = {action.peer for action in actions if isinstance(action, Receive | Fold | FoldUnder)}
         super().__init__(prepared.backend, guard, f"{prepared.call.signature} #{key.number}", sorted(peers))
         self._actions = actions
         self._is_barrier = prepared.call.operation is Operation.BARRIER
-        self._codec = prepared.rules.codec
+        self._codec = rules.codec
+        self._storages: set[np.dtype[Any]] | None = None
+        """The dtypes of messages of a reduction; None if they may have any."""
+        if rules.codec is not None:
+            self._storages = {np.dtype(np.uint8)}
+        elif rules.kernel is not None:
+            self._storages = {rules.dtype.storage, rules.work_dtype.storage}
         self._key = key
-        self._workspace = Workspace(prepared.rules, inputs, outputs)
+        self._workspace = Workspace(rules, inputs, outputs)
 
     def advance(self) -> bool:
         senders = SenderThreads(self._backend, self.guard)
@@ -201,12 +215,25 @@ class BlockingCollective(BlockingExecution):
             missing = [self._backend.world_ranks[action.peer]]
             raise BarrierTimeoutError(missing, f"{self._label}: {late.message}") from None
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
-        self._workspace.expect(action.region, spec)
+        self._check_fits(action, spec)
         flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)
         if self._codec is not None and flat.size:
             flat = self._codec.decode(flat, self._workspace.elements(action))
         dtype = DType.FLOAT32 if self._codec is not None else spec.dtype
         self._workspace.accept(action, dtype, 0, flat)
+
+    def _check_fits(self, action: Receive | Fold | FoldUnder, spec: TensorSpec) -> None:
+        """Raises CollectiveMismatchError if this message cannot be part of this operation."""
+        fits = spec.shape == (0,) or self._storages is None or spec.dtype.storage in self._storages
+        if fits:
+            try:
+                self._workspace.expect(action.region, spec)
+            except CodecError:
+                fits = False
+        if not fits:
+            ranks = self._backend.world_ranks
+            sent = f"another operation, which sends {spec}"
+            raise CollectiveMismatchError({ranks[self._backend.rank]: self._label, ranks[action.peer]: sent})
 
 
 class BlockingSend(BlockingExecution):

@@ -6,6 +6,8 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from ferrorpc.errors import ConfigError
 from ferrorpc.testing.virtual_clock import ThreadExit
@@ -28,7 +30,7 @@ class Kill:
             raise ConfigError("a Kill needs at_seconds or at_operation")
         if self.at_seconds is not None:
             _check_seconds(self.at_seconds, "at_seconds")
-        if self.at_operation is not None and (type(self.at_operation) is not int or self.at_operation < 1):
+        if self.at_operation is not None and not (_is_whole(self.at_operation) and self.at_operation >= 1):
             raise ConfigError(f"at_operation={self.at_operation!r}: operations are counted from 1", hint="give 1 or more")
 
 
@@ -60,14 +62,17 @@ class FaultPlan:
 
     def __post_init__(self) -> None:
         match self.delay_seconds:
-            case (float() | int() as low, float() | int() as high) if 0 <= low <= high < math.inf:
-                self.kills()  # raises if one could never happen
+            case (low, high) if _is_seconds(low) and _is_seconds(high) and low <= high:
+                pass
             case wrong:
                 raise ConfigError(f"delay_seconds={wrong!r} is no range of seconds", hint="give (low, high), 0 <= low <= high")
+        _check_ranks("kill", self.kill, object, "a Kill, or a number of seconds")
+        _check_ranks("pause", self.pause, Pause, "a Pause")
+        self.kills()  # raises if one could never happen
 
     def delay(self, random: random.Random, source: int, target: int) -> float:
         """Seconds a message takes from rank `source` to rank `target`."""
-        low, high = self.delay_seconds
+        low, high = map(float, self.delay_seconds)
         return random.uniform(low, high)
 
     def kills(self) -> dict[int, Kill]:
@@ -75,6 +80,19 @@ class FaultPlan:
         return {rank: end if isinstance(end, Kill) else Kill(at_seconds=end) for rank, end in self.kill.items()}
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _check_ranks(name: str, faults: object, kind: Any, expected: str) -> None:
+    if not isinstance(faults, Mapping) or not all(_is_whole(rank) and isinstance(end, kind) for rank, end in faults.items()):
+        raise ConfigError(f"{name}={faults!r} is no plan for ranks", hint=f"give a dict: rank -> {expected}")
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < math.inf
+
+
 def _check_seconds(value: object, name: str) -> None:
-    if not (isinstance(value, float | int) and 0 <= value < math.inf):
+    if not _is_seconds(value):
         raise ConfigError(f"{name}={value!r} is no number of seconds", hint="give 0 or more")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.testing.faults import RankKilled
-from ferrorpc.testing.virtual_clock import VirtualClock
+from ferrorpc.testing.virtual_clock import VirtualClock, position
 
 WALL_SECONDS: Final = 100.0
 """Ranks that have not ended after so many real seconds are a failure."""
@@ -36,6 +37,8 @@ class RankThreads:
 
     def run(self, fn: Callable[[ProcessGroup], Any], return_exceptions: bool) -> list[Any]:
         """What each rank returned, in rank order. Raises as `run_world`."""
+        if self._threads:
+            raise UsageError("this world has already had its run", hint="make a new world for each run")
         bodies = [(f"rank {rank}", self._body(rank, group, fn)) for rank, group in enumerate(self._groups)]
         if isinstance(self._clock, VirtualClock):
             self._clock.run(bodies, WALL_SECONDS)
@@ -43,8 +46,8 @@ class RankThreads:
             try:
                 for name, body in bodies:
                     self._clock.start(body, name)
-                if not self._all_ended.wait(WALL_SECONDS):
-                    raise FerroError(f"{self._running} of {len(self._groups)} ranks still run after {WALL_SECONDS:g} s")
+                if bodies and not self._all_ended.wait(WALL_SECONDS):
+                    raise self._overdue()
             except BaseException as error:
                 self._abandon(error)
                 raise
@@ -53,6 +56,16 @@ class RankThreads:
         if self._failed and not return_exceptions:
             raise self._first_cause()
         return self.outcomes
+
+    def _overdue(self) -> FerroError:
+        frames = sys._current_frames()
+        still = [
+            f"{thread.name!r} in {position(frames.get(thread.ident or 0))}" for thread in self._threads if thread.is_alive()
+        ]
+        return FerroError(
+            f"{len(still)} of {len(self._groups)} ranks still run after {WALL_SECONDS:g} s: {'; '.join(still)}",
+            hint="look at what each waits for, and give waits outside of ferrorpc a timeout; if it is only slow, compute less",
+        )
 
     def _abandon(self, error: BaseException) -> None:
         """Ends the ranks at their next operation."""

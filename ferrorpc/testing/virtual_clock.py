@@ -22,6 +22,7 @@ from typing import Final
 
 from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import FOREVER, start_thread
+from ferrorpc.transports.inproc import seed_of
 
 WALL_SECONDS: Final = 300.0
 """How long `run` waits in real time. It takes that long if a thread blocks or spins outside `park`, or has much to compute."""
@@ -104,7 +105,7 @@ class VirtualClock:
     def __init__(self, seed: int = 0) -> None:
         self.trace = 0
         self.switches = 0
-        self._draw = random.Random(seed).random
+        self._draw = random.Random(seed_of(seed)).random
         self._now = 0.0
         self._runnable: list[_Thread] = []
         self._timers: list[tuple[float, int, _Thread | None, int, Callable[[], None] | None]] = []
@@ -188,7 +189,7 @@ class VirtualClock:
 
     def _overdue(self, wall_seconds: float) -> FerroError:
         holder = self._holder
-        where = "no thread" if holder is None else _position(holder, sys._current_frames())
+        where = "no thread" if holder is None else f"{holder} in {position(sys._current_frames().get(holder.ident))}"
         return FerroError(
             f"the simulated world still runs after {wall_seconds:g} real seconds, {self._now:.6f} virtual ones and "
             f"{self.switches} switches between threads; what runs is {where}",
@@ -327,7 +328,7 @@ class VirtualClock:
         self._failures.append(what)
         frames = sys._current_frames()
         waiting = [each for each in self._threads.values() if each.parker is not None or (each.withheld and not each.paused)]
-        places = "; ".join(_position(thread, frames) for thread in waiting)
+        places = "; ".join(f"{thread} in {position(frames.get(thread.ident))}" for thread in waiting)
         why = "; before, ".join(reversed(self._failures))
         message = f"the simulated world stopped at {self._now:.6f} s: {why}. Waiting: {places}"
         for thread in waiting:
@@ -348,13 +349,12 @@ class VirtualClock:
         return self._runnable.pop() if self._runnable else None
 
 
-def _position(thread: _Thread, frames: dict[int, FrameType]) -> str:
-    """Where a thread is, innermost call first, without frames of this file and of `threading`."""
-    frame = frames.get(thread.ident)
+def position(frame: FrameType | None) -> str:
+    """Where a thread is, given its frame: innermost call first, without frames of this file and of `threading`."""
     calls: list[str] = []
     while frame is not None and len(calls) < FRAMES_SHOWN:
         code = frame.f_code
         if code.co_filename not in (__file__, threading.__file__):
             calls.append(f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})")
         frame = frame.f_back
-    return f"{thread} in {' < '.join(calls) or 'its start'}"
+    return " < ".join(calls) or "its start"

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.coordination.local import LocalSession, LocalWorld
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import ConfigError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import Clock
 from ferrorpc.testing.faults import FaultPlan, RankKilled
@@ -47,6 +47,8 @@ class World:
         self.clock: Clock = VirtualClock(seed) if clock is None else clock
         self.job = LocalWorld(size, clock=self.clock, min_size=min_size, timeout=timeout)
         self._plan = FaultPlan() if faults is None else faults
+        if not isinstance(self._plan, FaultPlan):
+            raise ConfigError(f"faults={faults!r} is no FaultPlan", hint="make one: FaultPlan(kill={1: 0.5})")
         self._kills = self._plan.kills()
         self._operations = dict.fromkeys(self._kills, 0)
         self._lanes = Networks(self.clock, faults, seed)
@@ -70,13 +72,14 @@ class World:
             self.job.session(rank)  # raises if there is no such rank
             self.job.on_operation = self._count_operation
             if end.at_seconds is not None:
-                self.clock.call_at(self.clock.now() + end.at_seconds, partial(self._kill, rank, end.reason))
+                self.clock.call_at(self.clock.now() + float(end.at_seconds), partial(self._kill, rank, end.reason))
         for rank, pause in self._plan.pause.items():
             self.job.session(rank)
             if not isinstance(self.clock, VirtualClock):
                 raise UsageError("only ranks of a virtual world can be paused", hint="omit clock=")
-            self.clock.call_at(pause.at_seconds, partial(self.clock.pause, rank))
-            self.clock.call_at(pause.at_seconds + pause.seconds, partial(self.clock.unpause, rank))
+            begin = float(pause.at_seconds)
+            self.clock.call_at(begin, partial(self.clock.pause, rank))
+            self.clock.call_at(begin + float(pause.seconds), partial(self.clock.unpause, rank))
 
     def _kill(self, rank: int, reason: str) -> None:
         if rank in self._ranks.killed:

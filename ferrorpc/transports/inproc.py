@@ -9,15 +9,24 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
 
-from ferrorpc.errors import GroupClosedError
+from ferrorpc.errors import GroupClosedError, UsageError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.wire.frames import Frame, Header, Key
+
+
+def seed_of(seed: Any) -> int:
+    """A caller's seed, an integer of any kind. Raises UsageError."""
+    try:
+        return index(seed)
+    except TypeError:
+        raise UsageError(f"seed={seed!r} is no whole number", hint="a run replays from an integer, such as 0") from None
 
 
 class Faults(Protocol):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.house.tree import ROOT
 
-COLLECT = """
+IMPORT = """
 import sys
+from importlib import import_module
 from importlib.machinery import PathFinder
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +24,16 @@ class Without(PathFinder):
             return super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
-sys.exit(pytest.main(["--collect-only", "--quiet", "-p", "no:cacheprovider", "tests"]))
+for path in sorted(Path("tests").rglob("test_*.py")):
+    try:
+        import_module(".".join(path.with_suffix("").parts))
+    except pytest.skip.Exception:
+        pass  # it says itself what it needs
 """
 
 
-def test_every_file_of_tests_can_be_read_where_optional_libraries_are_missing() -> None:
-    found = subprocess.run([sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert found.returncode == 0, "\n".join(line for line in found.stdout.splitlines() if line.startswith(("ERROR", "E  ")))
+@pytest.mark.timeout(300)
+def test_every_file_of_tests_can_be_imported_where_optional_libraries_are_missing() -> None:
+    """Importing them takes a third of the time in which pytest collects them."""
+    found = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert found.returncode == 0, found.stderr

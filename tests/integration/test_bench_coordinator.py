@@ -1,5 +1,6 @@
 """The load generator at a small size: that it measures what it says, not how fast it is."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -8,7 +9,8 @@ import threading
 
 import pytest
 
-from ferrorpc.cli.bench import barrier, rendezvous, torch_baseline
+from ferrorpc.cli.bench import barrier, load_generator, rendezvous, torch_baseline
+from ferrorpc.errors import CoordinatorUnavailableError
 from tests.integration.launching import children_of, wait_until_gone
 
 
@@ -23,6 +25,17 @@ def test_rendezvous_reports_connecting_joining_and_the_journal_apart():
     text = rendezvous.describe(results)
     assert "5 members" in text
     assert "in memory" in text
+
+
+def test_sessions_that_cannot_connect_are_an_error_of_ferrorpc(monkeypatch):
+    monkeypatch.setattr(load_generator, "CONNECT_SECONDS", 0.2)
+
+    async def connect():
+        async with load_generator.sessions("127.0.0.1:1", "job", 3):
+            pytest.fail("nobody is there")
+
+    with pytest.raises(CoordinatorUnavailableError, match=r"3 sessions did not connect to 127\.0\.0\.1:1 within 0\.2 s"):
+        asyncio.run(connect())
 
 
 def test_barrier_reports_worlds_and_bare_sessions():

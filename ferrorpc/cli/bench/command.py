@@ -62,7 +62,7 @@ command = LazyGroup(
     params=[
         click.Option(
             ["--fit"],
-            type=click.Path(dir_okay=False, path_type=Path),
+            type=click.Path(dir_okay=False, writable=True, path_type=Path),
             help="Measure the cost of messages and reductions between processes here, and write the cost table to this file.",
         ),
         click.Option(["--ranks"], default="2,4", show_default=True, help="With --fit: the numbers of ranks to measure."),

@@ -27,6 +27,8 @@ from ferrorpc.wire import options, status
 
 BEAT_SECONDS: Final = 1.0
 START_SECONDS: Final = 20.0
+CONNECT_SECONDS: Final = 60.0
+"""For all sessions together. On a busy machine thousands of handshakes take longer than gRPC gives a single attempt."""
 PROTOCOL_VERSION: Final = 1
 TIMEOUT_MS: Final = 60_000
 
@@ -70,7 +72,7 @@ class LoadSession:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=options.session_channel())
-        self._call = session_pb2_grpc.CoordinatorServiceStub(self._channel).Session()
+        self._call = session_pb2_grpc.CoordinatorServiceStub(self._channel).Session(wait_for_ready=True)
         self._sequence = 0
         self._writing = asyncio.Lock()  # gRPC allows one write at a time, and beats are sent between requests
 
@@ -113,8 +115,11 @@ class LoadSession:
         await self._channel.close()
 
     async def _write(self, frame: session_pb2.ClientFrame) -> None:
-        async with self._writing:
-            await self._call.write(frame)
+        try:
+            async with self._writing:
+                await self._call.write(frame)
+        except grpc.aio.AioRpcError as error:
+            raise status.error_of(error, "the coordinator") from None
 
     async def _read(self) -> session_pb2.ServerFrame:
         try:
@@ -133,7 +138,7 @@ async def sessions(address: str, job: str, count: int) -> AsyncIterator[tuple[li
     began = loop.time()
     members = [LoadSession(address) for _ in range(count)]
     try:
-        await asyncio.gather(*(member.open(job, f"member-{number}") for number, member in enumerate(members)))
+        await _open(members, address, job)
         connecting = loop.time() - began
         beats = asyncio.create_task(_beat(members))
         try:
@@ -142,6 +147,15 @@ async def sessions(address: str, job: str, count: int) -> AsyncIterator[tuple[li
             beats.cancel()
     finally:
         await asyncio.gather(*(member.close() for member in members))
+
+
+async def _open(members: Sequence[LoadSession], address: str, job: str) -> None:
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            await asyncio.gather(*(member.open(job, f"member-{number}") for number, member in enumerate(members)))
+    except TimeoutError:
+        late = f"{len(members)} sessions did not connect to {address} within {CONNECT_SECONDS:g} s"
+        raise CoordinatorUnavailableError(late, hint="measure fewer, or on a machine that does nothing else") from None
 
 
 async def join(members: Sequence[LoadSession]) -> list[rendezvous_pb2.JoinResponse]:

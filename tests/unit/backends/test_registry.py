@@ -71,6 +71,26 @@ def test_a_third_party_registers_its_own_backend_under_a_free_name(monkeypatch: 
             register(taken, lambda where: made)  # type: ignore[arg-type,return-value]
 
 
+def test_a_group_that_cannot_be_formed_again_says_what_its_backend_lacks() -> None:
+    class Carrier(Backend):
+        name = "carrier"
+        rank, size = 0, 1
+
+        def send(self, data, dst, tag=0) -> None: ...
+
+        def recv(self, src, tag=0, out=None, timeout=None): ...
+
+        def barrier(self, timeout=None) -> None: ...
+
+    with pytest.raises(BackendUnavailableError, match="has no coordinator"):
+        ProcessGroup(Carrier()).reform()
+    backend = Carrier()
+    backend.session = place().session
+    with pytest.raises(BackendUnavailableError, match="cannot be used in another generation") as raised:
+        ProcessGroup(backend).reform()
+    assert "give Carrier a method renew" in raised.value.hint
+
+
 def test_a_registered_backend_is_what_a_job_asks_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 

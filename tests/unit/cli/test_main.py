@@ -60,6 +60,7 @@ def test_the_launcher_loads_neither_grpc_nor_numpy():
         ["run", "--master-port", "-1", __file__],
         ["run", "--ranks", "\u00b2", __file__],
         ["demo", "--seed", "-1"],
+        ["demo", "--out", "."],
     ],
 )
 def test_bad_configuration_is_64(arguments, capfd):

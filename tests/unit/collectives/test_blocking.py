@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc import Backend, BarrierTimeoutError, CollectiveTimeoutError, PeerLostError, ProcessGroup
+from ferrorpc import (
+    Backend,
+    BarrierTimeoutError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    ProcessGroup,
+)
 from ferrorpc.collectives.blocking import SenderThreads
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_groups
@@ -66,6 +73,35 @@ def test_a_timeout_of_a_sockets_recv_breaks_nothing_and_one_of_a_collective_name
             assert raised.value.waiting_on == [1]
 
     run_groups([ProcessGroup(SocketBackend(queues)) for queues in queue_backends(2)], body)
+
+
+@pytest.mark.parametrize(
+    ("mine", "sent"),
+    [
+        (np.ones(4, np.float32), np.ones(4)),
+        (np.ones(4, np.int32), np.ones(4, np.float32)),
+        (np.ones(4), np.ones(6)),
+        (np.ones(1 << 20, np.float16), np.ones(1 << 20, np.int16)),
+    ],
+)
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+def test_a_message_that_does_not_fit_a_reduction_is_a_mismatch_that_says_what_came(operation, mine, sent):
+    """Messages of such a backend carry no signature. A sum of other dtypes would be wrong without a word."""
+
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(CollectiveMismatchError, match=f"rank {group.rank}: {operation}") as raised:
+            getattr(group, operation)(sent if group.rank else mine)
+        assert str((mine if group.rank else sent).dtype) in raised.value.signatures[1 - group.rank]
+
+    run_groups([ProcessGroup(backend, timeout=10.0) for backend in queue_backends(2)], body)
+
+
+def test_what_is_compressed_on_one_rank_alone_is_a_mismatch_on_both():
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(CollectiveMismatchError):
+            group.all_reduce(np.ones(4, np.float32), wire="bf16" if group.rank else None)
+
+    run_groups([ProcessGroup(backend, timeout=10.0) for backend in queue_backends(2)], body)
 
 
 def test_a_barriers_timeout_is_one_of_a_barrier_and_names_who_is_missing():

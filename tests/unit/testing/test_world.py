@@ -12,7 +12,7 @@ import pytest
 import ferrorpc
 from ferrorpc import CollectiveTimeoutError, ConfigError, FerroError, InvalidRankError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.testing import FaultPlan, Kill, Pause, RankKilled, World, rank_threads, run_groups, run_world
+from ferrorpc.testing import FaultPlan, Kill, Pause, RankKilled, VirtualClock, World, rank_threads, run_groups, run_world
 from tests.waiting import eventually
 
 both_clocks = pytest.mark.parametrize("clock", [None, SYSTEM_CLOCK], ids=["virtual", "real"])
@@ -249,6 +249,34 @@ def test_a_new_member_takes_the_place_of_a_dead_one(end: float | Kill) -> None:
     assert joined == [(1, 2, 12)]
 
 
+@both_clocks
+def test_a_world_runs_once(clock) -> None:
+    world = World(2, clock=clock)
+    assert world.run(lambda group: group.rank) == [0, 1]
+    with pytest.raises(UsageError, match="has already had its run"):
+        world.run(lambda group: group.rank)
+
+
+def test_a_world_of_no_groups_has_no_results() -> None:
+    assert run_groups([], lambda group: 7) == []
+
+
+def test_ranks_that_still_run_are_named_with_where_they_are(monkeypatch) -> None:
+    monkeypatch.setattr(rank_threads, "WALL_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    def stuck_elsewhere(group) -> None:
+        if group.rank == 1:
+            go_on.wait(10)
+
+    with pytest.raises(
+        FerroError, match=r"1 of 3 ranks still run after 0\.05 s: 'rank 1' in stuck_elsewhere \(test_world"
+    ) as raised:
+        run_world(3, stuck_elsewhere, clock=SYSTEM_CLOCK)
+    go_on.set()
+    assert "report this" not in str(raised.value)
+
+
 INFINITE = float("inf")
 NAN = float("nan")
 
@@ -262,7 +290,7 @@ def test_delays_that_are_no_range_of_seconds_are_refused(delay) -> None:
 def test_faults_that_could_never_happen_are_refused() -> None:
     with pytest.raises(ConfigError, match="at_seconds or at_operation"):
         Kill()
-    for operation in (0, -1, 1.5, "3"):
+    for operation in (0, -1, 1.5, "3", True):
         with pytest.raises(ConfigError, match="counted from 1"):
             Kill(at_operation=operation)
     ways: tuple[Callable[[Any], object], ...] = (
@@ -272,7 +300,7 @@ def test_faults_that_could_never_happen_are_refused() -> None:
         lambda seconds: Pause(1.0, seconds),
     )
     for make in ways:
-        for seconds in (-1.0, INFINITE, NAN, "soon"):
+        for seconds in (-1.0, INFINITE, NAN, "soon", np.float32(-1)):
             with pytest.raises(ConfigError, match="is no number of seconds"):
                 make(seconds)
     for plan in (FaultPlan(kill={2: 1.0}), FaultPlan(pause={2: Pause(0.0, 1.0)})):
@@ -280,6 +308,50 @@ def test_faults_that_could_never_happen_are_refused() -> None:
             run_world(2, lambda group: None, faults=plan)
     with pytest.raises(UsageError, match="virtual"):
         run_world(2, lambda group: None, faults=FaultPlan(pause={0: Pause(0.0, 1.0)}), clock=SYSTEM_CLOCK)
+
+
+def test_faults_and_seeds_may_be_drawn_by_numpy() -> None:
+    random = np.random.default_rng(0)
+    kills = {np.int64(1): Kill(at_operation=random.integers(3, 4)), 2: Kill(at_seconds=np.float32(60))}
+    plan = FaultPlan((np.float64(0), np.float32(0.25)), kills, {0: Pause(np.int32(0), np.float32(1))})
+
+    def body(group):
+        for _ in range(50):
+            group.barrier()
+
+    worlds = [World(3, faults=plan, seed=seed, min_size=np.int64(1)) for seed in (3, np.int64(3), np.int64(4))]
+    for world in worlds:
+        assert isinstance(world.run(body, return_exceptions=True)[1], RankKilled)
+    traces = [world.clock.trace for world in worlds]
+    assert traces[0] == traces[1] != traces[2]
+
+
+@pytest.mark.parametrize("seed", [None, "a", 1.5])
+def test_a_seed_that_is_no_whole_number_is_refused(seed) -> None:
+    for make in (
+        VirtualClock,
+        lambda seed: ferrorpc.SimulatedBackend.create_group(2, seed=seed),
+        lambda seed: World(2, seed=seed),
+    ):
+        with pytest.raises(UsageError, match=f"seed={seed!r} is no whole number"):
+            make(seed)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FaultPlan(kill=[1]),
+        lambda: FaultPlan(kill=None),
+        lambda: FaultPlan(pause=None),
+        lambda: FaultPlan(pause={0: 1.0}),
+        lambda: FaultPlan(kill={"0": 1.0}),
+        lambda: FaultPlan(kill={0: Pause(1.0, 1.0)}),
+        lambda: World(2, faults={"kill": {1: 1.0}}),
+    ],
+)
+def test_what_is_no_plan_of_faults_is_refused(make) -> None:
+    with pytest.raises(ConfigError):
+        make()
 
 
 def test_faults_and_seed_may_be_given_by_place() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from click.testing import CliRunner
@@ -35,6 +36,17 @@ def test_json_before_a_command_is_for_that_command():
 def test_nothing_is_measured_unasked():
     result = CliRunner().invoke(command, [])
     assert (result.exit_code, result.stdout.splitlines()[0].startswith("Usage: ")) == (0, True)
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    written = tmp_path / "costs.json"
+    written.touch()
+    monkeypatch.setattr("ferrorpc.cli.bench.fit.measure", lambda worlds: pytest.fail("it measures"))
+    monkeypatch.setattr("os.access", lambda path, mode: (str(path), mode) != (str(written), os.W_OK))
+    for path, reason in ((written, "is not writable"), (tmp_path, "is a directory"), (written / "below", "not writable")):
+        result = CliRunner().invoke(command, ["--fit", str(path)])
+        assert result.exit_code == 2
+        assert reason in result.stderr
 
 
 @pytest.mark.parametrize("words", [["--json"], ["barrier"]], ids=" ".join)
