@@ -189,6 +189,7 @@ class BackwardHooks:
             self._put(reduction, view, parameter)
         except BaseException as error:
             reduction.abandon()
+            self._reduction = None
             tell_others(self._replica.group, error)
             raise
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ferrorpc.errors import FerroError, GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError, PeerLostError, UsageError
 from ferrorpc.testing import run_world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -100,3 +100,15 @@ def test_a_rank_that_never_comes_is_named_with_the_gradients_it_owes() -> None:
             group.session.clock.parker().park(group.session.clock.now() + 100)
 
     run_world(2, body, timeout=5.0)
+
+
+def test_an_error_of_the_group_comes_again_in_later_steps() -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group)
+        ddp(batch(0)).sum().backward()
+        group.close()
+        for _ in range(2):
+            with pytest.raises(GroupClosedError, match="the group was closed"):
+                ddp(batch(0)).sum().backward()
+
+    run_world(1, body)
