@@ -15,7 +15,7 @@ nn = torch.nn
 stages_of_torch = pytest.importorskip("ferrorpc.torch")
 Stage, with_gradient = stages_of_torch.Stage, stages_of_torch.with_gradient
 WIDTH = 8
-STEPS = {2: 4, 3: 4, 4: 20}
+STEPS = {2: 4, 3: 4, 4: 8}
 """By the number of stages."""
 SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved", "zb1p", "zb1p 2", "zbv", "dualpipe_v")
 
