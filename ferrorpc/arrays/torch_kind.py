@@ -92,10 +92,14 @@ def check_not_lazy(x: Any) -> None:
 
 
 def _host_array(x: Any) -> np.ndarray[Any, Any]:
-    """The tensor's memory in its own layout, in the storage dtype."""
+    """The tensor's memory in its own layout, in the storage dtype. Raises UsageError if it has none of its own."""
     torch = sys.modules["torch"]
     array: np.ndarray[Any, Any]
-    array = x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+    try:
+        array = x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+    except RuntimeError as problem:
+        hint = "pass a plain torch.Tensor, outside of torch.vmap and of FakeTensorMode"
+        raise UsageError(f"the elements of a {type(x).__name__} are not accessible: {problem}", hint=hint) from None
     return array
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.errors import TensorMismatchError, UsageError
 
@@ -135,10 +137,9 @@ def check_like(grad: Any, y: Any, what: str) -> None:
             shape = spec_of(one).shape
         except UsageError as error:
             raise type(error)(f"{what}: {error.message}", hint=error.hint) from None
-        if shape != spec_of(other).shape:
-            raise UsageError(
-                f"{what}: has shape {shape}, but y has {spec_of(other).shape}", hint="give one gradient for each element of y"
-            )
+        wanted = tuple(np.shape(other))  # y may require a gradient
+        if shape != wanted:
+            raise UsageError(f"{what}: has shape {shape}, but y has {wanted}", hint="give one gradient for each element of y")
 
 
 def scaled(value: Any, factor: float) -> Any:

@@ -59,6 +59,8 @@ class TrainingBatch:
             self._grads[microbatch] = LEFT_OUT
             return
         loss, grad = pair_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", _LOSS)
+        if grad is None and y is not None:
+            raise UsageError("loss_fn returned None as the gradient of y", hint=f"return {_LOSS}")
         check_like(grad, y, "loss_fn's gradient of y")
         self._grads[microbatch] = scaled(grad, weight)
         share = _weighted(loss, weight)

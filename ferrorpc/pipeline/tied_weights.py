@@ -16,6 +16,7 @@ import numpy as np
 from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import kind_of, spec_of, view, view_out
 from ferrorpc.errors import UsageError
+from ferrorpc.failure import others_told
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.stage import Piece
 from ferrorpc.pipeline.transfers import Transfer, TransferKind
@@ -215,13 +216,15 @@ def _all_weights(named: Sequence[Mapping[int, str]], pieces: Mapping[int, Piece]
     tied = {f"{piece}/{name}" for names in named for piece, name in names.items()}
     own: dict[str, str] = {}
     problem: list[str] = []
-    for number, piece in pieces.items():
-        for name, parameter in piece.named_parameters().items():
-            full = f"{number}/{name}"
-            try:
-                own[full] = str(spec_of(getattr(parameter, "data", None))) if full in tied else ""
-            except UsageError as error:
-                problem = [f"tied weight {full!r}: {error.message}", error.hint]
+    with others_told(group):
+        parameters = {
+            f"{number}/{name}": each for number, piece in pieces.items() for name, each in piece.named_parameters().items()
+        }
+    for full, parameter in parameters.items():
+        try:
+            own[full] = str(spec_of(getattr(parameter, "data", None))) if full in tied else ""
+        except UsageError as error:
+            problem = [f"tied weight {full!r}: {error.message}", error.hint]
     found: dict[str, str] = {}
     for text in group.all_gather(np.frombuffer(json.dumps([own, problem]).encode(), np.uint8)):
         theirs, problem = json.loads(bytes(text))

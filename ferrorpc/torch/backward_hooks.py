@@ -10,8 +10,10 @@ only at the end of the outer pass. The first step reduces everything at its end,
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -89,6 +91,8 @@ class BackwardHooks:
         self._replica = replica
         self._reduction: Reduction | None = None
         self._graph_task = -1
+        self._unfinished: Callable[[], Any] = lambda: None
+        """A weak reference to what ends the reduction, which autograd keeps as long as the backward pass runs."""
         self._used: set[str] = set()
         self._is_first = True
         self._in_parts: set[str] = set()
@@ -130,18 +134,23 @@ class BackwardHooks:
         Raises:
             UsageError: the previous backward pass began and did not end. The generation ends too, because other ranks wait.
         """
-        if self._reduction is not None and _current_task() < 0:
-            self._reduction.abandon()
-            self._reduction = None
-            error = UsageError(
-                "a backward pass of this module ended before all gradients were there (by an error that was caught?)",
-                hint="let the error end the process, or all ranks call group.reform() and wrap the module again",
-            )
-            self._replica.group.abort(error)
-            raise error
-        for output in tree_leaves(outputs):
-            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+        self._check_unfinished()
+        for output in _tensors(outputs):
+            if output.grad_fn is not None:
                 output.register_hook(partial(self._output_gradient, _nearest_leaf(output.grad_fn)))
+
+    def _check_unfinished(self) -> None:
+        """Raises as `watch`."""
+        if self._reduction is None or (_current_task() >= 0 and self._unfinished() is not None):
+            return
+        self._reduction.abandon()
+        self._reduction = None
+        error = UsageError(
+            "a backward pass of this module ended before all gradients were there (by an error that was caught?)",
+            hint="let the error end the process, or all ranks call group.reform() and wrap the module again",
+        )
+        self._replica.group.abort(error)
+        raise error
 
     def _output_gradient(self, leaf: Any, gradient: torch.Tensor) -> None:
         """Called when an output gets its gradient.
@@ -149,8 +158,10 @@ class BackwardHooks:
         Args:
             leaf: one of the output's graph, or None.
         """
-        if self._replica.syncs and self._reduction is None and _is_added_to(leaf):
-            self._begin()
+        if self._replica.syncs:
+            self._check_unfinished()
+            if self._reduction is None and _is_added_to(leaf):
+                self._begin()
 
     def _check(self) -> None:
         if self._is_removed:
@@ -163,7 +174,9 @@ class BackwardHooks:
         self._check()
         self._reduction = self._replica.begin(self.weight)
         self._graph_task = _current_task()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        finish = partial(self._finish)
+        self._unfinished = weakref.ref(finish)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
         return self._reduction
 
     def _accumulated(self, view: _BucketView, parameter: torch.Tensor) -> None:
@@ -176,11 +189,14 @@ class BackwardHooks:
             self._put(reduction, view, parameter)
         except BaseException as error:
             reduction.abandon()
+            self._reduction = None
             tell_others(self._replica.group, error)
             raise
 
     def _put(self, reduction: Reduction, view: _BucketView, parameter: torch.Tensor) -> None:
-        name = view.name
+        name, is_nested = view.name, _current_task() != self._graph_task
+        if is_nested:
+            self._check_unfinished()
         if parameter.grad is None:
             raise UsageError(
                 f"the gradient of {name!r} was taken away, by another hook, before it was averaged",
@@ -192,7 +208,7 @@ class BackwardHooks:
                 hint="pass use_reentrant=False to torch.utils.checkpoint",
             )
         is_in_place = view.adopt(parameter)
-        if _current_task() != self._graph_task:
+        if is_nested:
             self._in_parts.add(name)
         elif not self._is_first and name not in self._in_parts:
             if is_in_place and reduction.weight is None:
@@ -236,6 +252,15 @@ def _hooks_of(parameter: Any) -> list[BackwardHooks]:
     calls = (parameter._post_accumulate_grad_hooks or {}).values()
     owners = [getattr(getattr(call, "func", None), "__self__", None) for call in calls]
     return [owner for owner in owners if isinstance(owner, BackwardHooks)]
+
+
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """The tensors in any containers, and in dataclasses."""
+    for each in tree_leaves(outputs):
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif is_dataclass(each) and not isinstance(each, type):
+            yield from _tensors([getattr(each, field.name, None) for field in fields(each)])
 
 
 def _nearest_leaf(node: Any) -> Any:

@@ -54,6 +54,8 @@ class ParameterSnapshot:
     def may_differ(self) -> bool:
         """Whether parameters may have been added, replaced, removed, frozen or unfrozen since."""
         return self._count != _registrations.count or any(
-            owner.get(name) is not parameter or (parameter is not None and parameter.requires_grad is not trains)
+            name not in owner
+            or owner[name] is not parameter
+            or (parameter is not None and parameter.requires_grad is not trains)
             for owner, name, parameter, trains in self._parameters
         )

@@ -299,7 +299,7 @@ def _check_frozen(group: dict[str, Any], trained: dict[str, torch.Tensor]) -> No
 def _parameter(shard: Shard) -> torch.nn.Parameter:
     """A parameter whose data and gradient are the shard's memory."""
     spec = TensorSpec(shard.bucket.dtype, shard.weights.shape)
-    kind = kind_of(torch.empty(0))
+    kind = kind_of(torch.empty(0, device="cpu"))
     parameter = torch.nn.Parameter(kind.alias(shard.weights, spec))
     parameter.grad = kind.alias(shard.gradient, spec)
     return parameter

@@ -58,7 +58,7 @@ def _shard_tensor(shard: Shard, key: str, values: Mapping[str, torch.Tensor]) ->
                 f"{key} has shape {tuple(values[name].shape)} for {name}, whose own is {shape}",
                 hint="give this optimizer the same parameters in the same order",
             )
-    piece = torch.zeros(len(shard.weights), dtype=next(iter(values.values())).dtype)
+    piece = torch.zeros(len(shard.weights), dtype=next(iter(values.values())).dtype, device="cpu")
     shard.extract(values, piece)
     return piece
 

@@ -478,6 +478,7 @@ class Forgetful(Layer):
         (Layer, lambda y, target: float(y.sum()), r"loss_fn returned float(.|\n)*\(loss, gradient of y\)"),
         (Layer, lambda y, target: (1.0, y, target), "loss_fn returned 3 values"),
         (Layer, lambda y, target: (None, y), r"loss_fn returned a NoneType as the loss(.|\n)*\(loss, gradient of y\)"),
+        (Layer, lambda y, target: (1.0, None), r"loss_fn returned None as the gradient of y(.|\n)*\(loss, gradient of y\)"),
         (Forgetful, half_square, r"stage 0's forward returned ndarray(.|\n)*\(y, context\)"),
     ],
 )

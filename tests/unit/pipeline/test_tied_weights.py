@@ -169,6 +169,18 @@ def test_ties_that_cannot_be_are_refused_on_every_rank(tied, message: str):
     run_world(2, body)
 
 
+def test_a_stage_that_cannot_name_its_weights_is_what_the_others_hear_of():
+    class Nameless(Times):
+        def named_parameters(self):
+            raise ValueError("no names")
+
+    def body(group):
+        with pytest.raises(ValueError if group.rank else GroupAbortedError, match="no names"):
+            Pipeline((Nameless if group.rank else Times)(1.0), group, "gpipe", 2, tied=[("0/weight", "1/weight")])
+
+    run_world(2, body)
+
+
 def test_names_are_those_of_the_stage_or_count_its_parameters():
     def body(group):
         pipe = Pipeline([Layer(0), Times(1.0)], group, "zbv", 2)

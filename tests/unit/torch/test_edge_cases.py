@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
-from ferrorpc.errors import FerroError, GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.errors import UsageError
 from ferrorpc.testing import FaultPlan, run_world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -219,6 +221,39 @@ def test_a_parameter_marked_ready_twice_by_reentrant_checkpoints(reentrant: bool
     )
 
 
+@dataclass
+class Output:
+    y: torch.Tensor
+
+
+class InDataclass(nn.Module):
+    """As many re-entrant checkpoints as asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = network(1, (6, 6))
+
+    def forward(self, x: torch.Tensor, segments: int) -> Output:
+        x = x.clone().requires_grad_()
+        for _ in range(segments):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return Output(x)
+
+
+def test_outputs_in_a_dataclass_after_different_numbers_of_checkpoints() -> None:
+    def local(module: nn.Module, rank: int) -> None:
+        module(batch(rank), 1 + rank).y.square().sum().backward()
+
+    def body(group):
+        ddp = DistributedDataParallel(InDataclass(), group)
+        local(ddp, group.rank)
+        return gradients(ddp)
+
+    results = run_world(2, body)
+    check_same(results)
+    check_close(results[0], reference(2, local, InDataclass))
+
+
 def test_a_portion_that_comes_too_late_is_an_error_that_says_why() -> None:
     def body(group):
         module = Checkpointed(reentrant=False)
@@ -384,74 +419,6 @@ def test_two_wrapped_modules_at_once_do_not_mix() -> None:
     check_same([two for _, two in results])
     for name, gradient in results[0][0].items():
         torch.testing.assert_close(10 * gradient, results[0][1][name])
-
-
-class Exploding(torch.autograd.Function):
-    """An identity whose backward pass fails."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("out of luck")
-
-
-class Fragile(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = network(1, (6, 4)), network(2, (4, 2))
-
-    def forward(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
-        x = self.first(x)
-        return self.last(Exploding.apply(x) if fails else x)
-
-
-def test_a_rank_that_raises_in_backward_is_what_the_others_hear_of() -> None:
-    """Not a timeout a minute later."""
-
-    def body(group):
-        ddp = DistributedDataParallel(Fragile(), group, bucket_cap_mb=5e-5)
-        for step in range(2):
-            ddp(batch(group.rank), fails=group.rank == 1 and step == 1).sum().backward()
-
-    outcomes = run_world(3, body, return_exceptions=True)
-    assert isinstance(outcomes[1], ValueError)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert isinstance(outcome, PeerLostError)
-        assert "ValueError: out of luck" in str(outcome)
-
-
-def test_a_backward_error_that_was_caught_ends_the_generation_at_the_next_step() -> None:
-    def body(group):
-        ddp = DistributedDataParallel(Fragile(), group, bucket_cap_mb=5e-5)
-        ddp(batch(group.rank), fails=False).sum().backward()
-        if group.rank == 0:
-            loss = ddp(batch(group.rank), fails=True).sum()
-            with pytest.raises(ValueError, match="out of luck"):
-                loss.backward()
-            with pytest.raises(UsageError, match="ended before all gradients"):
-                ddp(batch(group.rank), fails=False)
-        ddp(batch(group.rank), fails=False).sum().backward()
-
-    for outcome in run_world(2, body, return_exceptions=True):
-        assert isinstance(outcome, GroupAbortedError)
-        assert "ended before all gradients" in str(outcome)
-
-
-def test_a_rank_that_never_comes_is_named_with_the_gradients_it_owes() -> None:
-    def body(group):
-        ddp = DistributedDataParallel(network(), group)
-        if group.rank == 0:
-            with pytest.raises(FerroError) as caught:
-                ddp(batch(0)).sum().backward()
-            assert "rank 1" in str(caught.value)
-            assert any("4.bias" in note for note in caught.value.__notes__)
-        else:
-            group.session.clock.parker().park(group.session.clock.now() + 100)
-
-    run_world(2, body, timeout=5.0)
 
 
 def test_parameters_that_change_after_wrapping_are_named_at_the_next_forward_pass() -> None:

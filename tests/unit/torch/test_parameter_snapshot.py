@@ -40,3 +40,12 @@ def test_a_change_is_seen_until_it_is_known(change: Callable[[nn.Sequential], ob
     assert snapshot.may_differ()
     snapshot.take()
     assert not snapshot.may_differ()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_modules_do_not_keep_their_parameters_in_a_dict() -> None:
+    module = torch.jit.script(nn.Linear(2, 2))
+    snapshot = ParameterSnapshot(module)
+    assert not snapshot.may_differ()
+    module.weight.requires_grad_(False)
+    assert snapshot.may_differ()

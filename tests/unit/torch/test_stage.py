@@ -15,7 +15,7 @@ nn = torch.nn
 stages_of_torch = pytest.importorskip("ferrorpc.torch")
 Stage, with_gradient = stages_of_torch.Stage, stages_of_torch.with_gradient
 WIDTH = 8
-STEPS = {2: 4, 3: 4, 4: 20}
+STEPS = {2: 4, 3: 4, 4: 8}
 """By the number of stages."""
 SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved", "zb1p", "zb1p 2", "zbv", "dualpipe_v")
 
@@ -346,6 +346,24 @@ def test_the_last_stage_may_return_nones_among_its_tensors():
     loss_of(module(x)[0], target).backward()
     torch.testing.assert_close(stepped, module.weight.grad)
     torch.testing.assert_close(apart, module.weight.grad)
+
+
+def test_outputs_may_require_the_gradients_that_come_back():
+    def body(group):
+        stage, (x, target) = Stage(Block(group.rank)), batch(4, 0)
+        pipe = Pipeline(stage, group, "gpipe", 2)
+        outputs, grads = pipe.forward(x), None
+        if outputs is not None:
+            loss_of(outputs.requires_grad_(), target).backward()
+            grads = outputs.grad
+        pipe.backward(outputs, grads)
+        return [each.grad.clone() for each in stage.module.parameters()]
+
+    results = run_world(2, body)
+    alone, (x, target) = nn.Sequential(Block(0), Block(1)), batch(4, 0)
+    loss_of(alone(x), target).backward()
+    for found, parameter in zip([*results[0], *results[1]], alone.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad)
 
 
 def test_tokens_go_in_where_an_embedding_is_first():

@@ -62,6 +62,22 @@ def test_weights_are_those_of_torchs_own_optimizer(size, kind, options):
             assert torch.equal(state[name], results[0][name])
 
 
+def test_shards_are_on_the_host_whatever_the_default_device_is():
+    def body(group, device):
+        module = network()
+        with torch.device(device):
+            optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, group, lr=0.1, momentum=0.9)
+        for step in range(2):
+            backward(module, group.rank, step)
+            with torch.device(device):
+                optimizer.step()
+                optimizer.load_state_dict(optimizer.gather_state_dict())
+        return module.state_dict()
+
+    wanted, found = (run_world(1, lambda group, device=device: body(group, device))[0] for device in ("cpu", "meta"))
+    assert all(torch.equal(found[name], weights) for name, weights in wanted.items())
+
+
 def test_a_rank_holds_its_share_of_the_optimizers_memory():
     def body(group):
         module = network(widths=(60, 160, 120, 30))
