@@ -235,6 +235,13 @@ def test_the_input_itself_is_in_place_and_partial_overlap_is_refused():
         view_out(base[5::-1], spec).is_in_place(x)
 
 
+def test_the_step_along_a_dimension_of_one_does_not_tell_memory_apart():
+    base = np.zeros((2, 4))
+    x, out = base[:1], base[0][np.newaxis]
+    assert x.strides != out.strides
+    assert view_out(out, view(x).spec).is_in_place(view(x))
+
+
 def test_interleaved_arrays_do_not_overlap():
     base = np.zeros(10)
     even, odd = base[::2], base[1::2]

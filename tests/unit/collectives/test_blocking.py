@@ -97,7 +97,7 @@ def test_a_send_that_does_not_end_is_not_waited_for_once_the_generation_is_over(
 
 
 def test_messages_keep_the_order_of_the_calls_of_which_only_some_are_waited_for():
-    def body(group: ProcessGroup) -> list[int]:
+    def body(group: ProcessGroup) -> list[Any]:
         if group.rank == 0:
             sent = [group.send(number, 1, async_op=number % 3 != 2) for number in range(30)]
             group.recv(1)
@@ -115,7 +115,7 @@ def test_messages_keep_the_order_of_the_calls_of_which_only_some_are_waited_for(
 
 
 def test_a_recv_in_flight_keeps_nothing_else_waiting():
-    def body(group: ProcessGroup) -> list[int]:
+    def body(group: ProcessGroup) -> list[Any]:
         other = 1 - group.rank
         received, second = group.recv(other, async_op=True), group.recv(other, tag=1, async_op=True)
         total = group.all_reduce(1, async_op=True)
