@@ -129,7 +129,10 @@ class Dispatch:
             UsageError: the call is invalid on every rank.
         """
         key = (operation, inputs, op, root, wire, algorithm, note, unordered)
-        found = self._prepared.get(key)
+        try:
+            found = self._prepared.get(key)
+        except TypeError:  # an algorithm or a codec that cannot be hashed is invalid
+            found = None
         if found is None:
             check_sendable(inputs)
             found = self.backend.prepare(Call(*key))
