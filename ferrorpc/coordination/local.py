@@ -114,7 +114,7 @@ class LocalWorld:
         """Called with a rank whenever that begins an operation. Tests use it to end the rank there."""
         self._max_size = size
         self._min_size = size if min_size is None else min_size
-        whole = isinstance(size, Integral) and isinstance(self._min_size, Integral)
+        whole = all(isinstance(each, Integral) and not isinstance(each, bool) for each in (size, self._min_size))
         if not (whole and 1 <= self._min_size <= self._max_size):
             raise InvalidWorldSizeError(f"a world of {self._min_size!r} to {size!r} members cannot be")
         self._names = itertools.count()
