@@ -432,6 +432,8 @@ class LocalSession(Session):
         generation = self._world.generation
         if generation.number != self.membership.assignment.generation:
             raise StaleGenerationError(f"{self.name} has no rank in generation {generation.number}")
+        if generation.cause is not None:
+            raise error_on_rank(self.rank, generation.origin, generation.cause).again()
         found = generation.exchanges.setdefault(key, exchange)
         if found.ranks != exchange.ranks:
             mine, theirs = list(exchange.ranks), list(found.ranks)

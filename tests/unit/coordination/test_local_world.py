@@ -208,6 +208,14 @@ def test_a_barrier_ends_at_once_when_a_participant_dies():
     timer.join()
 
 
+def test_a_barrier_of_a_broken_generation_is_refused_also_where_all_come_to_it():
+    world = LocalWorld(2)
+    world.session(1).report(GroupAbortedError(1, "over"))
+    for rank in range(2):
+        with pytest.raises(GroupAbortedError, match="over"):
+            world.session(rank).barrier("b")
+
+
 def test_a_barrier_whose_participant_left_cannot_be_complete():
     world = LocalWorld(2)
     world.session(1).leave()
