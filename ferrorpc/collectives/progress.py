@@ -140,11 +140,7 @@ def drive_apart(execution: Execution, abort: Callable[[FerroError], None], conve
         except Exception as bug:  # noqa: BLE001  a third party's send or recv may raise anything
             work.fail(FerroError(f"{execution.label}: {bug!r}"))
 
-    try:
-        clock.start(body, "ferrorpc-message")
-    except LimitExceededError:
-        execution.finish()
-        raise
+    clock.start(body, "ferrorpc-message")
     return work
 
 
