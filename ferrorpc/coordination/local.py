@@ -319,7 +319,8 @@ class LocalSession(Session):
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership
         if latch is None or latch is membership.latch:
-            self._world.end_generation(membership.assignment.generation, membership.assignment.rank, failure)
+            # A copy: a traceback would keep the arrays of the operation that failed.
+            self._world.end_generation(membership.assignment.generation, membership.assignment.rank, failure.again())
         else:
             latch.trip(failure)
 
