@@ -19,7 +19,7 @@ from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.blocking import BlockingMessage, BlockingPrepared, BlockingRecv, BlockingSend, Turns
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.progress import Progress, drive, drive_apart
+from ferrorpc.collectives.progress import drive, drive_apart
 from ferrorpc.collectives.select import explain
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
@@ -154,23 +154,17 @@ class Backend(ABC):
         return drive(execution, self.abort)
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
-        """Hands an execution to a progress thread; the Work's result is `convert(execution)`, made on that thread.
+        """Hands an execution to another thread; the Work's result is `convert(execution)`, made on that thread.
 
-        Executions over blocking `send` and `recv` block that thread too. So here it is the backend's own, and a single send or
-        recv, which may wait long for its peer, has a thread of its own.
+        Executions over blocking `send` and `recv` block it, so here each has a thread of its own.
         """
-        if not isinstance(execution, BlockingMessage):
-            return self._own_progress.submit(execution, self.abort, convert)
-        execution.queue_up()
+        if isinstance(execution, BlockingMessage):
+            execution.queue_up()
         return drive_apart(execution, self.abort, convert)
 
     @cached_property
     def _turns(self) -> Turns:
         return Turns()
-
-    @cached_property
-    def _own_progress(self) -> Progress:
-        return Progress(self.clock)
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
         """The backend of a subgroup (group ranks of this one, this rank included). Local: sends no message."""

@@ -2,8 +2,8 @@
 
 The plans are the same. Sends run on helper threads, one for each peer and in order, since a backend's send may block until its
 peer receives. Receives are blocking calls on the driver's thread. Every message has its own tag, made from the operation's key
-and the plan's slot. Such a backend runs one asynchronous collective at a time, and cannot tell a mismatch from a delay.
-Asynchronous sends and recvs have a thread each; those of one peer and tag keep the order of the calls.
+and the plan's slot. Asynchronous operations have a thread each, so ranks may start them in different orders; sends and recvs of
+one peer and tag keep the order of the calls. Such a backend cannot tell a mismatch from a delay.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def drive_apart(execution: Execution, abort: Callable[[FerroError], None], conve
         except Exception as bug:  # noqa: BLE001  a third party's send or recv may raise anything
             work.fail(FerroError(f"{execution.label}: {bug!r}"))
 
-    clock.start(body, "ferrorpc-message")
+    clock.start(body, "ferrorpc-operation")
     return work
 
 
