@@ -148,7 +148,12 @@ class ProcessGroup(Collectives):
         check_sendable([spec])
         if self._dispatch.closed:
             self._dispatch.check_open()
-        return NUMPY.typed(self._backend.empty(spec), spec)
+        try:
+            data = self._backend.empty(spec)
+        except ValueError:  # NumPy's
+            hint = "pass smaller sizes: no address space holds so many bytes"
+            raise UsageError(f"shape={shape!r} of {spec.dtype.label} has {spec.nbytes} bytes", hint=hint) from None
+        return NUMPY.typed(data, spec)
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> ProcessGroup | None:
         """A group of some of this group's ranks, numbered in the order given; None on the ranks outside.

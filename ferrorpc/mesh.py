@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import product
+from numbers import Integral
 from typing import Any
 
 from ferrorpc.consistency import require_same
@@ -33,8 +34,8 @@ class Mesh:
 
     def __init__(self, dimensions: Mapping[str, int], group: ProcessGroup) -> None:
         group = group_given(group)
-        self._sizes = dict(dimensions)
-        _check(self._sizes, group.size)
+        _check(dimensions, group.size)
+        self._sizes = {name: int(size) for name, size in dimensions.items()}
         require_same(group, "dimensions of the mesh", "\n".join(f"{name} {size}" for name, size in self._sizes.items()))
         self.group = group
         self._coordinates = list(product(*(range(size) for size in self._sizes.values())))
@@ -82,10 +83,10 @@ class Mesh:
 def _check(sizes: Mapping[Any, Any], count: int) -> None:
     """Raises UsageError unless the sizes are those of a grid of `count` ranks."""
     for name, size in sizes.items():
-        if not isinstance(name, str) or type(size) is not int or size < 1:
+        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise UsageError(f"dimension {name!r} of {size!r} ranks: names are text, sizes integers of at least 1")
     if math.prod(sizes.values()) != count:
         raise UsageError(
-            f"a mesh {sizes} has {math.prod(sizes.values())} ranks, but the group has {count}",
+            f"a mesh {dict(sizes)} has {math.prod(sizes.values())} ranks, but the group has {count}",
             hint="choose sizes whose product is the group's size",
         )

@@ -108,7 +108,7 @@ def as_dtype(value: Any) -> DType:
         return _BY_NAME[name]
     try:
         known = np.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         known = None
     return dtype_named(name) if known is None else dtype_of(known)
 

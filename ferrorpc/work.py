@@ -107,8 +107,8 @@ class Work(Generic[Result]):
                     self.meter.operated(self._clock.now() - began)
         self._observe()
         error = self._translated(self._error)
-        if error is not None:
-            raise error
+        if error is not None:  # a copy, whose traceback this handle does not keep, nor with it the caller's frame
+            raise error.again() if isinstance(error, FerroError) else error
         if self.make_result is not None or self._order_stream is not None:
             self._give(self._result)
         if host and self.settle is not None:

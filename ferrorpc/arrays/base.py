@@ -100,7 +100,7 @@ class Out:
         mine, theirs = self._origin, view.origin
         if mine is None or theirs is None or not np.may_share_memory(mine, theirs):
             return False
-        if mine.ctypes.data == theirs.ctypes.data and mine.strides == theirs.strides and mine.shape == theirs.shape:
+        if mine.ctypes.data == theirs.ctypes.data and mine.shape == theirs.shape and _steps(mine) == _steps(theirs):
             return True
         if mine.size and theirs.size and _overlap(mine, theirs):
             raise UsageError("out overlaps the input in part", hint="pass the input itself as out=, or an array of its own")
@@ -240,6 +240,11 @@ def owned_array(data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any,
     if data.base is None and data.flags.writeable and data.shape == spec.shape:
         return data
     return data.reshape(spec.shape).copy()
+
+
+def _steps(array: np.ndarray[Any, Any]) -> list[int]:
+    """The strides that are taken: along a dimension of one there is no step, whatever its stride."""
+    return [stride for stride, count in zip(array.strides, array.shape, strict=True) if count > 1]
 
 
 def _overlap(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:

@@ -85,7 +85,7 @@ def _as_array(x: Any) -> np.ndarray[Any, Any]:
         raise UsageError("a masked array would lose its mask", hint="pass x.filled(value)")
     if isinstance(x, np.ndarray | np.generic):
         return np.asarray(x)
-    name = _PYTHON.get(type(x))
+    name = next((name for number, name in _PYTHON.items() if isinstance(x, number)), None)
     if name is not None:
         try:
             return np.array(x, name)

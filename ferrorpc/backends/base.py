@@ -16,10 +16,10 @@ import numpy as np
 
 from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.blocking import BlockingPrepared, BlockingRecv, BlockingSend
+from ferrorpc.collectives.blocking import BlockingMessage, BlockingPrepared, BlockingRecv, BlockingSend, Turns
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.progress import Progress, drive
+from ferrorpc.collectives.progress import drive, drive_apart
 from ferrorpc.collectives.select import explain
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
@@ -135,13 +135,13 @@ class Backend(ABC):
 
     def start_send(self, data: np.ndarray[Any, Any], spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         """A send as an execution, for `send(async_op=True)`. `data` is C-contiguous in storage dtype."""
-        return BlockingSend(self, data, spec, dst, tag, guard)
+        return BlockingSend(self, self._turns, data, spec, dst, tag, guard)
 
     def start_recv(
         self, src: int, tag: int, out: np.ndarray[Any, Any] | None, spec: TensorSpec | None, guard: Guard
     ) -> Execution:
         """A recv as an execution; `spec` is what `out` holds. The result's own spec is in `execution.specs`."""
-        return BlockingRecv(self, src, tag, out, spec, guard)
+        return BlockingRecv(self, self._turns, src, tag, out, spec, guard)
 
     def run(self, execution: Execution) -> list[np.ndarray[Any, Any]]:
         """Drives an execution on the caller's thread until it is complete, its deadline passes or the generation ends.
@@ -149,18 +149,22 @@ class Backend(ABC):
         A failure other than a UsageError (and than a recv's timeout) breaks the generation; what is raised is the first
         cause kept by the coordinator, or this rank's own timeout.
         """
+        if isinstance(execution, BlockingMessage):
+            execution.queue_up()
         return drive(execution, self.abort)
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
-        """Hands an execution to a progress thread; the Work's result is `convert(execution)`, made on that thread.
+        """Hands an execution to another thread; the Work's result is `convert(execution)`, made on that thread.
 
-        Executions over blocking `send` and `recv` block that thread too, so here it is the backend's own.
+        Executions over blocking `send` and `recv` block it, so here each has a thread of its own.
         """
-        return self._own_progress.submit(execution, self.abort, convert)
+        if isinstance(execution, BlockingMessage):
+            execution.queue_up()
+        return drive_apart(execution, self.abort, convert)
 
     @cached_property
-    def _own_progress(self) -> Progress:
-        return Progress(self.clock)
+    def _turns(self) -> Turns:
+        return Turns()
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
         """The backend of a subgroup (group ranks of this one, this rank included). Local: sends no message."""

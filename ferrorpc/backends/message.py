@@ -24,7 +24,7 @@ from ferrorpc.collectives.ranks_and_tags import BACKEND_TAG_MAX, peer_of, tag_of
 from ferrorpc.collectives.select import DEFAULT_TUNING, explain
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
-from ferrorpc.guard import Guard
+from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.transports.base import Transport
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
@@ -98,8 +98,8 @@ class MessageBackend(Backend):
         return self.control.memory.own.empty(spec.shape, spec.dtype.storage)
 
     def guard(self, timeout: float | None) -> Guard:
-        """Deadline and latch of an operation that begins now."""
-        return Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
+        """Deadline and latch of an operation that begins now. Raises UsageError."""
+        return Guard(self.clock, self.latch, seconds_of(timeout, self.timeout))
 
     def prepare(self, call: Call) -> Prepared:
         in_memory = None if self._arena is None else arena_select.prepare(self._arena, self.basis.applied(call))
@@ -149,8 +149,9 @@ class MessageBackend(Backend):
         return received
 
     def barrier(self, timeout: float | None = None) -> None:
+        guard = self.guard(timeout)
         key = Key(self.group_id, BARRIER_STREAM, next(self._barriers))
-        self.run(self.prepare(Call(Operation.BARRIER)).start(key, [], None, self.guard(timeout)))
+        self.run(self.prepare(Call(Operation.BARRIER)).start(key, [], None, guard))
 
     def split(self, ranks: Sequence[int], group_id: int) -> MessageBackend:
         """The subgroup of these group ranks, on the same lanes."""

@@ -8,7 +8,7 @@ from ferrorpc.backends.base import Backend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.coordination.base import Session
 from ferrorpc.coordination.local import LocalWorld
-from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.transports.inproc import Faults, InprocTransport, Network, seed_of
 from ferrorpc.transports.mailbox import Mailbox
 
@@ -65,11 +65,12 @@ class SimulatedBackend(MessageBackend):
 
         Raises:
             InvalidWorldSizeError: the size is no integer, or less than 1.
+            UsageError: the timeout is no number of seconds.
         """
-        chosen = SYSTEM_CLOCK if clock is None else clock
+        chosen, seconds = SYSTEM_CLOCK if clock is None else clock, seconds_of(timeout, 60.0)
         world = LocalWorld(size, clock=chosen)
         networks = Networks(chosen, faults, seed)
-        return [SimulatedBackend(world.session(rank), networks, timeout) for rank in range(size)]
+        return [SimulatedBackend(world.session(rank), networks, seconds) for rank in range(size)]
 
     def renew(self, timeout: float) -> SimulatedBackend:
         self.transport.close(0.0)

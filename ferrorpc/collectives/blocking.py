@@ -2,15 +2,16 @@
 
 The plans are the same. Sends run on helper threads, one for each peer and in order, since a backend's send may block until its
 peer receives. Receives are blocking calls on the driver's thread. Every message has its own tag, made from the operation's key
-and the plan's slot. Such a backend runs one operation at a time. Its messages carry no signatures, so ranks that call different
-operations are noticed only by messages that do not fit, or by the deadline.
+and the plan's slot. Asynchronous operations have a thread each, so ranks may start them in different orders; sends and recvs of
+one peer and tag keep the order of the calls. The messages carry no signatures, so ranks that call different operations are
+noticed only by messages that do not fit, or by the deadline.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +29,7 @@ from ferrorpc.errors import (
     FerroError,
     LimitExceededError,
 )
-from ferrorpc.guard import Guard
+from ferrorpc.guard import Guard, Parker
 from ferrorpc.types import DType, TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
 
@@ -107,6 +108,33 @@ class SenderThreads:
             latch.forget(ticket)
         if self.error is not None:
             raise self.error
+
+
+class Turns:
+    """The order of one backend's sends and recvs. Those of one peer and tag are in a queue; its first is under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[Hashable, deque[Parker]] = {}
+
+    def join(self, place: Hashable, turn: Parker) -> None:
+        """Joins a queue, at its end."""
+        with self._lock:
+            self._queues.setdefault(place, deque()).append(turn)
+
+    def is_first(self, place: Hashable, turn: Parker) -> bool:
+        """Whether it is at the front of the queue. `turn` is unparked when it gets there."""
+        return self._queues[place][0] is turn
+
+    def leave(self, place: Hashable, turn: Parker) -> None:
+        """Leaves the queue, at any place of it."""
+        with self._lock:
+            queue = self._queues[place]
+            queue.remove(turn)
+            if queue:
+                queue[0].unpark()
+            else:
+                del self._queues[place]
 
 
 class BlockingExecution(Execution):
@@ -236,33 +264,73 @@ class BlockingCollective(BlockingExecution):
             raise CollectiveMismatchError({ranks[self._backend.rank]: self._label, ranks[action.peer]: sent})
 
 
-class BlockingSend(BlockingExecution):
+class BlockingMessage(BlockingExecution):
+    """The base of a blocking send and a blocking recv. `turns`: of its backend."""
+
+    def __init__(self, backend: SendRecv, turns: Turns, guard: Guard, label: str, peer: int, tag: int) -> None:
+        super().__init__(backend, guard, label, [peer])
+        self._peer = peer
+        self._tag = tag
+        self._turns = turns
+        self._place = type(self), peer, tag
+        self._turn: Parker | None = None
+
+    def queue_up(self) -> None:
+        """Takes its place behind those that were called before. Its driver calls this on the caller's thread."""
+        self._turn = self.guard.clock.parker()
+        self._turns.join(self._place, self._turn)
+
+    def await_turn(self) -> None:
+        """Waits until those that were called before are over."""
+        turn, guard = self._turn, self.guard
+        if turn is None or self._turns.is_first(self._place, turn):
+            return
+        ticket = guard.latch.watch(turn.unpark)
+        try:
+            while not self._turns.is_first(self._place, turn):
+                guard.latch.check()
+                if not turn.park(guard.deadline):
+                    raise self.timeout_error()
+        finally:
+            guard.latch.forget(ticket)
+
+    def finish(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._turns.leave(self._place, turn)
+
+
+class BlockingSend(BlockingMessage):
     """One blocking send."""
 
-    def __init__(self, backend: SendRecv, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> None:
-        super().__init__(backend, guard, f"send({spec} to rank {backend.world_ranks[dst]}, tag={tag})", [dst])
+    def __init__(
+        self, backend: SendRecv, turns: Turns, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard
+    ) -> None:
+        label = f"send({spec} to rank {backend.world_ranks[dst]}, tag={tag})"
+        super().__init__(backend, turns, guard, label, dst, tag)
         self._data = NUMPY.typed(data, spec)
-        self._dst = dst
-        self._tag = tag
 
     def advance(self) -> bool:
-        self._backend.send(self._data, self._dst, self._tag)
+        self.await_turn()
+        self._backend.send(self._data, self._peer, self._tag)
         return True
 
 
-class BlockingRecv(BlockingExecution):
+class BlockingRecv(BlockingMessage):
     """One blocking recv."""
 
     timeout_breaks = False
 
-    def __init__(self, backend: SendRecv, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard) -> None:
-        super().__init__(backend, guard, f"recv(from rank {backend.world_ranks[src]}, tag={tag})", [src])
-        self._src = src
-        self._tag = tag
+    def __init__(
+        self, backend: SendRecv, turns: Turns, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard
+    ) -> None:
+        label = f"recv(from rank {backend.world_ranks[src]}, tag={tag})"
+        super().__init__(backend, turns, guard, label, src, tag)
         self._out = out if out is None or spec is None else NUMPY.typed(out, spec)
 
     def advance(self) -> bool:
-        data = self.receive(self._src, self._tag, self._out)
+        self.await_turn()
+        data = self.receive(self._peer, self._tag, self._out)
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
         self.results, self.specs = [data.view(spec.dtype.storage)], [spec]
         return True

@@ -126,6 +126,24 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     return execution.results
 
 
+def drive_apart(execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any]) -> Work[Any]:
+    """Drives an execution on a thread of its own, which ends with it. The Work's result is `convert(execution)`."""
+    clock = execution.guard.clock
+    work: Work[Any] = Work(clock, execution.label)
+
+    def body() -> None:
+        try:
+            drive(execution, abort)
+            work.complete(convert(execution))
+        except FerroError as error:
+            work.fail(error)
+        except Exception as bug:  # noqa: BLE001  a third party's send or recv may raise anything
+            work.fail(FerroError(f"{execution.label}: {bug!r}"))
+
+    clock.start(body, "ferrorpc-operation")
+    return work
+
+
 def _first_cause(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
     """The error that a failed operation raises. A function of its own: a frame that refers to the error it raises is a
     reference cycle that keeps the arrays alive."""

@@ -114,7 +114,7 @@ class LocalWorld:
         """Called with a rank whenever that begins an operation. Tests use it to end the rank there."""
         self._max_size = size
         self._min_size = size if min_size is None else min_size
-        whole = isinstance(size, Integral) and isinstance(self._min_size, Integral)
+        whole = all(isinstance(each, Integral) and not isinstance(each, bool) for each in (size, self._min_size))
         if not (whole and 1 <= self._min_size <= self._max_size):
             raise InvalidWorldSizeError(f"a world of {self._min_size!r} to {size!r} members cannot be")
         self._names = itertools.count()
@@ -319,7 +319,8 @@ class LocalSession(Session):
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership
         if latch is None or latch is membership.latch:
-            self._world.end_generation(membership.assignment.generation, membership.assignment.rank, failure)
+            # A copy: a traceback would keep the arrays of the operation that failed.
+            self._world.end_generation(membership.assignment.generation, membership.assignment.rank, failure.again())
         else:
             latch.trip(failure)
 
@@ -432,6 +433,8 @@ class LocalSession(Session):
         generation = self._world.generation
         if generation.number != self.membership.assignment.generation:
             raise StaleGenerationError(f"{self.name} has no rank in generation {generation.number}")
+        if generation.cause is not None:
+            raise error_on_rank(self.rank, generation.origin, generation.cause).again()
         found = generation.exchanges.setdefault(key, exchange)
         if found.ranks != exchange.ranks:
             mine, theirs = list(exchange.ranks), list(found.ranks)

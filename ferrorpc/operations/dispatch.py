@@ -19,7 +19,7 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import out_of_memory, verdict
-from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError, UsageError
+from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError, LimitExceededError, UsageError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.results import NOTHING, Result, hand_over, settle
@@ -129,7 +129,10 @@ class Dispatch:
             UsageError: the call is invalid on every rank.
         """
         key = (operation, inputs, op, root, wire, algorithm, note, unordered)
-        found = self._prepared.get(key)
+        try:
+            found = self._prepared.get(key)
+        except TypeError:  # an algorithm or a codec that cannot be hashed is invalid
+            found = None
         if found is None:
             check_sendable(inputs)
             found = self.backend.prepare(Call(*key))
@@ -257,13 +260,17 @@ class Dispatch:
         """A Work for the result; it is in flight until it is done."""
         self._note(execution.label)
         ended = self._observed(execution)
+        try:
+            work = self.backend.submit(execution, return_execution if result.on_device else result.of)
+        except LimitExceededError as refusal:  # there is no thread for it
+            execution.finish()
+            if execution.timeout_breaks:  # others would wait for what it has begun
+                self.end(refusal)
+            raise
         if result.on_device:
-            work = self.backend.submit(execution, return_execution)
             work.make_result = result.of
             work.hand_over = hand_over
             work.settle = self._settle
-        else:
-            work = self.backend.submit(execution, result.of)
         if ended is not None:
             work.on_done(lambda: ended(work.failure))
         if self._is_subgroup:

@@ -12,7 +12,7 @@ from ferrorpc.testing.contract_reductions import ReductionContract
 
 
 class BasicBackendContract(ReductionContract, DataMovementContract, PointToPointContract, LifecycleContract):
-    """As `BackendContract`, for a backend that has only send, recv and barrier: one operation at a time, no subgroups."""
+    """As `BackendContract`, without operations in flight together and subgroups: for backends with send, recv, barrier only."""
 
 
 class BackendContract(BasicBackendContract, AsyncContract, SubgroupContract):

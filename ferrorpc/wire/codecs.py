@@ -215,7 +215,7 @@ def codec(name: str) -> Codec:
     Raises:
         UsageError: for any other name.
     """
-    found = _CODECS.get(name)
-    if found is None:
-        raise UsageError(f"wire={name!r} is no codec", hint=f"use one of: {', '.join(CODEC_NAMES)}")
-    return found
+    try:
+        return _CODECS[name]
+    except (KeyError, TypeError):
+        raise UsageError(f"wire={name!r} is no codec", hint=f"use one of: {', '.join(CODEC_NAMES)}") from None

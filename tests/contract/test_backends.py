@@ -9,6 +9,7 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import BackendContract, BasicBackendContract, FaultPlan, run_groups, run_world
 from ferrorpc.testing.contract_data_movement import DataMovementContract
+from ferrorpc.testing.contract_groups import AsyncContract
 from ferrorpc.testing.contract_reductions import ReductionContract
 from ferrorpc.transports.routed import RoutedTransport
 from tests.contract.queues import MeetingBackend, queue_backends
@@ -70,7 +71,7 @@ class TestTwoHosts(BackendContract):
             return run_groups([ProcessGroup(backend) for backend in world.backends], fn)
 
 
-class TestThirdParty(BasicBackendContract):
+class TestThirdParty(BasicBackendContract, AsyncContract):
     """A backend of somebody else's that has send, recv and barrier, and nothing more."""
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:

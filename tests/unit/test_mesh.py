@@ -37,7 +37,7 @@ def test_groups_of_a_dimension_are_those_of_numpy_along_that_axis():
 
 def test_a_dimension_of_one_is_a_group_of_one():
     def body(group):
-        mesh = ferrorpc.Mesh({"dp": 1, "pp": 2}, group)
+        mesh = ferrorpc.Mesh({"dp": np.int64(1), "pp": np.int64(2)}, group)
         mesh.sizes["dp"] = 7  # a copy
         assert mesh.sizes == {"dp": 1, "pp": 2}
         assert repr(mesh) == f"<Mesh dp 1 x pp 2, rank {group.rank} at {{'dp': 0, 'pp': {group.rank}}}>"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrorpc import ProcessGroup, SimulatedBackend
 from ferrorpc.collectives.blocking import SenderThreads
 from ferrorpc.collectives.progress import Progress
 from ferrorpc.errors import LimitExceededError
@@ -51,6 +52,20 @@ def test_an_asynchronous_operation_is_refused_and_a_later_one_is_done() -> None:
         progress.submit(Scripted(latch), report, lambda execution: 1)
     clock.refuses = False
     assert progress.submit(Scripted(latch), report, lambda execution: 2).wait(30.0) == 2
+
+
+def test_a_refused_collective_ends_the_generation_and_a_refused_recv_leaves_its_message() -> None:
+    clock = FullClock()
+    groups = [ProcessGroup(backend) for backend in SimulatedBackend.create_group(2, clock=clock)]
+    with pytest.raises(LimitExceededError):
+        groups[0].recv(1, async_op=True)
+    groups[1].send(7, 0)
+    assert int(groups[0].recv(1)) == 7
+    with pytest.raises(LimitExceededError):
+        groups[0].all_reduce(1, async_op=True)
+    with pytest.raises(LimitExceededError) as raised:
+        groups[1].all_reduce(1)
+    assert "rank 0" in raised.value.__notes__[0]
 
 
 def test_host_peers_that_could_not_read_close_all_the_same() -> None:

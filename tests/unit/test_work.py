@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import threading
+import weakref
 
 import pytest
 
@@ -50,6 +51,25 @@ def test_a_failed_operation_raises_in_wait_and_shows_in_exception() -> None:
     assert isinstance(handle.exception(), PeerLostError)
     with pytest.raises(PeerLostError):
         handle.wait()
+
+
+def test_a_failed_wait_keeps_nothing_of_its_caller_alive() -> None:
+    """A handle that the caller keeps beside its arrays must not refer to the caller's frame."""
+
+    class Arrays: ...
+
+    def train() -> weakref.ref[Arrays]:
+        arrays, handle = Arrays(), work()
+        handle.fail(PeerLostError(1, "gone"))
+        with contextlib.suppress(PeerLostError):
+            handle.wait()
+        return weakref.ref(arrays)
+
+    gc.disable()
+    try:
+        assert train()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_does_not_show_before_the_operation_is_done() -> None:

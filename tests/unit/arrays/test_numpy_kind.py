@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,6 +11,11 @@ import pytest
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, view, view_out
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec
+
+
+class Weekday(enum.IntEnum):
+    WEDNESDAY = 3
+
 
 ALL_DTYPES = [dtype for dtype in DType if dtype is not DType.BFLOAT16]
 
@@ -40,6 +47,7 @@ def test_bfloat16_is_seen_as_its_bits_and_comes_back_as_itself():
     [
         (True, TensorSpec(DType.BOOL, ())),
         (3, TensorSpec(DType.INT64, ())),
+        (Weekday.WEDNESDAY, TensorSpec(DType.INT64, ())),
         (2.5, TensorSpec(DType.FLOAT64, ())),
         (1 + 2j, TensorSpec(DType.COMPLEX128, ())),
         (np.float32(2.5), TensorSpec(DType.FLOAT32, ())),
@@ -233,6 +241,13 @@ def test_the_input_itself_is_in_place_and_partial_overlap_is_refused():
         view_out(base[2:8], spec).is_in_place(x)
     with pytest.raises(UsageError, match="in part"):
         view_out(base[5::-1], spec).is_in_place(x)
+
+
+def test_the_step_along_a_dimension_of_one_does_not_tell_memory_apart():
+    base = np.zeros((2, 4))
+    x, out = base[:1], base[0][np.newaxis]
+    assert x.strides != out.strides
+    assert view_out(out, view(x).spec).is_in_place(view(x))
 
 
 def test_interleaved_arrays_do_not_overlap():

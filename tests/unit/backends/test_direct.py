@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -73,3 +74,16 @@ def test_a_wrong_address_is_refused(pair, case):
         pair[0].send(np.ones(1), **address)
     with pytest.raises(error):
         pair[0].recv(**{"src" if key == "dst" else key: value for key, value in address.items()}, timeout=0)
+
+
+@pytest.mark.parametrize("seconds", [-1, "soon", float("nan"), True])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused_and_breaks_nothing(pair, seconds):
+    for call in (lambda: pair[0].recv(1, timeout=seconds), lambda: pair[0].barrier(seconds)):
+        with pytest.raises(UsageError, match="timeout="):
+            call()
+    with pytest.raises(UsageError, match="timeout="):
+        SimulatedBackend.create_group(2, timeout=seconds)
+    other = threading.Thread(target=pair[1].barrier, daemon=True)
+    other.start()
+    pair[0].barrier(20.0)
+    other.join(20.0)

@@ -130,3 +130,34 @@ def test_a_send_that_does_not_end_is_not_waited_for_once_the_generation_is_over(
     with pytest.raises(PeerLostError, match="signal 9"):
         senders.drain()
     over.set()
+
+
+def test_messages_keep_the_order_of_the_calls_of_which_only_some_are_waited_for():
+    def body(group: ProcessGroup) -> list[Any]:
+        if group.rank == 0:
+            sent = [group.send(number, 1, async_op=number % 3 != 2) for number in range(30)]
+            group.recv(1)
+            group.send(30, 1, tag=1)
+            return [work.wait() for work in sent if work is not None]
+        last = group.recv(0, tag=1, async_op=True)
+        received = [group.recv(0, async_op=number % 4 != 3) for number in range(30)]
+        with pytest.raises(CollectiveTimeoutError):  # it is behind the one that waits
+            group.recv(0, tag=1, timeout=0.0)
+        group.send(0, 0)
+        return [int(each if isinstance(each, np.ndarray) else each.wait()) for each in (*received, last)]
+
+    groups = [ProcessGroup(backend, timeout=5.0) for backend in queue_backends(2)]
+    assert run_groups(groups, body)[1] == list(range(31))
+
+
+def test_a_recv_in_flight_keeps_nothing_else_waiting():
+    def body(group: ProcessGroup) -> list[Any]:
+        other = 1 - group.rank
+        received, second = group.recv(other, async_op=True), group.recv(other, tag=1, async_op=True)
+        total = group.all_reduce(1, async_op=True)
+        sent = [group.send(tag, other, tag, async_op=True) for tag in (1, 0)]
+        return [int(each) for each in (total.wait(), second.wait(), received.wait())] + [work.wait() for work in sent]
+
+    assert (
+        run_groups([ProcessGroup(backend, timeout=5.0) for backend in queue_backends(2)], body) == [[2, 1, 0, None, None]] * 2
+    )

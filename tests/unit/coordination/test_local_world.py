@@ -208,6 +208,23 @@ def test_a_barrier_ends_at_once_when_a_participant_dies():
     timer.join()
 
 
+def test_the_cause_of_an_end_keeps_no_frame_of_the_operation_that_failed():
+    world = LocalWorld(2)
+    try:
+        raise GroupAbortedError(1, "over")
+    except GroupAbortedError as error:
+        world.session(1).report(error)
+    assert [world.session(rank).membership.latch.cause.__traceback__ for rank in range(2)] == [None, None]
+
+
+def test_a_barrier_of_a_broken_generation_is_refused_also_where_all_come_to_it():
+    world = LocalWorld(2)
+    world.session(1).report(GroupAbortedError(1, "over"))
+    for rank in range(2):
+        with pytest.raises(GroupAbortedError, match="over"):
+            world.session(rank).barrier("b")
+
+
 def test_a_barrier_whose_participant_left_cannot_be_complete():
     world = LocalWorld(2)
     world.session(1).leave()

@@ -358,7 +358,7 @@ def test_faults_and_seed_may_be_given_by_place() -> None:
     assert ferrorpc.testing.run_world(2, lambda group: group.size, None, 7) == [2, 2]
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, "4", None])
+@pytest.mark.parametrize("size", [0, -1, 2.5, "4", None, True])
 def test_a_world_has_a_whole_number_of_ranks(size) -> None:
     for make in (ferrorpc.SimulatedBackend.create_group, World, lambda count: run_world(count, lambda group: group.size)):
         with pytest.raises(ferrorpc.InvalidWorldSizeError):
