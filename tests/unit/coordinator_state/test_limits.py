@@ -279,8 +279,8 @@ def test_too_many_jobs_unless_one_has_ended() -> None:
     assert {table for table, _ in world.rows} == {"meta"}
 
 
-@pytest.mark.parametrize("wrong", [{"member": "b c"}, {"address": "x" * (17 << 10)}])
-def test_an_invalid_hello_does_not_forget_a_job_that_has_ended(wrong: dict[str, str]) -> None:
+@pytest.mark.parametrize("wrong", [{"member": "b c"}, {"address": "x" * (17 << 10)}, {"resume_token": "of another cluster"}])
+def test_a_hello_that_is_refused_does_not_forget_a_job_that_has_ended(wrong: dict[str, str]) -> None:
     world = limited(jobs=1)
     set_(world, "a", "k", b"v")
     world.ask("a", leave={})
@@ -298,6 +298,10 @@ def test_a_unary_request_that_is_refused_does_not_forget_a_job_that_has_ended() 
     keys = store_pb2.StoreRequest(keys=store_pb2.KeysOperation(prefix="x" * (300 << 10)))
     for client, request in (("b c", store_pb2.StoreRequest()), ("b", keys)):
         world.call(session_pb2.UnaryStoreRequest(job="other", client_id=client, request=request))
+    removal = session_pb2.ReportRequest(removal=session_pb2.Removal(name="a"))
+    reply = world.replies[world.call(session_pb2.UnaryReportRequest(job="other", request=removal))]
+    assert isinstance(reply, error_pb2.ErrorDetail)
+    assert "there is no job 'other' here" in reply.message
     assert list(world.coordinator.jobs) == ["job"]
 
 
