@@ -144,6 +144,17 @@ def test_too_many_members() -> None:
     assert limit_of(world.clients["b"].events[-1].fenced) == "members"
 
 
+def test_the_highest_generation_that_a_member_may_claim_is_not_the_last() -> None:
+    world = limited(generation_number=9)
+    world.clients["a"].generation = 10
+    join(world, "a")
+    assert limit_of(error(world, "a")) == "generation_number"
+    world.clients["a"].generation = 9
+    for generation in (10, 11):
+        join(world, "a")
+        assert world.clients["a"].generation == generation
+
+
 def test_a_replacement_takes_the_place_of_a_suspect_member_and_needs_no_other() -> None:
     world = limited(members=2)
     join(world, "b")
