@@ -375,6 +375,7 @@ def test_members_are_described_by_what_they_last_did(world):
     world[1].activity.note("all_reduce #3")
     known = eventually(lambda: [m for m in world[0].describe([1], 2.0) if m.activity == "all_reduce #3"])
     assert (known[0].rank, known[0].state, known[0].step) == (1, "active", 1)
+    assert world[0].describe([-1, len(world), 1 << 40], 2.0) == world[0].describe([], 2.0) == []
 
 
 def test_an_earlier_generation_is_refused(service):
