@@ -71,7 +71,8 @@ class Store(ABC):
 
     @abstractmethod
     def add(self, key: str, amount: int = 1) -> int:
-        """Adds to a decimal counter (absent counts as 0) and returns the sum. Exactly once, retries included."""
+        """Adds to a decimal counter (absent counts as 0) and returns the sum. Exactly once, retries included. A bound key stays
+        bound, here and in `compare_set`."""
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:

@@ -41,8 +41,8 @@ def explain_wait(request: Request, stream: SessionStream | None, status_request:
         reason = "nobody has set what is waited for"
     else:
         reason = "no answer yet"
-    unhealthy = [str(member_report(member)) for member in status.members if member_report(member).state in _UNHEALTHY]
-    return "; ".join([reason, *_named(unhealthy)])
+    unhealthy = [str(report) for report in map(member_report, status.members) if report.state in _UNHEALTHY]
+    return "; ".join([reason, *_named([sentence for sentence in unhealthy if sentence not in reason])])
 
 
 def _barrier_reason(request: Request, status: wire.StatusResponse) -> str:

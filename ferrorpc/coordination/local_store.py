@@ -24,10 +24,11 @@ class Keyspace:
         self.values: dict[str, bytes] = {}
         self._owners: dict[str, Owner] = {}
 
-    def put(self, key: str, value: bytes, owner: Owner) -> None:
-        """Sets a key's value and owner."""
+    def put(self, key: str, value: bytes, owner: Owner | None) -> None:
+        """Sets a key's value and owner; None for the owner that it has, which is the job for a new key."""
         self.values[key] = value
-        self._owners[key] = owner
+        if owner is not None:
+            self._owners[key] = owner
 
     def remove(self, key: str) -> bool:
         """Removes a key. Returns whether it existed."""
@@ -96,7 +97,7 @@ class LocalStore(Store):
             total = int(text) + amount
             if not -(1 << 63) <= total < 1 << 63:
                 raise UsageError(f"key {key!r} would hold {total}, which does not fit into 64 bits")
-            self._put(key, str(total).encode(), self._owner_of("job"))
+            self._put(key, str(total).encode(), None)
         return total
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
@@ -107,7 +108,7 @@ class LocalStore(Store):
             self._check()
             swapped = self._keyspace.values.get(key) == wanted
             if swapped:
-                self._put(key, value, self._owner_of("job"))
+                self._put(key, value, None)
         return swapped
 
     def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:
@@ -135,7 +136,7 @@ class LocalStore(Store):
             self._check()
             return sorted(key for key in self._keyspace.values if key.startswith(prefix))
 
-    def _put(self, key: str, value: bytes, owner: Owner) -> None:
+    def _put(self, key: str, value: bytes, owner: Owner | None) -> None:
         self._keyspace.put(key, value, owner)
         self._condition.notify_all()
 

@@ -64,7 +64,7 @@ class RemoteStore(Store):
 
     def add(self, key: str, amount: int = 1) -> int:
         limits.check_key(key)
-        operation = wire.AddOperation(key=key, amount=limits.check_amount(amount), binding=wire.KEY_BINDING_JOB)
+        operation = wire.AddOperation(key=key, amount=limits.check_amount(amount))
         return self._write(f"store.add({key!r})", add=operation).number
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
@@ -74,7 +74,6 @@ class RemoteStore(Store):
             expected=b"" if expected is None else limits.check_value(expected),
             expect_absent=expected is None,
             value=limits.check_value(value),
-            binding=wire.KEY_BINDING_JOB,
         )
         return self._write(f"store.compare_set({key!r})", compare_set=operation).found
 

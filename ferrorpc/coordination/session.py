@@ -293,7 +293,9 @@ class RemoteSession(Session):
         return list(response.unique_ids)
 
     def describe(self, ranks: Iterable[int], timeout: float) -> list[MemberReport]:
-        wanted = sorted(set(ranks))
+        wanted = sorted({rank for rank in ranks if 0 <= rank < self.membership.assignment.size})
+        if not wanted:
+            return []
         response = self._connection.try_ask("describe", timeout, describe=wire.DescribeRequest(ranks=wanted))
         return [] if response is None else [member_report(member) for member in response.members]
 

@@ -144,12 +144,10 @@ class EntryRow(google.protobuf.message.Message):
 
     VALUE_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
-    BINDING_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     value: builtins.bytes
     revision: builtins.int
-    binding: ferrorpc.v1.store_pb2.KeyBinding.ValueType
     owner: builtins.str
     """The client of the session that the key is bound to."""
     generation: builtins.int
@@ -159,11 +157,10 @@ class EntryRow(google.protobuf.message.Message):
         *,
         value: builtins.bytes = ...,
         revision: builtins.int = ...,
-        binding: ferrorpc.v1.store_pb2.KeyBinding.ValueType = ...,
         owner: builtins.str = ...,
         generation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["binding", b"binding", "generation", b"generation", "owner", b"owner", "revision", b"revision", "value", b"value"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "owner", b"owner", "revision", b"revision", "value", b"value"]) -> None: ...
 
 Global___EntryRow: typing_extensions.TypeAlias = EntryRow
 

@@ -138,7 +138,7 @@ Global___GetOperation: typing_extensions.TypeAlias = GetOperation
 
 @typing.final
 class AddOperation(google.protobuf.message.Message):
-    """The value is a decimal integer; a missing key counts as 0."""
+    """The value is a decimal integer; a missing key counts as 0. Without a binding, a key keeps the one it has."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -161,7 +161,9 @@ Global___AddOperation: typing_extensions.TypeAlias = AddOperation
 
 @typing.final
 class CompareSetOperation(google.protobuf.message.Message):
-    """Sets the key if its value is `expected`, or if it is missing and expect_absent is set; answers with its value afterwards."""
+    """Sets the key if its value is `expected`, or if it is missing and expect_absent is set; answers with its value afterwards.
+    Without a binding, a key keeps the one it has.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

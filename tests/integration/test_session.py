@@ -292,6 +292,10 @@ def test_an_id_reaches_all_ranks_and_a_failure_too(world):
 def test_survivors_of_an_elastic_world_go_on_and_the_store_stays(service):
     sessions = join_all(service.address, 4, (2, 4), job="elastic")
     sessions[0].store.set("kept", b"yes")
+    for key, binding in (("counted", "session"), ("swapped", "generation")):
+        sessions[1].store.set(key, b"1", bind=binding)
+    assert sessions[0].store.add("counted") == 2
+    assert sessions[0].store.compare_set("swapped", b"1", b"2")
     sessions[1].leave("killed")
     survivors = [session for session in sessions if session is not sessions[1]]
     memberships = together([lambda s=s: s.rejoin(20) for s in survivors])
@@ -299,6 +303,7 @@ def test_survivors_of_an_elastic_world_go_on_and_the_store_stays(service):
     assert {m.assignment.generation for m in memberships} == {2}
     assert all(m.latch.cause is None for m in memberships)
     assert survivors[2].store.get("kept") == b"yes"
+    assert survivors[2].store.keys() == ["kept"]
     assert together([lambda s=s: len(s.barrier("b", timeout=20)) for s in survivors]) == [3, 3, 3]
     together([s.leave for s in sessions])
 
@@ -370,6 +375,7 @@ def test_members_are_described_by_what_they_last_did(world):
     world[1].activity.note("all_reduce #3")
     known = eventually(lambda: [m for m in world[0].describe([1], 2.0) if m.activity == "all_reduce #3"])
     assert (known[0].rank, known[0].state, known[0].step) == (1, "active", 1)
+    assert world[0].describe([-1, len(world), 1 << 40], 2.0) == world[0].describe([], 2.0) == []
 
 
 def test_an_earlier_generation_is_refused(service):

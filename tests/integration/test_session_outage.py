@@ -1,5 +1,6 @@
 """What a member does while its coordinator, its connection or the member itself is away."""
 
+import contextlib
 import logging
 import shutil
 import subprocess
@@ -276,7 +277,12 @@ def test_ranks_are_kept_where_the_coordinator_has_forgotten_them(volatile):
     with ThreadPoolExecutor(1) as pool, grpc.insecure_channel(volatile.address) as channel:
         stub = session_pb2_grpc.CoordinatorServiceStub(channel)
         second = pool.submit(sessions[1].rejoin, 20)  # it comes first
-        eventually(lambda: stub.Status(session_pb2.StatusRequest(job="trial"), timeout=10).waiting_reason)
+
+        def waits():
+            with contextlib.suppress(grpc.RpcError):  # until then there is no such job
+                return stub.Status(session_pb2.StatusRequest(job="trial"), timeout=10).waiting_reason
+
+        eventually(waits)
         first = sessions[0].rejoin(20)
         assert [first.assignment.rank, second.result(20).assignment.rank] == [0, 1]
     together([session.leave for session in sessions])

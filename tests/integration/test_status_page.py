@@ -4,10 +4,13 @@ FERRORPC_SCREENSHOTS=DIR keeps a picture of each.
 """
 
 import os
+import socket
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ferrorpc_coordinator.web.event_streams import VIEWERS_MAX
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from tests.integration import chromium
@@ -306,6 +309,25 @@ def test_a_coordinator_that_ends_is_not_shown_as_live(browser, tmp_path, job):
             assert browser.evaluate("document.body.classList.contains('stale')")
         finally:
             crowd.close()
+
+
+def test_a_page_that_was_refused_its_events_asks_for_them_again(browser, process, job):
+    """A browser does not by itself, neither here nor where a proxy answers in place of a coordinator that restarts."""
+    crowd = Crowd(process.address, 2, job)
+    try:
+        with ExitStack() as viewers:
+            for _ in range(VIEWERS_MAX):
+                host, _, port = process.http_address.rpartition(":")
+                viewer = viewers.enter_context(socket.create_connection((host, int(port))))
+                viewer.sendall(b"GET /events?job=elsewhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert viewer.recv(1000).startswith(b"HTTP/1.1 200")
+            browser.logs.clear()
+            browser.open(f"http://{process.http_address}/?job={job}")
+            while "503" not in "".join(browser.logs):
+                browser.evaluate("null")
+        browser.until("document.querySelector('#connection').textContent === 'live'")
+    finally:
+        crowd.close()
 
 
 @pytest.mark.slow

@@ -41,6 +41,14 @@ def check_hello(hello: session_pb2.Hello, limits: Limits) -> None:
     require("bytes of a Hello", hello.ByteSize(), "hello_bytes", limits.hello_bytes, MessageTooLargeError)
 
 
+def unknown_session(hello: session_pb2.Hello) -> StaleGenerationError:
+    """The error for a resume token that this coordinator does not know."""
+    return StaleGenerationError(
+        f"no session of {hello.name!r} in job {hello.job} has this token: another process took over its name, "
+        "or this coordinator started without its journal"
+    )
+
+
 def hashed(token: str) -> bytes:
     """The hash of a resume token, which is stored in its place."""
     return hashlib.sha256(token.encode()).digest()
@@ -99,10 +107,7 @@ class Admission:
     def _resume(self, hello: session_pb2.Hello) -> Admitted:
         member = self._members.by_token(hashed(hello.resume_token))
         if member is None or member.name != hello.name:
-            raise StaleGenerationError(
-                f"no session of {hello.name!r} in job {self._context.job} has this token: another process took over its name, "
-                "or this coordinator started without its journal"
-            )
+            raise unknown_session(hello)
         if not member.alive:
             raise StaleGenerationError(f"the session of {member} is over: {member.reason or 'it left the job'}")
         return Admitted(member, hello.resume_token, resumed=True)

@@ -29,7 +29,7 @@ from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.refusal_log import RefusalLog
 from ferrorpc_coordinator.state.access import Access, required_role
-from ferrorpc_coordinator.state.admission import check_hello, check_name
+from ferrorpc_coordinator.state.admission import check_hello, check_name, unknown_session
 from ferrorpc_coordinator.state.context import Requester, SharedState
 from ferrorpc_coordinator.state.durable_state import DurableState
 from ferrorpc_coordinator.state.effects import Effect, Note, Reply, Row
@@ -164,6 +164,8 @@ class Coordinator:
         if self._draining:
             raise CoordinatorUnavailableError("this coordinator is stopping", hint="try again shortly")
         check_hello(hello, self.settings.limits)
+        if hello.resume_token and hello.job not in self._jobs:
+            raise unknown_session(hello)
 
     def _received(self, stream: int, frame: session_pb2.ClientFrame) -> None:
         known = self._streams.get(stream)
@@ -191,20 +193,19 @@ class Coordinator:
         try:
             self._authorize(caller, request.token, request.job, required_role(request), f"a {type(request).__name__}")
             if isinstance(request, session_pb2.StatusRequest):
-                self._status(call, request, caller)
+                job = self._known_job(request, caller)
+                page = job.status_page(self.settings.version, self.settings.durable, request.after)
+                self._shared.effects.reply(job.context, call, page)
+            elif isinstance(request, session_pb2.UnaryReportRequest):
+                removes = request.request.HasField("removal")
+                job = self._known_job(request, caller) if removes else self._job(request.job)
+                job.call_report(Requester(call, None, ""), request.request)
             else:
                 self._unary_request(call, request)
         except FerroError as error:
             self._shared.effects.reply(None, call, detail_of(error))
 
-    def _unary_request(
-        self,
-        call: int,
-        request: session_pb2.UnaryStoreRequest | session_pb2.UnaryBarrierRequest | session_pb2.UnaryReportRequest,
-    ) -> None:
-        if isinstance(request, session_pb2.UnaryReportRequest):
-            self._job(request.job).call_report(Requester(call, None, ""), request.request)
-            return
+    def _unary_request(self, call: int, request: session_pb2.UnaryStoreRequest | session_pb2.UnaryBarrierRequest) -> None:
         if not (isinstance(request, session_pb2.UnaryStoreRequest) and sets_a_value(request.request)):
             what, most = f"bytes of a {type(request).__name__}", self.settings.limits.frame_bytes
             require(what, request.ByteSize(), "frame_bytes", most, MessageTooLargeError)
@@ -223,16 +224,6 @@ class Coordinator:
         if known is not None:
             known[0].cancel(known[1])
 
-    def _status(self, call: int, request: session_pb2.StatusRequest, caller: Caller) -> None:
-        job = self._jobs.get(request.job)
-        if job is None:
-            known = ", ".join(sorted(name for name in self._jobs if self._access.may_observe(caller, request.token, name)))
-            text = f"there is no job {request.job[:128]!r} here"
-            hint = f"the jobs of this coordinator: {known or 'none yet'}"
-            raise ConfigError(text, hint=hint) if self._jobs else ConfigError(text, hint=hint, jobs=0)
-        page = job.status_page(self.settings.version, self.settings.durable, request.after)
-        self._shared.effects.reply(job.context, call, page)
-
     def _authorize(self, caller: Caller, token: str, job: str, needed: Role, what: str) -> None:
         """Checks access; records a refusal in the log."""
         try:
@@ -246,7 +237,26 @@ class Coordinator:
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
+    def _known_job(self, request: UnaryRequest, caller: Caller) -> Job:
+        """The job that a request names.
+
+        Raises:
+            ConfigError: there is none of this name; contains those that the caller may see.
+        """
+        job = self._jobs.get(request.job)
+        if job is None:
+            known = ", ".join(sorted(name for name in self._jobs if self._access.may_observe(caller, request.token, name)))
+            text = f"there is no job {request.job[:128]!r} here"
+            hint = f"the jobs of this coordinator: {known or 'none yet'}"
+            raise ConfigError(text, hint=hint) if self._jobs else ConfigError(text, hint=hint, jobs=0)
+        return job
+
     def _job(self, name: str) -> Job:
+        """The job of this name, which begins with its first request.
+
+        Raises:
+            ConfigError, LimitExceededError: the name is invalid, or there are too many jobs.
+        """
         job = self._jobs.get(name)
         if job is None:
             check_name("job name", name, self.settings.limits.name_bytes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrorpc.errors import require
-from ferrorpc.v1 import journal_pb2, store_pb2
+from ferrorpc.v1 import journal_pb2
 from ferrorpc_coordinator.state.context import JobContext
 
 TABLE: Final = "store"
@@ -26,14 +26,7 @@ class Entry:
 
     def row(self) -> journal_pb2.EntryRow:
         """The journal row."""
-        binding = store_pb2.KEY_BINDING_JOB
-        if self.owner:
-            binding = store_pb2.KEY_BINDING_SESSION
-        elif self.generation:
-            binding = store_pb2.KEY_BINDING_GENERATION
-        return journal_pb2.EntryRow(
-            value=self.value, revision=self.revision, binding=binding, owner=self.owner, generation=self.generation
-        )
+        return journal_pb2.EntryRow(value=self.value, revision=self.revision, owner=self.owner, generation=self.generation)
 
 
 class Keyspace:

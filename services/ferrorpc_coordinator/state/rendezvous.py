@@ -314,9 +314,9 @@ class Rendezvous:
         if not 1 <= low <= high:
             raise InvalidWorldSizeError(f"{member} asked for a world of {low}:{high}")
         require("the world's size", high, "members", self._context.limits.members)
-        require(
-            "the generation to follow", request.after_generation, "generation_number", self._context.limits.generation_number
-        )
+        after, most = request.after_generation, self._context.limits.generation_number
+        if after > self._context.newest_generation:
+            require("the generation to follow", after, "generation_number", most)
         if request.pinned_rank >= high:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")
 

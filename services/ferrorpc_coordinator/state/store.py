@@ -155,8 +155,8 @@ class Store:
         total = int(before) + operation.amount
         if not -(1 << 63) <= total < 1 << 63:
             raise UsageError(f"key {operation.key!r} would hold {total}, which does not fit into 64 bits")
-        entry = self._write(requester, operation.key, str(total).encode(), operation.binding)
-        return store_pb2.StoreResponse(found=True, number=total, revision=entry.revision)
+        written = self._write(requester, operation.key, str(total).encode(), operation.binding, entry)
+        return store_pb2.StoreResponse(found=True, number=total, revision=written.revision)
 
     def _compare_set(self, requester: Requester, operation: store_pb2.CompareSetOperation) -> store_pb2.StoreResponse:
         entry = self.keyspace.get(self._valid_key(operation.key))
@@ -166,7 +166,7 @@ class Store:
         if not matches:
             held = Entry(b"", 0) if entry is None else entry
             return store_pb2.StoreResponse(found=False, value=held.value, revision=held.revision)
-        written = self._write(requester, operation.key, operation.value, operation.binding)
+        written = self._write(requester, operation.key, operation.value, operation.binding, entry)
         return store_pb2.StoreResponse(found=True, value=written.value, revision=written.revision)
 
     def _delete(self, requester: Requester, operation: store_pb2.DeleteOperation) -> store_pb2.StoreResponse:
@@ -207,10 +207,14 @@ class Store:
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
-    def _write(self, requester: Requester, key: str, value: bytes, binding: int) -> Entry:
+    def _write(self, requester: Requester, key: str, value: bytes, binding: int, changed: Entry | None = None) -> Entry:
+        """Sets a key. The entry that the operation changes, if it is one that changes a value, keeps its binding by default."""
         most = self._context.limits.value_bytes
         require(f"the value of {self._valid_key(key)!r}", len(value), "value_bytes", most, MessageTooLargeError)
-        owner, generation = self._bound_to(requester, binding)
+        if changed is not None and binding == store_pb2.KEY_BINDING_UNSPECIFIED:
+            owner, generation = changed.owner, changed.generation
+        else:
+            owner, generation = self._bound_to(requester, binding)
         entry = self.keyspace.set(key, value, owner, generation)
         self.watches.changed(key, value, entry.revision)
         self._wake_waiters(key, entry)
@@ -223,6 +227,8 @@ class Store:
             raise UsageError("a unary call can bind a key only to the job, not to a session or a generation")
         if binding == store_pb2.KEY_BINDING_SESSION:
             return requester.client, 0
+        if binding != store_pb2.KEY_BINDING_GENERATION:
+            raise UsageError(f"this coordinator does not know the binding {binding} of a key")
         if requester.member.rank < 0:
             raise StaleGenerationError(f"{requester} is in no generation that a key could be bound to")
         return "", self._generations.require(requester.member, requester.member.generation).number

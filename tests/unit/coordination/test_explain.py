@@ -47,11 +47,13 @@ def test_a_round_is_explained_by_the_coordinators_reason():
 def test_of_several_uses_of_a_barrier_the_one_asked_for_is_told_with_who_is_missing():
     barriers = [
         BarrierStatus(name="epoch", generation=1, ordinal=1, arrived_ranks=[2], missing_ranks=[0]),
-        BarrierStatus(name="epoch", generation=1, ordinal=2, arrived_ranks=[0], missing_ranks=[1, 2]),
+        BarrierStatus(name="epoch", generation=1, ordinal=2, arrived_ranks=[0], missing_ranks=[1, 2, 3]),
     ]
-    status = StatusResponse(barriers=barriers, members=[member(0), member(1)])
+    members = [member(0), member(1), member(2, identity_pb2.MEMBER_STATE_STALLED)]
+    status = StatusResponse(barriers=barriers, members=members)
     text = said(status, barrier=BarrierRequest(name="epoch", generation=1, ordinal=2))
-    assert text == "1 have arrived, 2 have not; rank 1 (box-1): active, last beat 1.5 s ago, step 0; rank 2"
+    beat = "last beat 1.5 s ago, step 0"
+    assert text == f"1 have arrived, 3 have not; rank 1 (box-1): active, {beat}; rank 2 (box-2): stalled, {beat}; rank 3"
 
 
 def test_members_that_are_not_well_are_named_and_at_most_eight_of_them():

@@ -352,6 +352,8 @@ def test_keys_bound_to_a_session_or_a_generation_vanish_with_it():
     store.set("mine", b"1", bind="session")
     store.set("ours", b"2", bind="generation")
     store.set("everyones", b"3")
+    assert world.session(0).store.add("mine") == 2
+    assert world.session(0).store.compare_set("ours", b"2", b"3")
     world.session(1).leave()
     assert world.session(0).store.keys() == ["everyones", "ours"]
     world.session(0).rejoin(20)

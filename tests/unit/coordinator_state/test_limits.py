@@ -144,6 +144,17 @@ def test_too_many_members() -> None:
     assert limit_of(world.clients["b"].events[-1].fenced) == "members"
 
 
+def test_the_highest_generation_that_a_member_may_claim_is_not_the_last() -> None:
+    world = limited(generation_number=9)
+    world.clients["a"].generation = 10
+    join(world, "a")
+    assert limit_of(error(world, "a")) == "generation_number"
+    world.clients["a"].generation = 9
+    for generation in (10, 11):
+        join(world, "a")
+        assert world.clients["a"].generation == generation
+
+
 def test_a_replacement_takes_the_place_of_a_suspect_member_and_needs_no_other() -> None:
     world = limited(members=2)
     join(world, "b")
@@ -279,8 +290,8 @@ def test_too_many_jobs_unless_one_has_ended() -> None:
     assert {table for table, _ in world.rows} == {"meta"}
 
 
-@pytest.mark.parametrize("wrong", [{"member": "b c"}, {"address": "x" * (17 << 10)}])
-def test_an_invalid_hello_does_not_forget_a_job_that_has_ended(wrong: dict[str, str]) -> None:
+@pytest.mark.parametrize("wrong", [{"member": "b c"}, {"address": "x" * (17 << 10)}, {"resume_token": "of another cluster"}])
+def test_a_hello_that_is_refused_does_not_forget_a_job_that_has_ended(wrong: dict[str, str]) -> None:
     world = limited(jobs=1)
     set_(world, "a", "k", b"v")
     world.ask("a", leave={})
@@ -298,6 +309,10 @@ def test_a_unary_request_that_is_refused_does_not_forget_a_job_that_has_ended() 
     keys = store_pb2.StoreRequest(keys=store_pb2.KeysOperation(prefix="x" * (300 << 10)))
     for client, request in (("b c", store_pb2.StoreRequest()), ("b", keys)):
         world.call(session_pb2.UnaryStoreRequest(job="other", client_id=client, request=request))
+    removal = session_pb2.ReportRequest(removal=session_pb2.Removal(name="a"))
+    reply = world.replies[world.call(session_pb2.UnaryReportRequest(job="other", request=removal))]
+    assert isinstance(reply, error_pb2.ErrorDetail)
+    assert "there is no job 'other' here" in reply.message
     assert list(world.coordinator.jobs) == ["job"]
 
 

@@ -216,6 +216,26 @@ def test_setting_a_key_again_replaces_its_binding(binding: store_pb2.KeyBinding.
     assert result.store.value == b"2"
 
 
+@pytest.mark.parametrize("binding", [store_pb2.KEY_BINDING_SESSION, store_pb2.KEY_BINDING_GENERATION])
+def test_a_counter_and_a_swapped_value_keep_the_binding_of_their_key(binding: store_pb2.KeyBinding.ValueType) -> None:
+    world = World()
+    join(world, "a", "b")
+    for key in ("n", "k"):
+        store(world, "a", set=store_pb2.SetOperation(key=key, value=b"1", binding=binding))
+    add(world, "b", "n", request_id=1)
+    store(world, "b", compare_set=store_pb2.CompareSetOperation(key="k", expected=b"1", value=b"2"))
+    world.ask("a", leave={"reason": "killed"})
+    assert len(world.coordinator.jobs["job"].store.keyspace) == 0
+
+
+def test_a_binding_of_a_later_version_is_refused() -> None:
+    world = World()
+    join(world, "a")
+    store(world, "a", set=store_pb2.SetOperation(key="k", value=b"", binding=77))  # type: ignore[arg-type]
+    assert error(world, "a").code == ErrorCode.USAGE
+    assert len(world.coordinator.jobs["job"].store.keyspace) == 0
+
+
 @pytest.mark.parametrize("limit", [{"history_events": 3}, {"history_bytes": 6}], ids=["events", "bytes"])
 def test_a_watch_from_before_the_history_gets_compacted(limit: dict[str, int]) -> None:
     world = World(Settings(durable=True, limits=replace(Limits(), **limit)))

@@ -287,6 +287,7 @@ async function refreshJobs() {
     const answer = await fetch("api/v1/jobs");
     const jobs = await answer.json();
     if (!view.job && jobs.length) selectJob(jobs[0].job);
+    if (source?.readyState === EventSource.CLOSED) connect(); // refused; only lost connections are restored by the browser
     if (!view.job) {
       lastMessage = Date.now();
       showNoJob();
