@@ -2,7 +2,9 @@
 
 Written against CuPy 14 (`cupy.cuda.runtime.memcpyAsync`, `Stream`, `Event`, `alloc_pinned_memory`). Some of its behaviour needs
 care. The null stream is 0 on every GPU, so its device must be current when it is used. On leaving, `with stream:`
-does not restore a stream that the program made current by `use()`. `Event.done` is False for ever once the GPU has failed.
+does not restore a stream that the program made current by `use()`. `Event.done` is False for ever once the GPU has failed. A
+thread that has used no GPU stands on the first one, and if it calls CUDA there, or `with Device(1):` takes it back there, CUDA
+creates a context on that GPU: half a gigabyte of it, for every process of the host.
 
 The caller's stream is CuPy's current one; where that is the null stream, CuPy's default, it is torch's current one.
 """
@@ -188,7 +190,22 @@ class CupyDevice:
             followed = current_of_torch(self.index)
             if followed and self.follows_torch():
                 return self._following(followed)
-        return _AS_IT_IS if self._current_index() == self.index else self.cupy.cuda.Device(self.index)
+        return self._as_current_device()
+
+    def _as_current_device(self) -> Any:
+        """As `here`, whatever the streams are."""
+        if self._current_index() == self.index:
+            return _AS_IT_IS
+        return self.cupy.cuda.Device(self.index) if self.cupy.cuda.driver.ctxGetCurrent() else self._visited()
+
+    @contextmanager
+    def _visited(self) -> Iterator[None]:
+        """As `here`, on a thread that has used no GPU yet, and has used none afterwards."""
+        self.make_current()
+        try:
+            yield
+        finally:
+            self.cupy.cuda.driver.ctxSetCurrent(0)
 
     def follows_torch(self) -> bool:
         """Whether the caller's stream is torch's, in a program that uses torch."""
@@ -196,7 +213,7 @@ class CupyDevice:
 
     @contextmanager
     def _following(self, pointer: int) -> Iterator[None]:
-        with self.cupy.cuda.Device(self.index), _as_current(self.adopt(pointer)):
+        with self._as_current_device(), _as_current(self.adopt(pointer)):
             yield
 
     def event(self) -> CupyEvent:
@@ -258,11 +275,12 @@ class CupyDevice:
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
         """As `Device.beside_captures`."""
-        before = _exchange_capture_mode(_THREAD_LOCAL)
-        try:
-            yield
-        finally:
-            _exchange_capture_mode(before)
+        with self._as_current_device():
+            before = _exchange_capture_mode(_THREAD_LOCAL)
+            try:
+                yield
+            finally:
+                _exchange_capture_mode(before)
 
     def holds(self, array: DeviceArray) -> bool:
         """As `Device.holds`."""
@@ -301,7 +319,8 @@ class CupyDevice:
     def adopt(self, stream: Any) -> Stream:
         """As `Device.adopt`."""
         if isinstance(stream, int):
-            return CupyStream(self, self.cupy.cuda.Stream.from_external(_Foreign(stream)))
+            with self._as_current_device():  # which CuPy takes for the stream's
+                return CupyStream(self, self.cupy.cuda.Stream.from_external(_Foreign(stream)))
         return CupyStream(self, stream)
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
@@ -350,7 +369,7 @@ class CupyDevice:
 
     def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
         """As `Device.pinned`."""
-        with self.here(), self.beside_captures():
+        with self.beside_captures():
             memory = self.cupy.cuda.alloc_pinned_memory(size_bytes)
         room: Any = (ctypes.c_uint8 * size_bytes).from_address(memory.ptr)
         room.owner = memory  # lives as long as any view of it

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +14,15 @@ import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.kinds import copy_into
+from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.progress import Progress
 from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_world
+from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.fake_gpu.worlds import host_lanes
 
 
 def test_the_null_stream_that_waits_is_that_of_its_own_gpu_on_every_thread(cupy: StandIn) -> None:
@@ -144,6 +149,47 @@ def test_streams_of_other_libraries_are_adopted_by_their_number(cupy: StandIn) -
     with device.on(adopted):
         assert cupy.stream is other
     assert adopted.record().done
+
+
+def on_new_thread(body: Callable[[], object]) -> None:
+    """Runs on a thread that stands on GPU 0, as every thread at first."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(body).result()
+
+
+def contexts(cupy: StandIn) -> list[int]:
+    return [gpu.index for gpu in cupy.machine.gpus if gpu.has_context]
+
+
+def test_threads_that_have_used_no_gpu_leave_nothing_on_the_first_one(cupy: StandIn) -> None:
+    """A context takes half a gigabyte of it, for each process of the host."""
+    device, ends = device_of(cupy, 2), list[int]()
+
+    def look() -> None:
+        device.staging.downloads.let_go()
+        device.pinned(5)
+        with device.here(), device.here():
+            device.event()
+        ends.append(cupy.cuda.driver.ctxGetCurrent())
+
+    def first() -> None:
+        device.make_current()
+        device.staging.downloads.keep("an array", device.current().record())
+
+    on_new_thread(first)
+    on_new_thread(look)
+    assert (contexts(cupy), ends) == ([2], [0])
+
+
+def test_a_rank_has_a_context_on_no_gpu_but_its_own_until_it_has_ended(cupy: StandIn) -> None:
+    def body() -> None:
+        device = device_of(cupy, 2)
+        device.make_current()
+        with ProcessGroup(NcclBackend(host_lanes(1)[0], device, FakeNccl(cupy.machine).api(2))) as group:
+            group.all_reduce(cupy.asarray(np.ones(3, np.float32)), async_op=True).wait(host=True)
+
+    on_new_thread(body)
+    assert contexts(cupy) == [2]
 
 
 def test_an_array_is_written_on_its_own_gpu_whichever_is_current(cupy: StandIn) -> None:

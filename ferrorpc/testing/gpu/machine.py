@@ -182,6 +182,8 @@ class Gpu:
         self.index = index
         self.uuid = uuid
         self.memory = Memory()
+        self.has_context = False
+        """Whether a context was created on it, which takes memory of a real one."""
         self.streams: dict[int, FakeStream] = {}
         self.default = self.new_stream(pointer=0)
 
