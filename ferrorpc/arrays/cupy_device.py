@@ -290,7 +290,7 @@ class CupyDevice:
         """As `Device.current`.
 
         Raises:
-            UsageError: it is CUDA's per-thread default stream, which other threads cannot name.
+            UsageError: it is CUDA's per-thread default stream, which other threads cannot name; or a graph is captured from it.
         """
         with self.here():
             return self._current_here()
@@ -309,7 +309,21 @@ class CupyDevice:
                 "the current stream is CUDA's per-thread default stream, which other threads cannot wait for",
                 hint="leave CUPY_CUDA_PER_THREAD_DEFAULT_STREAM away, or work in a cupy.cuda.Stream(non_blocking=True)",
             )
+        if stream.pointer > _SHARED_NUMBERS:  # no other can be captured
+            self.check_not_captured(stream, "current")
         return stream
+
+    def check_not_captured(self, stream: Stream, which: str) -> None:
+        """As `Device.check_not_captured`."""
+        try:
+            is_captured = self.runtime.streamIsCapturing(stream.pointer)
+        except RuntimeError:  # an error has ended the capture
+            is_captured = True
+        if is_captured:
+            raise UsageError(
+                f"a CUDA graph is being captured from the {which} stream",
+                hint="operations cannot be captured: begin them, and wait for them, before the capture or after it",
+            )
 
     def new_stream(self) -> Stream:
         """As `Device.new_stream`."""

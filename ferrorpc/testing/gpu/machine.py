@@ -108,6 +108,8 @@ class FakeStream:
         self.non_blocking = non_blocking
         self.destroyed = False
         """A destroyed stream must not be used any more, but its queued tasks still run."""
+        self.captured = False
+        """Whether a CUDA graph is being captured from it."""
         self.tasks: deque[Task] = deque()
 
     def enqueue(self, task: Task) -> None:
