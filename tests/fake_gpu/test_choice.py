@@ -35,6 +35,8 @@ def test_auto_takes_nccl_where_every_rank_has_a_gpu_of_its_own_and_says_why_not(
         assert "ranks 1 have no GPU" in caplog.text
         assert not gpu.nccl_usable([peer(0, "GPU-a"), peer(1, "GPU-a")])
         assert "ranks 0 and 1 are on one GPU" in caplog.text
+        ipc = Peer(0, "member-0", "host", labels=(("gpu", "GPU-a"),))
+        assert not gpu.nccl_usable([ipc, peer(1, "GPU-b")]), "a rank that asked for cuda_ipc says nothing of NCCL"
         assert not gpu.nccl_usable([peer(0, "GPU-a"), peer(1, "GPU-b", "23000")])
         assert "different versions" in caplog.text
 
