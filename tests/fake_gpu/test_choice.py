@@ -51,7 +51,7 @@ def test_a_program_without_cupy_says_nothing_of_gpus_when_it_joins(monkeypatch: 
 def test_what_lacks_is_an_error_where_it_was_asked_for_and_a_warning_under_auto(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nccl", None)
+    monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", None)
     for backend in ("nccl", "hybrid"):
         with pytest.raises(BackendUnavailableError) as raised:
