@@ -193,19 +193,13 @@ class CupyDevice:
         return self._as_current_device()
 
     def _as_current_device(self) -> Any:
-        """As `here`, whatever the streams are."""
+        """As `here`, whatever the streams are. A thread that has used no GPU stays on this one."""
         if self._current_index() == self.index:
             return _AS_IT_IS
-        return self.cupy.cuda.Device(self.index) if self.cupy.cuda.driver.ctxGetCurrent() else self._visited()
-
-    @contextmanager
-    def _visited(self) -> Iterator[None]:
-        """As `here`, on a thread that has used no GPU yet, and has used none afterwards."""
+        if self.cupy.cuda.driver.ctxGetCurrent():
+            return self.cupy.cuda.Device(self.index)
         self.make_current()
-        try:
-            yield
-        finally:
-            self.cupy.cuda.driver.ctxSetCurrent(0)
+        return _AS_IT_IS
 
     def follows_torch(self) -> bool:
         """Whether the caller's stream is torch's, in a program that uses torch."""

@@ -68,10 +68,6 @@ class Driver:
         """As cuCtxGetCurrent: 0 where the calling thread has no context."""
         return self.thread.device + 1 if self.thread.has_context else 0
 
-    def set_context(self, context: int) -> None:
-        """As cuCtxSetCurrent."""
-        self.thread.device, self.thread.has_context = max(context - 1, 0), context > 0
-
     def current(self, device: int) -> int:
         """The number of a device; -1 means the calling thread's current device."""
         return self.thread.device if device < 0 else device
@@ -248,7 +244,7 @@ def cuda(driver: Driver) -> SimpleNamespace:
         get_elapsed_time=_elapsed,
         alloc_pinned_memory=lambda size_bytes: Pinned(driver.machine, size_bytes),
         runtime=_runtime(driver),
-        driver=SimpleNamespace(ctxGetCurrent=driver.context, ctxSetCurrent=driver.set_context),
+        driver=SimpleNamespace(ctxGetCurrent=driver.context),
     )
 
 
