@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.cupy_kind import cupy_kind
 from ferrorpc.arrays.kinds import copy_into
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.progress import Progress
+from ferrorpc.ddp.bucket import lay_out
+from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.types import DType, TensorSpec
 from tests.fake_gpu.worlds import host_lanes
 
 
@@ -185,6 +189,22 @@ def test_a_rank_has_a_context_on_no_gpu_but_its_own_until_it_has_ended(cupy: Sta
             group.all_reduce(cupy.asarray(np.ones(3, np.float32)), async_op=True).wait(host=True)
 
     on_new_thread(body)
+    assert contexts(cupy) == [2]
+
+
+def test_a_bucket_that_another_thread_collects_leaves_nothing_on_the_first_gpu(cupy: StandIn) -> None:
+    buckets: list[DeviceBucketMemory] = []
+
+    def first() -> None:
+        device_of(cupy, 2).make_current()
+        (bucket,) = lay_out({"p": TensorSpec(DType.FLOAT32, (3,))}, 1 << 20).buckets
+        with cupy.cuda.Stream(non_blocking=True):
+            buckets.append(DeviceBucketMemory(bucket, DeviceContext(cupy_kind(2), SYSTEM_CLOCK)))
+        device_of(cupy, 2).staging.uploads.let_go()
+        device_of(cupy, 2).event()  # is spare afterwards
+
+    on_new_thread(first)
+    on_new_thread(buckets.clear)
     assert contexts(cupy) == [2]
 
 
