@@ -258,8 +258,9 @@ class CupyDevice:
         return int(self.runtime.getDeviceCount())
 
     def make_current(self) -> None:
-        """As `Device.make_current`."""
-        self.cupy.cuda.Device(self.index).use()
+        """As `Device.make_current`. Where it is the current one already, the program may still choose another."""
+        if self._current_index() != self.index:
+            self.cupy.cuda.Device(self.index).use()
 
     def enter_own_thread(self) -> None:
         """As `Device.enter_own_thread`."""

@@ -93,6 +93,14 @@ def test_a_ranks_gpu_is_the_same_where_arrays_go_by_the_host(
             assert group.all_reduce(cupy.asarray(np.ones(2))).device.id == index
 
 
+def test_a_rank_whose_gpu_nobody_has_chosen_yet_leaves_nothing_on_the_first_one(cupy: StandIn) -> None:
+    session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
+    with ProcessGroup(create("grpc", Place(session, None))) as group:
+        cupy.cuda.Device(3).use()
+        assert group.all_reduce(cupy.asarray(np.ones(2))).device.id == 3
+    assert [gpu.index for gpu in cupy.machine.gpus if gpu.has_context] == [3]
+
+
 def test_a_gpu_that_was_asked_for_and_is_not_there_is_refused_by_every_backend(cupy: StandIn) -> None:
     session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
     with pytest.raises(BackendUnavailableError, match="there is no GPU 8; CuPy sees 8"):
