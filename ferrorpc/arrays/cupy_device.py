@@ -264,12 +264,14 @@ class CupyDevice:
 
     def enter_own_thread(self) -> None:
         """As `Device.enter_own_thread`."""
-        self.make_current()
+        self.cupy.cuda.Device(self.index).use()  # a thread without a context may have no mode
         _exchange_capture_mode(_THREAD_LOCAL)
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
         """As `Device.beside_captures`."""
+        if not self.cupy.cuda.driver.ctxGetCurrent():
+            self.cupy.cuda.Device(self.index).use()
         with self._as_current_device():
             before = _exchange_capture_mode(_THREAD_LOCAL)
             try:
