@@ -101,6 +101,20 @@ def test_what_is_called_while_a_graph_is_captured_is_refused_and_the_group_stays
     world(cupy, 2, body, kind=kind)
 
 
+def test_a_wait_that_failed_half_way_takes_nothing_from_the_next_one(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            work = group.all_reduce(cupy.asarray(np.ones(4, np.float32)), async_op=True)
+            eventually(work.done, "the GPU is through", 20.0)
+            stream.fake.captured = True
+            with pytest.raises(UsageError, match="captured"):
+                work.wait()
+            stream.fake.captured = False
+            assert cupy.asnumpy(work.wait()).tolist() == [2.0] * 4
+
+    world(cupy, 2, body)
+
+
 def test_synchronize_and_barrier_block_the_host_until_the_gpu_is_through(cupy: StandIn) -> None:
     def body(group: ProcessGroup) -> None:
         backend: Any = group._backend
