@@ -11,7 +11,6 @@ import pytest
 
 from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.device.completion import CompletionWatcher
-from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.progress import PROBE_SECONDS, Progress
@@ -65,52 +64,6 @@ def test_wait_returns_when_the_result_is_certain_and_with_host_when_it_is_there(
             assert work.wait(host=True) is total
             assert work.done()
             np.testing.assert_array_equal(cupy.asnumpy(total), np.full(4, 2.0))
-
-    world(cupy, 2, body)
-
-
-@pytest.mark.parametrize("kind", [NcclBackend, HybridBackend])
-def test_what_is_called_while_a_graph_is_captured_is_refused_and_the_group_stays_open(cupy: StandIn, kind: Any) -> None:
-    """NCCL would wait for the end of the graph when its communicator is closed or aborted, and so for ever."""
-
-    def body(group: ProcessGroup) -> None:
-        backend: Any = group._backend
-        x = cupy.asarray(np.ones(4, np.float32))
-        pointer = x.data.ptr
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            work = group.all_reduce(x, async_op=True)
-            stream.fake.captured = True
-            for call in (
-                lambda: group.all_reduce(x),
-                lambda: group.all_reduce(x, async_op=True),
-                lambda: group.broadcast(x),
-                lambda: group.send(x, 1 - group.rank),
-                lambda: backend.all_reduce_raw(pointer, pointer, 4, "float32"),
-                work.wait,
-            ):
-                with pytest.raises(UsageError, match="a CUDA graph is being captured from the current stream"):
-                    call()
-            stream.fake.captured = False
-            assert cupy.asnumpy(work.wait()).tolist() == [2.0] * 4
-        stream.fake.captured = True
-        with pytest.raises(UsageError, match="a CUDA graph is being captured from the given stream"):
-            backend.all_reduce_raw(pointer, pointer, 4, "float32", stream=stream)
-        assert cupy.asnumpy(group.broadcast(x)).tolist() == [1.0] * 4
-        assert cupy.asnumpy(group.all_reduce(x)).tolist() == [2.0] * 4
-
-    world(cupy, 2, body, kind=kind)
-
-
-def test_a_wait_that_failed_half_way_takes_nothing_from_the_next_one(cupy: StandIn) -> None:
-    def body(group: ProcessGroup) -> None:
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            work = group.all_reduce(cupy.asarray(np.ones(4, np.float32)), async_op=True)
-            eventually(work.done, "the GPU is through", 20.0)
-            stream.fake.captured = True
-            with pytest.raises(UsageError, match="captured"):
-                work.wait()
-            stream.fake.captured = False
-            assert cupy.asnumpy(work.wait()).tolist() == [2.0] * 4
 
     world(cupy, 2, body)
 
