@@ -119,10 +119,10 @@ class Work(Generic[Result]):
         """Makes the result; where that was done before, orders the current stream after it."""
         with self._result_lock:
             if self.make_result is not None:
-                self._result = self.make_result(left)
+                result = self.make_result(left)
                 if self.hand_over is not None:
-                    self._order_stream = self.hand_over(self._result)
-                self.make_result = None
+                    self._order_stream = self.hand_over(result)
+                self._result, self.make_result = result, None  # only now: a wait that failed before takes nothing from the next
             elif self._order_stream is not None:
                 self._order_stream()
 

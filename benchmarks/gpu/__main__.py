@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from benchmarks.options import amount
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.cli.table import table
 from ferrorpc.errors import BackendUnavailableError
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what was asked for. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Runs everything that needs a GPU.")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
-    parser.add_argument("--seconds", type=float, default=300.0, help="how long each may take")
+    parser.add_argument("--seconds", type=amount, default=300.0, help="how long each may take")
     options = parser.parse_args(arguments)
     try:
         open_device()

@@ -20,6 +20,7 @@ import numpy as np
 import ferrorpc
 from benchmarks.gpu.one_rank import backend_of_one
 from benchmarks.gpu.timing import exit_code, seconds_of
+from benchmarks.options import count
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.backends.nccl.choose import open_nccl
@@ -61,16 +62,14 @@ def measure(cupy: Any, group: ProcessGroup, size_bytes: int, turns: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Buckets of gradients on one GPU.")
-    parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--mib", type=count, default=64)
+    parser.add_argument("--turns", type=count, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     device = open_device()
     device.make_current()
-    import cupy
-
     with ProcessGroup(backend_of_one(device, open_nccl())) as group:
-        seconds = measure(cupy, group, arguments.mib * MIB, arguments.turns)
+        seconds = measure(device.cupy, group, arguments.mib * MIB, arguments.turns)
     rows = [[name, f"{each * 1e3:.2f}"] for name, each in seconds.items()]
     print(table([f"{arguments.mib} MiB in {TENSORS} gradients", "ms"], rows, right=frozenset(("ms",))))
     if arguments.json:

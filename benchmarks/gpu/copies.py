@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.timing import exit_code, gpu_seconds_of, seconds_of
+from benchmarks.options import count
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
 from ferrorpc.cli.table import table
 from ferrorpc.types import DType
@@ -81,15 +82,13 @@ def _shown(speeds: dict[str, float], name: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Copies and kernels on one GPU.")
-    parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--mib", type=count, default=64)
+    parser.add_argument("--turns", type=count, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     device = open_device()
     device.make_current()
-    import cupy
-
-    called, by_events = measure(cupy, device, arguments.mib * MIB, arguments.turns)
+    called, by_events = measure(device.cupy, device, arguments.mib * MIB, arguments.turns)
     columns = ["GB/s as called", "of a copy", "GB/s of the GPU", "of its copy"]
     rows = [[name, *_shown(called, name), *_shown(by_events, name)] for name in called]
     print(table([f"{arguments.mib} MiB", *columns], rows, right=frozenset(columns)))

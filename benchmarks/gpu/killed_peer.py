@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.timing import exit_code
+from benchmarks.options import amount
+from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.backends.device.ending import EXIT_CODE
 from ferrorpc.cli.bench.rank_processes import free_ports
 from ferrorpc.cli.table import table
@@ -67,8 +69,7 @@ def arrays(size_bytes: int, on_host: bool) -> tuple[Any, Any]:
     zeros = np.zeros(size_bytes // 4, np.float32)
     if on_host:
         return zeros, lambda: None
-    import cupy
-
+    cupy = open_device(0).cupy
     return cupy.asarray(zeros), cupy.cuda.get_current_stream().synchronize
 
 
@@ -107,7 +108,7 @@ def measure(backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures how long a survivor takes to notice a killed peer.")
     parser.add_argument("--backends", nargs="+", default=["grpc", "cuda_ipc"])
-    parser.add_argument("--mib", type=float, default=16)
+    parser.add_argument("--mib", type=amount, default=16)
     parser.add_argument("--host", action="store_true", help="use NumPy arrays and no GPU")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -5,7 +5,8 @@
 Needs a GPU and ferrorpc[gpu]. With one rank every collective of every dtype that NCCL has must return its input, bit for bit:
 on an H100 with NCCL 2.28.9 all 237 results did. The host time of a call is compared with that of a bare NCCL call on the same
 memory, and with torch.distributed's where torch is installed; medians of one run. A single rank has nothing to exchange, so
-only the host's part is measured, and the GPU is never far behind. Exit code 1 if a target is missed.
+only the host's part is measured, and the GPU is never far behind. Exit code 1 if a target is missed. CuPy's binding of NCCL
+cannot abort an initialisation, so with it only the rest is measured.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.timing import exit_code
+from benchmarks.options import amount
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
 from ferrorpc.backends.device.communicator import DataType, Op, State, reduction
 from ferrorpc.backends.nccl.api import NcclApi
@@ -155,31 +157,30 @@ def absent_peer(device: CupyDevice, api: NcclApi, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="NCCL with one rank on one GPU.")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long to wait for the absent peer")
+    parser.add_argument("--seconds", type=amount, default=5.0, help="how long to wait for the absent peer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     device, api = open_device(), open_nccl()
     device.make_current()
-    import cupy
-
     backend = backend_of_one(device, api)
     with ProcessGroup(backend) as group:
-        checked = check_values(cupy, group, backend)
-        times = overhead(cupy, backend, CALLS)
+        checked = check_values(device.cupy, group, backend)
+        times = overhead(device.cupy, backend, CALLS)
         theirs = of_torch(group, CALLS) if torch_sees_gpus() else {}
-    abort = absent_peer(device, api, arguments.seconds) if api.features.non_blocking else float("nan")
+    abort = absent_peer(device, api, arguments.seconds) if api.features.non_blocking else None
     bare = times["bare NCCL call"]
     shown = times | theirs
     rows = [[name, f"{each * 1e6:.1f}", f"{(each - bare) * 1e6:.1f}"] for name, each in shown.items()]
     print(f"NCCL {api.version} through {api.name} on {device.uuid}: {checked} results are right")
     print(table(["host time of a call", "us", "more than bare"], rows, right=frozenset(("us", "more than bare"))))
-    print(f"abort of an initialisation without its peer: {abort:.3f} s")
+    shown_abort = "not possible" if abort is None else f"{abort:.3f} s"
+    print(f"abort of an initialisation without its peer: {shown_abort}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"version": api.version, "checked": checked, "seconds": shown, "abort": abort}))
     targets = {
         f"a call takes at most {OVERHEAD_SECONDS_MAX * 1e6:g} us more than bare": max(times.values()) - bare
         <= OVERHEAD_SECONDS_MAX,
-        f"an abort takes less than {ABORT_SECONDS_MAX:g} s": abort < ABORT_SECONDS_MAX,
+        f"an abort takes less than {ABORT_SECONDS_MAX:g} s": abort is None or abort < ABORT_SECONDS_MAX,
     }
     sys.exit(exit_code(targets))
 

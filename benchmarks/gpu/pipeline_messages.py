@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 import ferrorpc
+from benchmarks.options import amount, count
+from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.cli.table import table
 
 MIB = 1 << 20
@@ -80,12 +82,11 @@ def measure(cupy: Any, group: Any, size_bytes: int, microbatches: int, turns: in
 def main() -> None:
     parser = argparse.ArgumentParser(description="Messages between two pipeline stages on one GPU.")
     parser.add_argument("--backend", default="cuda_ipc", choices=("cuda_ipc", "grpc"))
-    parser.add_argument("--mib", type=float, nargs="+", default=[0.25, 1, 16, 64])
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--mib", type=amount, nargs="+", default=[0.25, 1, 16, 64])
+    parser.add_argument("--microbatches", type=count, default=8)
+    parser.add_argument("--turns", type=count, default=10)
     arguments = parser.parse_args()
-    import cupy
-
+    cupy = open_device(0).cupy
     with ferrorpc.init_process_group(backend=arguments.backend, device=0) as group:
         rows = []
         for mib in arguments.mib:

@@ -22,6 +22,8 @@ import numpy as np
 
 import ferrorpc
 from benchmarks.gpu.timing import exit_code, group_seconds_of
+from benchmarks.options import amount, count
+from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.cli.table import table
 
 MIB = 1 << 20
@@ -78,12 +80,11 @@ def measure(cupy: Any, group: Any, size_bytes: int, turns: int) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Collectives of processes that share one GPU.")
-    parser.add_argument("--mib", type=float, nargs="+", default=[0.004, 1, 16, 64, 256])
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--mib", type=amount, nargs="+", default=[0.004, 1, 16, 64, 256])
+    parser.add_argument("--turns", type=count, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
-    import cupy
-
+    cupy = open_device(0).cupy
     with ferrorpc.init_process_group(backend="cuda_ipc", device=0) as group:
         speed = copy_speed(cupy, group, 256 * MIB, arguments.turns)
         found = {}

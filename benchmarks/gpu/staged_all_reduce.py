@@ -17,6 +17,8 @@ import numpy as np
 
 import ferrorpc
 from benchmarks.gpu.timing import exit_code, group_seconds_of
+from benchmarks.options import count
+from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.cli.table import table
 
 MIB = 1 << 20
@@ -44,12 +46,11 @@ def compare(cupy: Any, group: Any, size_bytes: int, turns: int, wire: str | None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="all_reduce of two processes on one GPU, through pinned staging memory.")
-    parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--mib", type=count, default=64)
+    parser.add_argument("--turns", type=count, default=10)
     parser.add_argument("--transport", default="grpc", choices=("grpc", "shared_memory"))
     arguments = parser.parse_args()
-    import cupy
-
+    cupy = open_device(0).cupy
     with ferrorpc.init_process_group(backend="grpc", transport=arguments.transport, device=0) as group:
         found = {wire: compare(cupy, group, arguments.mib * MIB, arguments.turns, wire) for wire in WIRES}
         if group.rank == 0:

@@ -37,6 +37,11 @@ class View(NamedTuple):
     origin: np.ndarray[Any, Any] | None
     device_origin: Any | None = None
 
+    @property
+    def addresses(self) -> np.ndarray[Any, Any] | None:
+        """As `Out.addresses`."""
+        return self.origin if self.device_origin is None else addresses_of(self.device_origin)
+
 
 class Out:
     """An array that a result is written to.
@@ -85,11 +90,11 @@ class Out:
     @property
     def addresses(self) -> np.ndarray[Any, Any] | None:
         """An array at the addresses of the caller's, which may be a GPU's: to compare, never to read. None if not known."""
-        return self._origin if self._stored is None else np.asarray(_Addresses(self._stored))
+        return self._origin if self._stored is None else addresses_of(self._stored)
 
     def may_overlap(self, view: View) -> bool:
         """Whether it shares, or may share, memory with `view`."""
-        return view.device_origin is None and bool(np.may_share_memory(self.data, view.data))
+        return bool(np.may_share_memory(addresses_of(self.data), addresses_of(view.data)))
 
     def is_in_place(self, view: View) -> bool:
         """Whether this is exactly the memory of `view`: the operation is in place.
@@ -97,7 +102,7 @@ class Out:
         Raises:
             UsageError: the two overlap in part.
         """
-        mine, theirs = self._origin, view.origin
+        mine, theirs = self.addresses, view.addresses
         if mine is None or theirs is None or not np.may_share_memory(mine, theirs):
             return False
         if mine.ctypes.data == theirs.ctypes.data and mine.shape == theirs.shape and _steps(mine) == _steps(theirs):
@@ -105,6 +110,11 @@ class Out:
         if mine.size and theirs.size and _overlap(mine, theirs):
             raise UsageError("out overlaps the input in part", hint="pass the input itself as out=, or an array of its own")
         return False
+
+
+def addresses_of(array: Any) -> np.ndarray[Any, Any]:
+    """A host array itself; for a device array one at the same addresses, to compare and never to read."""
+    return array if isinstance(array, np.ndarray) else np.asarray(_Addresses(array))
 
 
 class _Addresses:

@@ -2,7 +2,9 @@
 
 Written against CuPy 14 (`cupy.cuda.runtime.memcpyAsync`, `Stream`, `Event`, `alloc_pinned_memory`). Some of its behaviour needs
 care. The null stream is 0 on every GPU, so its device must be current when it is used. On leaving, `with stream:`
-does not restore a stream that the program made current by `use()`. `Event.done` is False for ever once the GPU has failed.
+does not restore a stream that the program made current by `use()`. `Event.done` is False for ever once the GPU has failed. A
+thread that has used no GPU stands on the first one, and if it calls CUDA there, or `with Device(1):` takes it back there, CUDA
+creates a context on that GPU: half a gigabyte of it, for every process of the host.
 
 The caller's stream is CuPy's current one; where that is the null stream, CuPy's default, it is torch's current one.
 """
@@ -188,7 +190,16 @@ class CupyDevice:
             followed = current_of_torch(self.index)
             if followed and self.follows_torch():
                 return self._following(followed)
-        return _AS_IT_IS if self._current_index() == self.index else self.cupy.cuda.Device(self.index)
+        return self._as_current_device()
+
+    def _as_current_device(self) -> Any:
+        """As `here`, whatever the streams are. A thread that has used no GPU stays on this one."""
+        if self._current_index() == self.index:
+            return _AS_IT_IS
+        if self.cupy.cuda.driver.ctxGetCurrent():
+            return self.cupy.cuda.Device(self.index)
+        self.make_current()
+        return _AS_IT_IS
 
     def follows_torch(self) -> bool:
         """Whether the caller's stream is torch's, in a program that uses torch."""
@@ -196,7 +207,7 @@ class CupyDevice:
 
     @contextmanager
     def _following(self, pointer: int) -> Iterator[None]:
-        with self.cupy.cuda.Device(self.index), _as_current(self.adopt(pointer)):
+        with self._as_current_device(), _as_current(self.adopt(pointer)):
             yield
 
     def event(self) -> CupyEvent:
@@ -247,22 +258,26 @@ class CupyDevice:
         return int(self.runtime.getDeviceCount())
 
     def make_current(self) -> None:
-        """As `Device.make_current`."""
-        self.cupy.cuda.Device(self.index).use()
+        """As `Device.make_current`. Where it is the current one already, the program may still choose another."""
+        if self._current_index() != self.index:
+            self.cupy.cuda.Device(self.index).use()
 
     def enter_own_thread(self) -> None:
         """As `Device.enter_own_thread`."""
-        self.make_current()
+        self.cupy.cuda.Device(self.index).use()  # a thread without a context may have no mode
         _exchange_capture_mode(_THREAD_LOCAL)
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
         """As `Device.beside_captures`."""
-        before = _exchange_capture_mode(_THREAD_LOCAL)
-        try:
-            yield
-        finally:
-            _exchange_capture_mode(before)
+        if not self.cupy.cuda.driver.ctxGetCurrent():
+            self.cupy.cuda.Device(self.index).use()
+        with self._as_current_device():
+            before = _exchange_capture_mode(_THREAD_LOCAL)
+            try:
+                yield
+            finally:
+                _exchange_capture_mode(before)
 
     def holds(self, array: DeviceArray) -> bool:
         """As `Device.holds`."""
@@ -272,7 +287,7 @@ class CupyDevice:
         """As `Device.current`.
 
         Raises:
-            UsageError: it is CUDA's per-thread default stream, which other threads cannot name.
+            UsageError: it is CUDA's per-thread default stream, which other threads cannot name; or a graph is captured from it.
         """
         with self.here():
             return self._current_here()
@@ -291,7 +306,21 @@ class CupyDevice:
                 "the current stream is CUDA's per-thread default stream, which other threads cannot wait for",
                 hint="leave CUPY_CUDA_PER_THREAD_DEFAULT_STREAM away, or work in a cupy.cuda.Stream(non_blocking=True)",
             )
+        if stream.pointer > _SHARED_NUMBERS:  # no other can be captured
+            self.check_not_captured(stream, "current")
         return stream
+
+    def check_not_captured(self, stream: Stream, which: str) -> None:
+        """As `Device.check_not_captured`."""
+        try:
+            is_captured = self.runtime.streamIsCapturing(stream.pointer)
+        except RuntimeError:  # an error has ended the capture
+            is_captured = True
+        if is_captured:
+            raise UsageError(
+                f"a CUDA graph is being captured from the {which} stream",
+                hint="operations cannot be captured: begin them, and wait for them, before the capture or after it",
+            )
 
     def new_stream(self) -> Stream:
         """As `Device.new_stream`."""
@@ -301,7 +330,8 @@ class CupyDevice:
     def adopt(self, stream: Any) -> Stream:
         """As `Device.adopt`."""
         if isinstance(stream, int):
-            return CupyStream(self, self.cupy.cuda.Stream.from_external(_Foreign(stream)))
+            with self._as_current_device():  # which CuPy takes for the stream's
+                return CupyStream(self, self.cupy.cuda.Stream.from_external(_Foreign(stream)))
         return CupyStream(self, stream)
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
@@ -350,7 +380,7 @@ class CupyDevice:
 
     def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
         """As `Device.pinned`."""
-        with self.here(), self.beside_captures():
+        with self.beside_captures():
             memory = self.cupy.cuda.alloc_pinned_memory(size_bytes)
         room: Any = (ctypes.c_uint8 * size_bytes).from_address(memory.ptr)
         room.owner = memory  # lives as long as any view of it

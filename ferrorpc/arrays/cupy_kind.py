@@ -18,7 +18,6 @@ from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.numpy_kind import NUMPY, dtype_in
 from ferrorpc.arrays.staging import Staging
-from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, TensorSpec
 
 
@@ -140,32 +139,6 @@ class DeviceOut(Out):
             if stream.pointer != self._home.pointer:
                 self._home.wait(stream.record())
         return self.given
-
-    def may_overlap(self, view: View) -> bool:
-        """As `Out.may_overlap`."""
-        theirs, mine = view.device_origin, self._stored
-        if theirs is None or not mine.size or not theirs.size:
-            return False
-        (low, high), (first, last) = _extent(mine), _extent(theirs)
-        return bool(low < last and first < high)
-
-    def is_in_place(self, view: View) -> bool:
-        """Whether this is exactly the memory of `view`. Raises UsageError when it overlaps that in part."""
-        theirs, mine = view.device_origin, self._stored
-        if theirs is None:
-            return False
-        if (mine.data.ptr, mine.strides, mine.shape) == (theirs.data.ptr, theirs.strides, theirs.shape):
-            return True
-        if self.may_overlap(view):
-            raise UsageError("out overlaps the input in part", hint="pass the input itself as out=, or an array of its own")
-        return False
-
-
-def _extent(x: Any) -> tuple[int, int]:
-    """The first address of an array that has elements, and the one after its last."""
-    steps = [(count - 1) * stride for count, stride in zip(x.shape, x.strides, strict=True)]
-    below, above = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
-    return x.data.ptr + below, x.data.ptr + above + x.dtype.itemsize
 
 
 @lru_cache

@@ -59,7 +59,8 @@ class Device(Protocol):
         CUDA graph. By default such a query fails, and so does the capture."""
 
     def beside_captures(self) -> AbstractContextManager[None]:
-        """A context for any thread, in which such queries, and pinning memory, leave other threads' captures alone."""
+        """A context for any thread, in which it is the current device, and such queries, and pinning memory, leave other
+        threads' captures alone."""
 
     def here(self) -> AbstractContextManager[Any]:
         """A context in which it is the calling thread's current device, for what is done in the caller's stream."""
@@ -101,6 +102,13 @@ class Device(Protocol):
 
     def adopt(self, stream: Any) -> Stream:
         """Wraps a stream that a caller has made: one of the device's library, or a CUDA stream as a number."""
+
+    def check_not_captured(self, stream: Stream, which: str) -> None:
+        """Raises UsageError if a CUDA graph is being captured from a stream, which must not be a null stream.
+
+        Args:
+            which: says in the error which stream it is.
+        """
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
         """A new array, its contents undefined, whose memory belongs to that stream; None for the current one.

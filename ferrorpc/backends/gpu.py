@@ -92,7 +92,7 @@ def _works_on_gpus() -> bool:
 def nccl_obstacle(peers: Sequence[Peer]) -> str:
     """Why these members cannot use NCCL together, as text; empty where they can."""
     labels = [dict(peer.labels) for peer in peers]
-    without = [str(rank) for rank, label in enumerate(labels) if _GPU not in label]
+    without = [str(rank) for rank, label in enumerate(labels) if _NCCL not in label]
     if without:
         return f"ranks {', '.join(without)} have no GPU that CuPy and NCCL can use, or had not begun to use one"
     from ferrorpc.backends.nccl.identity import Identity, judge

@@ -110,10 +110,11 @@ class DeviceBucketMemory(BucketMemory):
     def __del__(self) -> None:
         order = getattr(self, "_order", None)
         if order is not None and not sys.is_finalizing():
-            order.release()
-            # The header of an abandoned step may still be in transfer, and the memory returns in a stream's order only while
-            # that stream exists.
-            self._device.staging.uploads.keep((getattr(self, "_pinned", None), order), order.record())
+            with self._device.here():  # any thread may collect garbage
+                order.release()
+                # The header of an abandoned step may still be in transfer, and the memory returns in a stream's order only
+                # while that stream exists.
+                self._device.staging.uploads.keep((getattr(self, "_pinned", None), order), order.record())
 
     def _zeros(self, dtype: DType) -> DeviceArray:
         self._order.allocating()

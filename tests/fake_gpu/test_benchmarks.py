@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -23,10 +24,12 @@ from benchmarks.gpu import (
     timing,
 )
 from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends.nccl.api import Features
+from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_groups, run_world
-from ferrorpc.testing.gpu.nccl import FakeNccl
+from ferrorpc.testing.gpu.nccl import FakeApi, FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.host_kernels import HostKernels
 from tests.fake_gpu.shared_worlds import ipc_backends
@@ -45,6 +48,21 @@ def test_one_rank(cupy: StandIn) -> None:
         assert one_rank.check_values(cupy, group, backend) > 200
         assert min(one_rank.overhead(cupy, backend, 5).values()) > 0
     assert one_rank.absent_peer(device, FakeNccl(cupy.machine).api(0), 0.05) < 1
+
+
+def test_what_a_binding_cannot_do_is_no_missed_target(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    api = FakeApi(FakeNccl(cupy.machine), cupy.machine.gpus[0], 22809, Features.of(22809, non_blocking=False))
+    monkeypatch.setattr(one_rank, "open_nccl", lambda: api)
+    monkeypatch.setattr(one_rank, "CALLS", 2)
+    monkeypatch.setattr(one_rank, "OVERHEAD_SECONDS_MAX", 1.0)
+    monkeypatch.setattr(one_rank, "torch_sees_gpus", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["one_rank", "--json", str(tmp_path / "figures")])
+    with pytest.raises(SystemExit) as ended:
+        one_rank.main()
+    assert ended.value.code == 0, capsys.readouterr().out
+    assert json.loads((tmp_path / "figures").read_text())["abort"] is None
 
 
 def test_copies(cupy: StandIn, kernels: HostKernels) -> None:
@@ -133,6 +151,14 @@ def test_what_is_run_of_all_that_wants_a_gpu_is_there() -> None:
                 assert find_spec(each), each
             if each.startswith(("examples/", "tests/")):
                 assert (Path(everything.__file__).parents[2] / each).exists(), each
+
+
+@pytest.mark.parametrize("script", [buckets, copies, one_rank, pipeline_messages, shared_gpu, staged_all_reduce])
+def test_a_script_without_cupy_says_how_to_install_it(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(sys, "argv", [script.__name__])
+    with pytest.raises(BackendUnavailableError, match="try: pip install 'ferrorpc"):
+        script.main()
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

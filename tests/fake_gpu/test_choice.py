@@ -35,6 +35,8 @@ def test_auto_takes_nccl_where_every_rank_has_a_gpu_of_its_own_and_says_why_not(
         assert "ranks 1 have no GPU" in caplog.text
         assert not gpu.nccl_usable([peer(0, "GPU-a"), peer(1, "GPU-a")])
         assert "ranks 0 and 1 are on one GPU" in caplog.text
+        ipc = Peer(0, "member-0", "host", labels=(("gpu", "GPU-a"),))
+        assert not gpu.nccl_usable([ipc, peer(1, "GPU-b")]), "a rank that asked for cuda_ipc says nothing of NCCL"
         assert not gpu.nccl_usable([peer(0, "GPU-a"), peer(1, "GPU-b", "23000")])
         assert "different versions" in caplog.text
 
@@ -49,7 +51,7 @@ def test_a_program_without_cupy_says_nothing_of_gpus_when_it_joins(monkeypatch: 
 def test_what_lacks_is_an_error_where_it_was_asked_for_and_a_warning_under_auto(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nccl", None)
+    monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", None)
     for backend in ("nccl", "hybrid"):
         with pytest.raises(BackendUnavailableError) as raised:
@@ -89,6 +91,14 @@ def test_a_ranks_gpu_is_the_same_where_arrays_go_by_the_host(
         with ProcessGroup(create(name, Place(session, None, device=asked, local_rank=local_rank))) as group:
             assert cupy.cuda.Device().id == index
             assert group.all_reduce(cupy.asarray(np.ones(2))).device.id == index
+
+
+def test_a_rank_whose_gpu_nobody_has_chosen_yet_leaves_nothing_on_the_first_one(cupy: StandIn) -> None:
+    session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
+    with ProcessGroup(create("grpc", Place(session, None))) as group:
+        cupy.cuda.Device(3).use()
+        assert group.all_reduce(cupy.asarray(np.ones(2))).device.id == 3
+    assert [gpu.index for gpu in cupy.machine.gpus if gpu.has_context] == [3]
 
 
 def test_a_gpu_that_was_asked_for_and_is_not_there_is_refused_by_every_backend(cupy: StandIn) -> None:

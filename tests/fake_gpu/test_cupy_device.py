@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,21 +13,29 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.cupy_kind import cupy_kind
 from ferrorpc.arrays.kinds import copy_into
+from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.progress import Progress
+from ferrorpc.ddp.bucket import lay_out
+from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_world
+from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.types import DType, TensorSpec
+from tests.fake_gpu.worlds import host_lanes
 
 
 def test_the_null_stream_that_waits_is_that_of_its_own_gpu_on_every_thread(cupy: StandIn) -> None:
     device, released = device_of(cupy, 1), False
+    cupy.cuda.Device(0).use()
     null, other = device.current(), device.new_stream()
     assert null.pointer == 0
     cupy.machine.stream(other.pointer).enqueue(lambda: released)
-    assert cupy.cuda.Device().id == 0, "as on a thread that never chose a GPU"
+    assert cupy.cuda.Device().id == 0
     null.wait(other.record())
     after = null.record()
     cupy.machine.settle()
@@ -144,6 +154,58 @@ def test_streams_of_other_libraries_are_adopted_by_their_number(cupy: StandIn) -
     with device.on(adopted):
         assert cupy.stream is other
     assert adopted.record().done
+
+
+def on_new_thread(body: Callable[[], object]) -> None:
+    """Runs on a thread that stands on GPU 0, as every thread at first."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(body).result()
+
+
+def contexts(cupy: StandIn) -> list[int]:
+    return [gpu.index for gpu in cupy.machine.gpus if gpu.has_context]
+
+
+def test_threads_that_have_used_no_gpu_leave_nothing_on_the_first_one(cupy: StandIn) -> None:
+    """A context takes half a gigabyte of it, for each process of the host."""
+    device = device_of(cupy, 2)
+
+    def first() -> None:
+        device.make_current()
+        device.staging.downloads.keep("an array", device.current().record())
+
+    on_new_thread(first)
+    on_new_thread(device.staging.downloads.let_go)
+    on_new_thread(lambda: device.pinned(5))
+    on_new_thread(device.event)
+    assert contexts(cupy) == [2]
+
+
+def test_a_rank_has_a_context_on_no_gpu_but_its_own_until_it_has_ended(cupy: StandIn) -> None:
+    def body() -> None:
+        device = device_of(cupy, 2)
+        device.make_current()
+        with ProcessGroup(NcclBackend(host_lanes(1)[0], device, FakeNccl(cupy.machine).api(2))) as group:
+            group.all_reduce(cupy.asarray(np.ones(3, np.float32)), async_op=True).wait(host=True)
+
+    on_new_thread(body)
+    assert contexts(cupy) == [2]
+
+
+def test_a_bucket_that_another_thread_collects_leaves_nothing_on_the_first_gpu(cupy: StandIn) -> None:
+    buckets: list[DeviceBucketMemory] = []
+
+    def first() -> None:
+        device_of(cupy, 2).make_current()
+        (bucket,) = lay_out({"p": TensorSpec(DType.FLOAT32, (3,))}, 1 << 20).buckets
+        with cupy.cuda.Stream(non_blocking=True):
+            buckets.append(DeviceBucketMemory(bucket, DeviceContext(cupy_kind(2), SYSTEM_CLOCK)))
+        device_of(cupy, 2).staging.uploads.let_go()
+        device_of(cupy, 2).event()  # is spare afterwards
+
+    on_new_thread(first)
+    on_new_thread(buckets.clear)
+    assert contexts(cupy) == [2]
 
 
 def test_an_array_is_written_on_its_own_gpu_whichever_is_current(cupy: StandIn) -> None:

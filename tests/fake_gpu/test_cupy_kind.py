@@ -58,6 +58,8 @@ def test_out_on_the_device_is_checked_like_any_other(cupy: StandIn) -> None:
     assert not out(cupy.asarray(np.zeros(6, np.float32))).is_in_place(source)
     with pytest.raises(UsageError, match="overlaps"):
         out(x[1:5]).is_in_place(view(x[:4], on_device=True))
+    assert not out(x[::2]).is_in_place(view(x[1::2], on_device=True)), "they lie between each other"
+    assert not out(x[:0]).is_in_place(view(x[:0], on_device=True))
     with pytest.raises(TensorMismatchError):
         view_out(x, view(np.zeros(5, np.float32)).spec, on_device=True)
     shared = kind_of(x).out_on_device

@@ -223,9 +223,8 @@ def cupy_nccl(record: Recorder) -> CupyNcclApi:
         def __init__(self, device: int | None = None) -> None:
             record.call("Device", device)
 
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *error: object) -> None: ...
+        def use(self) -> None:
+            record.call("use")
 
     bindings = SimpleNamespace(
         get_version=lambda: 23203,
@@ -257,8 +256,10 @@ def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> Non
     assert calls == [
         ("Device", None),
         ("Device", 3),
+        ("use",),
         ("NcclCommunicator", 4, ID, 2),
         ("Device", 3),
+        ("use",),
         ("groupStart",),
         ("allReduce", 1, 2, 3, 7, 0, 9),
         ("reduce", 1, 2, 3, 7, 0, 5, 9),
@@ -269,6 +270,7 @@ def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> Non
         ("recv", 2, 3, 7, 5, 9),
         ("groupEnd",),
         ("Device", 3),
+        ("use",),
         ("commSplit", 1, 3),
         ("abort",),
     ]

@@ -15,7 +15,7 @@ import pytest
 from ferrorpc.testing.gpu.machine import GpuFault
 from ferrorpc.testing.gpu.stand_in import StandIn
 
-OWN = {"fake", "driver", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "seen"}
+OWN = {"fake", "driver", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "lying", "seen"}
 """What the stand-in has for itself."""
 
 
@@ -36,6 +36,7 @@ def test_every_name_of_the_stand_in_is_one_of_cupys(cupy: StandIn) -> None:
     assert [name for name in found.module if not hasattr(real, name)] == []
     assert [name for name in found.cuda if not hasattr(real.cuda, name)] == []
     assert [name for name in found.runtime if not hasattr(real.cuda.runtime, name)] == []
+    assert [name for name in names(fake_cuda.driver) if not hasattr(real.cuda.driver, name)] == []
     for name, fake in fake_classes.items():
         methods = {each for base in inspect.getmro(fake)[:-1] for each in names(base)}
         assert [each for each in methods if not hasattr(getattr(real.cuda, name), each)] == [], name

@@ -29,6 +29,7 @@ class RawOperations:
 
     Raises:
         TensorMismatchError: the communicator lacks the operator for this dtype.
+        UsageError: a CUDA graph is being captured from the stream.
         CollectiveTimeoutError: an earlier operation could not be launched in time.
         FerroError: the generation's first cause.
     """
@@ -125,6 +126,8 @@ class RawOperations:
         context, lanes = self.context, self.context.lanes
         lanes.latch.check()
         given = None if stream is None else context.device.adopt(stream)
+        if given is not None and given.pointer:
+            context.device.check_not_captured(given, "given")
         execution = RawExecution(context, label, launch, given, lanes.guard(None))
         context.drive(execution)
         if given is None:

@@ -52,9 +52,9 @@ class CupyNcclApi:
         device = int(self._cupy.cuda.Device().id)
         return CupyCommunicator(self, device, lambda: self.bindings.NcclCommunicator(size, unique_ids[0], rank))
 
-    def on(self, device: int) -> Any:
-        """A context in which a GPU is the calling thread's current device."""
-        return self._cupy.cuda.Device(device)
+    def enter(self, device: int) -> None:
+        """Makes a GPU the current device of the calling thread, which is one of this module's."""
+        self._cupy.cuda.Device(device).use()
 
     @contextmanager
     def refusals(self, call: str) -> Iterator[None]:
@@ -92,7 +92,8 @@ class CupyCommunicator:
     def _make(self, make: Callable[[], Any]) -> None:
         made = None
         try:
-            with self._api.on(self._device), self._api.refusals("ncclCommInitRank"):
+            self._api.enter(self._device)
+            with self._api.refusals("ncclCommInitRank"):
                 made = make()
         except Exception as problem:  # noqa: BLE001  whatever it is, `state` has to tell it to the thread that waits
             self._problem = _told("ncclCommInitRank", problem)
@@ -179,7 +180,8 @@ class CupyCommunicator:
     def _launch(self, calls: Sequence[Callable[[Any], object]]) -> None:
         bindings = self._api.bindings
         try:
-            with self._api.on(self._device), self._lock, self._api.refusals("ncclGroupEnd"):
+            self._api.enter(self._device)
+            with self._lock, self._api.refusals("ncclGroupEnd"):
                 nccl = self._nccl
                 bindings.groupStart()
                 try:

@@ -7,6 +7,7 @@ It reproduces these less obvious behaviours:
 - A stream is destroyed with its object.
 - An event is not done if the GPU has failed.
 - A UUID is cut before its first zero byte, like a C string.
+- A thread begins on GPU 0. A context is created on the current GPU by whatever sets it, creates or queries something there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.device = 0
+        self.has_context = False
         self.devices: list[int] = []
         """The device to restore at the end of each open `with device:`."""
         self.current: dict[int, _Stream] = {}
@@ -47,7 +49,8 @@ class Driver:
 
     @property
     def gpu(self) -> Gpu:
-        """The calling thread's current device."""
+        """The calling thread's current device, for what is asked for there."""
+        self.set_device(self.thread.device)
         return self.machine.gpus[self.thread.device]
 
     @property
@@ -56,12 +59,22 @@ class Driver:
         current = self.thread.current.get(self.thread.device)
         return self.gpu.default if current is None else current.fake
 
+    def set_device(self, device: int) -> None:
+        """As cudaSetDevice. Creates a context, as everything does that is asked for on the current device."""
+        self.thread.device, self.thread.has_context = device, True
+        self.machine.gpus[device].has_context = True
+
+    def context(self) -> int:
+        """As cuCtxGetCurrent: 0 where the calling thread has no context."""
+        return self.thread.device + 1 if self.thread.has_context else 0
+
     def current(self, device: int) -> int:
         """The number of a device; -1 means the calling thread's current device."""
         return self.thread.device if device < 0 else device
 
     def query(self, event: int) -> int:
         """The status of an event, or the error of the machine if a GPU has failed."""
+        self.set_device(self.thread.device)
         if self.machine.failure:
             return self.machine.failure
         return 0 if self.machine.event(event).done else NOT_READY
@@ -115,7 +128,7 @@ class _Device:
     def use(self) -> None:
         if not 0 <= self.id < len(self.driver.machine.gpus):
             raise CUDARuntimeError(INVALID_DEVICE)
-        self.driver.thread.device = self.id
+        self.driver.set_device(self.id)
 
     def __enter__(self) -> Self:
         self.driver.thread.devices.append(self.driver.thread.device)
@@ -123,7 +136,7 @@ class _Device:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.driver.thread.device = self.driver.thread.devices.pop()
+        self.driver.set_device(self.driver.thread.devices.pop())
 
 
 class _Event:
@@ -171,6 +184,7 @@ class _Stream:
         """A stream that another library has created, from an object with `__cuda_stream__`."""
         found = cls(null=True)
         _, found.ptr = obj.__cuda_stream__()
+        found.device_id = cls.driver.thread.device
         return found
 
     @property
@@ -230,6 +244,7 @@ def cuda(driver: Driver) -> SimpleNamespace:
         get_elapsed_time=_elapsed,
         alloc_pinned_memory=lambda size_bytes: Pinned(driver.machine, size_bytes),
         runtime=_runtime(driver),
+        driver=SimpleNamespace(ctxGetCurrent=driver.context),
     )
 
 
@@ -268,6 +283,7 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         CUDARuntimeError=CUDARuntimeError,
         check_status=check_status,
         eventQuery=driver.query,
+        streamIsCapturing=lambda stream: machine.stream(stream).captured,
         getDevice=lambda: driver.thread.device,
         getDeviceCount=lambda: len(machine.gpus),
         getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},

@@ -50,7 +50,7 @@ class FakeIpc:
             "eventDestroy": self.destroy,
             "ipcGetEventHandle": self.event_handle,
             "ipcOpenEventHandle": self.open_event,
-            "eventRecord": lambda event, stream: self._event(event).record(self._stream(stream)),
+            "eventRecord": self.record,
             "streamWaitEvent": lambda stream, event: self._event(event).hold(self._stream(stream)),
             "eventSynchronize": self.synchronize,
         }
@@ -116,6 +116,11 @@ class FakeIpc:
     def destroy(self, event: int) -> None:
         del self._machine.events[event]
         self._exported.pop(event, None)
+
+    def record(self, event: int, stream: int) -> None:
+        """Creates a context on the current GPU, whose stream it need not be, as CUDA does."""
+        self._gpu()
+        self._event(event).record(self._stream(stream))
 
     def _event(self, number: int) -> FakeEvent:
         """An event that is to be used."""

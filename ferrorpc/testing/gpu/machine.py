@@ -108,6 +108,8 @@ class FakeStream:
         self.non_blocking = non_blocking
         self.destroyed = False
         """A destroyed stream must not be used any more, but its queued tasks still run."""
+        self.captured = False
+        """Whether a CUDA graph is being captured from it."""
         self.tasks: deque[Task] = deque()
 
     def enqueue(self, task: Task) -> None:
@@ -182,6 +184,8 @@ class Gpu:
         self.index = index
         self.uuid = uuid
         self.memory = Memory()
+        self.has_context = False
+        """Whether a context was created on it, which takes memory of a real one."""
         self.streams: dict[int, FakeStream] = {}
         self.default = self.new_stream(pointer=0)
 

@@ -1,0 +1,62 @@
+"""Calls while a CUDA graph is being captured from their stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.errors import UsageError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.fake_gpu.test_nccl_streams import world
+from tests.waiting import eventually
+
+
+@pytest.mark.parametrize("kind", [NcclBackend, HybridBackend])
+def test_what_is_called_while_a_graph_is_captured_is_refused_and_the_group_stays_open(cupy: StandIn, kind: Any) -> None:
+    """NCCL would wait for the end of the graph when its communicator is closed or aborted, and so for ever."""
+
+    def body(group: ProcessGroup) -> None:
+        backend: Any = group._backend
+        x = cupy.asarray(np.ones(4, np.float32))
+        pointer = x.data.ptr
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            work = group.all_reduce(x, async_op=True)
+            stream.fake.captured = True
+            for call in (
+                lambda: group.all_reduce(x),
+                lambda: group.all_reduce(x, async_op=True),
+                lambda: group.broadcast(x),
+                lambda: group.send(x, 1 - group.rank),
+                lambda: backend.all_reduce_raw(pointer, pointer, 4, "float32"),
+                work.wait,
+            ):
+                with pytest.raises(UsageError, match="a CUDA graph is being captured from the current stream"):
+                    call()
+            stream.fake.captured = False
+            assert cupy.asnumpy(work.wait()).tolist() == [2.0] * 4
+        stream.fake.captured = True
+        with pytest.raises(UsageError, match="a CUDA graph is being captured from the given stream"):
+            backend.all_reduce_raw(pointer, pointer, 4, "float32", stream=stream)
+        assert cupy.asnumpy(group.broadcast(x)).tolist() == [1.0] * 4
+        assert cupy.asnumpy(group.all_reduce(x)).tolist() == [2.0] * 4
+
+    world(cupy, 2, body, kind=kind)
+
+
+def test_a_wait_that_failed_half_way_takes_nothing_from_the_next_one(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            work = group.all_reduce(cupy.asarray(np.ones(4, np.float32)), async_op=True)
+            eventually(work.done, "the GPU is through", 20.0)
+            stream.fake.captured = True
+            with pytest.raises(UsageError, match="captured"):
+                work.wait()
+            stream.fake.captured = False
+            assert cupy.asnumpy(work.wait()).tolist() == [2.0] * 4
+
+    world(cupy, 2, body)
