@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.broadcast import MESSAGE_BYTES
 from ferrorpc.ddp.bucket import Bucket, lay_out
-from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.packing import Packer
 from ferrorpc.errors import UsageError
 from ferrorpc.types import ReduceOp, refusal

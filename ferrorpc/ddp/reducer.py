@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import gpu_of, view
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_set import BucketSet
-from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import device_name
 from ferrorpc.ddp.reduction import Reduction

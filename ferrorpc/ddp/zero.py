@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import spec_of, view_out
-from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.placement import common_gpu
 from ferrorpc.ddp.pytree import flatten

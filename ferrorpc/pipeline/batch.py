@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.errors import TensorMismatchError, UsageError
 
@@ -131,10 +132,8 @@ def check_like(grad: Any, y: Any, what: str) -> None:
     for one, other in zip(grad, y, strict=True) if isinstance(grad, tuple) else [(grad, y)]:
         if one is None or other is None:
             continue
-        try:
+        with ErrorPrefix(what):
             shape = spec_of(one).shape
-        except UsageError as error:
-            raise type(error)(f"{what}: {error.message}", hint=error.hint) from None
         if shape != spec_of(other).shape:
             raise UsageError(
                 f"{what}: has shape {shape}, but y has {spec_of(other).shape}", hint="give one gradient for each element of y"
