@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.errors import TensorMismatchError, UsageError
@@ -141,12 +143,15 @@ def check_like(grad: Any, y: Any, what: str) -> None:
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """The value times a factor. A factor of 1 returns the value itself."""
+    """The value times a factor, in its dtype. A factor of 1 returns the value itself."""
     if factor == 1.0 or value is None:
         return value
     if isinstance(value, tuple):
         return tuple(scaled(each, factor) for each in value)
-    return value * factor
+    product = value * factor
+    # NumPy widens bfloat16 times a number to float32.
+    is_bfloat16 = isinstance(value, np.ndarray) and value.dtype.kind == "V"
+    return product.astype(value.dtype) if is_bfloat16 else product
 
 
 def _rows(value: Any, what: str) -> int:
