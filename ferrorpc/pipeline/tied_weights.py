@@ -218,8 +218,12 @@ def _all_weights(named: Sequence[Mapping[int, str]], pieces: Mapping[int, Piece]
     for number, piece in pieces.items():
         for name, parameter in piece.named_parameters().items():
             full = f"{number}/{name}"
+            if full in tied and not hasattr(parameter, "grad"):
+                what = f"tied weight {full!r} is a bare {type(parameter).__name__}, without .data and .grad"
+                problem = [what, "wrap it: ferrorpc.Parameter(array)"]
+                continue
             try:
-                own[full] = str(spec_of(getattr(parameter, "data", None))) if full in tied else ""
+                own[full] = str(spec_of(parameter.data)) if full in tied else ""
             except UsageError as error:
                 problem = [f"tied weight {full!r}: {error.message}", error.hint]
     found: dict[str, str] = {}

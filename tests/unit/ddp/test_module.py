@@ -180,7 +180,7 @@ def test_ranks_with_different_models_learn_where_they_differ():
 def test_bare_arrays_and_modules_without_names_are_refused_with_what_to_do():
     class Bare(Plain):
         def named_parameters(self):
-            return iter({"w": np.zeros(2)}.items())
+            return iter({"w": np.zeros(2, ml_dtypes.bfloat16)}.items())
 
     def body(group):
         with pytest.raises(UsageError, match=r"ferrorpc\.Parameter\(array\)"):
