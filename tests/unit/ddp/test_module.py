@@ -358,6 +358,18 @@ def test_an_unknown_mode_of_buffers_is_refused():
     run_world(1, body)
 
 
+def test_a_buffer_that_cannot_be_written_is_refused_by_its_name_when_the_module_is_wrapped():
+    def body(group):
+        module = Plain(w=np.zeros(2))
+        module.named_buffers = lambda: [("mask", np.broadcast_to(1.0, 3))]
+        DistributedDataParallel(module, group, init_sync=False, buffers="local")
+        for mode in ("broadcast", "mean"):
+            with pytest.raises(TensorMismatchError, match="buffer 'mask': out is read-only"):
+                DistributedDataParallel(module, group, init_sync=False, buffers=mode)
+
+    run_world(1, body)
+
+
 def test_passes_whose_gradients_nobody_averages_are_noticed(caplog):
     """A script for torch's own wrapper averages nothing with this one, and would not notice."""
 
