@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -218,28 +217,6 @@ def test_stages_may_have_several_inputs_and_outputs():
     source, _, product = run_world(3, body)
     assert product[0] == 6 * (1 + 4), "the sum of 2x * 3x"
     assert [grad.tolist() for grad in source[1]] == [[12.0], [24.0]]
-
-
-class Doubled:
-    """y = 2 x. `like` and parameters() tell the kind of its arrays."""
-
-    def __init__(self, like, parameters) -> None:
-        self.like = like
-        self.parameters = lambda: parameters
-
-    def forward(self, x):
-        return x * x.dtype.type(2), None
-
-    def backward(self, context, grad_y):
-        return grad_y
-
-
-@pytest.mark.parametrize("arrays", [(np.zeros(1, ml_dtypes.bfloat16), []), (None, [np.zeros(1, ml_dtypes.bfloat16)])])
-def test_a_stage_may_hold_plain_arrays_of_any_dtype(arrays):
-    """The `data` of a NumPy array of bfloat16 raises, as Python has no buffers of it."""
-    _, y = run_world(2, lambda group: Pipeline(Doubled(*arrays), group, "gpipe", 2).forward(np.ones(3, ml_dtypes.bfloat16)))
-    assert y.dtype == ml_dtypes.bfloat16
-    assert y.tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("name", ["gpipe", "looped_bfs"])
