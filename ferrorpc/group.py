@@ -204,7 +204,12 @@ class ProcessGroup(Collectives):
         self._dispatch.settle()
 
     def abort(self, cause: str | BaseException) -> None:
-        """Ends the generation on every rank: operations in flight and later ones raise GroupAbortedError(rank, cause)."""
+        """Ends the generation on every rank: operations in flight and later ones raise GroupAbortedError(rank, cause).
+
+        A rank that has left the job by close() ends nothing any more.
+        """
+        if self._dispatch.closed and self._is_world:
+            return
         text = reason_of(cause) if isinstance(cause, BaseException) else str(cause)
         self._dispatch.end(GroupAbortedError(self.world_ranks[self._rank], text))
 

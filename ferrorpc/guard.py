@@ -167,7 +167,7 @@ def seconds_of(timeout: Any, default: float) -> float:
         return default
     try:
         seconds = -1.0 if isinstance(timeout, bool) else float(timeout)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     if not seconds >= 0:
         raise UsageError(f"timeout={timeout!r} is no number of seconds", hint="pass 0 or more, or None for the default")

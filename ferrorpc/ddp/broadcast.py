@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
-from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.packing import Packer
 
 if TYPE_CHECKING:

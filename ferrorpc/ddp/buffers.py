@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrorpc.arrays.kinds import spec_of
+from ferrorpc.arrays.error_prefix import ErrorPrefix
+from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.broadcast import MESSAGE_BYTES
 from ferrorpc.ddp.bucket import Bucket, lay_out
-from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.packing import Packer
 from ferrorpc.errors import UsageError
 from ferrorpc.types import ReduceOp, refusal
@@ -34,7 +34,7 @@ class Buffers:
             "local": each rank keeps its own.
 
     Raises:
-        UsageError: an unknown mode.
+        UsageError: an unknown mode, or a buffer that cannot be written in place.
         CollectiveMismatchError: ranks hold different buffers.
     """
 
@@ -48,6 +48,7 @@ class Buffers:
         for name, array in found.items():
             with ErrorPrefix(f"buffer {name!r}"):
                 specs.append((name, spec_of(array)))
+                view_out(array, specs[-1][1], on_device=True)  # refused before anything is sent
         self.layout = lay_out(specs, MESSAGE_BYTES, MESSAGE_BYTES)
         require_same(group, "buffers", f"mode {mode}\n{self.layout.text}")
         self._packer = Packer(found)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import NUMPY, view, view_out
 from ferrorpc.ddp.bucket import Bucket
-from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.placement import common_gpu, current_device
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.types import TensorSpec

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
 
-@runtime_checkable
 class HasGradient(Protocol):
     """What a module's parameters must have. `Parameter` and torch's parameters have it."""
 
@@ -15,6 +14,11 @@ class HasGradient(Protocol):
     """The weights, an array that is updated in place."""
     grad: Any
     """Their gradient, an array of the same dtype and shape; None if there is none."""
+
+
+def is_parameter(given: Any) -> TypeGuard[HasGradient]:
+    """Whether it has `grad` and `data`. Bare arrays have no `grad`; `data` of a NumPy array of bfloat16 would raise."""
+    return hasattr(given, "grad") and hasattr(given, "data")
 
 
 class Parameter:

@@ -18,6 +18,7 @@ bucket one all_reduce, which carries 1 + gradients elements besides the n bytes.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -25,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import gpu_of, view
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_set import BucketSet
-from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import device_name
 from ferrorpc.ddp.reduction import Reduction
@@ -148,7 +149,7 @@ def _checked_weight(weight: Any) -> float:
     """A rank's weight as a number. Raises UsageError."""
     try:
         number = float(weight)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = -1.0
     if not (math.isfinite(number) and number >= 0):
         raise UsageError(f"weight={weight!r} is no share", hint="pass a number of samples or tokens, 0 or more")
@@ -158,6 +159,6 @@ def _checked_weight(weight: Any) -> float:
 def cap_bytes(bucket_cap_mb: Any) -> int:
     """The cap in bytes. Raises UsageError unless it is a positive number."""
     is_number = isinstance(bucket_cap_mb, Real) and not isinstance(bucket_cap_mb, bool)
-    if not is_number or not 0 < bucket_cap_mb < math.inf:
+    if not is_number or not 0 < bucket_cap_mb < sys.float_info.max / MEBIBYTE:
         raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} is no positive number", hint="leave it out for 25")
     return int(float(bucket_cap_mb) * MEBIBYTE)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ferrorpc.arrays.base import Out, View
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import kind_of, spec_of, view_out
 from ferrorpc.ddp.broadcast import broadcast_arrays
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.buffers import Buffers, named_buffers
-from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.hooks.base import Hook
-from ferrorpc.ddp.parameter import HasGradient
+from ferrorpc.ddp.parameter import HasGradient, is_parameter
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.reduction import Reduction, abort_on_failure
@@ -314,7 +314,7 @@ def named_parameters(module: Any) -> dict[str, HasGradient]:
                 hint="let it give pairs: (name, parameter)",
             )
         name, parameter = pair
-        if not isinstance(parameter, HasGradient):
+        if not is_parameter(parameter):
             raise UsageError(
                 f"parameter {name!r} is a bare {type(parameter).__name__}, without .data and .grad",
                 hint="wrap it: ferrorpc.Parameter(array)",

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import copy_into, spec_of, split, view, view_out
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import ALIGNMENT_BYTES, Bucket, lay_out
 from ferrorpc.ddp.bucket_memory import Array
-from ferrorpc.ddp.error_prefix import ErrorPrefix
 from ferrorpc.ddp.placement import current_device
 from ferrorpc.ddp.reducer import cap_bytes
 from ferrorpc.errors import TensorMismatchError, UsageError

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import spec_of, view_out
-from ferrorpc.ddp.error_prefix import ErrorPrefix
-from ferrorpc.ddp.parameter import HasGradient
+from ferrorpc.ddp.parameter import is_parameter
 from ferrorpc.ddp.placement import common_gpu
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
@@ -159,7 +159,7 @@ class ZeroOptimizer:
 
 def _spec(name: str, leaf: Any) -> TensorSpec:
     what = f"weights {name!r}" if name else "weights"
-    if isinstance(leaf, HasGradient) and not hasattr(leaf, "dtype"):
+    if is_parameter(leaf) and not hasattr(leaf, "dtype"):
         raise UsageError(f"{what}: {type(leaf).__name__} is no array", hint="pass the arrays themselves: parameter.data")
     with ErrorPrefix(what):
         return spec_of(leaf)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.errors import TensorMismatchError, UsageError
 
@@ -133,22 +134,23 @@ def check_like(grad: Any, y: Any, what: str) -> None:
     for one, other in zip(grad, y, strict=True) if isinstance(grad, tuple) else [(grad, y)]:
         if one is None or other is None:
             continue
-        try:
+        with ErrorPrefix(what):
             shape = spec_of(one).shape
-        except UsageError as error:
-            raise type(error)(f"{what}: {error.message}", hint=error.hint) from None
         wanted = tuple(np.shape(other))  # y may require a gradient
         if shape != wanted:
             raise UsageError(f"{what}: has shape {shape}, but y has {wanted}", hint="give one gradient for each element of y")
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """The value times a factor. A factor of 1 returns the value itself."""
+    """The value times a factor, in its dtype. A factor of 1 returns the value itself."""
     if factor == 1.0 or value is None:
         return value
     if isinstance(value, tuple):
         return tuple(scaled(each, factor) for each in value)
-    return value * factor
+    product = value * factor
+    # NumPy widens bfloat16 times a number to float32.
+    is_bfloat16 = isinstance(value, np.ndarray) and value.dtype.kind == "V"
+    return product.astype(value.dtype) if is_bfloat16 else product
 
 
 def _rows(value: Any, what: str) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.device import is_host
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import on_one_device, packed_bytes, view
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
@@ -111,24 +112,25 @@ def pack(envelope: Envelope, value: Any) -> Any:
         value: an array, None, or a tuple of these.
 
     Raises:
-        TensorMismatchError: an array's dtype cannot be sent.
+        UsageError: it is something else, or an array's dtype cannot be sent. It names the transfer.
     """
-    layout, parts = _parts(value)
+    layout, parts = _parts(value, envelope)
     return packed_bytes(parts, layout.end, _description(envelope, layout))
 
 
 def pack_split(envelope: Envelope, value: Any) -> tuple[Any, Any]:
     """As `pack`, in two: the message without the arrays' bytes, and these. Unless all are on one GPU: the message, and None."""
-    layout, parts = _parts(value)
+    layout, parts = _parts(value, envelope)
     description = _description(envelope, layout)
     if not layout.end or not on_one_device([part for _, part in parts]):
         return packed_bytes(parts, layout.end, description), None
     return description, packed_bytes(parts, layout.end)
 
 
-def _parts(value: Any) -> tuple[_Layout, list[tuple[slice, View]]]:
+def _parts(value: Any, envelope: Envelope) -> tuple[_Layout, list[tuple[slice, View]]]:
     is_tuple = isinstance(value, tuple)
-    views = [None if item is None else view(item, on_device=True) for item in (value if is_tuple else (value,))]
+    with ErrorPrefix(f"the value of {envelope.transfer}"):
+        views = [None if item is None else view(item, on_device=True) for item in (value if is_tuple else (value,))]
     layout = _layout(is_tuple, tuple([None if each is None else each.spec for each in views]))
     return layout, [(place, each) for place, each in zip(layout.places, views, strict=True) if each is not None]
 

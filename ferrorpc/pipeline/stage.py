@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import NUMPY, kind_of
 from ferrorpc.errors import UsageError
@@ -76,7 +78,8 @@ class Piece:
             first = next(iter(parameters()), None)
         known = NUMPY if first is None else kind_of(first)
         # A parameter has its array in `data`. NumPy arrays have a `data`, too, but that is only their memory.
-        return kind_of(getattr(first, "data", None)) if known is NUMPY else known
+        is_parameter = known is NUMPY and not isinstance(first, np.ndarray)
+        return kind_of(getattr(first, "data", None)) if is_parameter else known
 
     def named_parameters(self) -> dict[str, Any]:
         """Its parameters by name; by position ("0", "1", ...) if the stage has only parameters(); none if it has neither."""

@@ -221,6 +221,10 @@ def _all_weights(named: Sequence[Mapping[int, str]], pieces: Mapping[int, Piece]
             f"{number}/{name}": each for number, piece in pieces.items() for name, each in piece.named_parameters().items()
         }
     for full, parameter in parameters.items():
+        if full in tied and not hasattr(parameter, "grad"):
+            what = f"tied weight {full!r} is a bare {type(parameter).__name__}, without .data and .grad"
+            problem = [what, "wrap it: ferrorpc.Parameter(array)"]
+            continue
         try:
             own[full] = str(spec_of(getattr(parameter, "data", None))) if full in tied else ""
         except UsageError as error:

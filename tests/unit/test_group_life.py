@@ -130,6 +130,19 @@ def test_abort_ends_everything_in_flight_and_later_on_every_rank_and_in_subgroup
     assert run_world(3, body) == [(1, "the loss is NaN")] * 3
 
 
+def test_a_rank_that_has_closed_its_group_ends_nothing_for_the_others() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        others = group.subgroup([1, 2])
+        if others is None:
+            group.close()
+            group.abort("too late")
+            return [2.0]
+        group.session.clock.parker().park(1.0)
+        return others.all_reduce(np.ones(1)).tolist()
+
+    assert run_world(3, body) == [[2.0]] * 3
+
+
 def test_an_exception_can_be_the_cause_of_an_abort() -> None:
     def body(group: ProcessGroup) -> str:
         if group.rank == 0:

@@ -10,7 +10,8 @@ import pytest
 
 import ferrorpc
 from ferrorpc import DistributedDataParallel, GradientSynchronizer, Parameter, Pipeline, UsageError, ZeroOptimizer
-from ferrorpc.ddp import rules
+from ferrorpc.ddp import hooks, rules
+from ferrorpc.pipeline import schedules
 from ferrorpc.testing import run_world
 
 
@@ -58,6 +59,8 @@ WRONG: dict[str, tuple[Callable[[ferrorpc.ProcessGroup], object], str]] = {
     "ddp: the arguments swapped": (lambda g: DistributedDataParallel(g, Model()), "is no ProcessGroup"),
     "ddp: bucket_cap_mb is endless": (lambda g: DistributedDataParallel(Model(), g, float("inf")), "bucket_cap_mb=inf"),
     "ddp: bucket_cap_mb is a flag": (lambda g: DistributedDataParallel(Model(), g, True), "bucket_cap_mb=True"),
+    "ddp: bucket_cap_mb is beyond floats": (lambda g: DistributedDataParallel(Model(), g, 10**400), "bucket_cap_mb=1000"),
+    "ddp: bucket_cap_mb is beyond bytes": (lambda g: DistributedDataParallel(Model(), g, 1e308), r"bucket_cap_mb=1e\+308"),
     "ddp: check_every is text": (lambda g: DistributedDataParallel(Model(), g, check_every="x"), "check_every='x'"),
     "ddp: check_every is None": (lambda g: DistributedDataParallel(Model(), g, check_every=None), "check_every=None"),
     "ddp: check_every is a half": (lambda g: DistributedDataParallel(Model(), g, check_every=0.5), "check_every=0.5"),
@@ -67,6 +70,7 @@ WRONG: dict[str, tuple[Callable[[ferrorpc.ProcessGroup], object], str]] = {
     ),
     "sync: order is a number": (lambda g: GradientSynchronizer(WEIGHTS, g, order=3), r"order=3 .*\ntry: .*every name once"),
     "sync: order is text": (lambda g: GradientSynchronizer(WEIGHTS, g, order="a"), r"order='a' .*\ntry: .*every name once"),
+    "sync: a weight beyond floats": (lambda g: GradientSynchronizer(WEIGHTS, g)(WEIGHTS, 10**400), "is no share"),
     "zero: a model": (lambda g: ZeroOptimizer(Model(), g, RULE), r"weights: Model is no array"),
     "zero: parameters": (lambda g: ZeroOptimizer({"a": Parameter(np.zeros(3))}, g, RULE), r"weights 'a': .*\ntry: .*\.data"),
     "zero: swapped": (lambda g: ZeroOptimizer(WEIGHTS, RULE, g), "is no ProcessGroup"),
@@ -77,6 +81,11 @@ WRONG: dict[str, tuple[Callable[[ferrorpc.ProcessGroup], object], str]] = {
     "rule: a beta of 1": (lambda _: rules.Adam(1e-3, 0.9, 1.0), r"beta2=1\.0 .*\ntry: .*below 1"),
     "pipeline: a class": (lambda g: Pipeline(Stage, g), r"stage 0 is the class Stage\ntry: .*Stage\(\.\.\.\)"),
     "pipeline: the arguments swapped": (lambda g: Pipeline(g, Stage()), "is no ProcessGroup"),
+    "pipeline: a cost beyond floats": (lambda _: schedules.gpipe(1, 1).simulate(10**400), "is no time"),
+    "pipeline: a peak beyond floats": (lambda _: schedules.gpipe(1, 1).validate(peak=10**400), "is no number of activations"),
+    "pipeline: a schedule that is no name": (lambda _: schedules.named(None, 1, 1), "there is no schedule None"),
+    "hooks: a rank in words": (lambda _: hooks.PowerSGD("2"), r"rank='2' is not 1 to 4"),
+    "a timeout beyond floats": (lambda g: g.barrier(timeout=10**400), "is no number of seconds"),
     "pipeline: edges is a number": (lambda g: Pipeline(Stage(), g, edges=3), r"edges=3 .*\ntry: .*\[\(0, 1\)"),
     "pipeline: an edge of one end": (lambda g: Pipeline(Stage(), g, edges=[(0,)]), r"\(0,\) is no edge"),
     "pipeline: edges by letters": (lambda g: Pipeline(Stage(), g, edges=["ab"]), "'ab' is no edge"),

@@ -46,7 +46,7 @@ class PowerSGD(Hook):
 
     def __init__(self, rank: int = 1, hook: Hook | None = None) -> None:
         if rank not in range(1, RANK_MAX + 1):
-            raise UsageError(f"rank={rank} is not 1 to {RANK_MAX}", hint="1 or 2 is enough for most models")
+            raise UsageError(f"rank={rank!r} is not 1 to {RANK_MAX}", hint="1 or 2 is enough for most models")
         self._rank = int(rank)  # 2.0 is in the range, too
         self._hook = PlainAllReduce() if hook is None else check_hook(hook)
         self.operations = 2 * self._hook.operations

@@ -40,7 +40,7 @@ def named(name: str, stages: int, microbatches: int, chunks: int | None = None) 
     Raises:
         UsageError: there is no such schedule, or it does not admit these counts; the message says why.
     """
-    key = name.lower().replace("-", "_")
+    key = str(name).lower().replace("-", "_")
     key = _ALIASES.get(key, key)
     make = NAMED.get(key)
     if make is None:

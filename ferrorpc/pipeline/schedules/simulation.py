@@ -131,7 +131,7 @@ def time_units(value: Any, what: str) -> float:
     """A cost or a latency as a number. Raises UsageError if it is none, negative, or endless."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 <= number < math.inf:
         raise UsageError(f"{value!r} is no time, so it cannot be {what}", hint="give a number of time units, 0 or more")

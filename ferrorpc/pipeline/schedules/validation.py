@@ -70,7 +70,7 @@ def checked_cap(value: Any, what: str) -> float:
     """A cap on activations. Raises UsageError if it is no number; infinity is one."""
     try:
         cap = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         cap = math.nan
     if math.isnan(cap):
         raise UsageError(f"{what}={value!r} is no number of activations", hint="give a number, or None for any")

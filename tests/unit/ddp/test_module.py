@@ -180,7 +180,7 @@ def test_ranks_with_different_models_learn_where_they_differ():
 def test_bare_arrays_and_modules_without_names_are_refused_with_what_to_do():
     class Bare(Plain):
         def named_parameters(self):
-            return iter({"w": np.zeros(2)}.items())
+            return iter({"w": np.zeros(2, ml_dtypes.bfloat16)}.items())
 
     def body(group):
         with pytest.raises(UsageError, match=r"ferrorpc\.Parameter\(array\)"):
@@ -354,6 +354,18 @@ def test_an_unknown_mode_of_buffers_is_refused():
     def body(group):
         with pytest.raises(UsageError, match="broadcast, mean, local"):
             DistributedDataParallel(Plain(), group, buffers="sometimes")
+
+    run_world(1, body)
+
+
+def test_a_buffer_that_cannot_be_written_is_refused_by_its_name_when_the_module_is_wrapped():
+    def body(group):
+        module = Plain(w=np.zeros(2))
+        module.named_buffers = lambda: [("mask", np.broadcast_to(1.0, 3))]
+        DistributedDataParallel(module, group, init_sync=False, buffers="local")
+        for mode in ("broadcast", "mean"):
+            with pytest.raises(TensorMismatchError, match="buffer 'mask': out is read-only"):
+                DistributedDataParallel(module, group, init_sync=False, buffers=mode)
 
     run_world(1, body)
 

@@ -6,16 +6,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ferrorpc.ddp import weight_check
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
-from ferrorpc.ddp.weight_check import GROUPS_MAX
 from ferrorpc.errors import CollectiveMismatchError, UsageError
 from ferrorpc.testing import run_world
 from tests.unit.ddp.model import Plain
 
+X = np.zeros(2, np.float32)
 
-@pytest.mark.parametrize("count", [1, 5, GROUPS_MAX + 1, 3 * GROUPS_MAX * GROUPS_MAX // 2])
-def test_the_first_parameter_that_differs_is_named_however_many_there_are(count):
+
+@pytest.mark.parametrize("count", [1, 5, 9, 96, 600])
+def test_the_first_parameter_that_differs_is_named_however_many_there_are(count, monkeypatch):
+    """With 8 hashes a barrier, so that up to four of them are needed."""
+    monkeypatch.setattr(weight_check, "GROUPS_MAX", 8)
     guilty = max(0, count - 2)
 
     def body(group):
@@ -40,6 +44,26 @@ def test_what_most_ranks_hold_is_taken_for_right():
             sync.check_weights({"w": np.array([7 if group.rank in (1, 2, 4) else group.rank], ml_dtypes.bfloat16)})
 
     run_world(5, body)
+
+
+@pytest.mark.parametrize(
+    ("weights", "others", "message"),
+    [
+        ({"a": X}, {"a": X, "b": X}, r"rank 1 has 'b: float32\[2\]' where rank 0 has 'nothing'"),
+        ({"a": X}, {}, r"rank 1 has '' where rank 0 has 'a: "),
+        ({"a": X}, {"b": X}, r"rank 1 has 'b: .*' where rank 0 has 'a: "),
+        ({"a": X}, {"a": X.reshape(2, 1)}, r"rank 1 has 'a: float32\[2,1\]' where rank 0 has 'a: float32\[2\]'"),
+        ({"a": X}, {"a": X.astype(np.int32)}, r"rank 1 has 'a: int32\[2\]' where rank 0 has 'a: float32\[2\]'"),
+    ],
+)
+def test_other_names_dtypes_and_shapes_are_told_as_such(weights, others, message: str):
+    def body(group):
+        sync = GradientSynchronizer({}, group)
+        with pytest.raises(CollectiveMismatchError, match=message):
+            sync.check_weights(others if group.rank == 1 else weights)
+        group.barrier()
+
+    run_world(3, body)
 
 
 def test_a_module_is_checked_every_so_many_steps():

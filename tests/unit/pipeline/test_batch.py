@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -85,3 +86,8 @@ def test_scaling_reaches_into_tuples_and_leaves_what_counts_whole():
     assert scaled(None, 0.5) is None
     halved, nothing = scaled((grad, None), 0.5)
     assert (halved.tolist(), halved.dtype, nothing) == ([0.5, 0.5], np.float32, None)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.complex64])
+def test_scaling_keeps_the_dtype_of_a_gradient(dtype):
+    assert scaled(np.ones(2, dtype), 0.5).dtype == dtype

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.errors import CodecError, TensorMismatchError
+from ferrorpc.errors import CodecError, TensorMismatchError, UsageError
 from ferrorpc.pipeline.messages import Envelope, pack, parse
 
 ENVELOPE = Envelope("1f1b", 7, "2SEND_F3")
@@ -67,6 +67,10 @@ def test_other_bytes_are_refused(change):
         parse(change(pack(ENVELOPE, np.arange(5))))
 
 
-def test_what_cannot_be_sent_is_refused():
-    with pytest.raises(TensorMismatchError):
-        pack(ENVELOPE, np.array(["text"]))
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [(np.array(["text"]), TensorMismatchError, "dtype <U4"), ((np.ones(2), [3.0]), UsageError, "list is no array")],
+)
+def test_what_cannot_be_sent_is_refused_with_where_it_was_to_go(value, kind, message: str):
+    with pytest.raises(kind, match=f"the value of {ENVELOPE.transfer}: {message}"):
+        pack(ENVELOPE, value)

@@ -219,18 +219,6 @@ def test_stages_may_have_several_inputs_and_outputs():
     assert [grad.tolist() for grad in source[1]] == [[12.0], [24.0]]
 
 
-def test_contexts_are_freed_as_the_schedule_says():
-    def body(group):
-        peaks = {}
-        for name in ("gpipe", "1f1b"):
-            pipe = Pipeline(Layer(group.rank), group, name, 6)
-            pipe.step(*batch(6), half_square)
-            peaks[name] = pipe.peak_activations
-        return peaks
-
-    assert run_world(3, body) == [{"gpipe": 6, "1f1b": 3}, {"gpipe": 6, "1f1b": 2}, {"gpipe": 6, "1f1b": 1}]
-
-
 @pytest.mark.parametrize("name", ["gpipe", "looped_bfs"])
 def test_forward_and_backward_apart(name: str):
     schedule = schedule_of(name, 2, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -153,13 +154,15 @@ def test_tied_weights_are_one_weight(seed: int):
         ([("0/weight", "1/weight"), ("1/weight", "0/weight")], "'0/weight' is in two ties"),
         ([("0/weight", "1/wide")], r"tied weights differ: 0/weight is float64\[1\], 1/wide is float64\[2\]"),
         ([("0/weight", "1/dates")], r"tied weight '1/dates': dtype datetime64\[s\] is not supported"),
+        ([("0/weight", "1/bare")], r"tied weight '1/bare' is a bare ndarray(.|\n)*ferrorpc\.Parameter"),
     ],
 )
 def test_ties_that_cannot_be_are_refused_on_every_rank(tied, message: str):
     class Wide(Times):
         def named_parameters(self):
             others = {"wide": np.zeros(2), "dates": np.zeros(1, "datetime64[s]")}
-            return iter([("weight", self.weight), *((name, Parameter(array)) for name, array in others.items())])
+            wrapped = [(name, Parameter(array)) for name, array in others.items()]
+            return iter([("weight", self.weight), ("bare", np.zeros(1, ml_dtypes.bfloat16)), *wrapped])
 
     def body(group):
         with pytest.raises(UsageError, match=message):

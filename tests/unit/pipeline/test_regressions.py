@@ -1,0 +1,60 @@
+"""Regression tests for the defects of an earlier design of pipelines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrorpc.pipeline.runtime import Pipeline
+from ferrorpc.testing import run_world
+from tests.unit.pipeline.stages import Layer, batch, half_square
+
+
+class Cube:
+    """Stages of a model x (n, 2, 3) -> (n, 2) -> (n,), whose values change shape at every border."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.weights = np.arange(1.0, 4.0 - number)
+        self.gradient = np.zeros(3 - number)
+
+    def forward(self, x):
+        return x @ self.weights, x
+
+    def backward(self, context, grad_y):
+        assert grad_y.shape == context.shape[:-1]
+        self.gradient += np.tensordot(grad_y, context, grad_y.ndim)
+        return grad_y[..., None] * self.weights
+
+
+def test_1f1b_is_not_gpipe_under_another_name():
+    """If all forwards came first, as in GPipe, every rank would hold all contexts."""
+
+    def body(group):
+        peaks = {}
+        for name in ("gpipe", "1f1b"):
+            pipe = Pipeline(Layer(group.rank), group, name, 6)
+            pipe.step(*batch(6), half_square)
+            peaks[name] = pipe.peak_activations
+        return peaks
+
+    assert run_world(3, body) == [{"gpipe": 6, "1f1b": 3}, {"gpipe": 6, "1f1b": 2}, {"gpipe": 6, "1f1b": 1}]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb1p"])
+def test_earlier_stages_get_the_gradient_of_their_output_in_its_shape(name: str):
+    """Zeros in the shape of the later stage's output were sent upstream, so that only the last stage learned. And shapes of one
+    dimension or more could not be received."""
+    x = np.random.default_rng(0).standard_normal((5, 2, 3))
+
+    def body(group):
+        stage = Cube(group.rank)
+        pipe = Pipeline(stage, group, name, 4)
+        loss = pipe.step(x, np.zeros(5), lambda y, _: (float(y.sum()), np.ones_like(y)), reduction="sum")
+        return loss, stage.gradient
+
+    (nothing, first), (loss, second) = run_world(2, body)
+    assert nothing is None
+    assert loss == pytest.approx(np.einsum("nij,j,i->", x, [1, 2, 3], [1, 2]))
+    np.testing.assert_allclose(first, np.einsum("nij,i->j", x, [1, 2]))
+    np.testing.assert_allclose(second, np.einsum("nij,j->i", x, [1, 2, 3]))
