@@ -136,7 +136,7 @@ def check_like(grad: Any, y: Any, what: str) -> None:
             continue
         with ErrorPrefix(what):
             shape = spec_of(one).shape
-        wanted = tuple(np.shape(other))  # y may require a gradient
+        wanted = tuple(getattr(other, "shape", ()))  # not by spec_of: y may require a gradient
         if shape != wanted:
             raise UsageError(f"{what}: has shape {shape}, but y has {wanted}", hint="give one gradient for each element of y")
 

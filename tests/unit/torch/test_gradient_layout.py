@@ -184,7 +184,7 @@ def test_a_buffer_that_grows_says_what_to_do() -> None:
     ("buffer", "text"),
     [
         (torch.zeros(3).to(torch.float8_e4m3fn), "buffer 'mask': dtype float8_e4m3fn is not supported"),
-        (torch.zeros(4).expand(3, 4), "buffer mask: out has elements that share memory"),
+        (torch.zeros(4).expand(3, 4), "buffer 'mask': out has elements that share memory"),
     ],
     ids=["float8", "expanded"],
 )
