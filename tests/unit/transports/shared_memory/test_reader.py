@@ -92,12 +92,13 @@ def stepping() -> Ends:
     return Ends(SteppingClock())  # type: ignore[arg-type]  it needs nothing else of a clock
 
 
-def test_who_waits_reads_on_its_own_thread_until_it_has_what_it_waits_for(ends: Ends) -> None:
-    for number in range(3):
-        ends.other.send(b"%d" % number)
-    ends.busy_poll(lambda: len(ends.heard) == 2)
-    here = threading.get_ident()
-    assert ends.heard == [(b"0", here), (b"1", here)]
+def test_who_waits_reads_on_its_own_thread_until_it_has_what_it_waits_for() -> None:
+    with contextlib.closing(stepping()) as ends:
+        for number in range(3):
+            ends.other.send(b"%d" % number)
+        ends.busy_poll(lambda: len(ends.heard) == 2)
+        here = threading.get_ident()
+        assert ends.heard == [(b"0", here), (b"1", here)]
 
 
 def test_a_link_that_is_attended_to_is_left_alone_and_then_read_again(ends: Ends) -> None:
