@@ -180,8 +180,9 @@ def main() -> None:
     targets = {
         f"a call takes at most {OVERHEAD_SECONDS_MAX * 1e6:g} us more than bare": max(times.values()) - bare
         <= OVERHEAD_SECONDS_MAX,
-        f"an abort takes less than {ABORT_SECONDS_MAX:g} s": abort is None or abort < ABORT_SECONDS_MAX,
     }
+    if abort is not None:
+        targets[f"an abort takes less than {ABORT_SECONDS_MAX:g} s"] = abort < ABORT_SECONDS_MAX
     sys.exit(exit_code(targets))
 
 

@@ -42,6 +42,8 @@ _CAPTURING: Final = range(900, 909)
 _UUID_BYTES: Final = 16
 _HIGHEST_PRIORITY: Final = -5
 """The highest of today's GPUs; CUDA clamps a priority to its range."""
+_NULL_NUMBERS: Final = 1
+"""Up to this number streams are null streams."""
 _SHARED_NUMBERS: Final = 2
 """Up to this number streams are special: the null stream of every GPU, and the per-thread default stream."""
 _DRIVER: Final = "libcuda.so.1"
@@ -306,12 +308,13 @@ class CupyDevice:
                 "the current stream is CUDA's per-thread default stream, which other threads cannot wait for",
                 hint="leave CUPY_CUDA_PER_THREAD_DEFAULT_STREAM away, or work in a cupy.cuda.Stream(non_blocking=True)",
             )
-        if stream.pointer > _SHARED_NUMBERS:  # no other can be captured
-            self.check_not_captured(stream, "current")
+        self.check_not_captured(stream, "current")
         return stream
 
     def check_not_captured(self, stream: Stream, which: str) -> None:
         """As `Device.check_not_captured`."""
+        if stream.pointer <= _NULL_NUMBERS:
+            return
         try:
             is_captured = self.runtime.streamIsCapturing(stream.pointer)
         except RuntimeError:  # an error has ended the capture

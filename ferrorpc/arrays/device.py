@@ -104,7 +104,7 @@ class Device(Protocol):
         """Wraps a stream that a caller has made: one of the device's library, or a CUDA stream as a number."""
 
     def check_not_captured(self, stream: Stream, which: str) -> None:
-        """Raises UsageError if a CUDA graph is being captured from a stream, which must not be a null stream.
+        """Raises UsageError if a CUDA graph is being captured from a stream. Null streams cannot be.
 
         Args:
             which: says in the error which stream it is.

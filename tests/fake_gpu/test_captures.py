@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import UsageError
@@ -60,3 +61,17 @@ def test_a_wait_that_failed_half_way_takes_nothing_from_the_next_one(cupy: Stand
             assert cupy.asnumpy(work.wait()).tolist() == [2.0] * 4
 
     world(cupy, 2, body)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_null_streams_cannot_be_captured_and_are_not_asked(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """CUDA answers with an error where the thread captures another stream meanwhile."""
+
+    def refused(stream: int) -> bool:
+        raise RuntimeError(f"cudaErrorStreamCaptureImplicit for stream {stream}")
+
+    device = device_of(cupy, 0)
+    monkeypatch.setattr(device.runtime, "streamIsCapturing", refused)
+    device.check_not_captured(device.adopt(number), "given")

@@ -209,9 +209,9 @@ def test_one_signal_kills_the_stubborn_after_the_shutdown_timeout_which_is_told_
     script = write_script(
         tmp_path,
         """
-        import signal, sys, time
+        import os, signal, sys, time
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        open(f"{sys.argv[1]}/ready", "w").write("1\\n")
+        open(f"{sys.argv[1]}/ready", "w").write(f"{os.getpid()}\\n")
         time.sleep(60)
         """,
     )
@@ -219,10 +219,11 @@ def test_one_signal_kills_the_stubborn_after_the_shutdown_timeout_which_is_told_
     run = "from ferrorpc.cli.main import run; sys.exit(run(sys.argv[1:]))"
     command = [sys.executable, "-c", hasty + run, "run", "--shutdown-timeout", "0.6", script, str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as launcher:
-        read_numbers(tmp_path, "ready", 1)
+        pids = read_numbers(tmp_path, "ready", 1)
         launcher.send_signal(signal.SIGINT)
         _, err = launcher.communicate(timeout=20)
     assert launcher.returncode == 128 + signal.SIGINT
+    assert wait_until_gone(pids) == []
     told = "ferrorpc: waiting for rank 0 to end; SIGKILL follows in [01] s, or at once with the next signal"
     assert re.fullmatch(f"{told}\nferrorpc: stopped by SIGINT\n", err), err
 

@@ -126,7 +126,7 @@ class RawOperations:
         context, lanes = self.context, self.context.lanes
         lanes.latch.check()
         given = None if stream is None else context.device.adopt(stream)
-        if given is not None and given.pointer:
+        if given is not None:
             context.device.check_not_captured(given, "given")
         execution = RawExecution(context, label, launch, given, lanes.guard(None))
         context.drive(execution)
