@@ -64,9 +64,7 @@ def test_a_wait_that_failed_half_way_takes_nothing_from_the_next_one(cupy: Stand
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_null_streams_cannot_be_captured_and_are_not_asked(
-    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_null_streams_cannot_be_captured_and_are_not_asked(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """CUDA answers with an error where the thread captures another stream meanwhile."""
 
     def refused(stream: int) -> bool:
