@@ -144,7 +144,7 @@ def test_a_job_runs_under_certificates_from_coordinator_to_tensors(authorities: 
         assert [rank.communicate(timeout=60)[0].strip() for rank in ranks] == ["3", "3"]
     finally:
         coordinator.terminate()
-        coordinator.communicate(timeout=20)
+        coordinator.communicate(timeout=60)
 
 
 def test_an_authority_is_replaced_while_ranks_run(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def script_of(tmp_path, body):
     return write_script(tmp_path, PRELUDE + "\n" + body.replace("\n    ", "\n"))
 
 
-def notes(tmp_path, name, ranks, timeout=30):
+def notes(tmp_path, name, ranks, timeout=60):
     """What these ranks noted, rank -> value, as soon as all have."""
     deadline = time.monotonic() + timeout
     paths = {rank: tmp_path / f"{name}{rank}" for rank in ranks}
@@ -62,7 +62,7 @@ def launch(tmp_path):
     yield begin
     for launcher in launchers:
         launcher.kill()
-        launcher.communicate(timeout=30)
+        launcher.communicate(timeout=60)
 
 
 def test_an_exception_on_one_rank_reaches_the_others_with_its_words(tmp_path):
@@ -110,7 +110,7 @@ def test_kill_9_of_a_rank_inside_an_all_reduce_is_named_by_the_others_at_once(tm
     for rank, one in found.items():
         assert one["rank"] == 2, one
         assert one["at"] - killed_at < 20.0, f"rank {rank} took {one['at'] - killed_at:.2f} s"
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGKILL
     assert "rank 2 ended with SIGKILL; it was the first to fail." in err
 
@@ -206,7 +206,7 @@ def test_a_stopped_rank_is_named_in_time_and_fenced_when_it_wakes(tmp_path, laun
     assert notes(tmp_path, "lost", [1])[1]["type"] == "StaleGenerationError"
     assert notes(tmp_path, "write", [1])[1] == "StaleGenerationError"
     assert notes(tmp_path, "seen", [0, 2]) == {0: [], 2: []}
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=60)
 
 
 @pytest.mark.slow

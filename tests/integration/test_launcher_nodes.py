@@ -48,7 +48,7 @@ def coordinator():
     )
     yield service.stdout.readline().split()[1]
     service.terminate()
-    service.communicate(timeout=20)
+    service.communicate(timeout=60)
 
 
 def two_nodes(coordinator, script, *arguments, nodes="2", workers="2"):
