@@ -72,10 +72,10 @@ def test_a_joiner_that_gave_up_while_the_coordinator_was_away_is_pending_no_more
     """A program that calls reform() whenever somebody is pending would do so for ever."""
     sessions = join_all(durable.address, 2, (1, 3))
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(join, durable.address, 7, (1, 3), timeout=1.0)
+        joining = pool.submit(join, durable.address, 7, (1, 3), timeout=4.0)
         eventually(lambda: [session.pending_members for session in sessions] == [["member-7"]] * 2)
         durable.kill()
-        assert isinstance(joining.exception(20), CoordinatorUnavailableError)
+        assert isinstance(joining.exception(60), CoordinatorUnavailableError)
     durable.start()
     eventually(lambda: [session.pending_members for session in sessions] == [[]] * 2)
     together([session.leave for session in sessions])
@@ -87,7 +87,7 @@ def test_an_id_that_a_leader_gave_before_the_coordinator_was_killed_reaches_who_
     assert sessions[0].exchange_nccl_id("world", 1, [0, 1], [minted], 20.0) == [minted]
     durable.kill()
     durable.start()
-    assert sessions[1].exchange_nccl_id("world", 1, [0, 1], None, 5.0) == [minted]
+    assert sessions[1].exchange_nccl_id("world", 1, [0, 1], None, 30.0) == [minted]
     together([session.leave for session in sessions])
 
 
@@ -312,11 +312,11 @@ def test_a_coordinator_that_goes_during_the_rendezvous_is_an_error_after_its_tim
     """As where it was another run's, which has ended: who has no rank yet must not wait for it as long as a member."""
     caplog.set_level(logging.INFO, "ferrorpc.coordination")
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(join, volatile.address, 0, 2, timeout=1.5, max_outage=30.0)
+        joining = pool.submit(join, volatile.address, 0, 2, timeout=4.0, max_outage=60.0)
         eventually(lambda: "this is a new session" in caplog.text)
         volatile.kill()
-        with pytest.raises(CoordinatorUnavailableError, match=r"nobody answered at .* for 1\.5 s"):
-            joining.result(20)
+        with pytest.raises(CoordinatorUnavailableError, match=r"nobody answered at .* for 4 s"):
+            joining.result(60)
 
 
 def test_a_pause_of_the_coordinator_fails_nobody():
