@@ -247,8 +247,8 @@ class ProcessGroup(Collectives):
     def close(self) -> None:
         """Refuses new operations, finishes those in flight, and leaves the job. Idempotent.
 
-        It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, within
-        bounds of that order, and as long as the GPU needs for results that calls have returned. A rank that closes first fails
+        It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
+        20 s, and as long as the GPU needs for results that calls have returned. A rank that closes first fails
         only operations that still need it. Closing a subgroup does not affect the world.
         """
         if not self._dispatch.closed:

@@ -2,9 +2,11 @@
 
 import faulthandler
 import gc
+import importlib
 import inspect
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -85,6 +87,8 @@ def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: object) 
 
 
 def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:  # else the first test that wraps a module would import this half of torch, within its deadlines
+        importlib.import_module("torch._dynamo")
     settle()
     gc.enable()
 

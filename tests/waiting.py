@@ -9,7 +9,7 @@ from typing import Any
 LOOK_SECONDS = 0.005
 
 
-def eventually(condition: Callable[[], Any], what: str = "it", seconds: float = 20.0) -> Any:
+def eventually(condition: Callable[[], Any], what: str = "it", seconds: float = 60.0) -> Any:
     """What `condition` returns as soon as it is true; fails after so many seconds, with the words for what was waited for."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

@@ -101,7 +101,7 @@ class Backend(ABC):
         """Returns when every rank has entered. Raises BarrierTimeoutError naming those that did not."""
 
     def close(self) -> None:
-        """Finishes own work, says goodbye, frees everything. Idempotent, under 1 s. A backend that holds nothing needs none."""
+        """Finishes own work, says goodbye, frees everything. Idempotent; under 1 s once all that was sent has been received."""
         return
 
     def __getstate__(self) -> NoReturn:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Final
 
-from ferrorpc.backends.message import MessageBackend
+from ferrorpc.backends.message import CLOSE_SECONDS, MessageBackend
 from ferrorpc.collectives.arena.control_blocks import Calls, ControlBlocks
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.tuning import Tuning, published
@@ -19,9 +18,6 @@ from ferrorpc.transports.routed import RoutedTransport
 from ferrorpc.transports.shared_memory.discovery import discover_host_peers
 from ferrorpc.transports.shared_memory.hosts import Hosts
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
-
-CLOSE_SECONDS: Final = 0.5
-"""How long the lanes of an ended generation may take to close before the next one is joined."""
 
 
 class GrpcBackend(MessageBackend):

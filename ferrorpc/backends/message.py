@@ -36,8 +36,9 @@ BARRIER_STREAM = 0xFFFFFFFE
 DESCRIBE_SECONDS = 0.5
 """How long a failing operation waits for what the coordinator knows of the ranks it waited for."""
 
-CLOSE_SECONDS: Final = 0.8
-"""How long a closing rank may take to deliver what it has sent."""
+CLOSE_SECONDS: Final = 20.0
+"""How long a closing rank may take to deliver what it has sent: as long as the answer to a ping on a slow link. The coordinator
+ends the generation, and so the wait for a peer that has died or was stopped, long before that."""
 
 Array = np.ndarray[Any, Any]
 

@@ -27,7 +27,7 @@ from ferrorpc.wire.token import Token
 from tests.unit.transports.shared_memory.host_worlds import HostWorld
 from tests.waiting import eventually
 
-SECONDS = 15.0
+SECONDS = 60.0
 KEY = Key(0, 0, 1)
 SIZES = [0, 1, 17, 12 << 10, (12 << 10) + 1, CHUNK_BYTES, 9 * CHUNK_BYTES + 3]
 
@@ -299,8 +299,8 @@ class TransportContract(ABC):
             first.send_one(second, 2)
         first.transport.grant(second.rank, KEY, 0)
         started = time.monotonic()
-        first.transport.close(10.0)
-        assert time.monotonic() - started < 1.0
+        first.transport.close(SECONDS)
+        assert time.monotonic() - started < SECONDS / 3
 
 
 class BoundedTransportContract(TransportContract):

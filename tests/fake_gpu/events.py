@@ -19,7 +19,7 @@ from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import check_same
 from ferrorpc.transports.inproc import InprocTransport
 
-SECONDS: Final = 10.0
+SECONDS: Final = 30.0
 
 
 def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, pool_bytes: int = POOL_BYTES, gpus: int = 4) -> Iterator[None]:

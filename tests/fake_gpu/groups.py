@@ -18,7 +18,7 @@ from tests.fake_gpu.worlds import nccl_backends
 from tests.unit.transports.shared_memory.host_worlds import in_threads
 from tests.waiting import eventually
 
-SECONDS = 10.0
+SECONDS = 30.0
 
 
 class Ranks:

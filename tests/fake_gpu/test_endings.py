@@ -38,7 +38,7 @@ OPERATIONS = (
     "stream",
 )
 KINDS = ["staged", "nccl", "hybrid", pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)]
-SECONDS = 10.0
+SECONDS = 30.0
 
 
 @contextmanager

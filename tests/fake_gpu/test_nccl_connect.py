@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +15,13 @@ from ferrorpc.backends.nccl import connect
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.connect import NcclConnector
 from ferrorpc.backends.nccl.identity import Identity, judge
-from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, NcclError, PeerLostError
-from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.coordination.local import LocalWorld
+from ferrorpc.errors import BackendUnavailableError, FerroError, GroupAbortedError, NcclError, PeerLostError
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.fake_gpu.worlds import host_lanes, nccl_backends, sessions
+from ferrorpc.testing.virtual_clock import VirtualClock
+from tests.fake_gpu.worlds import host_lanes, nccl_backends
 from tests.unit.transports.shared_memory.host_worlds import in_threads
 
 INIT = 0.4
@@ -26,12 +29,31 @@ VERDICT = 0.5
 
 
 class World:
-    """Ranks that make a communicator."""
+    """Ranks that make a communicator, in virtual time."""
 
     def __init__(self, size: int) -> None:
         self.nccl = FakeNccl(Machine(size))
-        self.sessions = sessions(size)
+        self.clock = VirtualClock()
+        job = LocalWorld(size, clock=self.clock)
+        self.sessions = [job.session(rank) for rank in range(size)]
         self.apis = [self.nccl.api(rank) for rank in range(size)]
+
+    def run(self, size: int, body: Callable[[int], Any]) -> list[Any]:
+        """What body(rank) returned or raised on each of the first `size` ranks."""
+        outcomes: list[Any] = [None] * size
+
+        def run(rank: int) -> None:
+            try:
+                outcomes[rank] = body(rank)
+            except FerroError as error:
+                outcomes[rank] = error
+
+        self.clock.run([(f"rank {rank}", partial(run, rank)) for rank in range(size)])
+        return outcomes
+
+    def sleep(self, seconds: float) -> None:
+        """On the thread of a rank."""
+        self.clock.parker().park(self.clock.now() + seconds)
 
     def connect(self, rank: int, name: str = "world", seconds: float = INIT) -> Any:
         size = len(self.sessions)
@@ -41,14 +63,14 @@ class World:
 
 def test_the_first_rank_mints_and_the_id_reaches_all() -> None:
     world = World(4)
-    found = in_threads(4, world.connect)
+    found = world.run(4, world.connect)
     assert [(end.rank, end.size, end.state()) for end in found] == [(rank, 4, State.SUCCESS) for rank in range(4)]
     assert world.nccl.minted == 1
 
 
 def test_a_rank_that_does_not_come_is_named_after_two_attempts_each_with_its_own_id() -> None:
     world = World(3)
-    found = in_threads(2, world.connect)
+    found = world.run(2, world.connect)
     for error in found:
         assert isinstance(error, NcclError)
         assert "rank 2 did not arrive" in error.message
@@ -63,7 +85,7 @@ def test_an_id_with_which_nobody_gets_through_is_given_up_for_a_new_one() -> Non
     world = World(2)
     first = (1).to_bytes(8, "big") * 16
     world.nccl.absent.add(first)
-    found = in_threads(2, world.connect)
+    found = world.run(2, world.connect)
     assert [end.state() for end in found] == [State.SUCCESS] * 2
     assert world.nccl.minted == 2
     assert all(end.aborted for end in world.nccl.meetings[first].ends.values())
@@ -71,14 +93,13 @@ def test_an_id_with_which_nobody_gets_through_is_given_up_for_a_new_one() -> Non
 
 def test_a_rank_that_comes_late_leaves_the_id_that_the_others_have_given_up() -> None:
     world = World(2)
-    parker = SYSTEM_CLOCK.parker()
 
     def body(rank: int) -> Any:
         if rank == 1:
-            parker.park(SYSTEM_CLOCK.now() + INIT + VERDICT + 0.15)  # the others are at their second attempt
+            world.sleep(INIT + VERDICT + 0.15)  # the others are at their second attempt
         return world.connect(rank)
 
-    found = in_threads(2, body)
+    found = world.run(2, body)
     assert [end.state() for end in found] == [State.SUCCESS] * 2
     assert len(world.nccl.meetings) == 2
 
@@ -88,14 +109,13 @@ def test_a_rank_that_waits_with_an_id_which_the_others_have_given_up_goes_on_to_
     monkeypatch.setattr(connect, "CHECK_SECONDS", 0.05)
     world = World(2)
     first = (1).to_bytes(8, "big") * 16
-    parker = SYSTEM_CLOCK.parker()
 
     def body(rank: int) -> Any:
         if rank == 1:
-            parker.park(SYSTEM_CLOCK.now() + INIT + VERDICT - 0.15)
+            world.sleep(INIT + VERDICT - 0.15)
         return world.connect(rank, seconds=INIT if rank == 0 else 100 * INIT)
 
-    found = in_threads(2, body)
+    found = world.run(2, body)
     assert [end.state() for end in found] == [State.SUCCESS] * 2
     assert {rank: end.aborted for rank, end in world.nccl.meetings[first].ends.items()} == {0: True, 1: True}
 
@@ -109,7 +129,7 @@ def test_a_complete_communicator_is_aborted_if_the_generation_ends_before_all_ha
     world = World(2)
     for session in world.sessions:
         monkeypatch.setattr(session, "barrier", ended)
-    assert [type(error) for error in in_threads(2, world.connect)] == [GroupAbortedError] * 2
+    assert [type(error) for error in world.run(2, world.connect)] == [GroupAbortedError] * 2
     (meeting,) = world.nccl.meetings.values()
     assert [end.aborted for end in meeting.ends.values()] == [True] * 2
 
@@ -117,7 +137,7 @@ def test_a_complete_communicator_is_aborted_if_the_generation_ends_before_all_ha
 def test_a_leader_that_cannot_mint_says_why_on_every_rank() -> None:
     world = World(2)
     world.apis[0].broken_mint = NcclError("no network interface")
-    for error in in_threads(2, world.connect):
+    for error in world.run(2, world.connect):
         assert isinstance(error, NcclError)
         assert "no network interface" in error.message
 
@@ -130,12 +150,12 @@ def test_an_error_on_one_rank_ends_the_attempt_on_all_and_is_told_to_all(after_s
 
     def broken(size: int, rank: int, ids: Any) -> Any:
         end: Any = init(size, rank, ids)
-        fails_at = SYSTEM_CLOCK.now() + after_seconds
-        end.state = lambda: State.IN_PROGRESS if SYSTEM_CLOCK.now() < fails_at else State.SYSTEM_ERROR
+        fails_at = world.clock.now() + after_seconds
+        end.state = lambda: State.IN_PROGRESS if world.clock.now() < fails_at else State.SYSTEM_ERROR
         return end
 
     world.apis[1].init = broken  # type: ignore[method-assign]
-    for error in in_threads(2, world.connect):
+    for error in world.run(2, world.connect):
         assert isinstance(error, NcclError)
         assert "rank 1: its initialisation: system error" in error.message
     assert all(end.aborted for meeting in world.nccl.meetings.values() for end in meeting.ends.values())
@@ -149,7 +169,7 @@ def test_the_end_of_the_generation_ends_the_wait_at_once_with_its_cause() -> Non
             return world.connect(0)
         return world.sessions[1].leave("ValueError: bad batch")
 
-    error = in_threads(2, body)[0]
+    error = world.run(2, body)[0]
     assert isinstance(error, PeerLostError)
     assert error.rank == 1
     assert all(end.aborted for meeting in world.nccl.meetings.values() for end in meeting.ends.values())

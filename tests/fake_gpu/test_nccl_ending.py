@@ -14,6 +14,7 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.testing.virtual_clock import VirtualClock
 from tests.fake_gpu.groups import SECONDS, Ranks, end_of
 from tests.waiting import eventually
 
@@ -39,12 +40,16 @@ def test_an_abort_that_hangs_ends_the_process_with_the_code_for_a_new_start() ->
 
 
 def test_an_abort_in_time_ends_nothing_else(cupy: StandIn) -> None:
-    latch, codes = Latch(), []
-    ending = Ending(SYSTEM_CLOCK, latch, lambda: cupy.cuda.Device(0), abort_seconds=0.05, leave=codes.append)
+    latch, codes, clock = Latch(), [], VirtualClock()
     end: Any = FakeNccl(cupy.machine).api(0).init(1, 0, [bytes(128)])
-    ending.add(end)
-    latch.trip(GroupAbortedError(0, "enough"))
-    SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.2)
+
+    def body() -> None:
+        ending = Ending(clock, latch, lambda: cupy.cuda.Device(0), abort_seconds=0.05, leave=codes.append)
+        ending.add(end)
+        latch.trip(GroupAbortedError(0, "enough"))
+        clock.parker().park(0.2)
+
+    clock.run([("rank 0", body)])
     assert (end.aborted, codes) == (True, [])
 
 

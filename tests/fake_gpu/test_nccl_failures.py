@@ -210,7 +210,7 @@ def test_communicators_whose_operations_wait_for_each_other_are_aborted_together
     assert isinstance(ranks.run(body)[0], PeerLostError)
     (meeting,) = ranks.nccl.meetings.values()
     ends = [*meeting.ends.values(), *meeting.children[0, 0].ends.values()]
-    eventually(lambda: all(end.aborted for end in ends), "every abort", seconds=3)
+    eventually(lambda: all(end.aborted for end in ends), "every abort")
     cupy.machine.settle()
     assert all(not stream.tasks for gpu in cupy.machine.gpus for stream in gpu.streams.values()), "the GPUs are free"
 

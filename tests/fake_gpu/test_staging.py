@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -109,12 +110,13 @@ def test_a_copy_for_an_operation_ends_with_its_deadline_or_its_generation(cupy: 
 
 def test_who_gives_a_time_waits_for_the_gpu_so_long(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_module, "COPY_SECONDS", 0.02)
-    staging, free_at = small(cupy), SYSTEM_CLOCK.now() + 0.2
+    staging, free = small(cupy), threading.Event()
     with cupy.cuda.Stream(non_blocking=True) as busy:
-        busy.fake.enqueue(lambda: SYSTEM_CLOCK.now() > free_at)
+        busy.fake.enqueue(free.is_set)
         with pytest.raises(CollectiveTimeoutError, match=r"within 0\.02 s"):
             staging.settle(SYSTEM_CLOCK, FOREVER)
-        staging.settle(SYSTEM_CLOCK, SYSTEM_CLOCK.now() + 10.0)
+        SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.1, free.set)
+        staging.settle(SYSTEM_CLOCK, SYSTEM_CLOCK.now() + 60.0)
         assert not busy.fake.tasks
 
 

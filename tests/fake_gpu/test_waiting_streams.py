@@ -14,7 +14,7 @@ from tests.fake_gpu.ddp_worlds import EACH_ITS_OWN_GPU, LANES, world
 from tests.waiting import eventually
 
 COUNT = 64
-SECONDS = 5.0
+SECONDS = 30.0
 
 
 def ones(cupy: StandIn) -> Any:

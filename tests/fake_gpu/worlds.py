@@ -14,7 +14,7 @@ from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.unit.transports.shared_memory.host_worlds import in_threads
 
-SECONDS = 20.0
+SECONDS = 30.0
 
 
 def sessions(size: int) -> list[LocalSession]:

@@ -15,7 +15,7 @@ from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc, store_pb2
 from ferrorpc.wire import options, status
 from tests.integration.ports import lasting_port
 
-START_SECONDS = 20.0
+START_SECONDS = 60.0
 
 
 class CoordinatorProcess:
@@ -55,13 +55,13 @@ class CoordinatorProcess:
         self.process.kill()
         self._end()
 
-    def stop(self, seconds=10.0):
+    def stop(self, seconds=60.0):
         """SIGTERM; returns the exit code and what it wrote to stderr."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds), self._end()
 
-    def _end(self, seconds=10.0):
+    def _end(self, seconds=60.0):
         """Waits for the end; returns what it wrote to stderr."""
         self.process.communicate(timeout=seconds)
         if self._log.closed:
@@ -144,14 +144,14 @@ class Client:
             self.ended = end or "ended"
             self._arrived.notify_all()
 
-    def until(self, predicate, seconds=10.0):
+    def until(self, predicate, seconds=60.0):
         """Waits until `predicate()` is true; returns its value."""
         with self._arrived:
             if not self._arrived.wait_for(predicate, seconds):
                 raise AssertionError(f"{self.name}: nothing for {seconds} s; {self.events=} {self.ended=}")
             return predicate()
 
-    def greeted(self, seconds=10.0):
+    def greeted(self, seconds=60.0):
         """Waits for the Welcome; returns self."""
         self.until(lambda: self.welcome is not None or self.ended is not None, seconds)
         if self.welcome is None:
@@ -168,7 +168,7 @@ class Client:
         self.send(self.sequence, **body)
         return self.sequence
 
-    def result(self, sequence, seconds=10.0):
+    def result(self, sequence, seconds=60.0):
         """The result of a request; raises the error it carries."""
         self.until(lambda: sequence in self.results or self.ended is not None, seconds)
         if sequence not in self.results:
@@ -178,16 +178,16 @@ class Client:
             raise status.error_of(result.error)
         return result
 
-    def call(self, seconds=10.0, **body):
+    def call(self, seconds=60.0, **body):
         """Request and result."""
         return self.result(self.begin(**body), seconds)
 
-    def store(self, seconds=10.0, **operation):
+    def store(self, seconds=60.0, **operation):
         """One store operation; the request id is the sequence number to come."""
         request = store_pb2.StoreRequest(request_id=self.sequence + 1, **operation)
         return self.call(seconds, store=request).store
 
-    def event(self, kind, seconds=10.0):
+    def event(self, kind, seconds=60.0):
         """The first pushed event of this kind."""
 
         def found():

@@ -18,7 +18,7 @@ from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import Frame, Header, Key
 from ferrorpc.wire.token import Token
 
-SECONDS = 15.0
+SECONDS = 60.0
 
 
 class Rank:

@@ -41,7 +41,7 @@ def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: str, timeout: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout: float = 100, **more: str) -> subprocess.CompletedProcess[str]:
     """The same, to its end. One that has none in time is asked where it is."""
     process = start(*arguments, **{"PYTHONFAULTHANDLER": "1", **more})
     try:
@@ -58,7 +58,7 @@ def run(*arguments: str, timeout: float = 60, **more: str) -> subprocess.Complet
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def read_numbers(directory: Path, pattern: str, count: int, timeout: float = 30) -> list[int]:
+def read_numbers(directory: Path, pattern: str, count: int, timeout: float = 60) -> list[int]:
     """The numbers in the `count` files that workers write, as soon as all are there."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -77,7 +77,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: list[int], timeout: float = 10) -> list[int]:
+def wait_until_gone(pids: list[int], timeout: float = 60) -> list[int]:
     """Those of `pids` that still live after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     left = list(pids)
@@ -97,7 +97,7 @@ def children_of(pid: int) -> dict[int, str]:
     return found
 
 
-def coordinator_of(launcher: int, timeout: float = 10) -> tuple[int, str]:
+def coordinator_of(launcher: int, timeout: float = 60) -> tuple[int, str]:
     """Process id and address of a launcher's own coordinator, once it runs."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

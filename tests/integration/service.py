@@ -54,7 +54,7 @@ class Service:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def _end(self) -> None:
-        self.process.wait(10)
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

@@ -98,7 +98,7 @@ def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others
     code, _, errors = outcome(processes[1])
     assert code == 75
     assert "PeerLostError: rank 0" in errors
-    assert processes[0].wait(10) == -signal.SIGKILL
+    assert processes[0].wait(60) == -signal.SIGKILL
     processes[0].stdout.close()  # its coordinator, which stays for a while, has these too
     processes[0].stderr.close()
 
@@ -109,7 +109,7 @@ def test_ranks_that_are_started_again_at_once_meet_again(port):
     for process in before:
         assert process.stdout.readline().endswith(" 2 grpc 3.0\n")
         process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()  # as below
         process.stderr.close()
     outcomes = [outcome(process) for process in [start(RANK, torchrun(rank, 2, port)) for rank in range(2)]]
@@ -125,7 +125,7 @@ def test_a_coordinator_that_rank_0_started_ends_with_its_watchdog(number):
             (coordinator,) = children_of(watchdog.pid)
         finally:
             watchdog.send_signal(number)
-        assert watchdog.wait(20) == (0 if number == signal.SIGTERM else -number)
+        assert watchdog.wait(60) == (0 if number == signal.SIGTERM else -number)
         assert wait_until_gone([coordinator]) == []
 
 
@@ -200,7 +200,7 @@ def test_two_runs_of_mpiexec_that_meet_at_one_port_do_not_mix(port):
     code, output, errors = outcome(own)
     os.killpg(other.pid, signal.SIGKILL)
     assert (code, sorted(output.splitlines())) == (0, ["0 2 grpc 3.0", "1 2 grpc 3.0"]), errors
-    assert other.communicate(timeout=10)[0] == ""
+    assert other.communicate(timeout=60)[0] == ""
 
 
 def test_two_processes_of_one_launcher_on_a_host_are_one_run(port):
@@ -265,7 +265,7 @@ def test_a_script_that_never_closes_ends_soon(service):
     environment = clean(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="1", FERRORPC_JOB="unclosed")
     code, _, errors = outcome(start(code, environment))
     assert code == 0
-    assert time.time() - float(errors) < 2.0
+    assert time.time() - float(errors) < 10.0
 
 
 def test_nothing_begins_on_a_rank_after_it_has_aborted(service):

@@ -97,7 +97,7 @@ def test_the_command_without_flags_follows_its_variables(tmp_path):
     with process:
         address = process.stdout.readline().split()[1]
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     assert address.startswith("127.0.0.1:")
     assert address != "127.0.0.1:29700"
     assert (tmp_path / "journal").is_dir()
@@ -117,7 +117,7 @@ def test_the_ready_line_also_goes_to_a_descriptor():
         assert line == process.stdout.readline()
         assert line.startswith("listening 127.0.0.1:")
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def fetch(url):
@@ -273,7 +273,7 @@ def test_a_start_that_waits_for_the_journal_says_so_and_can_be_ended(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert "another program holds the journal" in process.stderr.readline()
         process.terminate()
-        told, _ = process.communicate(timeout=20)
+        told, _ = process.communicate(timeout=60)
     holder.close()
     assert process.returncode == 0
     assert not told  # it never said that it listens
@@ -304,7 +304,7 @@ def test_a_bug_in_the_state_ends_the_process_and_a_restart_goes_on(tmp_path):
         member = Client(address, "m").greeted()
         member.store(set=store_pb2.SetOperation(key="k", value=b"kept"))
         member.begin(describe=session_pb2.DescribeRequest())
-        _, errors = broken.communicate(timeout=20)
+        _, errors = broken.communicate(timeout=60)
         assert broken.returncode == 70, errors
         assert "a planted bug" in errors
     token = member.welcome.resume_token

@@ -14,7 +14,7 @@ from ferrorpc_coordinator.state.settings import Settings
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrorpc.errors import CoordinatorUnavailableError, StaleGenerationError
-from ferrorpc.v1 import barrier_pb2, session_pb2, session_pb2_grpc, store_pb2
+from ferrorpc.v1 import barrier_pb2, identity_pb2, session_pb2, session_pb2_grpc, store_pb2
 from ferrorpc.wire import status
 from tests.integration.coordinator_process import (
     Client,
@@ -214,7 +214,7 @@ def test_sigterm_says_draining_ends_streams_and_exits_zero(tmp_path, durable):
         time.sleep(0.002)
     code, errors = process.stop()
     assert code == 0, errors
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert "Traceback" not in errors
     for member in members:
         assert member.event("draining").within_ms > 0
@@ -236,10 +236,12 @@ def test_sigterm_says_draining_ends_streams_and_exits_zero(tmp_path, durable):
 
 
 def test_a_replaced_member_is_fenced():
-    with coordinator("--grace", "0.2") as process:
+    with coordinator("--grace", "0.2") as process, channel_to(process.address) as channel:
+        stub = session_pb2_grpc.CoordinatorServiceStub(channel)
         old = Client(process.address, "m").greeted()
         old.drop()
-        time.sleep(0.5)
+        request = session_pb2.StatusRequest(job="job")
+        eventually(lambda: stub.Status(request, timeout=10).members[0].state == identity_pb2.MEMBER_STATE_DEAD)
         with Client(process.address, "m", instance="another") as new:
             assert new.welcome.incarnation == 2
             late = Client(process.address, "m", instance=old.instance, resume=old.welcome.resume_token)

@@ -97,10 +97,11 @@ if group.rank == 1:
         time.sleep(60)
         os._exit(0)
     time.sleep(0.5)
+    group.store.set("died", str(time.monotonic()).encode())
     os.kill(os.getpid(), signal.SIGKILL)
-died = time.monotonic() + 0.5
+died = float(group.store.get("died"))  # of the clock of the machine, which all its processes share
 try:
-    group.all_reduce(1.0, timeout=20)
+    group.all_reduce(1.0, timeout=90)
 except ferrorpc.PeerLostError as error:
     print(error.rank, time.monotonic() - died, flush=True)
 """
@@ -120,19 +121,20 @@ def test_a_child_that_keeps_the_sockets_of_a_dead_member_delays_the_news_by_no_m
         ]
         assert ranks[1].stdout is not None
         child = int(ranks[1].stdout.readline().split()[1])
-        output, _ = ranks[0].communicate(timeout=60)
+        output, _ = ranks[0].communicate(timeout=100)
         subprocess.run(["kill", "-9", str(child)], check=True)
         ranks[1].communicate(timeout=10)
         lost, seconds = output.split()
         assert int(lost) == 1
-        assert float(seconds) < 4.0 + 0.5, "a lease and a second"
+        assert float(seconds) < 4.0 + 10.0, "a lease and a second, and what a busy machine takes; the child lives for 60 s"
     finally:
         service.stop()
 
 
 def test_under_the_launcher_such_a_child_delays_nothing(tmp_path: Path) -> None:
-    result = run("-n", "2", write_script(tmp_path, DIES_BESIDE_A_CHILD))
+    without_report = {"FERRORPC_GRACE": "60", "FERRORPC_LEASE": "60"}  # the news would take so long without the launcher's
+    result = run("-n", "2", write_script(tmp_path, DIES_BESIDE_A_CHILD), timeout=100, **without_report)
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("0: ")]
     _, lost, seconds = line.split()
     assert int(lost) == 1
-    assert float(seconds) < 1.0 + 0.5
+    assert float(seconds) < 20.0

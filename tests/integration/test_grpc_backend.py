@@ -16,11 +16,14 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.coordination.base import Membership
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, PeerLostError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard
+from ferrorpc.testing import run_groups
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.token import Token
+from tests.integration.slow_link import slow_link
 
 SECONDS = 30.0
 
@@ -230,3 +233,21 @@ def test_the_next_generation_works_on_the_same_servers() -> None:
         assert [backend.session.membership.assignment.generation for backend in world.backends] == [2, 2, 2]
         results = on_every_rank(world.backends, lambda backend: all_reduce(backend, 100_000))
     assert len({result.tobytes() for result in results}) == 1
+
+
+def test_what_was_sent_before_a_close_arrives_though_the_link_is_slow() -> None:
+    """Some seconds of it are still on their way then."""
+    x = np.arange(1 << 21, dtype=np.float32)
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.send(x, 1)
+        else:
+            np.testing.assert_array_equal(group.recv(0), x)
+
+    with GrpcWorld(2) as world, slow_link(world.servers[1].address, bytes_per_second=3_000_000) as link:
+        transport = world.backends[0].transport
+        peers = list(transport.assignment.peers)
+        peers[1] = dataclasses.replace(peers[1], address=link.address)
+        transport.assignment = dataclasses.replace(transport.assignment, peers=tuple(peers))
+        run_groups([ProcessGroup(backend) for backend in world.backends], body)

@@ -15,6 +15,7 @@ from ferrorpc.errors import (
     CodecError,
     ConfigError,
     FerroError,
+    PeerLostError,
     PermissionDeniedError,
     StaleGenerationError,
     VersionMismatchError,
@@ -291,3 +292,18 @@ def test_a_lane_is_not_lost_for_what_takes_its_time_on_a_slow_link(servers: list
         send(sender, 1, key, data)
         eventually(lambda: sender.lost or receiver.lost or box.frames, "the message")
         assert sender.lost == receiver.lost == []
+
+
+def test_the_end_of_the_generation_ends_the_wait_for_a_peer_that_reads_nothing(pair: list[Rank]) -> None:
+    reading, chunk = threading.Event(), random_bytes(CHUNK_BYTES)
+    pair[1].mailbox.deliver = lambda frame: reading.wait(SECONDS) and None  # type: ignore[method-assign]
+    while pair[0].transport.send(1, Key(0, 0, 1), header_of(1 << 30), 0, chunk, lambda: None):
+        pass
+    closing = threading.Thread(target=pair[0].transport.close, args=(SECONDS,), daemon=True)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    pair[0].latch.trip(PeerLostError(1, "signal 9"))
+    closing.join(SECONDS / 3)
+    assert not closing.is_alive()
+    reading.set()

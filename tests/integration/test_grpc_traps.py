@@ -108,7 +108,7 @@ def peak_bytes(process_id: int) -> int:
 
 
 def test_a_message_that_unpacks_to_more_than_the_limit_takes_no_memory() -> None:
-    bomb = bytes(256 << 20)
+    bomb = bytes(128 << 20)
     peer = PeerHandle(0)
     with peers(peer):
         before = peak_bytes(peer.process.pid)

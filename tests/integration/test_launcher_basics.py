@@ -208,10 +208,10 @@ def test_a_stop_ends_a_restart_that_waits_for_an_unreachable_coordinator(tmp_pat
         read_numbers(tmp_path, "ended", 1)
         time.sleep(0.4)  # until the launcher has seen the end: its restart may now wait a second for the report's answer
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=20) == 128 + signal.SIGTERM
+        assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
     finally:
         launcher.kill()
-        launcher.communicate(timeout=30)
+        launcher.communicate(timeout=60)
 
 
 def test_a_restart_that_waits_is_given_up_where_the_others_are_stopped(tmp_path):
@@ -305,10 +305,10 @@ def test_a_reader_that_stops_holds_the_job_up_and_not_the_signal_that_ends_it(tm
     try:
         eventually(lambda: is_full(process.stdout), "the launcher waits for its reader", seconds=60)
         process.terminate()
-        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
     finally:
         process.kill()
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
     assert "bytes of standard output could not be written: nobody reads it" in err
 
 
@@ -335,7 +335,7 @@ def test_a_reader_that_goes_away_ends_the_job_as_it_ends_any_filter(tmp_path):
     os.close(writer)
     os.read(reader, 100)
     os.close(reader)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + 13, err
 
 
@@ -360,7 +360,7 @@ def test_ctrl_c_leaves_the_workers_their_time_also_where_it_ends_the_reader(tmp_
         launcher.stdout.close()
         launcher.stderr.close()
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(timeout=30) == 0, "the worker ended well"
+        assert launcher.wait(timeout=60) == 0, "the worker ended well"
     finally:
         launcher.kill()
         launcher.wait()

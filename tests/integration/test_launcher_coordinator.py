@@ -36,7 +36,7 @@ def position(address):
     return json.loads(ferrorpc("status", "--addr", address, "--job", "night", "--json").stdout)["position"]
 
 
-def wait_healthy(address, timeout=15):
+def wait_healthy(address, timeout=60):
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         result = ferrorpc("health", "--addr", address)
@@ -60,7 +60,7 @@ def job(tmp_path):
     read_numbers(tmp_path, "ready*", 2)
     yield launcher
     launcher.kill()
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=60)
 
 
 def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
@@ -84,7 +84,7 @@ def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
     found = json.loads(ferrorpc("status", "--addr", address, "--job", "night", "--json").stdout)
     assert (found["job"], found["durable"]) == ("night", True)
     (tmp_path / "go").touch()
-    out, err = job.communicate(timeout=20)
+    out, err = job.communicate(timeout=60)
     assert (job.returncode, sorted(out.splitlines()), err) == (0, ["0: went on", "1: went on"], "")
 
 
@@ -103,7 +103,7 @@ def test_a_job_that_lives_a_while_is_told_of_how_to_watch_it(tmp_path):
         assert urllib.request.urlopen(f"{told[6]}/healthz", timeout=10).read() == b"ok\n"
     finally:
         (tmp_path / "go").touch()
-        _, err = launcher.communicate(timeout=30)
+        _, err = launcher.communicate(timeout=60)
     assert (launcher.returncode, err) == (0, "")
 
 
@@ -124,7 +124,7 @@ def test_a_coordinator_that_dies_is_started_again_on_its_address_and_journal(job
     assert after["cluster_id"] == before["cluster_id"]
     assert int(after["epoch"]) == int(before["epoch"]) + 1
     (tmp_path / "go").touch()
-    _, err = job.communicate(timeout=20)
+    _, err = job.communicate(timeout=60)
     assert job.returncode == 0
     assert f"ferrorpc: the coordinator ended (SIGKILL); it is started again on {address}" in err
 
@@ -162,10 +162,10 @@ def test_a_given_coordinator_is_used_and_none_is_started(tmp_path):
         with pytest.raises(AssertionError, match="no coordinator"):
             coordinator_of(launcher.pid, timeout=0.5)
         (tmp_path / "go").touch()
-        assert launcher.wait(timeout=20) == 0
+        assert launcher.wait(timeout=60) == 0
         launcher.communicate()
         service.send_signal(signal.SIGTERM)
-        assert service.wait(timeout=15) == 0, "SIGTERM drains"
+        assert service.wait(timeout=60) == 0, "SIGTERM drains"
     finally:
         service.kill()
         service.communicate()

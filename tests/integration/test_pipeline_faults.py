@@ -62,7 +62,7 @@ def test_kill_9_of_a_stage_is_named_by_all_others(tmp_path: Path, schedule: str,
     try:
         pids = read_numbers(tmp_path, "pid?", 3)
         os.kill(pids[victim], signal.SIGKILL)
-        _, err = launcher.communicate(timeout=30)
+        _, err = launcher.communicate(timeout=60)
     finally:
         launcher.kill()
     assert launcher.returncode == 128 + signal.SIGKILL, err

@@ -36,8 +36,11 @@ from ferrorpc.wire.frames import Frame, Header, Key, encode
 
 DIAL_SECONDS: Final = 20.0
 
+ANSWER_SECONDS: Final = 0.5
+"""How long the goodbyes to the senders of incoming streams may take, which come last."""
+
 LATE_STREAM_SECONDS: Final = 2.0
-"""How long after a peer's goodbye its own stream may still be opened: longer than its close may take."""
+"""How long after a peer's goodbye its own stream may still be opened. It comes once its own streams were read or given up."""
 
 _LEFT: Final = "rank {} has left"
 
@@ -135,6 +138,9 @@ class GrpcTransport(Transport):
         lanes_to = Counter(lane.peer for lane in lanes)
         for lane in lanes:
             lane.finish(lanes_to[lane.peer], discard=broken)
+        if not broken:
+            self._wait_for_readers(lanes, deadline - min(ANSWER_SECONDS, timeout / 2))
+            deadline = min(deadline, self._clock.now() + ANSWER_SECONDS)
         for stream in incoming:
             stream.finish()
         ends: list[Lane | IncomingStream] = [*lanes, *incoming]
@@ -144,6 +150,18 @@ class GrpcTransport(Transport):
             lane.cancel()
         for stream in incoming:
             stream.end()
+
+    def _wait_for_readers(self, lanes: list[Lane], deadline: float) -> None:
+        """Waits until the peers have read all that was sent to them. The end of the generation ends that."""
+
+        def give_up() -> None:
+            for lane in lanes:
+                lane.cancel()
+
+        ticket = self._latch.watch(give_up)
+        for lane in lanes:
+            lane.wait(max(0.0, deadline - self._clock.now()))
+        self._latch.forget(ticket)
 
     def abandon_in_child(self) -> None:
         self._lock = threading.Lock()  # a thread of the parent may have held it

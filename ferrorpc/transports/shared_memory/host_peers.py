@@ -156,6 +156,10 @@ class HostPeers:
         if self._segment is not None:
             self._segment.close()
 
+    def discard(self) -> None:
+        """Gives up messages that are not written yet; a `close` does not wait for them then."""
+        self._reader.discard()
+
     # -- events of the reader ------------------------------------------------------------------------------------------
 
     def _message_received(self, peer: int, message: bytes) -> None:

@@ -122,9 +122,13 @@ class Reader:
         self._stopping = True
         self._wake()
         if not self._over.wait(timeout):
-            self._discard = True
-            self._wake()
+            self.discard()
             self._over.wait()
+
+    def discard(self) -> None:
+        """Gives up the messages that are not written yet."""
+        self._discard = True
+        self._wake()
 
     def close(self) -> None:
         """Closes sockets and descriptors. The thread has ended or never began."""

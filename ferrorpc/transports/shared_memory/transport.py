@@ -125,7 +125,9 @@ class SharedMemoryTransport(Transport):
         for peer in self.peers:
             self._end_peer(peer)
         broken = self._latch.cause is not None
+        ticket = 0 if broken else self._latch.watch(self._host_peers.discard)
         self._host_peers.close(min(timeout, BROKEN_CLOSE_SECONDS) if broken else timeout)
+        self._latch.forget(ticket)
 
     def _can_send_to(self, peer: int, needed: bool = True) -> bool:
         """Whether anything can be sent to a peer. One that has left is reported as lost where it is `needed`."""

@@ -29,6 +29,12 @@ def test_a_backend_of_torchs_is_told_ferrorpcs_counterpart(name: str) -> None:
         ferrorpc.init_process_group(backend=name)
 
 
+def test_a_backend_of_nobodys_is_not_taken_for_one_of_torchs() -> None:
+    with pytest.raises(ConfigError, match="is not one of auto") as raised:
+        ferrorpc.init_process_group(backend="grcp")
+    assert 'pass "grpc"' not in str(raised.value)
+
+
 def test_a_world_without_a_coordinator_is_told_who_starts_one() -> None:
     with pytest.raises(ConfigError, match=r"try: .*ferrorpc run -n 2"):
         ferrorpc.init_process_group(world_size=2)

@@ -17,7 +17,7 @@ from ferrorpc.collectives.progress import Progress, drive
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Counting(EventDrivenExecution):

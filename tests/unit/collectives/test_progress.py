@@ -361,7 +361,7 @@ def test_what_has_failed_is_let_go_of_without_a_garbage_collection() -> None:
         del execution
         with pytest.raises(GroupAbortedError):
             work.wait(timeout=20.0)
-        eventually(lambda: held() is None, "the execution is freed", 2.0)
+        eventually(lambda: held() is None, "the execution is freed")
     finally:
         gc.enable()
 

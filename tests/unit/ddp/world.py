@@ -16,7 +16,7 @@ class WatchedGroup(ProcessGroup):
     """One rank's group. `calls`: the labels of the operations it has started."""
 
     def __init__(self, backend: Backend) -> None:
-        super().__init__(backend, timeout=20.0)
+        super().__init__(backend, timeout=60.0)
         self.calls: list[str] = []
         run, submit = backend.run, backend.submit
 

@@ -143,3 +143,11 @@ def test_a_root_that_is_none_is_for_the_general_path_to_refuse(world: SharedWorl
     assert fast.broadcast(x if root is True else None, root, None) is GENERAL_PATH
     assert fast.scatter(None, root, None) is GENERAL_PATH
     assert not general.notes
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_it_takes_every_rank_for_a_root(world: SharedWorld, root: int) -> None:
+    general = General(world)
+    x = np.ones(2)
+    assert FastPath(general, general.arena).reduce(x, root, "sum", x) is (x if root == 0 else None)  # type: ignore[arg-type]
+    assert len(general.handed) == 1, "the other rank has not begun"

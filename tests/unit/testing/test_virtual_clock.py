@@ -260,12 +260,15 @@ def test_a_world_with_nothing_left_but_a_paused_thread_is_stopped_with_an_error(
 
 
 def test_a_thread_that_blocks_for_real_is_named() -> None:
+    go_on = threading.Event()
+
     def stuck() -> None:
-        time.sleep(1.0)
+        go_on.wait(60)
 
     clock = VirtualClock()
     with pytest.raises(FerroError, match="'stuck' in stuck"):
-        clock.run([("stuck", stuck)], wall_seconds=0.1)
+        clock.run([("stuck", stuck)], wall_seconds=1.0)
+    go_on.set()
 
 
 def test_after_the_limit_of_time_those_end_too_that_are_paused() -> None:

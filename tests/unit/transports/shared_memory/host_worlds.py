@@ -12,7 +12,7 @@ from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.transports.shared_memory.discovery import discover_host_peers
 from ferrorpc.transports.shared_memory.host_peers import HostPeers
 
-SECONDS = 20.0
+SECONDS = 30.0
 
 
 def in_threads(count: int, body: Callable[[int], Any]) -> list[Any]:

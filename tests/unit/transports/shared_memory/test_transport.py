@@ -202,6 +202,23 @@ def test_who_waits_for_room_is_told_when_the_host_peer_leaves_and_what_found_non
     assert told.wait(20.0)
 
 
+def test_the_end_of_the_generation_ends_the_wait_for_a_host_peer_that_reads_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, payload = threading.Event(), np.zeros(INLINE_BYTES, np.uint8)
+    monkeypatch.setattr(HostWorld, "_receive", lambda *_: reading.wait(60.0))
+    while pair.transport.send(0, KEY, header_of(1 << 30), 0, payload, lambda: None):
+        pass
+    closing = threading.Thread(target=pair.transport.close, args=(60.0,), daemon=True)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    pair.latch.trip(GroupAbortedError(0, "enough"))
+    closing.join(20.0)
+    assert not closing.is_alive()
+    reading.set()
+
+
 def test_the_longest_frame_fits_into_its_message_and_into_its_slot() -> None:
     for size, limit in ((INLINE_BYTES, MESSAGE_BYTES_MAX), (CHUNK_BYTES, SLOT_BYTES)):
         header = Header(0, LONGEST, DType.UINT8, (*WIDEST, size), size)
