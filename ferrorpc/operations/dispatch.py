@@ -63,6 +63,10 @@ class Dispatch:
             self._closing = error
         self.closed = self.refuses = True
 
+    def retire(self) -> None:
+        """Tells the backend, after close(), which operation was the last to begin."""
+        self.backend.retire(self.next_number() - 1)
+
     def give_up(self) -> None:
         """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""
         self.refuses = True
