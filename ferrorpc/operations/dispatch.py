@@ -301,7 +301,11 @@ class Dispatch:
         """Lets the threads that bring its messages advance an execution before its driver has it."""
         if isinstance(execution, EventDrivenExecution):
             execution.wake = _wake_nobody
-            execution.notify()
+            try:
+                execution.notify()
+            except BaseException:  # an interrupt: nobody will have it, so it must not keep its place
+                execution.finish()
+                raise
 
     def send(self, execution: Execution, async_op: bool) -> Any:
         """As `finish`, but sends on the caller's thread what the lane has room for: waking another thread costs more."""
