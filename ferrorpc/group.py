@@ -248,8 +248,9 @@ class ProcessGroup(Collectives):
         """Refuses new operations, finishes those in flight, and leaves the job. Idempotent.
 
         It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
-        20 s, and as long as the GPU needs for results that calls have returned. A rank that closes first fails
-        only operations that still need it. Closing a subgroup does not affect the world.
+        20 s, and as long as the GPU needs for results that calls have returned. A rank that closes first fails only operations
+        that still need it. Closing a subgroup leaves the world open; a peer that waits for this rank in a later collective of
+        the subgroup ends the generation, with a GroupAbortedError that names this rank.
         """
         if not self._dispatch.closed:
             self._dispatch.close()
@@ -261,6 +262,7 @@ class ProcessGroup(Collectives):
         """Closes the lanes and leaves the job. A reason (an exception's) is sent to the others before the lanes close."""
         self._dispatch.close()
         if not self._is_world:
+            self._dispatch.retire()
             self._backend.close()
             return
         session = self._backend.session

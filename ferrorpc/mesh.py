@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import product
-from numbers import Integral
 from typing import Any
 
 from ferrorpc.consistency import require_same
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
+from ferrorpc.types import integer_of
 
 
 class Mesh:
@@ -83,7 +83,7 @@ class Mesh:
 def _check(sizes: Mapping[Any, Any], count: int) -> None:
     """Raises UsageError unless the sizes are those of a grid of `count` ranks."""
     for name, size in sizes.items():
-        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+        if not isinstance(name, str) or integer_of(size) < 1:
             raise UsageError(f"dimension {name!r} of {size!r} ranks: names are text, sizes integers of at least 1")
     if math.prod(sizes.values()) != count:
         raise UsageError(

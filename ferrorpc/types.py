@@ -6,11 +6,20 @@ import math
 from dataclasses import dataclass
 from enum import Enum, IntEnum, unique
 from functools import lru_cache
+from operator import index
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ferrorpc.errors import TensorMismatchError, UsageError
+
+
+def integer_of(value: Any) -> int:
+    """A caller's integer, of whatever library. -1, which is no rank, tag or count, if it is none; booleans are none."""
+    try:
+        return -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        return -1
 
 
 @unique

@@ -180,6 +180,13 @@ class Backend(ABC):
         if type(self).split is Backend.split:
             self.split(ranks, group_id)
 
+    def retire(self, last: int) -> None:
+        """Called before a subgroup is closed: this rank begins nothing of it in program order after number `last`.
+
+        A backend that can tells the peers that wait for this rank in a later operation.
+        """
+        return
+
     def open_stream(self, stream: int) -> None:
         """Opens a stream of operations that ranks may start in different orders. All ranks call it at the same point."""
         return

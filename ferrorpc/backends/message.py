@@ -154,6 +154,9 @@ class MessageBackend(Backend):
         key = Key(self.group_id, BARRIER_STREAM, next(self._barriers))
         self.run(self.prepare(Call(Operation.BARRIER)).start(key, [], None, guard))
 
+    def retire(self, last: int) -> None:
+        self.transport.mailbox.retire(self.group_id, last)
+
     def split(self, ranks: Sequence[int], group_id: int) -> MessageBackend:
         """The subgroup of these group ranks, on the same lanes."""
         world = [self.world_ranks[rank] for rank in ranks]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any, Final
 
 from ferrorpc.errors import InvalidRankError, SelfSendError, UsageError
+from ferrorpc.types import integer_of
 
 TAG_MAX: Final = (1 << 62) - 1
 """The largest tag of callers. Larger ones belong to collectives that run over a backend's send and recv (blocking.py)."""
@@ -17,10 +17,7 @@ NUMBER_MAX: Final = (1 << 42) - 1
 
 def rank_of(rank: Any, size: int, what: str) -> int:
     """A rank of a group of `size`. Raises InvalidRankError."""
-    try:
-        found = -1 if isinstance(rank, bool) else index(rank)
-    except TypeError:
-        found = -1
+    found = integer_of(rank)
     if not 0 <= found < size:
         raise InvalidRankError(f"{what} is {rank!r}, but this group has ranks 0 to {size - 1}")
     return found
@@ -36,10 +33,7 @@ def peer_of(peer: Any, own: int, size: int, what: str) -> int:
 
 def number_of(number: Any) -> int:
     """The number of a stream's operation. Raises UsageError."""
-    try:
-        found = -1 if isinstance(number, bool) else index(number)
-    except TypeError:
-        found = -1
+    found = integer_of(number)
     if not 0 <= found <= NUMBER_MAX:
         raise UsageError(f"number={number!r} is no integer from 0 to {NUMBER_MAX}", hint="count the stream's operations from 0")
     return found
@@ -47,10 +41,7 @@ def number_of(number: Any) -> int:
 
 def tag_of(tag: Any, largest: int = TAG_MAX) -> int:
     """The tag of a send or recv. Raises UsageError."""
-    try:
-        found = -1 if isinstance(tag, bool) else index(tag)
-    except TypeError:
-        found = -1
+    found = integer_of(tag)
     if not 0 <= found <= largest:
         reach = largest.bit_length()
         raise UsageError(f"tag={tag!r} is no integer from 0 to 2^{reach} - 1", hint="leave it out, or count from 0")

@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Final
 
 from ferrorpc.coordination import limits
@@ -32,7 +31,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.generation_errors import already_reforming, error_on_rank, generation_replaced, link_lost, member_left
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch, seconds_of
-from ferrorpc.types import Assignment, Peer
+from ferrorpc.types import Assignment, Peer, integer_of
 
 REMEMBERED_BARRIERS: Final = 1_024
 """As many barriers that all participants have left are known as a coordinator knows."""
@@ -114,8 +113,7 @@ class LocalWorld:
         """Called with a rank whenever that begins an operation. Tests use it to end the rank there."""
         self._max_size = size
         self._min_size = size if min_size is None else min_size
-        whole = all(isinstance(each, Integral) and not isinstance(each, bool) for each in (size, self._min_size))
-        if not (whole and 1 <= self._min_size <= self._max_size):
+        if not 1 <= integer_of(self._min_size) <= integer_of(size):
             raise InvalidWorldSizeError(f"a world of {self._min_size!r} to {size!r} members cannot be")
         self._names = itertools.count()
         self._endings: list[tuple[Membership, FerroError]] = []

@@ -63,6 +63,10 @@ class Dispatch:
             self._closing = error
         self.closed = self.refuses = True
 
+    def retire(self) -> None:
+        """Tells the backend, after close(), which operation was the last to begin."""
+        self.backend.retire(self.next_number() - 1)
+
     def give_up(self) -> None:
         """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""
         self.refuses = True
@@ -297,7 +301,11 @@ class Dispatch:
         """Lets the threads that bring its messages advance an execution before its driver has it."""
         if isinstance(execution, EventDrivenExecution):
             execution.wake = _wake_nobody
-            execution.notify()
+            try:
+                execution.notify()
+            except BaseException:  # an interrupt: nobody will have it, so it must not keep its place
+                execution.finish()
+                raise
 
     def send(self, execution: Execution, async_op: bool) -> Any:
         """As `finish`, but sends on the caller's thread what the lane has room for: waking another thread costs more."""

@@ -16,7 +16,10 @@ from ferrorpc.operations.results import New
 
 
 class Expected:
-    """The next message from a rank with a tag, in the order in which they were expected; made by `ProcessGroup.expect`."""
+    """The next message from a rank with a tag, in the order in which they were expected; made by `ProcessGroup.expect`.
+
+    Over a backend that has only send, recv and barrier, they come in the order in which they are taken.
+    """
 
     def __init__(self, dispatch: Dispatch, peer: int, tag: int) -> None:
         dispatch.check_open()
@@ -35,7 +38,11 @@ class Expected:
             FerroError: what ended the generation.
         """
         self._execution.guard = self._dispatch.guard(seconds_of(timeout, self._dispatch.timeout))
-        return self._dispatch.finish(self._execution, New(NUMPY), False)
+        try:
+            return self._dispatch.finish(self._execution, New(NUMPY), False)
+        except BaseException:
+            self._execution.give_back()  # also a message that was taken, but not made into an array
+            raise
 
     def refuse(self, error: FerroError) -> None:
         """The message is not the expected one: ends the generation, with this cause on every rank."""

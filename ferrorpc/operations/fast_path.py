@@ -106,14 +106,14 @@ class FastPath:
 
     def broadcast(self, x: Any, root: Any, out: Any) -> Any:
         """The result, or GENERAL_PATH."""
-        if root == self._rank:
+        if type(root) is int and root == self._rank:
             prepared = self._of(x, "broadcast", root, None)
             return GENERAL_PATH if prepared is None else self._one(prepared, (x,), x, out)
         return self._from_root("broadcast", root, out) if x is None or x is out else GENERAL_PATH
 
     def scatter(self, parts: Any, root: Any, out: Any) -> Any:
         """The result, or GENERAL_PATH."""
-        if root == self._rank:
+        if type(root) is int and root == self._rank:
             return self._of_parts(parts, "scatter", root, None, out)
         return self._from_root("scatter", root, out) if parts is None else GENERAL_PATH
 

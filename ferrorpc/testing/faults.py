@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from ferrorpc.errors import ConfigError
 from ferrorpc.testing.virtual_clock import ThreadExit
+from ferrorpc.types import integer_of
 
 
 class RankKilled(ThreadExit):
@@ -30,7 +31,7 @@ class Kill:
             raise ConfigError("a Kill needs at_seconds or at_operation")
         if self.at_seconds is not None:
             _check_seconds(self.at_seconds, "at_seconds")
-        if self.at_operation is not None and not (_is_whole(self.at_operation) and self.at_operation >= 1):
+        if self.at_operation is not None and integer_of(self.at_operation) < 1:
             raise ConfigError(f"at_operation={self.at_operation!r}: operations are counted from 1", hint="give 1 or more")
 
 
@@ -80,12 +81,8 @@ class FaultPlan:
         return {rank: end if isinstance(end, Kill) else Kill(at_seconds=end) for rank, end in self.kill.items()}
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _check_ranks(name: str, faults: object, kind: Any, expected: str) -> None:
-    if not isinstance(faults, Mapping) or not all(_is_whole(rank) and isinstance(end, kind) for rank, end in faults.items()):
+    if not isinstance(faults, Mapping) or not all(integer_of(rank) >= 0 and isinstance(faults[rank], kind) for rank in faults):
         raise ConfigError(f"{name}={faults!r} is no plan for ranks", hint=f"give a dict: rank -> {expected}")
 
 

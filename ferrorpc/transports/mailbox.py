@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container
 from typing import Final, NamedTuple
 
-from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
+from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, GroupAbortedError, LimitExceededError
 from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
 from ferrorpc.transports.point_to_point import Message, PostedReceive, ReceiveQueue, ungranted_error
 from ferrorpc.transports.reassembly import ReassemblyQueue
@@ -149,6 +149,7 @@ class Mailbox:
         self._last: dict[tuple[int, int], tuple[int, str]] = {}
         self._lookups: dict[int, weakref.WeakMethod[Callable[[Key], CallRecord]]] = {}
         self._missed: set[tuple[int, Key]] = set()
+        self._retired: dict[int, int] = {}
         self._sending: dict[tuple[Key, int, int], Box] = {}
         self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
 
@@ -200,6 +201,10 @@ class Mailbox:
         with self._lock:
             self._lookups = {known: lookup for known, lookup in self._lookups.items() if lookup() is not None}
             self._lookups[group] = weakref.WeakMethod(entered)
+
+    def retire(self, group: int, last: int) -> None:
+        """This rank begins no operation of the group in program order after number `last`; peers that wait for one are told."""
+        self._retired[group] = last
 
     def leave(self, key: Key) -> None:
         """Ends an operation on this rank. Its signature stays in the history."""
@@ -308,7 +313,13 @@ class Mailbox:
         box.wake()
 
     def standing(self, key: Key, signature: str) -> Standing:
-        """The answer to a peer's probe: how far this rank is in that operation."""
+        """The answer to a peer's probe: how far this rank is in that operation.
+
+        One that this rank will never enter, because it has closed the group, ends the generation.
+        """
+        if key.stream == 0 and key.number > self._retired.get(key.group, key.number):
+            cause = f"it closed a subgroup in which others wait for it: {signature} #{key.number}"
+            self._report(GroupAbortedError(self.rank, cause))
         with self._lock:
             box = self._boxes.get(key)
             entered = box.signature if box is not None else None

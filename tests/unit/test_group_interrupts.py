@@ -13,7 +13,7 @@ from ferrorpc import FerroError, GroupAbortedError, LimitExceededError, ProcessG
 from ferrorpc.collectives import prepared, progress
 from ferrorpc.collectives.point_to_point import RecvExecution
 from ferrorpc.operations.dispatch import Dispatch
-from ferrorpc.operations.results import Into, New
+from ferrorpc.operations.results import Into, New, Result
 from ferrorpc.testing import run_world
 from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.transports.mailbox import Mailbox
@@ -218,7 +218,14 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: 
     monkeypatch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize("out", [None, np.zeros(3, np.float32)], ids=["new", "out"])
+RECEIVE = {
+    "new": (New, lambda group: group.recv(0)),
+    "out": (Into, lambda group: group.recv(0, out=np.zeros(3, np.float32))),
+    "expected": (New, lambda group: group.expect(0).take()),
+}
+
+
+@pytest.mark.parametrize(("result", "receive"), RECEIVE.values(), ids=RECEIVE)
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [
@@ -232,7 +239,12 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: 
     ],
 )
 def test_a_message_is_not_lost_where_its_recv_was_interrupted_before_it_returned(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool, out: np.ndarray | None
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    after: bool,
+    result: type[Result],
+    receive: Callable[[ProcessGroup], Any],
 ) -> None:
     """Messages stay in their order, too."""
 
@@ -242,10 +254,9 @@ def test_a_message_is_not_lost_where_its_recv_was_interrupted_before_it_returned
                 group.send(X * number, 1)
         group.barrier()
         if group.rank == 1:
-            result = New if out is None else Into
             failing_once(monkeypatch, owner or result, name, KeyboardInterrupt, after=after)
             with pytest.raises(KeyboardInterrupt):
-                group.recv(0, out=None if out is None else out.copy())
+                receive(group)
             for number in range(3):
                 np.testing.assert_array_equal(group.recv(0), X * number)
         group.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ferrorpc import (
 )
 from ferrorpc.testing import FaultPlan, run_groups, run_world
 from tests.contract.wrapped import wrapped_backends
+from tests.integration.test_grpc_backend import GrpcWorld
 
 
 def test_ranks_in_errors_are_world_ranks_with_the_group_rank_beside_them() -> None:
@@ -99,6 +101,56 @@ def test_a_subgroup_cannot_reform_and_closing_it_leaves_the_world_alone() -> Non
         return int(group.all_reduce(1))
 
     assert run_world(2, body) == [2, 2]
+
+
+def closes_while_others_wait(group: ProcessGroup) -> Any:
+    """Rank 2 closes a subgroup, and is then busy with something else."""
+    sub, clock = group.subgroup([2, 1, 0]), group.session.clock
+    assert sub is not None
+    assert float(sub.all_reduce(1.0)) == 3.0
+    if group.rank == 2:
+        sub.close()
+        clock.parker().park(clock.now() + 2.0)
+    with pytest.raises(GroupAbortedError) as raised:
+        group.barrier() if group.rank == 2 else sub.all_reduce(np.ones(4))
+    return raised.value.rank, raised.value.cause, group.rank == 2 or raised.value.group_rank
+
+
+CLOSED = "it closed a subgroup in which others wait for it: all_reduce(op=sum, float64[4]) #2"
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_who_waits_in_a_subgroup_for_a_rank_that_closed_it_is_told(transport: str) -> None:
+    with GrpcWorld(3, transport=transport) as world:
+        outcomes = run_groups([ProcessGroup(backend, timeout=20.0) for backend in world.backends], closes_while_others_wait)
+    assert outcomes == [(2, CLOSED, 0), (2, CLOSED, 0), (2, CLOSED, True)]
+
+
+def test_who_waits_in_a_simulated_subgroup_for_a_rank_that_closed_it_is_told() -> None:
+    assert run_world(3, closes_while_others_wait) == [(2, CLOSED, 0), (2, CLOSED, 0), (2, CLOSED, True)]
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_a_rank_that_closes_a_subgroup_first_fails_nobody_who_has_its_part_already(transport: str) -> None:
+    """Rank 1 waits for rank 2 in operations that rank 0 has left, and longer than it takes to ask both where they are."""
+
+    def body(group: ProcessGroup) -> Any:
+        sub = group.subgroup([0, 1, 2])
+        assert sub is not None
+        if group.rank == 2:
+            time.sleep(1.0)
+        gathered, message = sub.gather(group.rank, root=1), None
+        if group.rank == 0:
+            sub.send(np.full(5, 3.0), 1)
+        elif group.rank == 1:
+            message = sub.recv(0)
+        sub.close()
+        group.barrier()
+        return (gathered and list(map(int, gathered))), None if message is None else list(message)
+
+    with GrpcWorld(3, transport=transport) as world:
+        outcomes = run_groups([ProcessGroup(backend, timeout=20.0) for backend in world.backends], body)
+    assert outcomes == [(None, None), ([0, 1, 2], [3.0] * 5), (None, None)]
 
 
 def test_a_call_that_one_rank_got_wrong_does_not_part_later_subgroups() -> None:

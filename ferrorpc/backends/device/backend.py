@@ -277,6 +277,9 @@ class DeviceBackend(RawOperations, Backend):
     def _world(self, ranks: Sequence[int]) -> list[int]:
         return [self.world_ranks[rank] for rank in ranks]
 
+    def retire(self, last: int) -> None:
+        self.lanes.retire(last)
+
     def abort(self, cause: FerroError) -> None:
         self.lanes.abort(cause)
 

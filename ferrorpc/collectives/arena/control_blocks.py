@@ -68,8 +68,8 @@ CHUNK_BITS: Final = 20
 POISONED: Final = -1
 """Less than any progress: a rank that waits for a failed one waits until it learns of the generation's end."""
 
-"""At the front of every segment is the directory: a count, then entries of (group, stream, offsets of its lines and slots)."""
 DIRECTORY_ENTRIES: Final = 4096
+"""At the front of a segment is the directory: a count, then entries of (group, stream, offsets of control blocks and slots)."""
 _ENTRY_WORDS: Final = 4
 _DIRECTORY_BYTES: Final = 8 * (1 + DIRECTORY_ENTRIES * _ENTRY_WORDS)
 _TEXT_BYTES: Final = 4096
@@ -198,7 +198,7 @@ class ControlBlocks:
         return offset, place
 
     def find(self, rank: int, stream: tuple[int, int], channels: int) -> Place | None:
-        """Lines and slots of another rank's (group, stream); None while it has not opened it."""
+        """Control blocks and slots of another rank's (group, stream); None while it has not opened it."""
         memory = self.memory.memory(rank)
         directory, wanted = _directory(memory), (_signed(stream[0]), stream[1])
         for entry in range(1, 1 + min(directory[0], DIRECTORY_ENTRIES) * _ENTRY_WORDS, _ENTRY_WORDS):
@@ -346,11 +346,11 @@ class Bank:
         Raises:
             CollectiveMismatchError: a peer was in another call.
         """
-        for doubt in tuple(self.pending_checks):
-            doubt.settle()
-            if doubt.is_over:
+        for check in tuple(self.pending_checks):
+            check.settle()
+            if check.is_over:
                 with contextlib.suppress(ValueError):  # another thread has removed it already
-                    self.pending_checks.remove(doubt)
+                    self.pending_checks.remove(check)
         if self.pending_checks:
             for channel in self.channels:
                 channel.signed = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import index
 from typing import Any
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Action, Kind
+from ferrorpc.types import integer_of
 
 DOWN, UP = 0, 1
 """The chunks of a rank in a V-shaped placement: on the way down the ranks, and back up."""
@@ -19,10 +19,7 @@ def counts_of(name: str, **counts: Any) -> list[int]:
     """The counts, in the order given. Raises UsageError unless every one is an integer of at least 1."""
     found = []
     for what, count in counts.items():
-        try:
-            found.append(0 if isinstance(count, bool) else index(count))
-        except TypeError:
-            found.append(0)
+        found.append(integer_of(count))
         if found[-1] < 1:
             raise UsageError(f"{name} with {what}={count!r}: {what} is an integer of at least 1", hint=f"pass {what}=4, say")
     return found

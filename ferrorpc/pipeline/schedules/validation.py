@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import index
 from typing import Any, Final
 
 from ferrorpc.errors import UsageError
@@ -14,6 +13,7 @@ from ferrorpc.pipeline.actions import Action, B, F, I, Kind, W
 from ferrorpc.pipeline.schedules.lowering import Lowering, has_messages, with_messages
 from ferrorpc.pipeline.schedules.table import Table
 from ferrorpc.plans.simulate import blocked
+from ferrorpc.types import integer_of
 
 MISSING_LISTED_MOST: Final = 10_000
 """If at least so many actions are missing, they are not listed one by one."""
@@ -57,10 +57,7 @@ def findings(table: Table, credits: int | None = None, peak: float | None = None
 
 
 def _checked_credits(value: Any) -> int:
-    try:
-        credits = -1 if isinstance(value, bool) else index(value)
-    except TypeError:
-        credits = -1
+    credits = integer_of(value)
     if credits < 0:
         raise UsageError(f"credits={value!r} is no number of messages", hint="pass 0 or more, or None for any number")
     return credits

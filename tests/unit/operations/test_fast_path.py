@@ -133,7 +133,7 @@ def test_a_program_of_ever_other_shapes_does_not_keep_what_was_prepared_for_each
     assert len(general.alive) <= CACHED_CALLS + 1
 
 
-@pytest.mark.parametrize("root", [None, True, -1, 2, 0.0, "0"])
+@pytest.mark.parametrize("root", [None, True, -1, 2, 0.0, "0", np.array([0, 1])])
 def test_a_root_that_is_none_is_for_the_general_path_to_refuse(world: SharedWorld, root: Any) -> None:
     general = General(world)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
