@@ -7,7 +7,8 @@ What is modelled:
 - After each operation a communicator is IN_PROGRESS for some queries, more after the first one, when NCCL connects. Another
   thread of NCCL's launches meanwhile, so the operation is in its stream only when the state says so.
 - Operations run in streams, in the order of their communicator. Operations that do not match on all ranks never complete. If
-  the communicator is aborted, they end without a result.
+  the communicator is aborted, they end without a result: they leave anything in the memory that they were to write. So do
+  those that NCCL's thread launches until it hears of the abort.
 - A communicator that is IN_PROGRESS refuses all other calls. It is so during a split, and after it is finalized until its
   operations have completed. It cannot be split while operations are outstanding, and the child does not exist until all ranks
   have called split.
@@ -35,6 +36,8 @@ LOOKS_TO_CONNECT: Final = 2
 """How many state queries return IN_PROGRESS after a communicator's first operation."""
 LOOKS_TO_LAUNCH: Final = 1
 """As many after each later one, where there are other ranks: for one alone NCCL launches within the call."""
+SPOILT: Final = 0x5A
+"""The byte that an aborted operation leaves in its target."""
 
 Array = np.ndarray[Any, Any]
 
@@ -393,6 +396,7 @@ class _Task:
         owner = self._owner
         if owner.aborted:
             self._take_back()
+            self._spoil()
             owner.launch_ended()
             return True
         if not self._here:
@@ -433,6 +437,14 @@ class _Task:
                 self._owner.meeting.mail[route].remove(entry)
         for place in range(len(self._parts)):
             self._owner.meeting.arrived.get((self._number, place), {}).pop(self._owner.rank, None)
+
+    def _spoil(self) -> None:
+        """Overwrites what this rank was to receive and has not, as a kernel does that is told to end in the middle."""
+        rank, gpu = self._owner.rank, self._owner.api.gpu
+        for place, part in enumerate(self._parts):
+            is_written = part.kind not in ("send", "reduce") or (part.kind == "reduce" and part.peer == rank)
+            if is_written and part.given is None and place not in self._done:
+                elements_at(gpu, part.target, part.count, part.datatype).view(np.uint8)[:] = SPOILT
 
     def _meet(self, place: int, part: Part) -> bool:
         owner, meeting = self._owner, self._owner.meeting
