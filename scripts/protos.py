@@ -9,11 +9,14 @@ newer one refuses older runtimes. It lives in its own virtual environment, never
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import shutil
 import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,12 +30,12 @@ def generator() -> Path:
     """The Python of the generator's environment, made at first use."""
     python = ENVIRONMENT / "bin" / "python"
     done = ENVIRONMENT / "complete"
-    if not done.exists():
+    if not done.exists() or done.read_text() != "\n".join(TOOLS):
         print(f"making the generator's environment ({', '.join(TOOLS)}) ...", flush=True)
         venv.create(ENVIRONMENT, clear=True)
         pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "-q", *TOOLS], check=True)
-        done.touch()
+        done.write_text("\n".join(TOOLS))
     return python
 
 
@@ -53,25 +56,38 @@ def contents(package: Path) -> dict[str, list[str]]:
     return {p.name: p.read_text().splitlines() for p in sorted(package.glob("*.py*")) if p.suffix in (".py", ".pyi")}
 
 
-def main() -> int:
+def write(fresh: Path, package: Path) -> None:
+    """Makes the generated files of a package those of a fresh one; files whose proto is gone are removed."""
+    for name in contents(package).keys() - contents(fresh).keys():
+        (package / name).unlink()
+    shutil.copytree(fresh, package, dirs_exist_ok=True)
+
+
+def differs(fresh: dict[str, list[str]], committed: dict[str, list[str]]) -> bool:
+    """Whether any file differs. Prints the beginning of each difference."""
+    found = False
+    for name in sorted(fresh | committed):
+        old, new = committed.get(name, []), fresh.get(name, [])
+        diff = list(difflib.unified_diff(old, new, f"committed/{name}", f"fresh/{name}", lineterm=""))
+        print("\n".join(diff[:40]), end="\n" if diff else "")
+        found = found or bool(diff) or (name in fresh) != (name in committed)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    if "--check" not in sys.argv[1:]:
-        generate(ROOT)
-        return 0
+    parser = argparse.ArgumentParser(description="Generates ferrorpc/v1 from protos/.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if what is committed differs")
+    check, package = parser.parse_args(arguments).check, ROOT / "ferrorpc" / "v1"
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
-        fresh, committed = contents(Path(scratch) / "ferrorpc" / "v1"), contents(ROOT / "ferrorpc" / "v1")
-    differs = False
-    for name in sorted(fresh | committed):
-        diff = list(
-            difflib.unified_diff(
-                committed.get(name, []), fresh.get(name, []), f"committed/{name}", f"fresh/{name}", lineterm=""
-            )
-        )
-        differs = differs or bool(diff)
-        print("\n".join(diff[:40]), end="\n" if diff else "")
-    print("ferrorpc/v1 is stale: run `make protos`" if differs else "ferrorpc/v1 is fresh")
-    return 1 if differs else 0
+        fresh = Path(scratch) / "ferrorpc" / "v1"
+        if not check:
+            write(fresh, package)
+            return 0
+        is_stale = differs(contents(fresh), contents(package))
+    print("ferrorpc/v1 is stale: run `make protos`" if is_stale else "ferrorpc/v1 is fresh")
+    return int(is_stale)
 
 
 if __name__ == "__main__":

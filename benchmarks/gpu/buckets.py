@@ -9,7 +9,6 @@ with buckets on the GPU should take at most half as long as one with buckets on 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 
 import ferrorpc
 from benchmarks.gpu.one_rank import backend_of_one
-from benchmarks.gpu.timing import exit_code, seconds_of
+from benchmarks.gpu.timing import exit_code, note, seconds_of
 from benchmarks.options import count
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.arrays.kinds import spec_of
@@ -64,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Buckets of gradients on one GPU.")
     parser.add_argument("--mib", type=count, default=64)
     parser.add_argument("--turns", type=count, default=20)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures there, as JSON lines")
     arguments = parser.parse_args()
     device = open_device()
     device.make_current()
@@ -72,8 +71,7 @@ def main() -> None:
         seconds = measure(device.cupy, group, arguments.mib * MIB, arguments.turns)
     rows = [[name, f"{each * 1e3:.2f}"] for name, each in seconds.items()]
     print(table([f"{arguments.mib} MiB in {TENSORS} gradients", "ms"], rows, right=frozenset(("ms",))))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(seconds))
+    note(arguments.json, f"buckets, {arguments.mib} MiB", seconds)
     share = seconds["a step, buckets on the GPU"] / seconds["a step, buckets on the host"]
     sys.exit(exit_code({f"buckets on the GPU take at most {SHARE_MAX:g} of those on the host": share <= SHARE_MAX}))
 

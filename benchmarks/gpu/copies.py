@@ -11,7 +11,6 @@ both measures; exit code 1 if it does not.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.timing import exit_code, gpu_seconds_of, seconds_of
+from benchmarks.gpu.timing import exit_code, gpu_seconds_of, note, seconds_of
 from benchmarks.options import count
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
 from ferrorpc.cli.table import table
@@ -84,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Copies and kernels on one GPU.")
     parser.add_argument("--mib", type=count, default=64)
     parser.add_argument("--turns", type=count, default=20)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures there, as JSON lines")
     arguments = parser.parse_args()
     device = open_device()
     device.make_current()
@@ -92,8 +91,7 @@ def main() -> None:
     columns = ["GB/s as called", "of a copy", "GB/s of the GPU", "of its copy"]
     rows = [[name, *_shown(called, name), *_shown(by_events, name)] for name in called]
     print(table([f"{arguments.mib} MiB", *columns], rows, right=frozenset(columns)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"as called": called, "of the GPU": by_events}))
+    note(arguments.json, f"copies, {arguments.mib} MiB, GB/s", {"as called": called, "of the GPU": by_events})
     ways = {"as called": called, "on the GPU": by_events}
     shares = {f"{name} {way}": speeds[name] / speeds[COPY] for way, speeds in ways.items() for name in ("pack", "unpack")}
     sys.exit(

@@ -1,6 +1,6 @@
 """Kills one of two processes that share a GPU during an all_reduce, and measures how long it takes until the other one knows.
 
-    python -m benchmarks.gpu.killed_peer [--backends grpc cuda_ipc] [--mib 16] [--host]
+    python -m benchmarks.gpu.killed_peer [--backends grpc cuda_ipc] [--mib 16] [--host] [--json FILE]
 
 Needs a GPU and CuPy; with --host it uses NumPy arrays and needs neither (only over grpc). The processes are started without
 `ferrorpc run`, so no launcher reports the death: the coordinator sees the stream end, and waits for the grace period. The time
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.timing import exit_code
+from benchmarks.gpu.timing import exit_code, note
 from benchmarks.options import amount
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.backends.device.ending import EXIT_CODE
@@ -33,7 +33,7 @@ from ferrorpc.cli.bench.rank_processes import free_ports
 from ferrorpc.cli.table import table
 
 SECONDS_MAX = 5.0
-RUN_SECONDS_MAX = 120.0
+RUN_SECONDS_MAX = 60.0
 """How long a run may take, including the start of two processes with CUDA."""
 KILLED_AFTER_SECONDS = 1.0
 """Many all_reduces have run by then."""
@@ -110,12 +110,16 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["grpc", "cuda_ipc"])
     parser.add_argument("--mib", type=amount, default=16)
     parser.add_argument("--host", action="store_true", help="use NumPy arrays and no GPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures there, as JSON lines")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:
         survive(arguments.backends[0], int(arguments.mib * (1 << 20)), arguments.host, arguments.folder)
         return
-    found = {backend: measure(backend, arguments) for backend in arguments.backends}
+    found = {}
+    for backend in arguments.backends:
+        found[backend] = measure(backend, arguments)
+        note(arguments.json, f"killed_peer, {backend}", found[backend])
     rows = [[backend, each["error"], f"{each['seconds']:.2f}" if "seconds" in each else "-"] for backend, each in found.items()]
     print(table(["a peer killed", "the survivor's error", "s"], rows, right=frozenset("s")))
     targets = {

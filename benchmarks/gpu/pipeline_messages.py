@@ -1,6 +1,6 @@
 """Measures the messages between two stages of a pipeline on one GPU.
 
-    ferrorpc run -n 2 -m benchmarks.gpu.pipeline_messages [--backend cuda_ipc] [--mib 16] [--microbatches 8] [--turns 10]
+    ferrorpc run -n 2 -m benchmarks.gpu.pipeline_messages [--backend cuda_ipc] [--mib 16] [--turns 10] [--json FILE]
 
 Needs a GPU and CuPy. With `--backend grpc` messages go through pinned memory and the host. The stages only copy their input, so
 a step is almost only messages: one for each microbatch, and one back for its gradient. Gradients are checked. Rank 0 prints.
@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import ferrorpc
+from benchmarks.gpu.timing import note
 from benchmarks.options import amount, count
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.cli.table import table
@@ -85,6 +87,7 @@ def main() -> None:
     parser.add_argument("--mib", type=amount, nargs="+", default=[0.25, 1, 16, 64])
     parser.add_argument("--microbatches", type=count, default=8)
     parser.add_argument("--turns", type=count, default=10)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures there, as JSON lines")
     arguments = parser.parse_args()
     cupy = open_device(0).cupy
     with ferrorpc.init_process_group(backend=arguments.backend, device=0) as group:
@@ -92,6 +95,8 @@ def main() -> None:
         for mib in arguments.mib:
             size_bytes = int(mib * MIB) // 4 * 4
             seconds = measure(cupy, group, size_bytes, arguments.microbatches, arguments.turns)
+            if group.rank == 0:
+                note(arguments.json, f"pipeline_messages, {mib:g} MiB, {arguments.backend}", {"seconds a step": seconds})
             sent_bytes = 2 * arguments.microbatches * size_bytes
             rows.append([f"{mib:g}", f"{seconds * 1e3:.2f}", f"{sent_bytes / seconds / 1e9:.2f}"])
         if group.rank == 0:

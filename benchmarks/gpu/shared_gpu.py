@@ -12,7 +12,6 @@ Exit code 1 if all_reduce of 64 MiB or more takes longer than the floor / 0.4.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import ferrorpc
-from benchmarks.gpu.timing import exit_code, group_seconds_of
+from benchmarks.gpu.timing import exit_code, group_seconds_of, note
 from benchmarks.options import amount, count
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.cli.table import table
@@ -82,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Collectives of processes that share one GPU.")
     parser.add_argument("--mib", type=amount, nargs="+", default=[0.004, 1, 16, 64, 256])
     parser.add_argument("--turns", type=count, default=20)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures there, as JSON lines")
     arguments = parser.parse_args()
     cupy = open_device(0).cupy
     with ferrorpc.init_process_group(backend="cuda_ipc", device=0) as group:
@@ -92,6 +91,8 @@ def main() -> None:
             size_bytes = int(mib * MIB) // (8 * group.size) * 8 * group.size
             found[mib] = measure(cupy, group, size_bytes, arguments.turns)
             found[mib]["floor"] = floor_bytes(group.size, size_bytes) / speed
+            if group.rank == 0:
+                note(arguments.json, f"shared_gpu, {mib:g} MiB, seconds", {**found[mib], "copied bytes a second": speed})
         if group.rank == 0:
             print(f"{group.size} ranks on one GPU, whose own copies read and write {speed / 1e9:.0f} GB/s; milliseconds:")
             names = list(next(iter(found.values())))
@@ -101,8 +102,6 @@ def main() -> None:
             ]
             columns = ["MiB", *names, "of the floor"]
             print(table(columns, rows, right=frozenset(columns)))
-            if arguments.json:
-                arguments.json.write_text(json.dumps({"copy": speed, "seconds": found}))
     targets = {
         f"all_reduce of {mib:g} MiB reaches {SHARE_MIN:g} of the floor": times["floor"] / times["all_reduce"] >= SHARE_MIN
         for mib, times in found.items()

@@ -1,6 +1,6 @@
 """Measures all_reduce of two processes' GPU arrays through pinned staging memory, compared with all_reduce of host arrays.
 
-    ferrorpc run -n 2 -m benchmarks.gpu.staged_all_reduce [--mib 64] [--turns 10] [--transport grpc]
+    ferrorpc run -n 2 -m benchmarks.gpu.staged_all_reduce [--mib 64] [--turns 10] [--transport grpc] [--json FILE]
 
 Needs a GPU and ferrorpc[gpu]. Both are measured uncompressed and compressed; compressed GPU arrays are encoded and added on the
 GPU. Values are checked against float64 on the host, and bit for bit against those of host arrays. Uncompressed GPU arrays
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import ferrorpc
-from benchmarks.gpu.timing import exit_code, group_seconds_of
+from benchmarks.gpu.timing import exit_code, group_seconds_of, note
 from benchmarks.options import count
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.cli.table import table
@@ -49,10 +50,16 @@ def main() -> None:
     parser.add_argument("--mib", type=count, default=64)
     parser.add_argument("--turns", type=count, default=10)
     parser.add_argument("--transport", default="grpc", choices=("grpc", "shared_memory"))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures there, as JSON lines")
     arguments = parser.parse_args()
     cupy = open_device(0).cupy
     with ferrorpc.init_process_group(backend="grpc", transport=arguments.transport, device=0) as group:
-        found = {wire: compare(cupy, group, arguments.mib * MIB, arguments.turns, wire) for wire in WIRES}
+        found = {}
+        for wire in WIRES:
+            found[wire] = compare(cupy, group, arguments.mib * MIB, arguments.turns, wire)
+            if group.rank == 0:
+                what = f"staged_all_reduce, {arguments.mib} MiB, {arguments.transport}, {wire or 'as it is'}, seconds"
+                note(arguments.json, what, dict(zip(("host", "GPU, staged"), found[wire], strict=True)))
         if group.rank == 0:
             rows = [
                 [name, wire or "as it is", f"{each * 1e3:.1f}", f"{arguments.mib * MIB / each / 1e9:.2f}"]

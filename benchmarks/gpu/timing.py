@@ -1,23 +1,31 @@
-"""Timing on a GPU, and the exit code of a script with targets."""
+"""Timing on a GPU, the file of figures, and the exit code of a script with targets."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 
 def exit_code(targets: Mapping[str, bool]) -> int:
-    """Prints the targets that were missed. Returns the exit code, 1 if there are any.
+    """Prints which targets were met. Returns the exit code, 1 if any was missed.
 
     Args:
         targets: whether each was met, by its description.
     """
-    missed = [words for words, met in targets.items() if not met]
-    for words in missed:
-        print(f"missed: {words}")
-    return int(bool(missed))
+    for words, met in targets.items():
+        print(f"{'met' if met else 'missed'}: {words}")
+    return int(not all(targets.values()))
+
+
+def note(path: Path | None, what: str, figures: object) -> None:
+    """Appends figures to a file of JSON lines at once, so that a run that is cut off loses nothing. None: does nothing."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"what": what, "figures": figures}) + "\n")
 
 
 def gpu_seconds_of(

@@ -47,8 +47,8 @@ _NULL_NUMBERS: Final = 1
 _SHARED_NUMBERS: Final = 2
 """Up to this number streams are special: the null stream of every GPU, and the per-thread default stream."""
 _DRIVER: Final = "libcuda.so.1"
-_THREAD_LOCAL: Final = 1
-"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
+_RELAXED: Final = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED: the thread's queries and allocations leave its own captures alone, too."""
 EVENTS_LOOKED_AT: Final = 8
 """How many events that are in use are looked at before a new one is made."""
 _AS_IT_IS: Final = nullcontext()
@@ -267,7 +267,7 @@ class CupyDevice:
     def enter_own_thread(self) -> None:
         """As `Device.enter_own_thread`."""
         self.cupy.cuda.Device(self.index).use()  # a thread without a context may have no mode
-        _exchange_capture_mode(_THREAD_LOCAL)
+        _exchange_capture_mode(_RELAXED)
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
@@ -275,7 +275,7 @@ class CupyDevice:
         if not self.cupy.cuda.driver.ctxGetCurrent():
             self.cupy.cuda.Device(self.index).use()
         with self._as_current_device():
-            before = _exchange_capture_mode(_THREAD_LOCAL)
+            before = _exchange_capture_mode(_RELAXED)
             try:
                 yield
             finally:

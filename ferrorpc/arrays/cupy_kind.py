@@ -56,6 +56,7 @@ class CupyKind(Kind):
         origin = _stored(x, spec.dtype)
         if origin.flags.c_contiguous:
             return View(self, spec, origin, True, None, x)
+        self.device.current()  # raises before the copy would become a part of a graph that is being captured
         with self.device.here():
             return View(self, spec, _stored(x.copy(), spec.dtype), False, None, x)
 

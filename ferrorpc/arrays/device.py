@@ -59,8 +59,8 @@ class Device(Protocol):
         CUDA graph. By default such a query fails, and so does the capture."""
 
     def beside_captures(self) -> AbstractContextManager[None]:
-        """A context for any thread, in which it is the current device, and such queries, and pinning memory, leave other
-        threads' captures alone."""
+        """A context for any thread, in which it is the current device, and such queries, and pinning memory, leave captures
+        alone, also those of the calling thread."""
 
     def here(self) -> AbstractContextManager[Any]:
         """A context in which it is the calling thread's current device, for what is done in the caller's stream."""

@@ -150,10 +150,12 @@ def copy_into(target: Any, source: Any) -> None:
 
 
 def copy_of(data: Any) -> Any:
-    """A copy of a storage array on its own device, whatever the current one."""
+    """A copy of a storage array on its own device, whatever the current one. Raises as `Device.current` for a GPU array."""
     if isinstance(data, np.ndarray):
         return data.copy()
-    with kind_of(data).staging.device.here():
+    device = kind_of(data).staging.device
+    device.current()
+    with device.here():
         return data.copy()
 
 

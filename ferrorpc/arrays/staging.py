@@ -262,11 +262,12 @@ class Upload:
 
     def finish(self) -> None:
         """Ends the copy, complete or not. The caller's stream waits for what is queued before it can reuse the memory."""
-        if self._mark is not None:
-            if not self.is_complete:
+        if self._begun:
+            if self._mark is None or not self.is_complete:
+                self._mark = self._ring.stream.record()  # also behind what an interruption has left without a mark
                 self._caller.wait(self._mark)
-            if self._is_pinned:
-                self._ring.keep(self._data, self._mark)
+            # Memory of a destroyed stream is reused in no order, so the caller's is kept as well.
+            self._ring.keep((self._caller, self._data if self._is_pinned else None), self._mark)
         self._allowed.clear()
         self._ready.clear()
         self.target = self._data = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -208,12 +209,15 @@ class DeviceWorkspace(Workspace):
 
     def close(self) -> None:
         """Launches no more kernels. The caller's stream waits for those that were, abandoned ones too."""
-        for encoding in self._chunks.values():
-            encoding.download.finish()
-        for upload in self._uploads.values():
-            upload.finish()
-        self._chunks.clear()
-        self._uploads.clear()
+        copies: list[Download | Upload] = [*self._uploads.values(), *(each.download for each in self._chunks.values())]
+        with ExitStack() as stack:
+            stack.callback(self._wait_for_kernels)
+            for each in copies:
+                stack.callback(each.finish)
+            self._chunks.clear()
+            self._uploads.clear()
+
+    def _wait_for_kernels(self) -> None:
         if self.mark is None:
             self.mark = self._stream.record()
             self.caller.wait(self.mark)

@@ -13,6 +13,7 @@ A result that replaces an input, such as a sum, is written to the host memory in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -175,11 +176,11 @@ class DeviceTransfers:
             upload.make_stream_wait()
 
     def finish(self) -> None:
-        """Ends the transfers, complete or not, and releases what they hold."""
-        for download in self._downloads.values():
-            download.finish()
-        for upload in self._uploads.values():
-            upload.finish()
+        """Ends the transfers, complete or not, and releases what they hold; all of them also where one is interrupted."""
+        copies: list[Download | Upload] = [*self._uploads.values(), *self._downloads.values()]
+        with ExitStack() as stack:
+            for each in copies:
+                stack.callback(each.finish)
 
 
 class TransferWorkspace(Workspace):

@@ -37,8 +37,8 @@ from tests.fake_gpu.test_launcher import RawModule
 
 
 def test_a_missed_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (timing.exit_code({"fast": True}), capsys.readouterr().out) == (0, "")
-    assert (timing.exit_code({"fast": True, "small": False}), capsys.readouterr().out) == (1, "missed: small\n")
+    assert (timing.exit_code({"fast": True}), capsys.readouterr().out) == (0, "met: fast\n")
+    assert (timing.exit_code({"fast": True, "small": False}), capsys.readouterr().out) == (1, "met: fast\nmissed: small\n")
 
 
 def test_one_rank(cupy: StandIn) -> None:
@@ -47,7 +47,9 @@ def test_one_rank(cupy: StandIn) -> None:
     with ProcessGroup(backend) as group:
         assert one_rank.check_values(cupy, group, backend) > 200
         assert min(one_rank.overhead(cupy, backend, 5).values()) > 0
-    assert one_rank.absent_peer(device, FakeNccl(cupy.machine).api(0), 0.05) < 1
+    api = FakeNccl(cupy.machine).api(0)
+    assert one_rank.absent_peer(device, api, 0.05) < 1
+    assert 2 * 0.1 < one_rank.missed_init(device, api, 0.1) < one_rank.INIT_MARGIN_SECONDS
 
 
 def test_what_a_binding_cannot_do_is_no_missed_target(
@@ -62,7 +64,8 @@ def test_what_a_binding_cannot_do_is_no_missed_target(
     with pytest.raises(SystemExit) as ended:
         one_rank.main()
     assert ended.value.code == 0, capsys.readouterr().out
-    assert json.loads((tmp_path / "figures").read_text())["abort"] is None
+    noted = [json.loads(line)["what"] for line in (tmp_path / "figures").read_text().splitlines()]
+    assert noted == ["one_rank, seconds", "one_rank, values"]
 
 
 def test_copies(cupy: StandIn, kernels: HostKernels) -> None:
@@ -131,21 +134,37 @@ def test_a_killed_peer() -> None:
 
 
 def test_all_that_wants_a_gpu_runs_to_its_end_whatever_becomes_of_the_others(
-    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    runs = {"hangs": ("timeit", "-n1", "import time; time.sleep(60)"), "fails": ("no_such_module",), "works": ("this",)}
+    figures = tmp_path / "figures"
+    runs = {
+        "hangs": (3, ("timeit", "-n1", "import time; time.sleep(60)")),
+        "fails": (60, ("no_such_module",)),
+        "works": (60, ("this",)),
+    }
     monkeypatch.setattr(everything, "RUNS", runs)
-    assert everything.main(["--seconds", "3"]) == 1
+    assert everything.main(["--json", str(figures)]) == 1
     assert re.findall(r"^(\w+) +(timed out|exit code 1|passed) ", capfd.readouterr().out, re.MULTILINE) == [
         ("hangs", "timed out"),
         ("fails", "exit code 1"),
         ("works", "passed"),
     ]
-    assert everything.main(["--only", "works"]) == 0
+    noted = [json.loads(line) for line in figures.read_text().splitlines()]
+    assert [(each["what"], each["figures"]["verdict"]) for each in noted] == [
+        ("hangs", "timed out"),
+        ("fails", "exit code 1"),
+        ("works", "passed"),
+    ]
+    assert everything.main(["--only", "works", "--json", str(figures)]) == 0
+    assert everything.main(["--only", "works", "fails", "--json", str(figures), "--seconds", "0.001"]) == 1
+    assert "python -m benchmarks.gpu --only works fails\n" in capfd.readouterr().out
+    assert len(figures.read_text().splitlines()) == 4
 
 
 def test_what_is_run_of_all_that_wants_a_gpu_is_there() -> None:
-    for arguments in everything.RUNS.values():
+    for seconds, arguments in everything.RUNS.values():
+        assert everything.LEAST_SECONDS < seconds < 600
+        assert ("--json" in everything.command_of(arguments, Path("x"))) == any("benchmarks." in each for each in arguments)
         for each in arguments:
             if each.startswith("benchmarks."):
                 assert find_spec(each), each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.test_nccl_streams import world
 from tests.waiting import eventually
@@ -47,6 +50,50 @@ def test_what_is_called_while_a_graph_is_captured_is_refused_and_the_group_stays
         assert cupy.asnumpy(group.all_reduce(x)).tolist() == [2.0] * 4
 
     world(cupy, 2, body, kind=kind)
+
+
+def calls_with(group: ProcessGroup, given: Any, out: Any, async_op: bool) -> list[Callable[[], object]]:
+    """Calls that read one of these arrays on this rank, or write to it."""
+    into, me = {"out": out, "async_op": async_op}, group.rank
+    found: list[Callable[[], object]] = [
+        lambda: group.all_reduce(given, **into),
+        lambda: group.all_reduce(given, op="max", **into),
+        lambda: group.all_reduce(given, wire="int8", **into),
+        lambda: group.broadcast(given, root=me, **into),
+        lambda: group.reduce_scatter([given, given], **into),
+    ]
+    if out is None:
+        found += [
+            lambda: group.all_gather(given),
+            lambda: group.all_to_all([given, given]),
+            lambda: group.gather(given),
+            lambda: group.scatter([given, given], root=me),
+            lambda: group.send(given, 1 - me),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("lanes", ["messages", "hybrid"])
+def test_a_refused_call_has_put_nothing_into_the_graph(cupy: StandIn, lanes: str) -> None:
+    """What is put there before the refusal would be replayed with the graph, or would make the capture invalid."""
+
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            x, strided = cupy.asarray(np.ones((2, 4), np.float32)), cupy.asarray(np.ones((4, 2), np.float32)).T
+            apart, on_host = cupy.asarray(np.zeros((8, 2), np.float32)).T[:, ::2], np.ones((2, 4), np.float32)
+            stream.fake.captured = True
+            for given, out in ((x, None), (strided, None), (x, x), (x, apart), (on_host, x)):
+                for async_op in (False, True):
+                    for call in calls_with(group, given, out, async_op):
+                        with pytest.raises(UsageError, match="a CUDA graph is being captured from the current stream"):
+                            call()
+            stream.fake.captured = False
+            assert cupy.asnumpy(group.all_reduce(strided)).tolist() == [[2.0] * 4] * 2
+
+    if lanes == "hybrid":
+        world(cupy, 2, body, kind=HybridBackend)
+    else:
+        run_world(2, body, clock=SYSTEM_CLOCK, timeout=5.0)
 
 
 def test_a_wait_that_failed_half_way_takes_nothing_from_the_next_one(cupy: StandIn) -> None:

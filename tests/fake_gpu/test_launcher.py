@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ferrorpc
+from ferrorpc.group import ProcessGroup
 from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.launcher import PEERS, ROWS, DeviceKernels
 from ferrorpc.kernels.cuda.program import KERNELS, OPTIONS, source
+from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType
 from tests.fake_gpu.host_kernels import HostKernels
+from tests.fake_gpu.shared_worlds import ipc_backends
 
 
 class RawModule:
@@ -23,6 +27,9 @@ class RawModule:
 
     def __init__(self, code: str, options: tuple[str, ...]) -> None:
         assert (code, options) == (source(), OPTIONS)
+
+    def compile(self) -> None:
+        """It was compiled for the host before."""
 
     def get_function(self, name: str) -> Any:
         assert name in KERNELS
@@ -129,3 +136,21 @@ def test_nothing_is_launched_for_nothing(cupy: StandIn, launcher: DeviceKernels)
     launcher.residue(empty, empty)
     cupy.machine.settle()
     assert not launcher._functions
+
+
+@pytest.mark.shared_memory
+def test_kernels_are_compiled_before_an_operation_that_a_deadline_bounds(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes seconds where CuPy's cache on disk is empty, as in a new container."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(cupy.RawModule, "compile", lambda module: compiled.append(module))
+    with ipc_backends(cupy, 2) as backends:
+        folds = len(compiled)
+        assert folds
+
+        def body(group: ProcessGroup) -> None:
+            ferrorpc.GradientSynchronizer({"w": cupy.zeros(5, np.float32)}, group)
+
+        run_groups([ProcessGroup(backend) for backend in backends], body)
+        assert len(compiled) > folds

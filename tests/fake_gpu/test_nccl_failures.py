@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ferrorpc.backends.device import in_flight
+from ferrorpc.backends.device import context, in_flight
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.hybrid import HybridBackend
@@ -24,6 +25,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing.gpu import nccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.groups import SECONDS, Ranks, end_of
 from tests.waiting import eventually
@@ -128,15 +130,17 @@ def test_an_operation_whose_peer_never_comes_ends_in_its_deadline_and_names_it(c
 
 
 @pytest.mark.parametrize("status", [State.REMOTE_ERROR, State.SYSTEM_ERROR])
+@pytest.mark.parametrize("looks", [1, 1 << 30], ids=["in flight", "while NCCL launches"])
 def test_an_error_that_nccl_meets_in_the_background_ends_the_group_on_every_rank(
-    cupy: StandIn, status: State, monkeypatch: pytest.MonkeyPatch
+    cupy: StandIn, status: State, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_flight, "SUSPICION_SECONDS", 0.05)
+    monkeypatch.setattr(nccl, "LOOKS_TO_CONNECT", looks)
     ranks = Ranks(cupy, 2)
 
     def body(group: ProcessGroup) -> FerroError:
         if group.rank == 0:
-            group.all_reduce(ranks.array())
+            group.all_reduce(ranks.array(), async_op=True)
             (meeting,) = ranks.nccl.meetings.values()
             meeting.ends[0].broken = status
         return end_of(group, FerroError)
@@ -239,3 +243,44 @@ def test_a_cause_that_the_caller_was_shown_is_not_logged_for_what_was_in_flight(
 
     assert ranks.run(body) == [None] * 2
     assert "nobody looked" not in caplog.text
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather"])
+def test_memory_of_what_nccl_still_launches_when_the_generation_ends_is_kept_until_the_abort(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """Another thread of NCCL's launches, and goes on until the abort joins it. Its stream holds nothing of that before."""
+    monkeypatch.setattr(context, "ABORT_SECONDS", 0.6)
+    ranks = Ranks(cupy, 2)
+    may_abort, memories = threading.Event(), list[weakref.ref[Any]]()
+
+    def body(group: ProcessGroup) -> Any:
+        group.all_reduce(ranks.array())
+        group.synchronize()
+        group.barrier()
+        monkeypatch.setattr(nccl, "LOOKS_TO_LAUNCH", 1 << 30)
+        (meeting,) = ranks.nccl.meetings.values()
+        meeting.ends[group.rank].stuck = may_abort
+        x = ranks.array()
+        memories.append(weakref.ref(x.data.mem))
+        work = getattr(group, operation)(x, async_op=True)
+        del x
+        if group.rank == 0:
+            eventually(lambda: all(end._launching for end in meeting.ends.values()), "NCCL has begun to launch", SECONDS)
+            group.abort("enough")
+        with pytest.raises(GroupAbortedError):
+            work.wait(host=True)
+        return None
+
+    assert ranks.run(body) == [None, None]
+    gc.collect()
+    cupy.machine.settle()
+    assert all(memory() for memory in memories)
+    may_abort.set()
+    ranks.wait_for_aborts()
+
+    def is_given_back() -> bool:
+        gc.collect()
+        return not any(memory() for memory in memories)
+
+    eventually(is_given_back, "all memory is given back", SECONDS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from ferrorpc.arrays import staging as staging_module
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.staging import Staging, wait_for
+from ferrorpc.collectives.device_transfers import transfers_for
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing.gpu.machine import FREED, Machine
@@ -207,3 +210,78 @@ def test_an_array_that_is_late_leaves_the_slots_to_others(cupy: StandIn) -> None
     while not late.is_complete:
         late.advance()
     assert late.data.tobytes() == bytes(10 * SLOT)
+
+
+@pytest.mark.parametrize(
+    ("is_pinned", "way"),
+    [(True, "complete"), (True, "given up"), (True, "interrupted"), (False, "complete"), (False, "given up")],
+)
+def test_a_result_on_its_way_up_keeps_its_memory_although_its_stream_goes(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, is_pinned: bool, way: str
+) -> None:
+    """As where a step that used a stream of its own fails. Memory of a destroyed stream goes back in another's order."""
+    staging, values, allowed = small(cupy), np.arange(4 * SLOT, dtype=np.uint8), list[bool]()
+    cupy.machine.copying = lambda direction, gpu, size_bytes: bool(allowed)
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    def failed_step() -> Any:
+        data = values
+        if is_pinned:
+            data = staging.host_memory(values.shape, values.dtype)
+            data[:] = values
+        with cupy.cuda.Stream(non_blocking=True):
+            out = cupy.empty(values.shape, values.dtype)
+            upload = staging.start_upload(out)
+        upload.allow(data, 0, SLOT if way == "given up" else 3 * SLOT if way == "interrupted" else 4 * SLOT)
+        if way == "interrupted":
+            with monkeypatch.context() as patch:
+                patch.setattr(type(staging.uploads.stream), "record", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    upload.advance()
+        else:
+            upload.advance()
+        upload.finish()
+        return out
+
+    out = failed_step()
+    gc.collect()
+    del out
+    for _ in range(20):
+        cupy.machine.step()
+    other = cupy.asarray(np.ones(4 * SLOT, np.uint8))
+    allowed.append(True)
+    cupy.machine.settle()
+    assert (cupy.asnumpy(other) == 1).all()
+    assert not cupy.machine.faults
+    staging.uploads.let_go()
+    cupy.machine.settle()
+    assert cupy.machine.gpus[0].memory.live_blocks == 1, "it is given back in the end"
+
+
+def test_an_interrupted_end_of_one_transfer_ends_the_others_too(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, allowed = small(cupy), list[bool]()
+    vars(device_of(cupy, 0))["staging"] = staging
+    cupy.machine.copying = lambda direction, gpu, size_bytes: bool(allowed)
+    arrays = [cupy.asarray(np.full(4 * SLOT, salt, np.uint8)) for salt in (1, 2)]
+    cupy.machine.settle()
+    transfers = transfers_for(arrays, arrays, 2)
+    assert transfers is not None
+    cupy.machine.settle()
+    transfers.advance_downloads()
+    places = [each.data.ctypes.data for each in transfers.sources]
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_module, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            transfers.finish()
+    del transfers
+    gc.collect()
+    others = [staging.host_memory((4 * SLOT,), np.dtype(np.uint8)) for _ in places]
+    assert not {each.ctypes.data for each in others} & set(places), "the GPU still writes there"
+    allowed.append(True)
+    cupy.machine.settle()

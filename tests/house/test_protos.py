@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -27,6 +28,28 @@ def test_generated_code_is_fresh() -> None:
     if "pip" in result.stderr and "returned non-zero exit status" in result.stderr:
         pytest.skip(f"the pinned generator cannot be installed here: {result.stderr.strip().splitlines()[-1]}")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_what_is_generated_of_a_proto_that_is_gone_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    protos = importlib.import_module("protos")
+    package = tmp_path / "ferrorpc" / "v1"
+    package.mkdir(parents=True)
+    (package / "gone_pb2.py").write_text("")
+
+    def generate(target: Path) -> None:
+        fresh = target / "ferrorpc" / "v1"
+        fresh.mkdir(parents=True)
+        (fresh / "here_pb2.py").write_text("x = 1\n")
+
+    monkeypatch.setattr(protos, "ROOT", tmp_path)
+    monkeypatch.setattr(protos, "generate", generate)
+    assert protos.main(["--check"]) == 1, "also where the file that is gone is empty"
+    assert protos.main([]) == 0
+    assert [path.name for path in package.iterdir()] == ["here_pb2.py"]
+    assert protos.main(["--check"]) == 0
+    with pytest.raises(SystemExit):
+        protos.main(["--chek"])  # it would have written
 
 
 def test_the_dtype_enum_is_the_one_on_the_wire() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from ferrorpc.arrays.device import Device, Event
 from ferrorpc.backends.device.completion import CompletionWatcher, WatcherWork
 from ferrorpc.backends.device.departures import Counts, Departures
+from ferrorpc.backends.device.ending import ABORT_SECONDS
 from ferrorpc.backends.device.in_flight import InFlightExecution
 from ferrorpc.backends.device.kept_buffers import KeptBuffers
 from ferrorpc.backends.device.launch_queue import LaunchQueue, NumberedLaunchQueue
@@ -118,13 +119,29 @@ class GroupContext:
         progress_of(self.lanes.clock).submit(watcher, self.lanes.abort, _nothing, WatcherWork(watcher))
 
     def keep(self, queue: LaunchQueue, event: Event | None, buffers: object) -> None:
-        """Keeps buffers until the GPU has reached an event in the queue's stream; None stands for its end as it is now."""
+        """Keeps buffers until the GPU has reached an event in the queue's stream.
+
+        Args:
+            event: None where the communicator has not said that all is launched. Its own thread may launch until an abort joins
+                it, which takes at most ABORT_SECONDS; the event is then recorded behind that.
+        """
+        if event is None:
+            clock = self.lanes.clock
+            clock.call_at(clock.now() + ABORT_SECONDS, lambda: self._keep_from_now(queue, buffers))
+        else:
+            self._keep(queue, event, buffers)
+
+    def _keep_from_now(self, queue: LaunchQueue, buffers: object) -> None:
+        try:
+            with self.device.beside_captures():
+                event = queue.stream.record()
+        except Exception as problem:  # noqa: BLE001  a GPU that has failed records no event, and uses nothing any more
+            _log.debug("nothing has to be kept for the GPU: %s", problem)
+        else:
+            self._keep(queue, event, buffers)
+
+    def _keep(self, queue: LaunchQueue, event: Event, buffers: object) -> None:
         with self._lock:
-            try:
-                event = queue.stream.record() if event is None else event
-            except Exception as problem:  # noqa: BLE001  a GPU that has failed records no event, and uses nothing any more
-                _log.debug("nothing has to be kept for the GPU: %s", problem)
-                return
             kept = self._kept.get(queue)
             if kept is None or not kept.keep(event, buffers):
                 clock = self.lanes.clock

@@ -1,6 +1,6 @@
 """Launches the kernels that reduce the parts of all ranks in shared GPU memory, in the current stream.
 
-They are a separate program, because only processes that share GPU memory need to compile it.
+They are a separate program, because only processes that share GPU memory need to compile it: when a `Folds` is made.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Folds:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._module = cupy.RawModule(code=folds_source(), options=OPTIONS)
+        self._module.compile()
         self._functions: dict[str, Any] = {}
 
     def table(self, bases: Sequence[int]) -> Any:

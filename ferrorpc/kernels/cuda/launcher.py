@@ -1,8 +1,8 @@
 """Launches the CUDA kernels on CuPy arrays, in the current stream.
 
 Arrays are C-contiguous, on the current device and in storage dtypes (bfloat16 as uint16). Dtypes are separate arguments,
-because the storage dtype does not determine them. No call waits for the GPU. The source is compiled at the first launch, which
-takes a few seconds of a processor; CuPy keeps the result in its cache on disk (CUPY_CACHE_DIR) for later processes.
+because the storage dtype does not determine them. No call waits for the GPU. The source is compiled when a `DeviceKernels` is
+made, which takes a few seconds of a processor; CuPy keeps the result in its cache on disk (CUPY_CACHE_DIR) for later processes.
 
 The addresses of many arrays are passed to a kernel by value, because copying them to the device would take longer than the
 kernel. CuPy passes a NumPy array of shape () by value, and its element may be a structure.
@@ -63,6 +63,7 @@ class DeviceKernels:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._module = cupy.RawModule(code=source(), options=OPTIONS)
+        self._module.compile()
         self._functions: dict[str, Any] = {}
 
     def pack(self, arrays: Sequence[Any], starts: Sequence[int], bucket: Any, of: DType, to: DType, scale: float = 1.0) -> None:

@@ -114,6 +114,9 @@ def raw_module(driver: Driver) -> Callable[..., Any]:
         def __init__(self, code: str, options: tuple[str, ...] = ()) -> None:
             self._gpu = driver.gpu
 
+        def compile(self, log_stream: Any = None) -> None:
+            """Does nothing: there is no source."""
+
         def get_function(self, name: str) -> Callable[..., None]:
             """A kernel by name."""
             if name not in (*KERNELS, *FOLDS):

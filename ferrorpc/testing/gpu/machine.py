@@ -113,7 +113,9 @@ class FakeStream:
         self.tasks: deque[Task] = deque()
 
     def enqueue(self, task: Task) -> None:
-        """Queues a task."""
+        """Queues a task. Raises GpuFault while a graph is being captured, which the task would become a part of."""
+        if self.captured:
+            raise GpuFault(f"stream {self.pointer:#x} was given work while a graph is being captured from it")
         with self.gpu.machine.lock:
             self.tasks.append(task)
 

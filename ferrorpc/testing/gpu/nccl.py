@@ -7,7 +7,8 @@ What is modelled:
 - After each operation a communicator is IN_PROGRESS for some queries, more after the first one, when NCCL connects. Another
   thread of NCCL's launches meanwhile, so the operation is in its stream only when the state says so.
 - Operations run in streams, in the order of their communicator. Operations that do not match on all ranks never complete. If
-  the communicator is aborted, they end without a result.
+  the communicator is aborted, they end without a result: they leave anything in the memory that they were to write. So do
+  those that NCCL's thread launches until it hears of the abort.
 - A communicator that is IN_PROGRESS refuses all other calls. It is so during a split, and after it is finalized until its
   operations have completed. It cannot be split while operations are outstanding, and the child does not exist until all ranks
   have called split.
@@ -27,37 +28,17 @@ import numpy as np
 
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
 from ferrorpc.backends.nccl.api import Features
-from ferrorpc.testing.gpu.elements import elements_at, reduced, storage_of
+from ferrorpc.testing.gpu.elements import elements_at, storage_of
 from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeStream, Gpu, GpuFault, Machine
+from ferrorpc.testing.gpu.nccl_parts import Part, perform
 
 ID_BYTES: Final = 128
 LOOKS_TO_CONNECT: Final = 2
 """How many state queries return IN_PROGRESS after a communicator's first operation."""
 LOOKS_TO_LAUNCH: Final = 1
 """As many after each later one, where there are other ranks: for one alone NCCL launches within the call."""
-
-Array = np.ndarray[Any, Any]
-
-
-@dataclass
-class Part:
-    """One call of one rank. A group may have several."""
-
-    kind: str
-    source: int
-    target: int
-    count: int
-    datatype: DataType
-    op: Op | None = None
-    peer: int = -1
-    """The root, or the other rank of a send or recv; -1 if there is none."""
-    given: Array | None = None
-    """The input of a rank that receives no result, copied so that the rank can complete before the others."""
-
-    @property
-    def agreed(self) -> tuple[object, ...]:
-        """The parameters that must be equal on every rank."""
-        return self.kind, self.count, self.datatype, self.op, self.peer
+SPOILT: Final = 0x5A
+"""The byte that an aborted operation leaves in its target."""
 
 
 @dataclass
@@ -393,6 +374,7 @@ class _Task:
         owner = self._owner
         if owner.aborted:
             self._take_back()
+            self._spoil()
             owner.launch_ended()
             return True
         if not self._here:
@@ -434,6 +416,14 @@ class _Task:
         for place in range(len(self._parts)):
             self._owner.meeting.arrived.get((self._number, place), {}).pop(self._owner.rank, None)
 
+    def _spoil(self) -> None:
+        """Overwrites what this rank was to receive and has not, as a kernel does that is told to end in the middle."""
+        rank, gpu = self._owner.rank, self._owner.api.gpu
+        for place, part in enumerate(self._parts):
+            is_written = part.kind not in ("send", "reduce") or (part.kind == "reduce" and part.peer == rank)
+            if is_written and part.given is None and place not in self._done:
+                elements_at(gpu, part.target, part.count, part.datatype).view(np.uint8)[:] = SPOILT
+
     def _meet(self, place: int, part: Part) -> bool:
         owner, meeting = self._owner, self._owner.meeting
         if part.kind == "send":
@@ -444,7 +434,7 @@ class _Task:
         brought = meeting.arrived[self._number, place]
         if len(brought) == owner.size and len({each.agreed for each in brought.values()}) == 1:
             # The last rank to arrive does the work for all. The others' outputs stay valid, because their streams wait.
-            _perform(meeting, brought)
+            perform([meeting.ends[rank].api.gpu for rank in range(owner.size)], brought)
             brought.clear()
             brought[-1] = part
         return part.given is not None or -1 in brought
@@ -459,40 +449,3 @@ class _Task:
         owner.api.gpu.bytes_at(part.target, size_bytes)[:] = meeting.ends[part.peer].api.gpu.bytes_at(source, size_bytes)
         waiting.pop(0)
         return True
-
-
-def _perform(meeting: Meeting, parts: dict[int, Part]) -> None:
-    """Executes a collective that all ranks have reached."""
-    first = parts[0]
-    size, kind, count = len(parts), first.kind, first.count
-    ends = meeting.ends
-
-    def read(rank: int, elements: int) -> Array:
-        given = parts[rank].given
-        return elements_at(ends[rank].api.gpu, parts[rank].source, elements, first.datatype).copy() if given is None else given
-
-    def write(rank: int, values: Array) -> None:
-        elements_at(ends[rank].api.gpu, parts[rank].target, values.size, first.datatype)[:] = values
-
-    if kind == "broadcast":
-        values = read(first.peer, count)
-        for rank in set(range(size)) - {first.peer}:
-            write(rank, values)
-    elif kind == "all_gather":
-        values = np.concatenate([read(rank, count) for rank in range(size)])
-        for rank in range(size):
-            write(rank, values)
-    elif kind == "reduce_scatter":
-        total = _total([read(rank, count * size) for rank in range(size)], first)
-        for rank in range(size):
-            write(rank, total[rank * count : (rank + 1) * count])
-    else:
-        total = _total([read(rank, count) for rank in range(size)], first)
-        for rank in range(size) if kind == "all_reduce" else (first.peer,):
-            write(rank, total)
-
-
-def _total(arrays: list[Array], part: Part) -> Array:
-    if part.op is None:
-        raise AssertionError(f"{part.kind} reduces nothing")
-    return reduced(arrays, part.op, part.datatype)

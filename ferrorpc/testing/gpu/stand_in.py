@@ -51,7 +51,7 @@ class _Block:
             gpu.memory.free(address)
             return True
 
-        (self._driver.stream if self._stream.destroyed else self._stream).enqueue(free)
+        (self._driver.stream if self._stream.destroyed else self._stream).tasks.append(free)  # also during a capture
 
 
 class Array(NDArrayOperatorsMixin):
