@@ -19,7 +19,10 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
 TIME = click.FloatRange(min=0)
 LARGE: Final = 1_000
-"""From this number of forward passes in total, a comparison takes seconds and reports its progress."""
+"""From this number of forward passes in total, schedules take up to seconds each, and are named as they begin."""
+STAGES_MAX: Final = 1_000
+PASSES_MAX: Final = 100_000
+"""Forward passes in total, which take up to a minute for each schedule."""
 
 
 @click.group("plan")
@@ -34,7 +37,7 @@ for _collective in COMMANDS:
 @command.command("pipeline", short_help="A pipeline schedule, or all of them compared.")
 @click.option("--schedule", "name", help=f"One of {', '.join(schedules.NAMED)}. Without it, all of them are compared.")
 @click.option("--from-csv", "source", type=FILE, help="Read the schedule from a CSV file instead.")
-@click.option("--stages", type=COUNT, default=4, show_default=True, help="Ranks of the pipeline.")
+@click.option("--stages", type=click.IntRange(1, STAGES_MAX), default=4, show_default=True, help="Ranks of the pipeline.")
 @click.option("--microbatches", type=COUNT, default=8, show_default=True, help="Parts of a batch.")
 @click.option("--chunks", type=COUNT, help="Pieces of the model on each rank, where the schedule allows a choice.")
 @click.option("--forward", type=TIME, default=1.0, show_default=True, help="Time units of a whole rank's forward.")
@@ -67,6 +70,10 @@ def pipeline(
     """Show a pipeline schedule: what each rank does when, how long it idles, how many activations it holds."""
     if name is not None and source is not None:
         raise click.UsageError("--schedule and --from-csv each name a schedule: give one of them")
+    passes = stages * microbatches * (chunks or 1)
+    if source is None and passes > PASSES_MAX:
+        counts = f"{stages} stages, {microbatches} microbatches and {chunks or 1} pieces a rank"
+        raise click.UsageError(f"{counts} are {passes} forward passes; at most {PASSES_MAX} can be shown: ask for fewer")
     costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     if name is None and source is None:
         if any((svg, png, trace, target)):
@@ -123,7 +130,7 @@ def _compare(stages: int, microbatches: int, chunks: int | None, costs: dict[str
     """Compares all named schedules at these costs, fastest first, and says why others do not support the counts."""
     found, refused = [], []
     for name in schedules.NAMED:
-        if stages * microbatches >= LARGE:
+        if stages * microbatches * (chunks or 1) >= LARGE:
             click.echo(f"{name}: {stages} stages, {microbatches} microbatches ...", err=True)
         try:
             schedule = schedules.named(name, stages, microbatches, chunks)

@@ -27,6 +27,8 @@ from ferrorpc.wire.cost_table import CostTable, parse
 
 FILE: Final = click.Path(dir_okay=False, path_type=Path)
 STEPS_SHOWN: Final = 32
+RANKS_MAX: Final = 100_000
+"""Ten times the members that a job may have. Plans of so many ranks still take only seconds."""
 _WORDS: Final = {
     "Load": "load {source} into {region}",
     "FoldOwn": "fold {source} into {region}",
@@ -43,7 +45,7 @@ def command_of(operation: Operation) -> click.Command:
 
     @click.command(operation.value, help=told, short_help=f"What {operation.value} does, and its cost.")
     @click.option("--algorithm", help=f"One of {names}. Without it, what would be chosen.")
-    @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="Ranks of the group.")
+    @click.option("--ranks", type=click.IntRange(1, RANKS_MAX), default=8, show_default=True, help="Ranks of the group.")
     @click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="Hosts that the ranks are spread over.")
     @click.option("--size", default="16MiB", show_default=True, help="Bytes of float32 that each rank contributes.")
     @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank whose steps are listed.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,40 @@ def _of_torchrun(command: Any) -> Any:
         (_spellings("--start-method"), click.Choice(["spawn", "fork", "forkserver"]), "each worker is a new program"),
         (("-t", "--tee"), click.STRING, "output is always shown, and also kept with --log-dir"),
         (("-r", "--redirects"), click.STRING, "likewise; --ranks shows that of some workers only"),
+        (_spellings("--logs-specs"), click.STRING, "likewise"),
+        (_spellings("--duplicate-stdout-filters"), click.STRING, "search the files of --log-dir instead"),
+        (_spellings("--duplicate-stderr-filters"), click.STRING, "likewise"),
+        (_spellings("--event-log-handler"), click.STRING, "`ferrorpc status` shows the events of a job"),
+        (_spellings("--signals-to-handle"), click.STRING, "stop signals, SIGUSR1 and SIGUSR2 are always forwarded"),
+        (_spellings("--numa-binding"), click.STRING, "workers run on any CPU, unless the script binds itself"),
+        (("--run-path", "--run_path"), click.BOOL, "SCRIPT is always run by its path"),
     )
     for names, kind, why in reversed(flags):
-        command = click.option(*names, type=kind, expose_value=False, help=f"Of torchrun, no effect: {why}.")(command)
+        text, alone = f"Of torchrun, no effect: {why}.", kind is click.BOOL
+        command = click.option(*names, type=kind, is_flag=alone, expose_value=False, help=text)(command)
+    for name, alone, instead in _REFUSED:
+        option = click.option(
+            *_spellings(name), is_flag=alone, expose_value=False, hidden=True, callback=_refuse(name, instead)
+        )
+        command = option(command)
     return command
+
+
+_REFUSED = (
+    ("--local-addr", False, "set FERRORPC_ADVERTISE to the address by which the others reach this node"),
+    ("--virtual-local-rank", True, "let the script choose its device by LOCAL_RANK, or set CUDA_VISIBLE_DEVICES itself"),
+)
+"""Flags of torchrun whose effect cannot be left out: their names, whether they stand alone, and what to do instead."""
+
+
+def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    """The callback of a flag that is refused wherever it is given."""
+
+    def refuse(context: click.Context, param: click.Parameter, value: Any) -> None:
+        if value:
+            raise ConfigError(f"there is no flag {name} here, as torchrun has it", hint=instead)
+
+    return refuse
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})

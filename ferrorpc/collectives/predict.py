@@ -12,8 +12,8 @@ steps wait for each other is in step_simulation.py.
 Under that model the prediction is exact: dependencies, bytes and shared resources. The model leaves out copies inside a rank,
 credit, caches, and whatever else runs on the processors.
 
-Beyond CHUNKS_MAX the closed form is used (`select.seconds`). It knows only the busiest rank and waits for whole rounds, so it
-gives more where rounds overlap and less where ranks wait for others that are as busy.
+Beyond CHUNKS_MAX or ACTIONS_MAX the closed form is used (`select.seconds`). It knows only the busiest rank and waits for whole
+rounds, so it gives more where rounds overlap and less where ranks wait for others that are as busy.
 
 Cost: about 80 us for each chunk of each message.
 """
@@ -36,6 +36,8 @@ from ferrorpc.wire.cost_table import Costs
 
 CHUNKS_MAX: Final = 60_000
 """Chunks of all messages together up to which a collective is simulated: some seconds."""
+ACTIONS_MAX: Final = 200_000
+"""Actions of all ranks together up to which it is simulated: likewise. Few messages may consist of many pieces."""
 _WORK_BYTES: Final = 4
 """Bytes of an element of WORK where halves are folded."""
 
@@ -78,9 +80,15 @@ def predict(entry: Algorithm, call: Call, size: int, costs: Costs) -> Prediction
     """
     cost = entry.cost(size, bytes_of(call) // (size if call.operation is Operation.SCATTER else 1))
     messages = max(cost.rounds, cost.messages)
+    closed_form = Prediction(entry.name, seconds(cost, size, costs), messages, cost.sent_bytes, None)
     if size * (messages + cost.sent_bytes / CHUNK_BYTES) > CHUNKS_MAX:
-        return Prediction(entry.name, seconds(cost, size, costs), messages, cost.sent_bytes, None)
-    ranks = [_Rank(rank, entry.build(_call_on(call, rank), rank, size), _call_on(call, rank)) for rank in range(size)]
+        return closed_form
+    ranks, room = [], ACTIONS_MAX
+    for rank in range(size):
+        ranks.append(_Rank(rank, entry.build(_call_on(call, rank), rank, size), _call_on(call, rank)))
+        room -= len(ranks[-1].plan.actions)
+        if room < 0:
+            return closed_form
     steps = StepSimulation(costs, size)
     _lower(entry.name, ranks, steps)
     return Prediction(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ferrorpc.coordination.activity import Activity
+from ferrorpc.coordination.ordinals import Ordinals
 from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.types import Assignment
@@ -15,10 +16,11 @@ from ferrorpc.types import Assignment
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One generation on this rank: its assignment, and the latch that trips when the generation is over."""
+    """One generation on this rank: its assignment, the latch that trips when it is over, and the numbers of its barriers."""
 
     assignment: Assignment
     latch: Latch = field(default_factory=Latch)
+    ordinals: Ordinals = field(default_factory=Ordinals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,9 @@ class Session(ABC):
         self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None
     ) -> list[bytes]:
         """A named barrier of this generation; returns every participant's payload (at most 4 KiB each) in rank order.
+
+        The n-th use of a name on one rank meets the n-th use on the others. Of each set of participants the last 8,192 names
+        are known; one that was used before them is taken for a new one. So who uses that many must use them in the same order.
 
         Raises:
             BarrierTimeoutError: with every missing rank and what is known of it. The generation goes on.

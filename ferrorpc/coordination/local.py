@@ -291,7 +291,6 @@ class LocalSession(Session):
         self.store = LocalStore(world.keyspace, world.condition, world.timeout, self._check_alive, self._owner_of)
         self.activity = _ReportingActivity(self._note_operation)
         self._last_operation_at = self.clock.now()
-        self._ordinals: dict[str, int] = {}
 
     @property
     def alive(self) -> bool:
@@ -312,7 +311,6 @@ class LocalSession(Session):
         """Gives it a rank in a new generation. The caller holds the lock."""
         self.membership = membership
         self.state, self.rejoining = "active", False
-        self._ordinals.clear()
 
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership
@@ -338,8 +336,7 @@ class LocalSession(Session):
         payload, seconds = limits.check_payload(payload), seconds_of(timeout, self._world.timeout)
         exchange = _Exchange(f"barrier {name!r}", self._participants(ranks))
         with self._condition.lock:
-            key = ("barrier", name, self._ordinals.get(name, 0) + 1)
-            self._ordinals[name] = key[2]
+            key = ("barrier", name, self.membership.ordinals.next(name, exchange.ranks))
             generation, exchange = self._arrive(key, exchange, [payload])
         try:
             return self._wait_for(generation, exchange, seconds)

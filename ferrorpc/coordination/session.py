@@ -108,7 +108,6 @@ class RemoteSession(Session):
         self.activity = Activity()
         self._returned: Membership | None = None
         """The last one that `rejoin` returned. A later one, which came after `rejoin` had given up, is for its next caller."""
-        self._ordinals: dict[tuple[int, str], int] = {}
         self._pending: tuple[str, ...] = ()
         self._links_lost: set[tuple[Latch, int]] = set()
         self._volatile_requests: dict[str, dict[str, Any]] = {}
@@ -243,12 +242,10 @@ class RemoteSession(Session):
         membership = self.membership
         generation = membership.assignment.generation
         participants = self._participants(ranks)
-        ordinal = self._ordinals.get((generation, name), 0) + 1
-        self._ordinals[generation, name] = ordinal
         request = barrier_pb2.BarrierRequest(
             generation=generation,
             name=name,
-            ordinal=ordinal,
+            ordinal=membership.ordinals.next(name, participants),
             ranks=() if ranks is None else participants,
             timeout_ms=milliseconds(seconds),
             payload=payload,
@@ -334,7 +331,6 @@ class RemoteSession(Session):
         set_log_origin(self.job, response.rank, response.generation)
         self._connection.joined()
         self._pending = ()
-        self._ordinals.clear()
         self._volatile_requests.clear()
         self._links_lost.clear()
         self.membership = Membership(

@@ -211,7 +211,7 @@ class Coordinator:
             require(what, request.ByteSize(), "frame_bytes", most, MessageTooLargeError)
         if request.client_id:
             check_name("client id", request.client_id, self.settings.limits.name_bytes)
-        client = f"~{request.client_id}" if request.client_id else f"~call-{self.epoch}-{call}"
+        client = f"/{request.client_id}" if request.client_id else f"/{self.epoch}/{call}"  # no name has a slash
         requester, job = Requester(call, None, client), self._job(request.job)
         self._calls[call] = job, requester
         if isinstance(request, session_pb2.UnaryStoreRequest):

@@ -130,7 +130,7 @@ class Store:
             if what not in living and not current:
                 self._delete_bound(what)
         for client in self.write_results.clients():
-            if not client.startswith("~") and client not in living:
+            if not client.startswith("/") and client not in living:
                 self.write_results.forget(client)
 
     def erase(self) -> None:

@@ -281,6 +281,22 @@ def test_command_lines_of_torchrun_work_as_they_are(script, capfd):
     assert shown.count("FERRORPC_JOB=7\n") == 2
 
 
+def test_rare_flags_of_torchrun_are_taken_too(script, capfd):
+    flags = "--logs-specs=mine --duplicate_stdout_filters a,b --duplicate-stderr-filters c --event-log-handler=console"
+    more = "--signals-to-handle SIGTERM,SIGUSR1 --numa_binding=node --run-path -n 2"
+    assert run(["run", "--dry-run", *flags.split(), *more.split(), script]) == 0
+    assert capfd.readouterr().out.count("LOCAL_WORLD_SIZE=2\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [("--local_addr=10.0.0.1", "FERRORPC_ADVERTISE"), ("--virtual-local-rank", "CUDA_VISIBLE_DEVICES")],
+)
+def test_flags_of_torchrun_that_cannot_be_left_out_are_refused_with_what_to_do(flag, instead, script, capfd):
+    assert run(["run", "--dry-run", flag, script]) == 64
+    assert instead in capfd.readouterr().err
+
+
 def test_a_rendezvous_that_the_coordinator_cannot_stand_for_is_refused(script, capfd):
     assert run(["run", "--rdzv-backend=etcd-v2", script]) == 64
     assert "c10d" in capfd.readouterr().err

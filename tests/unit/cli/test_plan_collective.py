@@ -119,6 +119,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
     runner = CliRunner()
     assert "there are ranks 0 to 3" in runner.invoke(command, ["barrier", "--ranks", "4", "--rank", "4"]).output
     assert "3 ranks cannot be spread over 4 hosts" in runner.invoke(command, ["barrier", "--ranks", "3", "--hosts", "4"]).output
+    assert "--ranks" in runner.invoke(command, ["barrier", "--ranks", "1000000000"]).output
     assert "expected a size" in runner.invoke(command, ["barrier", "--size", "many"]).output
     with pytest.raises(UsageError, match="no algorithm 'butterfly'"):
         run("all_reduce", "--algorithm", "butterfly")

@@ -76,10 +76,21 @@ def test_files_are_of_one_schedule(capsys):
     assert "--schedule" in capsys.readouterr().err
 
 
+def test_a_pipeline_of_more_stages_than_any_grid_can_show_is_refused(capsys):
+    assert run(["plan", "pipeline", "--schedule", "gpipe", "--stages", "100000", "--microbatches", "1"]) == EXIT_CONFIG
+    assert "--stages" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--stages", "--microbatches", "--chunks"])
 def test_a_pipeline_of_nothing_is_refused(option: str, capsys):
     assert run(["plan", "pipeline", option, "0"]) == EXIT_CONFIG
     assert option in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("counts", ["--chunks 99999", "--stages 1000 --microbatches 101", "--microbatches 9999999"])
+def test_counts_that_would_take_for_ever_are_refused(counts: str, capsys):
+    assert run(["plan", "pipeline", *counts.split()]) == EXIT_CONFIG
+    assert "at most 100000 can be shown: ask for fewer" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_comparison_that_takes_long_tells_how_far_it_is(capsys, monkeypatch):

@@ -175,6 +175,13 @@ def test_what_is_too_large_to_be_followed_is_the_closed_form_and_cannot_be_drawn
         prediction.timeline("")
 
 
+def test_few_messages_of_very_many_pieces_are_not_followed_either():
+    """Bruck's messages hold half of all blocks each: to follow them would take minutes."""
+    size = 480
+    prediction = predict(entry(Operation.ALL_TO_ALL, "bruck"), example("all_to_all", 4096, size), size, COSTS)
+    assert (prediction.steps, prediction.messages) == (None, 9)
+
+
 def test_a_thousand_ranks_are_followed_where_their_messages_are_few():
     prediction = predict(entry(Operation.BARRIER, "dissemination"), Call(Operation.BARRIER), 1024, COSTS)
     assert prediction.steps is not None

@@ -32,6 +32,27 @@ def test_a_unary_write_is_retried_safely_across_a_restart() -> None:
     assert other.response.number == 2
 
 
+@pytest.mark.parametrize("client", ["tool#1", "call-1-2", ""])
+def test_no_unary_client_is_given_the_results_of_another_client(client: str) -> None:
+    """Whatever members and clients are called: a write that finds the result of another's is not carried out."""
+    world = World()
+    world.hello("~tool")
+    add(world, "~tool", "members", 1)
+    unary(world, client="", request_id=1, add=store_pb2.AddOperation(key="anonymous", amount=1))
+    reply = world.replies[unary(world, client=client, request_id=1, add=store_pb2.AddOperation(key="n", amount=5))]
+    assert isinstance(reply, session_pb2.UnaryStoreResponse)
+    assert reply.response.number == 5
+
+
+def test_results_of_a_member_that_is_gone_are_forgotten_after_a_restart_whatever_it_is_called() -> None:
+    world = World()
+    world.hello("~tool")
+    add(world, "~tool", "n", 1)
+    del world.rows["member", "job/~tool"]
+    world.restart()
+    assert world.coordinator.jobs["job"].store.write_results.clients() == []
+
+
 def test_a_unary_wait_ends_with_its_caller() -> None:
     world = World()
     call = unary(world, get=store_pb2.GetOperation(key="k", wait_ms=60_000))

@@ -86,7 +86,8 @@ def test_a_rank_that_may_open_no_socket_says_so(monkeypatch: pytest.MonkeyPatch)
 def test_a_world_that_uses_grpc_needs_one_round_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with HostWorld(2, ["grpc", "grpc"]) as ranks:
         assert ranks[0].hosts == ((0,), (1,))
-        assert ranks.world.session(0)._ordinals == {"ferrorpc/shared_memory/offers": 1}
+        ordinals = ranks.world.session(0).membership.ordinals
+        assert ordinals._last == {(0, 1): {"ferrorpc/shared_memory/offers": 1}}
 
 
 def test_a_demand_that_cannot_be_met_is_an_error_on_every_rank() -> None:

@@ -1,0 +1,32 @@
+"""Numbers the uses of barriers' names, so that the n-th use of a name on one rank meets the n-th use on the others."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Final
+
+NAMES_MAX: Final = 8_192
+"""Names kept for each set of participants. A coordinator knows at most 5,120 barriers, open and past: of a name that is
+forgotten here it knows none any more, so that it may be numbered from 1 again."""
+
+
+class Ordinals:
+    """The numbers of one generation.
+
+    Of each set of participants, the names that were used last are kept. All its ranks forget the same ones, since they use them
+    in the same order. A name belongs to the participants that used it last.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._last: dict[tuple[int, ...], dict[str, int]] = {}
+
+    def next(self, name: str, ranks: tuple[int, ...]) -> int:
+        """The number of this use of `name`, from 1, by these participants (world ranks in ascending order)."""
+        with self._lock:
+            ordinal = 1 + sum(numbers.pop(name, 0) for numbers in self._last.values())
+            numbers = self._last.setdefault(ranks, {})
+            numbers[name] = ordinal
+            if len(numbers) > NAMES_MAX:
+                del numbers[next(iter(numbers))]
+            return ordinal
