@@ -15,7 +15,7 @@ from ferrorpc.cli.main import run
 from ferrorpc.config import Config
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import AuthenticationError, ConfigError, FerroError, PermissionDeniedError
-from ferrorpc.wire.identity import Role
+from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.tls import TlsFiles
 from tests.certificates import Issuer, settings, variables
 from tests.integration.coordinator_process import coordinator, refused_start
@@ -220,6 +220,22 @@ def test_no_certificate_is_made_that_outlives_its_authority(ours, tmp_path, caps
     assert run(["certs", "init", str(tmp_path / "new"), "--days", "99999999"]) == 64
     assert run(["certs", "init", str(tmp_path / "a-day"), "--days", "1"]) == 0
     assert "outlive its authority, which ends" in capsys.readouterr().err
+
+
+def test_nothing_is_signed_with_a_key_that_is_not_the_authoritys(ours, theirs, tmp_path, capsys):
+    """Or every process would refuse the certificate, and only once it is in use."""
+    for name, source in (("ca.pem", ours), ("ca.key", theirs)):
+        shutil.copy(source.directory / name, tmp_path)
+    issue = ["certs", "issue", str(tmp_path), "worker", "--job", "a"]
+    assert run(issue) == 64
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'ca.key'} is not the key of a certificate in {tmp_path / 'ca.pem'}" in said
+    assert not (tmp_path / "worker.pem").exists()
+    (tmp_path / "ca.pem").write_bytes(b"".join((one.directory / "ca.pem").read_bytes() for one in (ours, theirs)))
+    assert run(issue) == 0, "of several authorities in the file, as while one replaces another, that of the key is taken"
+    for authority in (tmp_path, theirs.directory):
+        files = TlsFiles(str(authority / "ca.pem"), str(tmp_path / "worker.pem"), str(tmp_path / "worker.key"))
+        assert files.check(listening=True) == {Identity.of("a", Role.WORKER)}
 
 
 def test_a_wrong_variable_leaves_no_half_authority_behind(tmp_path, monkeypatch):
