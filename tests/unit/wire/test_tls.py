@@ -130,9 +130,37 @@ def test_a_key_with_a_password_is_refused_and_nobody_asked_for_it(ours: Issuer) 
     with subprocess.Popen(command, start_new_session=True, **pipes) as asked:
         try:
             assert asked.wait(30) == 1  # nothing is written to its stdin, and it stays open
-            assert b"are no certificate and its key" in asked.stderr.read()
+            said = asked.stderr.read().decode()
+            assert f"{path} has a password" in said
+            assert f"try: write it without one: openssl pkey -in {path}" in said
         finally:
             asked.kill()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_file_that_is_no_pem_is_named(ours: Issuer, swapped: bool) -> None:
+    """OpenSSL says no more than "PEM lib"."""
+    import cryptography.x509
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    files = ours.issue(Role.WORKER, "a", where=f"der-{swapped}")
+    path = Path(str(files.certificate))
+    if not swapped:
+        path.write_bytes(cryptography.x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(Encoding.DER))
+    wrong = TlsFiles(files.authority, *((files.key, files.certificate) if swapped else (files.certificate, files.key)))
+    with pytest.raises(ConfigError, match=f"{wrong.certificate} holds no certificate in PEM"):
+        wrong.check(listening=True)
+
+
+@pytest.mark.parametrize("role", [Role.OBSERVER, Role.ADMIN])
+def test_who_would_listen_with_the_certificate_of_one_who_may_not_is_told_that_its_role_is_wrong(
+    ours: Issuer, role: Role
+) -> None:
+    """To renew it would change nothing."""
+    with pytest.raises(AuthenticationError) as raised:
+        ours.issue(role, "a").check(listening=True)
+    assert "renew" not in raised.value.hint
+    assert "worker.pem or coordinator.pem" in raised.value.hint
 
 
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
