@@ -125,6 +125,7 @@ class TlsFiles:
         return ConfigError(f"{self.certificate} and {self.key} are no certificate and its key in PEM", hint=hint)
 
     def _trust(self, context: ssl.SSLContext) -> None:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC: an intermediate authority will do
         try:
             context.load_verify_locations(self.authority)
         except ssl.SSLError as error:

@@ -9,15 +9,19 @@ import ssl
 import subprocess
 import sys
 import time
+from concurrent import futures
+from functools import partial
 from pathlib import Path
 
+import grpc
 import pytest
 
 from ferrorpc.cli import certs
 from ferrorpc.errors import AuthenticationError, ConfigError
-from ferrorpc.wire import tls
+from ferrorpc.wire import options, tls
 from ferrorpc.wire.identity import Role
-from ferrorpc.wire.tls import TlsFiles
+from ferrorpc.wire.tls import Dialer, TlsFiles
+from ferrorpc.wire.tls_diagnosis import diagnose
 from tests.certificates import DAY, Issuer
 
 pytest.importorskip("cryptography")
@@ -161,6 +165,33 @@ def test_who_would_listen_with_the_certificate_of_one_who_may_not_is_told_that_i
         ours.issue(role, "a").check(listening=True)
     assert "renew" not in raised.value.hint
     assert "worker.pem or coordinator.pem" in raised.value.hint
+
+
+def test_an_intermediate_authority_will_do_without_the_one_above_it(tmp_path: Path) -> None:
+    """As cert-manager may give it out; gRPC's own check accepts it, at both ends."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    above, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    builder = certs._builder(certs._name("between"), certs._name("above"), key, 2 * DAY)
+    between = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).sign(above, hashes.SHA256())
+    certs._write(tmp_path, "ca", between, key)
+    issue = partial(certs.Authority.read(tmp_path).issue, jobs=["a"], hosts=[], lifetime=DAY, directory=tmp_path)
+    for role in (Role.COORDINATOR, Role.WORKER):
+        issue(role)
+    server, client = (
+        TlsFiles(*(str(tmp_path / name) for name in ("ca.pem", f"{role}.pem", f"{role}.key")))
+        for role in (Role.COORDINATOR, Role.WORKER)
+    )
+    with futures.ThreadPoolExecutor(1) as pool:
+        served = grpc.server(pool)
+        port = served.add_secure_port("127.0.0.1:0", server.server_credentials())
+        served.start()
+        with Dialer(client).channel(f"127.0.0.1:{port}", "a", Role.COORDINATOR, options.session_channel()) as channel:
+            grpc.channel_ready_future(channel).result(timeout=20)
+        assert diagnose(f"127.0.0.1:{port}", client, "a", Role.COORDINATOR) is None
+        served.stop(0).wait(5)
 
 
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
