@@ -32,10 +32,13 @@ _STEPS_MAX: Final = 8
 _READS_MAX: Final = 5
 """How often files that change while they are read at the start are read again."""
 _RENEW_HINT: Final = "renew it with `ferrorpc certs issue`, from the authority that FERRORPC_TLS_CA names"
+_NO_ISSUER: Final = 20
+"""OpenSSL's code for a certificate whose issuer is neither trusted nor in the file."""
 _WRONG_PURPOSE: Final = 26
 """OpenSSL's code for a certificate that is valid, but not for the end that shows it."""
 _HINTS: Final = {
-    _WRONG_PURPOSE: "a process that listens needs worker.pem or coordinator.pem; those of observers and admins are for commands"
+    _NO_ISSUER: "have it issued by an authority in FERRORPC_TLS_CA; an intermediate one's certificate follows in its file",
+    _WRONG_PURPOSE: "who listens needs worker.pem or coordinator.pem; those of observers and admins are for commands",
 }
 
 

@@ -167,6 +167,14 @@ def test_who_would_listen_with_the_certificate_of_one_who_may_not_is_told_that_i
     assert "worker.pem or coordinator.pem" in raised.value.hint
 
 
+def test_a_certificate_of_another_authority_is_told_what_its_file_may_lack(ours: Issuer, tmp_path: Path) -> None:
+    """Where an authority of one's own issues through an intermediate one, to renew changes nothing."""
+    files = Issuer(tmp_path / "theirs").issue(Role.WORKER, "a")
+    with pytest.raises(AuthenticationError) as raised:
+        TlsFiles(str(ours.directory / "ca.pem"), files.certificate, files.key).check(listening=False)
+    assert "intermediate" in raised.value.hint
+
+
 def test_an_intermediate_authority_will_do_without_the_one_above_it(tmp_path: Path) -> None:
     """As cert-manager may give it out; gRPC's own check accepts it, at both ends."""
     from cryptography import x509
