@@ -8,7 +8,9 @@ import ssl
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
 from ferrorpc.cli.main import run
@@ -184,6 +186,38 @@ def test_a_certificate_is_renewed_while_the_coordinator_runs(ours):
         assert serial(process.address) == after != before
         join(process.address, **worker)
         assert "do not fit (yet)" in process.stop()[1]
+
+
+def test_an_outage_that_certificates_are_to_blame_for_ends_with_their_error(ours, theirs):
+    """Somebody answers there, and gRPC's words for why that does not count would end as "nobody answered"."""
+    config = Config({"timeout": 10.0, "max_outage": 3.0, **settings(ours.issue(Role.WORKER, "a"))}, {})
+    with coordinator(*flags(ours.issue(Role.COORDINATOR, "a"))) as process, ThreadPoolExecutor(1) as pool:
+        session = RemoteSession(process.address, job="a", name="m", policy=(1, 1), config=config).join()
+        other = grpc.server(pool)
+        process.kill()
+        other.add_secure_port(process.address, theirs.issue(Role.COORDINATOR, "a").server_credentials())
+        other.start()
+        with pytest.raises(AuthenticationError, match=f"who listens at {process.address} is not the coordinator of job 'a'"):
+            session.store.get("key", timeout=0)
+        session.leave()
+        other.stop(0).wait(5)
+
+
+def test_a_member_that_cannot_come_back_because_its_certificate_has_expired_says_so_at_once(ours, caplog):
+    """And not after the outage that it takes for one: until then a renewed certificate would help."""
+    files = ours.issue(Role.WORKER, "a", where="short", lifetime=datetime.timedelta(seconds=4))
+    config = Config({"timeout": 10.0, **settings(files)}, {})
+    with coordinator(*flags(ours.issue(Role.COORDINATOR, "a"))) as process:
+        session = RemoteSession(process.address, job="a", name="m", policy=(1, 1), config=config).join()
+        time.sleep(max(0.0, files.ends_at(listening=False) - time.time()) + 1.0)
+        process.kill()
+        another = process.again()
+        eventually(lambda: f"still without the coordinator at {process.address}: the certificate" in caplog.text)
+        assert caplog.text.count("still without") == 1
+        ours.issue(Role.WORKER, "a", where="short")
+        eventually(lambda: "the session goes on" in caplog.text or "this is a new session" in caplog.text)
+        session.leave()
+        another.stop()
 
 
 @pytest.mark.parametrize(
