@@ -136,20 +136,26 @@ class Authority:
 
     @classmethod
     def read(cls, directory: Path) -> Authority:
-        """The authority in ca.pem and ca.key. Raises ConfigError without one."""
+        """The authority of ca.key; ca.pem may hold others beside it, while it is replaced. Raises ConfigError without one."""
         _require_cryptography()
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         try:
-            certificate = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
+            certificates = x509.load_pem_x509_certificates((directory / "ca.pem").read_bytes())
             key = load_pem_private_key((directory / "ca.key").read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{directory} has no authority: {error}", hint="make one with `ferrorpc certs init`") from None
         if not isinstance(key, EllipticCurvePrivateKey):
             raise ConfigError(f"{directory / 'ca.key'} is not an ECDSA key", hint="make one with `ferrorpc certs init`")
-        return cls(certificate, key)
+        own = [certificate for certificate in certificates if certificate.public_key() == key.public_key()]
+        if not own:
+            raise ConfigError(
+                f"{directory / 'ca.key'} is not the key of a certificate in {directory / 'ca.pem'}",
+                hint="put the two files together that `ferrorpc certs init` made together",
+            )
+        return cls(max(own, key=lambda certificate: certificate.not_valid_after_utc), key)
 
     def issue(
         self, role: Role, jobs: Sequence[str], hosts: Sequence[str], lifetime: datetime.timedelta, directory: Path

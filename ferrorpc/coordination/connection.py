@@ -325,6 +325,8 @@ class Connection:
                 if self.ended_by is None and self.leave_error is None:
                     self._loss_logged = True
                     _log.warning("lost the coordinator at %s: %s", self.address, failure.message)
+            elif self._loss_logged and failure.code is not self._failure.code:
+                _log.warning("still without the coordinator at %s: %s", self.address, failure.message)
             self._failure = failure
             self._condition.notify_all()
         return was_up
@@ -414,9 +416,8 @@ class Connection:
             self._fail(self._failure)
             return
         seconds, last = self._outage_limit, self._failure.message
-        self._fail(
-            CoordinatorUnavailableError(f"nobody answered at {self.address} for {seconds:g} s; the last attempt: {last}")
-        )
+        nobody = f"nobody answered at {self.address} for {seconds:g} s; the last attempt: {last}"
+        self._fail(self._connect.diagnose() or CoordinatorUnavailableError(nobody))
 
     def _fail(self, error: FerroError) -> None:
         self._listener.session_ended(error)  # first, so that a caller that sees the end finds the generation broken, too

@@ -31,6 +31,15 @@ _STEPS_MAX: Final = 8
 """More rounds than a handshake in memory takes."""
 _READS_MAX: Final = 5
 """How often files that change while they are read at the start are read again."""
+_RENEW_HINT: Final = "renew it with `ferrorpc certs issue`, from the authority that FERRORPC_TLS_CA names"
+_NO_ISSUER: Final = 20
+"""OpenSSL's code for a certificate whose issuer is neither trusted nor in the file."""
+_WRONG_PURPOSE: Final = 26
+"""OpenSSL's code for a certificate that is valid, but not for the end that shows it."""
+_HINTS: Final = {
+    _NO_ISSUER: "have it issued by an authority in FERRORPC_TLS_CA; an intermediate one's certificate follows in its file",
+    _WRONG_PURPOSE: "who listens needs worker.pem or coordinator.pem; those of observers and admins are for commands",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +107,28 @@ class TlsFiles:
         except ssl.SSLCertVerificationError as error:
             raise AuthenticationError(
                 f"the certificate {self.certificate} is not accepted: {error.verify_message}",
-                hint="renew it with `ferrorpc certs issue`, from the authority that FERRORPC_TLS_CA names",
+                hint=_HINTS.get(error.verify_code, _RENEW_HINT),
             ) from None
         except ssl.SSLError as error:
-            raise ConfigError(
-                f"{self.certificate} and {self.key} are no certificate and its key: {error.reason or error}",
-                hint="check FERRORPC_TLS_CERT, FERRORPC_TLS_KEY and FERRORPC_TLS_CA; `ferrorpc certs init` makes all three",
-            ) from None
+            raise self._no_pair(error) from None
         except OSError as error:
             raise self._unreadable(error) from None
 
+    def _no_pair(self, error: ssl.SSLError) -> ConfigError:
+        """What is wrong with certificate or key. OpenSSL gives no reason for files that it cannot parse."""
+        hint = "check FERRORPC_TLS_CERT, FERRORPC_TLS_KEY and FERRORPC_TLS_CA; `ferrorpc certs init` makes all three"
+        _, certificate, key = self._contents()
+        if b"ENCRYPTED" in (key or b""):
+            hint = f"write it without one: openssl pkey -in {self.key}, into a file that only its owner can read"
+            return ConfigError(f"the key {self.key} has a password", hint=hint)
+        if error.reason:
+            return ConfigError(f"{self.certificate} and {self.key} are no certificate and its key: {error.reason}", hint=hint)
+        if b"-----BEGIN CERTIFICATE" not in (certificate or b""):
+            return ConfigError(f"{self.certificate} holds no certificate in PEM", hint=hint)
+        return ConfigError(f"{self.certificate} and {self.key} are no certificate and its key in PEM", hint=hint)
+
     def _trust(self, context: ssl.SSLContext) -> None:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC: an intermediate authority will do
         try:
             context.load_verify_locations(self.authority)
         except ssl.SSLError as error:

@@ -8,14 +8,16 @@ import ssl
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
 from ferrorpc.cli.main import run
 from ferrorpc.config import Config
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import AuthenticationError, ConfigError, FerroError, PermissionDeniedError
-from ferrorpc.wire.identity import Role
+from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.tls import TlsFiles
 from tests.certificates import Issuer, settings, variables
 from tests.integration.coordinator_process import coordinator, refused_start
@@ -186,6 +188,38 @@ def test_a_certificate_is_renewed_while_the_coordinator_runs(ours):
         assert "do not fit (yet)" in process.stop()[1]
 
 
+def test_an_outage_that_certificates_are_to_blame_for_ends_with_their_error(ours, theirs):
+    """Somebody answers there, and gRPC's words for why that does not count would end as "nobody answered"."""
+    config = Config({"timeout": 10.0, "max_outage": 3.0, **settings(ours.issue(Role.WORKER, "a"))}, {})
+    with coordinator(*flags(ours.issue(Role.COORDINATOR, "a"))) as process, ThreadPoolExecutor(1) as pool:
+        session = RemoteSession(process.address, job="a", name="m", policy=(1, 1), config=config).join()
+        other = grpc.server(pool)
+        process.kill()
+        other.add_secure_port(process.address, theirs.issue(Role.COORDINATOR, "a").server_credentials())
+        other.start()
+        with pytest.raises(AuthenticationError, match=f"who listens at {process.address} is not the coordinator of job 'a'"):
+            session.store.get("key", timeout=0)
+        session.leave()
+        other.stop(0).wait(5)
+
+
+def test_a_member_that_cannot_come_back_because_its_certificate_has_expired_says_so_at_once(ours, caplog):
+    """And not after the outage that it takes for one: until then a renewed certificate would help."""
+    files = ours.issue(Role.WORKER, "a", where="short", lifetime=datetime.timedelta(seconds=4))
+    config = Config({"timeout": 10.0, **settings(files)}, {})
+    with coordinator(*flags(ours.issue(Role.COORDINATOR, "a"))) as process:
+        session = RemoteSession(process.address, job="a", name="m", policy=(1, 1), config=config).join()
+        time.sleep(max(0.0, files.ends_at(listening=False) - time.time()) + 1.0)
+        process.kill()
+        another = process.again()
+        eventually(lambda: f"still without the coordinator at {process.address}: the certificate" in caplog.text)
+        assert caplog.text.count("still without") == 1
+        ours.issue(Role.WORKER, "a", where="short")
+        eventually(lambda: "the session goes on" in caplog.text or "this is a new session" in caplog.text)
+        session.leave()
+        another.stop()
+
+
 @pytest.mark.parametrize(
     ("left_out", "extra", "complaint"),
     [
@@ -220,6 +254,22 @@ def test_no_certificate_is_made_that_outlives_its_authority(ours, tmp_path, caps
     assert run(["certs", "init", str(tmp_path / "new"), "--days", "99999999"]) == 64
     assert run(["certs", "init", str(tmp_path / "a-day"), "--days", "1"]) == 0
     assert "outlive its authority, which ends" in capsys.readouterr().err
+
+
+def test_nothing_is_signed_with_a_key_that_is_not_the_authoritys(ours, theirs, tmp_path, capsys):
+    """Or every process would refuse the certificate, and only once it is in use."""
+    for name, source in (("ca.pem", ours), ("ca.key", theirs)):
+        shutil.copy(source.directory / name, tmp_path)
+    issue = ["certs", "issue", str(tmp_path), "worker", "--job", "a"]
+    assert run(issue) == 64
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'ca.key'} is not the key of a certificate in {tmp_path / 'ca.pem'}" in said
+    assert not (tmp_path / "worker.pem").exists()
+    (tmp_path / "ca.pem").write_bytes(b"".join((one.directory / "ca.pem").read_bytes() for one in (ours, theirs)))
+    assert run(issue) == 0, "of several authorities in the file, as while one replaces another, that of the key is taken"
+    for authority in (tmp_path, theirs.directory):
+        files = TlsFiles(str(authority / "ca.pem"), str(tmp_path / "worker.pem"), str(tmp_path / "worker.key"))
+        assert files.check(listening=True) == {Identity.of("a", Role.WORKER)}
 
 
 def test_a_wrong_variable_leaves_no_half_authority_behind(tmp_path, monkeypatch):

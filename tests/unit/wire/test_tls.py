@@ -9,15 +9,19 @@ import ssl
 import subprocess
 import sys
 import time
+from concurrent import futures
+from functools import partial
 from pathlib import Path
 
+import grpc
 import pytest
 
 from ferrorpc.cli import certs
 from ferrorpc.errors import AuthenticationError, ConfigError
-from ferrorpc.wire import tls
+from ferrorpc.wire import options, tls
 from ferrorpc.wire.identity import Role
-from ferrorpc.wire.tls import TlsFiles
+from ferrorpc.wire.tls import Dialer, TlsFiles
+from ferrorpc.wire.tls_diagnosis import diagnose
 from tests.certificates import DAY, Issuer
 
 pytest.importorskip("cryptography")
@@ -130,9 +134,72 @@ def test_a_key_with_a_password_is_refused_and_nobody_asked_for_it(ours: Issuer) 
     with subprocess.Popen(command, start_new_session=True, **pipes) as asked:
         try:
             assert asked.wait(30) == 1  # nothing is written to its stdin, and it stays open
-            assert b"are no certificate and its key" in asked.stderr.read()
+            said = asked.stderr.read().decode()
+            assert f"{path} has a password" in said
+            assert f"try: write it without one: openssl pkey -in {path}" in said
         finally:
             asked.kill()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_file_that_is_no_pem_is_named(ours: Issuer, swapped: bool) -> None:
+    """OpenSSL says no more than "PEM lib"."""
+    import cryptography.x509
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    files = ours.issue(Role.WORKER, "a", where=f"der-{swapped}")
+    path = Path(str(files.certificate))
+    if not swapped:
+        path.write_bytes(cryptography.x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(Encoding.DER))
+    wrong = TlsFiles(files.authority, *((files.key, files.certificate) if swapped else (files.certificate, files.key)))
+    with pytest.raises(ConfigError, match=f"{wrong.certificate} holds no certificate in PEM"):
+        wrong.check(listening=True)
+
+
+@pytest.mark.parametrize("role", [Role.OBSERVER, Role.ADMIN])
+def test_who_would_listen_with_the_certificate_of_one_who_may_not_is_told_that_its_role_is_wrong(
+    ours: Issuer, role: Role
+) -> None:
+    """To renew it would change nothing."""
+    with pytest.raises(AuthenticationError) as raised:
+        ours.issue(role, "a").check(listening=True)
+    assert "renew" not in raised.value.hint
+    assert "worker.pem or coordinator.pem" in raised.value.hint
+
+
+def test_a_certificate_of_another_authority_is_told_what_its_file_may_lack(ours: Issuer, tmp_path: Path) -> None:
+    """Where an authority of one's own issues through an intermediate one, to renew changes nothing."""
+    files = Issuer(tmp_path / "theirs").issue(Role.WORKER, "a")
+    with pytest.raises(AuthenticationError) as raised:
+        TlsFiles(str(ours.directory / "ca.pem"), files.certificate, files.key).check(listening=False)
+    assert "intermediate" in raised.value.hint
+
+
+def test_an_intermediate_authority_will_do_without_the_one_above_it(tmp_path: Path) -> None:
+    """As cert-manager may give it out; gRPC's own check accepts it, at both ends."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    above, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    builder = certs._builder(certs._name("between"), certs._name("above"), key, 2 * DAY)
+    between = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).sign(above, hashes.SHA256())
+    certs._write(tmp_path, "ca", between, key)
+    issue = partial(certs.Authority.read(tmp_path).issue, jobs=["a"], hosts=[], lifetime=DAY, directory=tmp_path)
+    for role in (Role.COORDINATOR, Role.WORKER):
+        issue(role)
+    server, client = (
+        TlsFiles(*(str(tmp_path / name) for name in ("ca.pem", f"{role}.pem", f"{role}.key")))
+        for role in (Role.COORDINATOR, Role.WORKER)
+    )
+    with futures.ThreadPoolExecutor(1) as pool:
+        served = grpc.server(pool)
+        port = served.add_secure_port("127.0.0.1:0", server.server_credentials())
+        served.start()
+        with Dialer(client).channel(f"127.0.0.1:{port}", "a", Role.COORDINATOR, options.session_channel()) as channel:
+            grpc.channel_ready_future(channel).result(timeout=20)
+        assert diagnose(f"127.0.0.1:{port}", client, "a", Role.COORDINATOR) is None
+        served.stop(0).wait(5)
 
 
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
