@@ -144,7 +144,12 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
-        return self.module.state_dict(*args, **kwargs)
+        state = self.module.state_dict(*args, **kwargs)
+        own, versions = kwargs.get("prefix", "").removesuffix("."), getattr(state, "_metadata", None)
+        if own and versions is not None:  # of a module that contains this one: torch looks for versions below the wrapper
+            mine = [name for name in versions if f"{name}.".startswith(f"{own}.")]
+            versions.update({f"{own}.module{name.removeprefix(own)}": versions[name] for name in mine})
+        return state
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads into the module. Names may begin with "module.", as in checkpoints of torch's own wrapper."""

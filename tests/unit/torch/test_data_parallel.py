@@ -120,6 +120,16 @@ def test_modules_learn_which_version_wrote_a_checkpoint_of_torchs_own_wrapper(ma
     assert run_world(1, body) == [[3]]
 
 
+@pytest.mark.parametrize("make", [lambda: Versioned(2, 2), lambda: nn.Sequential(Versioned(2, 2))])
+def test_modules_in_a_wrapper_that_is_a_part_of_another_module_learn_which_version_wrote_their_state(make) -> None:
+    def body(group):
+        outer = nn.ModuleDict({"part": DistributedDataParallel(make(), group), "partner": Versioned(1, 1)})
+        outer.load_state_dict(outer.state_dict())
+        return [part.loaded for part in outer.modules() if isinstance(part, Versioned)]
+
+    assert run_world(1, body) == [[3, 3]]
+
+
 def test_names_in_a_checkpoint_do_not_tell_that_the_module_was_wrapped() -> None:
     def body(group):
         plain = network(seed=3)
