@@ -134,6 +134,15 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         finally:
             self._hooks.weight = before
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses a tensor under the name of one of the module's: it would be set, and the module would not use it."""
+        if isinstance(value, torch.Tensor) and isinstance(getattr(self.module, name, None), torch.Tensor):
+            raise UsageError(
+                f"{name!r} is a tensor of the module, but was set on its wrapper",
+                hint="set it on ddp.module; and give torch.func.functional_call ddp.module in place of ddp",
+            )
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> Any:
         """Refuses: what it holds belongs to this process and its group."""
         raise UsageError(

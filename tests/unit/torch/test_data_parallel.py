@@ -130,6 +130,22 @@ def test_modules_in_a_wrapper_that_is_a_part_of_another_module_learn_which_versi
     assert run_world(1, body) == [[3, 3]]
 
 
+def test_a_weight_that_would_be_set_on_the_wrapper_is_refused() -> None:
+    """As torch.func.functional_call does with names that are the module's own: the module would use its old ones."""
+
+    def body(group):
+        module = nn.Linear(6, 2)
+        ddp = DistributedDataParallel(module, group)
+        zeros = {name: torch.zeros_like(each) for name, each in ddp.named_parameters()}
+        with pytest.raises(UsageError, match=r"'weight' is a tensor of the module(.|\n)*ddp\.module"):
+            torch.func.functional_call(ddp, zeros, (batch(0),))
+        assert not torch.func.functional_call(ddp.module, zeros, (batch(0),)).any()
+        ddp.cache = torch.zeros(1)
+        assert ddp(batch(0)).equal(module(batch(0)))
+
+    run_world(1, body)
+
+
 def test_names_in_a_checkpoint_do_not_tell_that_the_module_was_wrapped() -> None:
     def body(group):
         plain = network(seed=3)
