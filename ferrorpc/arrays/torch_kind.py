@@ -97,8 +97,10 @@ def _host_array(x: Any) -> np.ndarray[Any, Any]:
     array: np.ndarray[Any, Any]
     try:
         array = x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+        if array.size and not x.data_ptr():  # within functionalize; numpy() gives whatever lies there
+            raise RuntimeError("it has no memory of its own")
     except RuntimeError as problem:
-        hint = "pass a plain torch.Tensor, outside of torch.vmap and of FakeTensorMode"
+        hint = "pass a plain torch.Tensor, outside of torch.vmap, torch.func and FakeTensorMode"
         raise UsageError(f"the elements of a {type(x).__name__} are not accessible: {problem}", hint=hint) from None
     return array
 

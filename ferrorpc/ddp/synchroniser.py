@@ -146,12 +146,10 @@ class GradientSynchronizer(Generic[Tree]):
         error.
 
         Raises:
-            UsageError: the previous step is still open, or the weight is negative or not finite.
+            UsageError: as the block begins: another step is still open, this one was used before, or the weight is negative or
+                not finite.
         """
-        if self._open is not None:
-            raise UsageError("the previous step is still open", hint="leave its `with` block first")
-        self._open = SynchronizerStep(self, self._reducer.begin(weight))
-        return self._open
+        return SynchronizerStep(self, weight)
 
     @contextmanager
     def uneven(self, follow: Callable[[Tree], Any] | None = None) -> Iterator[None]:
@@ -226,9 +224,12 @@ class GradientSynchronizer(Generic[Tree]):
 class SynchronizerStep(Generic[Tree]):
     """One step of a `GradientSynchronizer`; made by its `step()`."""
 
-    def __init__(self, owner: GradientSynchronizer[Tree], reduction: Reduction) -> None:
+    _reduction: Reduction
+    """From the beginning of the block on."""
+
+    def __init__(self, owner: GradientSynchronizer[Tree], weight: float | None) -> None:
         self._owner = owner
-        self._reduction = reduction
+        self._weight = weight
         self._placed: set[str] = set()
         self._added: set[str] = set()
         self._kinds = dict(owner._kinds)
@@ -291,7 +292,7 @@ class SynchronizerStep(Generic[Tree]):
         if name not in specs:
             raise UsageError(f"there is no gradient {name!r}", hint=f"names are {', '.join(list(specs)[:8])}")
         if self._owner._open is not self:
-            raise UsageError("this step is over", hint="begin a new one with sync.step()")
+            raise UsageError("this step is not open", hint="with sync.step() as step: ..., once for each step")
         if self._reduction.has(name):
             raise UsageError(f"gradient {name!r} was ready before in this step", hint="add() its parts, then ready()")
         return self._owner._reducer.at(name)
@@ -318,6 +319,13 @@ class SynchronizerStep(Generic[Tree]):
         return means
 
     def __enter__(self) -> SynchronizerStep[Tree]:
+        """Raises as `GradientSynchronizer.step`."""
+        if self._owner._open is not None:
+            raise UsageError("the previous step is still open", hint="leave its `with` block first")
+        if hasattr(self, "_reduction"):
+            raise UsageError("this step was used before", hint="begin a new one with sync.step()")
+        self._reduction = self._owner._reducer.begin(self._weight)
+        self._owner._open = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.errors import TensorMismatchError, UsageError
+
+Shapes: TypeAlias = "tuple[int, ...] | list[Shapes] | None"
+"""Of a value: see `shapes_of`."""
 
 
 def rows(value: Any, what: str) -> int:
@@ -124,21 +127,36 @@ def loss_weights(targets: Sequence[Any], reduction: str, weight: Callable[[Any],
     return [each / total for each in numbers]
 
 
-def check_like(grad: Any, y: Any, what: str) -> None:
-    """Raises UsageError if `grad` cannot be the gradient of y: it is not an array, or has another shape."""
-    if isinstance(grad, tuple) != isinstance(y, tuple) and grad is not None:
+def shapes_of(value: Any) -> Shapes:
+    """The shape of an array; of a tuple, a list with that of each member; None of None."""
+    if isinstance(value, tuple):
+        return [shapes_of(each) for each in value]
+    return None if value is None else tuple(getattr(value, "shape", ()))  # not by spec_of: it may require a gradient
+
+
+def check_like(grad: Any, shapes: Shapes, what: str, of: str) -> None:
+    """Raises UsageError if `grad` cannot be a gradient of these shapes. A gradient may be None.
+
+    Args:
+        what: the gradient is, and `of`: what it is of, for errors.
+    """
+    if grad is None or shapes is None:
+        return
+    if isinstance(grad, tuple) != isinstance(shapes, list):
         given, made = ("a tuple of gradients", "one array") if isinstance(grad, tuple) else ("one gradient", "a tuple")
-        raise UsageError(f"{what}: gave {given}, but y is {made}", hint="give a gradient for each array of y")
-    if isinstance(grad, tuple) and len(grad) != len(y):
-        raise UsageError(f"{what}: gave {len(grad)}, but y has {len(y)} arrays", hint="give a gradient, or None, for each")
-    for one, other in zip(grad, y, strict=True) if isinstance(grad, tuple) else [(grad, y)]:
-        if one is None or other is None:
-            continue
-        with ErrorPrefix(what):
-            shape = spec_of(one).shape
-        wanted = tuple(getattr(other, "shape", ()))  # not by spec_of: y may require a gradient
-        if shape != wanted:
-            raise UsageError(f"{what}: has shape {shape}, but y has {wanted}", hint="give one gradient for each element of y")
+        raise UsageError(f"{what}: gave {given}, but {of} is {made}", hint=f"give a gradient for each array of {of}")
+    if isinstance(shapes, list):
+        if len(grad) != len(shapes):
+            hint = "give a gradient, or None, for each"
+            raise UsageError(f"{what}: gave {len(grad)}, but {of} has {len(shapes)} arrays", hint=hint)
+        for one, shape in zip(grad, shapes, strict=True):
+            check_like(one, shape, what, of)
+        return
+    with ErrorPrefix(what):
+        shape = spec_of(grad).shape
+    if shape != shapes:
+        hint = f"give one gradient for each element of {of}"
+        raise UsageError(f"{what}: has shape {shape}, but {of} has {shapes}", hint=hint)
 
 
 def scaled(value: Any, factor: float) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeAlias
 
 from ferrorpc.errors import UsageError
-from ferrorpc.pipeline.batch import check_like, scaled
+from ferrorpc.pipeline.batch import check_like, scaled, shapes_of
 from ferrorpc.pipeline.stage import pair_of
 
 LossFunction: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
@@ -61,7 +61,7 @@ class TrainingBatch:
         loss, grad = pair_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", _LOSS)
         if grad is None and y is not None:
             raise UsageError("loss_fn returned None as the gradient of y", hint=f"return {_LOSS}")
-        check_like(grad, y, "loss_fn's gradient of y")
+        check_like(grad, shapes_of(y), "loss_fn's gradient of y", "y")
         self._grads[microbatch] = scaled(grad, weight)
         share = _weighted(loss, weight)
         self.loss = share if self.loss is None else self.loss + share

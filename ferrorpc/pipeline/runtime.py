@@ -15,7 +15,7 @@ from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
-from ferrorpc.pipeline.batch import check_like, cut, join, loss_weights, rows, split
+from ferrorpc.pipeline.batch import check_like, cut, join, loss_weights, rows, shapes_of, split
 from ferrorpc.pipeline.batch_io import BatchIO, InferenceBatch, LossFunction, TrainingBatch
 from ferrorpc.pipeline.device_lanes import open_lanes
 from ferrorpc.pipeline.exchange import NO_LANES, NO_ORDERS, Exchange
@@ -216,7 +216,7 @@ class Pipeline:
                     raise UsageError(
                         f"{what} must have the {total} rows that forward returned", hint="pass what it returned, whole"
                     )
-            check_like(grads, outputs, "grads")
+            check_like(grads, shapes_of(outputs), "grads", "y")
             batch.grads = cut(grads, self._output_rows)
         _check_on_gradients(on_gradients)
         seconds = seconds_of(timeout, self._group.timeout)

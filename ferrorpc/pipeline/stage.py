@@ -9,6 +9,7 @@ import numpy as np
 from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import NUMPY, kind_of
 from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.batch import Shapes, check_like, shapes_of
 
 
 @runtime_checkable
@@ -63,6 +64,8 @@ class Piece:
             stage.needs_grad_x = number > 0
         self._stage = stage
         self._contexts: dict[int, Any] = {}
+        self._shapes: dict[int, Shapes] = {}
+        """Of each x, which its gradient must have: another shape may fit by broadcasting, and would be wrong in silence."""
         self._weights_due: dict[int, tuple[Any, Any]] = {}
 
     @property
@@ -94,25 +97,31 @@ class Piece:
         y, context = pair_of(self._stage.forward(x), f"stage {self.number}'s forward", "(y, context)")
         if keep_context:
             self._contexts[microbatch] = context
+            if self.number > 0:  # nobody takes the gradient of what comes from the batch
+                self._shapes[microbatch] = shapes_of(x)
         return y
 
     def backward(self, microbatch: int, grad_y: Any) -> Any:
-        """Returns the gradient of x, and frees the context."""
+        """Returns the gradient of x, and frees the context. Raises UsageError if it has not the shape of x."""
         context = self._contexts.pop(microbatch)
         whole = getattr(self._stage, "backward", None)
         if whole is not None:
-            return whole(context, grad_y)
-        grad_x = self._stage.backward_input(context, grad_y)
+            return self._checked(microbatch, whole(context, grad_y))
+        grad_x = self._checked(microbatch, self._stage.backward_input(context, grad_y))
         self._stage.backward_weight(context, grad_y)
         return grad_x
 
     def backward_input(self, microbatch: int, grad_y: Any) -> Any:
-        """Returns the gradient of x. A stage whose backward is in one part does all of it now."""
+        """Returns the gradient of x. A stage whose backward is in one part does all of it now. Raises as `backward`."""
         if not self.is_split:
             return self.backward(microbatch, grad_y)
         context = self._contexts.pop(microbatch)
         self._weights_due[microbatch] = (context, grad_y)
-        return self._stage.backward_input(context, grad_y)
+        return self._checked(microbatch, self._stage.backward_input(context, grad_y))
+
+    def _checked(self, microbatch: int, grad_x: Any) -> Any:
+        check_like(grad_x, self._shapes.pop(microbatch, None), f"stage {self.number}'s gradient of x", "x")
+        return grad_x
 
     def backward_weight(self, microbatch: int) -> None:
         """Does what `backward_input` left to do, if anything, and frees the context."""
@@ -123,10 +132,12 @@ class Piece:
     def leave_out(self, microbatch: int) -> None:
         """Frees the context, instead of a backward or of its first part."""
         del self._contexts[microbatch]
+        self._shapes.pop(microbatch, None)
 
     def forget(self) -> None:
         """Frees all contexts, of microbatches that will not be finished."""
         self._contexts.clear()
+        self._shapes.clear()
         self._weights_due.clear()
 
 

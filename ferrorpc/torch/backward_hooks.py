@@ -254,13 +254,17 @@ def _hooks_of(parameter: Any) -> list[BackwardHooks]:
     return [owner for owner in owners if isinstance(owner, BackwardHooks)]
 
 
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors in any containers, and in dataclasses."""
+def _tensors(outputs: Any, around: tuple[Any, ...] = ()) -> Iterator[torch.Tensor]:
+    """The tensors in any containers, and in dataclasses, which may contain themselves.
+
+    Args:
+        around: the dataclasses that the outputs are in.
+    """
     for each in tree_leaves(outputs):
         if isinstance(each, torch.Tensor):
             yield each
-        elif is_dataclass(each) and not isinstance(each, type):
-            yield from _tensors([getattr(each, field.name, None) for field in fields(each)])
+        elif is_dataclass(each) and not isinstance(each, type) and not any(each is outer for outer in around):
+            yield from _tensors([getattr(each, field.name, None) for field in fields(each)], (*around, each))
 
 
 def _nearest_leaf(node: Any) -> Any:

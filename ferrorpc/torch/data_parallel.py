@@ -134,6 +134,15 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         finally:
             self._hooks.weight = before
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses a tensor under the name of one of the module's: it would be set, and the module would not use it."""
+        if isinstance(value, torch.Tensor) and isinstance(getattr(self.module, name, None), torch.Tensor):
+            raise UsageError(
+                f"{name!r} is a tensor of the module, but was set on its wrapper",
+                hint="set it on ddp.module; and give torch.func.functional_call ddp.module in place of ddp",
+            )
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> Any:
         """Refuses: what it holds belongs to this process and its group."""
         raise UsageError(
@@ -144,7 +153,12 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
-        return self.module.state_dict(*args, **kwargs)
+        state = self.module.state_dict(*args, **kwargs)
+        own, versions = kwargs.get("prefix", "").removesuffix("."), getattr(state, "_metadata", None)
+        if own and versions is not None:  # of a module that contains this one: torch looks for versions below the wrapper
+            mine = [name for name in versions if f"{name}.".startswith(f"{own}.")]
+            versions.update({f"{own}.module{name.removeprefix(own)}": versions[name] for name in mine})
+        return state
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads into the module. Names may begin with "module.", as in checkpoints of torch's own wrapper."""

@@ -143,7 +143,7 @@ def test_a_bucket_is_not_written_again_before_its_means_were_read(cupy: StandIn,
             first.fake.enqueue(lambda: bool(released))
             read = means["a"] * 10
         with second:
-            step = sync.step()
+            step = sync.step().__enter__()
             step.ready("a", cupy.asarray(np.full(64, 100.0)))
             for _ in range(20):
                 cupy.machine.step()

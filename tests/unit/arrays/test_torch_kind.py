@@ -68,6 +68,8 @@ def test_nested_tensors_are_refused(layout):
 def test_tensors_that_stand_for_others_are_refused():
     with pytest.raises(UsageError, match=r"not accessible.*\n.*vmap"):
         torch.vmap(lambda x: view(x).spec)(torch.ones(2, 3))
+    with pytest.raises(UsageError, match="no memory of its own"):
+        torch.func.functionalize(lambda x: view(x).spec)(torch.ones(2, 3))
     with torch._subclasses.FakeTensorMode():
         x = torch.ones(2, dtype=torch.bfloat16)
     for call in (lambda: view(x), lambda: view_out(x, TensorSpec(DType.BFLOAT16, (2,)))):

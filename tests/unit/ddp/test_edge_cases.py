@@ -57,7 +57,7 @@ def test_two_synchronisers_begun_in_different_orders_do_not_mix():
         syncs = [GradientSynchronizer({"a": np.zeros(8)}, group) for _ in range(2)]
         found = {}
         for number in (0, 1) if group.rank else (1, 0):
-            step = syncs[number].step()
+            step = syncs[number].step().__enter__()
             step.ready("a", np.full(8, 10.0 * number + group.rank))
             found[number] = step
         for step in found.values():
@@ -65,6 +65,23 @@ def test_two_synchronisers_begun_in_different_orders_do_not_mix():
         return [found[number].grads["a"][0] for number in range(2)]
 
     assert run_world(2, body, faults=FaultPlan(delay_seconds=(0.0, 0.1))) == [[0.5, 10.5]] * 2
+
+
+def test_a_step_that_was_made_and_never_entered_leaves_the_next_ones_alone():
+    """Also where only one rank made it: it is no step of that rank's."""
+
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2)}, group)
+        if group.rank == 1:
+            with pytest.raises(UsageError, match="not open"):
+                sync.step().ready("a", np.zeros(2))
+        with sync.step() as step:
+            step.ready("a", np.full(2, float(group.rank)))
+        with pytest.raises(UsageError, match="used before"), step:
+            pass
+        return step.grads["a"].tolist()
+
+    assert run_world(2, body) == [[0.5, 0.5]] * 2
 
 
 def test_accumulation_with_uneven_microbatches_travels_once():
@@ -375,7 +392,7 @@ def test_weights_that_are_zero_in_one_dtype_alone_are_an_error_on_every_rank():
     def body(group):
         sync = GradientSynchronizer({"single": np.zeros(2, np.float32), "double": np.zeros(2)}, group)
         for number in range(2):
-            step = sync.step(weight=1e-47)
+            step = sync.step(weight=1e-47).__enter__()
             for name in ("single", "double")[:: 1 if number else -1]:
                 step.ready(name, np.ones(2, np.float32 if name == "single" else np.float64))
                 group.barrier()

@@ -118,7 +118,7 @@ def test_two_synchronisers_and_the_users_own_calls_do_not_mix():
     def body(group):
         one = GradientSynchronizer({"a": np.zeros(4)}, group)
         other = GradientSynchronizer({"a": np.zeros(4)}, group)
-        first, second = one.step(), other.step()
+        first, second = one.step().__enter__(), other.step().__enter__()
         steps = [(first, 1.0), (second, 100.0)]
         if group.rank == 1:
             steps.reverse()
@@ -166,7 +166,7 @@ def test_names_are_checked():
             with pytest.raises(UsageError, match="no share"):
                 sync({"a": np.zeros(2), "b": np.zeros(2)}, weight=weight)
         assert len(group.calls) == sent
-        step = sync.step()
+        step = sync.step().__enter__()
         step.ready("a", np.zeros(2))
         with pytest.raises(UsageError, match="ready before"):
             step.ready("a", np.zeros(2))
@@ -175,9 +175,9 @@ def test_names_are_checked():
         with pytest.raises(UsageError, match="not over"):
             _ = step.grads
         with pytest.raises(UsageError, match="still open"):
-            sync.step()
+            sync.step().__enter__()
         step.__exit__(None, None, None)
-        with pytest.raises(UsageError, match="is over"):
+        with pytest.raises(UsageError, match="not open"):
             step.ready("b", np.zeros(2))
         return sync({"a": np.ones(2), "b": np.ones(2)})["a"].tolist()
 

@@ -25,7 +25,7 @@ from tests.unit.pipeline.stages import (
     one_process,
 )
 
-NAMES = ("gpipe", "1f1b", "looped_bfs", "interleaved", "zb1p", "zb1p 2", "zbv", "dualpipe_v")
+NAMES = (*schedules.NAMED, "zb1p 2")
 DELAYS = FaultPlan(delay_seconds=(0.0, 0.05))
 
 

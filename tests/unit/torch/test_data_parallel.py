@@ -120,6 +120,32 @@ def test_modules_learn_which_version_wrote_a_checkpoint_of_torchs_own_wrapper(ma
     assert run_world(1, body) == [[3]]
 
 
+@pytest.mark.parametrize("make", [lambda: Versioned(2, 2), lambda: nn.Sequential(Versioned(2, 2))])
+def test_modules_in_a_wrapper_that_is_a_part_of_another_module_learn_which_version_wrote_their_state(make) -> None:
+    def body(group):
+        outer = nn.ModuleDict({"part": DistributedDataParallel(make(), group), "partner": Versioned(1, 1)})
+        outer.load_state_dict(outer.state_dict())
+        return [part.loaded for part in outer.modules() if isinstance(part, Versioned)]
+
+    assert run_world(1, body) == [[3, 3]]
+
+
+def test_a_weight_that_would_be_set_on_the_wrapper_is_refused() -> None:
+    """As torch.func.functional_call does with names that are the module's own: the module would use its old ones."""
+
+    def body(group):
+        module = nn.Linear(6, 2)
+        ddp = DistributedDataParallel(module, group)
+        zeros = {name: torch.zeros_like(each) for name, each in ddp.named_parameters()}
+        with pytest.raises(UsageError, match=r"'weight' is a tensor of the module(.|\n)*ddp\.module"):
+            torch.func.functional_call(ddp, zeros, (batch(0),))
+        assert not torch.func.functional_call(ddp.module, zeros, (batch(0),)).any()
+        ddp.cache = torch.zeros(1)
+        assert ddp(batch(0)).equal(module(batch(0)))
+
+    run_world(1, body)
+
+
 def test_names_in_a_checkpoint_do_not_tell_that_the_module_was_wrapped() -> None:
     def body(group):
         plain = network(seed=3)

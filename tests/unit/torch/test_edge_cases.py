@@ -254,6 +254,27 @@ def test_outputs_in_a_dataclass_after_different_numbers_of_checkpoints() -> None
     check_close(results[0], reference(2, local, InDataclass))
 
 
+def test_outputs_may_contain_themselves() -> None:
+    @dataclass
+    class Node:
+        y: torch.Tensor
+        above: object = None
+
+    class Tree(nn.Linear):
+        def forward(self, x):
+            root = Node(super().forward(x))
+            root.above = [root, Node(2 * root.y, root)]
+            return root
+
+    def body(group):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Tree(6, 1), group)
+        ddp(batch(group.rank)).above[1].y.sum().backward()
+        return ddp.module.weight.grad
+
+    check_close({"g": run_world(2, body)[0]}, {"g": (batch(0) + batch(1)).sum(0, keepdim=True)})
+
+
 def test_a_portion_that_comes_too_late_is_an_error_that_says_why() -> None:
     def body(group):
         module = Checkpointed(reentrant=False)
