@@ -75,12 +75,21 @@ class DeviceFastPath:
             target = kind.address(out)
             if not target or 0 < abs(target - source) < size_bytes:
                 return GENERAL_PATH
-        dispatch = self._dispatch
-        dispatch.check_open()
-        execution = dispatch.start_at(prepared, source, target, (x, out), seconds_of(timeout, dispatch.timeout))
-        if not async_op and dispatch.ran(prepared, execution):
-            return out
-        return dispatch.finish(execution, DeviceResult(out), async_op)
+        self._dispatch.check_open()
+        return self._launch(prepared, (source, target), (x, out), seconds_of(timeout, self._dispatch.timeout), async_op)
+
+    def _launch(
+        self, prepared: PointerAllReduce, addresses: tuple[int, int], arrays: tuple[Any, Any], seconds: float, async_op: bool
+    ) -> Any:
+        dispatch, (_, out) = self._dispatch, arrays
+        try:
+            execution = dispatch.start_at(prepared, *addresses, arrays, seconds)
+            if not async_op and dispatch.ran(prepared, execution):
+                return out
+            return dispatch.finish(execution, DeviceResult(out), async_op)
+        except KeyboardInterrupt:
+            dispatch.interrupted(Operation.ALL_REDUCE.value)
+            raise
 
     def _learn(self, key: tuple[Any, ...], x: Any, op: Any) -> Known | None:
         """Prepares a call by the general path and caches it; None where the fast path does not support it."""

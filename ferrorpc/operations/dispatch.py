@@ -199,12 +199,8 @@ class Dispatch:
         host has not waited."""
         if self.telemetry is not None:
             return False
-        try:
-            if not bare.ran(execution):
-                return False
-        except KeyboardInterrupt:
-            self._interrupted(execution)
-            raise
+        if not bare.ran(execution):
+            return False
         self._note(execution.label)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -262,22 +263,25 @@ def test_one_whose_peer_never_comes_ends_in_its_deadline_and_names_it(cupy: Stan
     assert ranks.run(body) == [None] * len(ranks.groups)
 
 
-def test_who_is_interrupted_while_it_launches_ends_the_group(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(cupy, 2)
-    begin = ImmediateExecution.begin
+@pytest.mark.parametrize(("owner", "method"), [(AllReducePrepared, "start_at"), (ImmediateExecution, "begin")])
+def test_who_is_interrupted_while_it_starts_ends_the_group(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, owner: type[Any], method: str
+) -> None:
+    ranks, original, armed = Ranks(cupy, 2), getattr(owner, method), threading.Event()
 
-    def interrupted(execution: Any) -> bool:
-        if execution.context.rank == 0 and execution.label.endswith("#3"):
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        if self.context.rank == 0 and armed.is_set():
             raise KeyboardInterrupt
-        return begin(execution)
+        return original(self, *arguments)
 
-    monkeypatch.setattr(ImmediateExecution, "begin", interrupted)
+    monkeypatch.setattr(owner, method, interrupted)
 
     def body(group: ProcessGroup) -> None:
         x = cupy.asarray(numbers(group.rank))
         group.all_reduce(x)
         group.barrier()
         if group.rank == 0:
+            armed.set()
             with pytest.raises(KeyboardInterrupt):
                 group.all_reduce(x)
         else:
