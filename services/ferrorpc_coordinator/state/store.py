@@ -268,15 +268,28 @@ class Store:
         self._context.arm(("wait", waiter.number), self._context.now + wait_ms * MILLISECOND, partial(self._time_out, waiter))
 
     def _wake_waiters(self, key: str, entry: Entry) -> None:
+        readers: list[Requester] = []
         for waiter in list(self._waiting.get(key, {}).values()):
             self._remove_waiter(waiter, key)
             if waiter.missing or self._still_missing(waiter):
                 continue
             self._context.disarm(("wait", waiter.number))
-            response = store_pb2.StoreResponse(found=True)
             if waiter.wants_value:
-                response.value, response.revision = entry.value, entry.revision
-            self._context.answer(waiter.requester, response)
+                readers.append(waiter.requester)
+            else:
+                self._context.answer(waiter.requester, store_pb2.StoreResponse(found=True))
+        self._answer_readers(readers, entry)
+
+    def _answer_readers(self, readers: list[Requester], entry: Entry) -> None:
+        """Answers with a value; a large one, which is not kept for repeated requests, is in memory once for all readers."""
+        if not readers:
+            return
+        response = store_pb2.StoreResponse(found=True, value=entry.value, revision=entry.revision)
+        if len(entry.value) > self._context.limits.remembered_result_bytes:
+            self._context.answer_many([(reader, None) for reader in readers], response)
+        else:
+            for reader in readers:
+                self._context.answer(reader, response)
 
     def _still_missing(self, waiter: Waiter) -> bool:
         """Waits again for keys that were deleted while the request waited for others; returns whether any are missing."""

@@ -357,3 +357,31 @@ def test_a_change_is_held_once_for_all_watches_that_get_it() -> None:
         for name in ("a", "b")
     }
     assert seen == {"a": [(1, "k", value)], "b": [(2, "k", value), (4, "k", value)]}
+
+
+def test_a_large_value_is_held_once_for_all_that_wait_for_it() -> None:
+    world, value = World(), b"x" * 100_000
+    join(world, "a", "b")
+    waiting = {
+        name: world.ask(name, store=store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=9_000)))
+        for name in ("a", "b")
+    }
+    call = unary(world, get=store_pb2.GetOperation(key="k", wait_ms=9_000))
+    set_(world, "a", "k", value)
+    assert copies_of(world, value) == 1
+    assert all(world.clients[name].results[number].store.value == value for name, number in waiting.items())
+    assert world.replies[call].response.value == value  # type: ignore[union-attr]
+
+
+def test_the_answer_to_a_wait_for_a_small_value_is_kept_for_a_repeated_request() -> None:
+    world = World()
+    join(world, "a", "b")
+    number = world.ask("a", store=store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=9_000)))
+    set_(world, "b", "k", b"v")
+    store(world, "b", delete=store_pb2.DeleteOperation(key="k"))
+    stream = world.clients["a"].stream
+    assert stream is not None
+    del world.clients["a"].results[number]
+    again = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=9_000))
+    world.step(Received(stream, session_pb2.ClientFrame(sequence=number, store=again)))
+    assert world.clients["a"].results[number].store.value == b"v"
