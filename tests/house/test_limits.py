@@ -36,6 +36,7 @@ ROWS = (
     ("members that have gone, whose names and last ranks a job still knows", f"{LIMITS.gone_members:,}"),
     ("unanswered requests of a session", f"{LIMITS.requests:,}"),
     ("watches of a job; changes a watch can look back on", f"{LIMITS.watches:,}; {LIMITS.history_events:,}"),
+    ("keys for which requests of a job wait, counted once for each request", f"{LIMITS.waited_keys:,}"),
     ("open named barriers of a job", f"{LIMITS.open_barriers:,}"),
     (
         "a message a coordinator, a worker receives",

@@ -22,6 +22,8 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 RANKS_PER_LEADER: Final = 128
 ID_BYTES: Final = 128
 COMMUNICATORS_MAX: Final = 1_024
+FAILURE_CHARACTERS_MAX: Final = 4_096
+"""A leader's reason for having no id is kept for each communicator until the generation is over."""
 
 
 class Key(NamedTuple):
@@ -113,10 +115,9 @@ class NcclIdRelay:
         if rank not in leaders:
             raise UsageError(f"rank {rank} offered ids of communicator {key.communicator!r}, whose leaders are {list(leaders)}")
         if request.failure:
-            error = NcclError(
-                f"rank {rank} could not create an id for communicator {key.communicator!r} #{key.attempt}: {request.failure}",
-                rank=rank,
-            )
+            why = request.failure[:FAILURE_CHARACTERS_MAX]
+            text = f"rank {rank} could not create an id for communicator {key.communicator!r} #{key.attempt}: {why}"
+            error = NcclError(text, rank=rank)
             self._finish(key, exchange, detail_of(error))
             return
         ids = list(request.unique_ids)

@@ -42,6 +42,8 @@ class Limits:
     watches: int = 1_000
     requests: int = 1_024
     """Unanswered requests of one session."""
+    waited_keys: int = 1_000_000
+    """Keys for which the requests of a job wait; a key counts once for each request."""
     open_barriers: int = 4_096
     history_events: int = 4_096
     """Changes of the store that a new watch can be sent."""

@@ -54,6 +54,8 @@ class Store:
         self.write_results = WriteResults(context)
         self.watches = Watches(context)
         self._waiting: dict[str, dict[int, Waiter]] = {}
+        self._waited_keys = 0
+        """The number of missing keys of all waiters together."""
         self._numbers = 0
         self._operations: dict[str, Callable[[Requester, Any], store_pb2.StoreResponse | None]] = {
             "set": self._set,
@@ -260,30 +262,48 @@ class Store:
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def _add_waiter(self, requester: Requester, keys: tuple[str, ...], wait_ms: int, wants_value: bool) -> None:
-        self._numbers += 1
         missing = {key for key in keys if self.keyspace.get(key) is None}
+        what, most = f"keys for which requests of job {self._context.job} wait", self._context.limits.waited_keys
+        require(what, self._waited_keys + len(missing), "waited_keys", most)
+        self._numbers += 1
         waiter = Waiter(self._numbers, requester, keys, missing, self._context.now, wants_value)
-        for key in missing:
-            self._waiting.setdefault(key, {})[waiter.number] = waiter
+        self._wait_for_missing(waiter)
         self._context.arm(("wait", waiter.number), self._context.now + wait_ms * MILLISECOND, partial(self._time_out, waiter))
 
     def _wake_waiters(self, key: str, entry: Entry) -> None:
+        readers: list[Requester] = []
         for waiter in list(self._waiting.get(key, {}).values()):
             self._remove_waiter(waiter, key)
             if waiter.missing or self._still_missing(waiter):
                 continue
             self._context.disarm(("wait", waiter.number))
-            response = store_pb2.StoreResponse(found=True)
             if waiter.wants_value:
-                response.value, response.revision = entry.value, entry.revision
-            self._context.answer(waiter.requester, response)
+                readers.append(waiter.requester)
+            else:
+                self._context.answer(waiter.requester, store_pb2.StoreResponse(found=True))
+        self._answer_readers(readers, entry)
+
+    def _answer_readers(self, readers: list[Requester], entry: Entry) -> None:
+        """Answers with a value; a large one, which is not kept for repeated requests, is in memory once for all readers."""
+        if not readers:
+            return
+        response = store_pb2.StoreResponse(found=True, value=entry.value, revision=entry.revision)
+        if len(entry.value) > self._context.limits.remembered_result_bytes:
+            self._context.answer_many([(reader, None) for reader in readers], response)
+        else:
+            for reader in readers:
+                self._context.answer(reader, response)
 
     def _still_missing(self, waiter: Waiter) -> bool:
         """Waits again for keys that were deleted while the request waited for others; returns whether any are missing."""
         waiter.missing.update(key for key in waiter.keys if self.keyspace.get(key) is None)
+        self._wait_for_missing(waiter)
+        return bool(waiter.missing)
+
+    def _wait_for_missing(self, waiter: Waiter) -> None:
+        self._waited_keys += len(waiter.missing)
         for key in waiter.missing:
             self._waiting.setdefault(key, {})[waiter.number] = waiter
-        return bool(waiter.missing)
 
     def _time_out(self, waiter: Waiter) -> None:
         missing = sorted(waiter.missing)
@@ -300,6 +320,7 @@ class Store:
 
     def _remove_waiter(self, waiter: Waiter, key: str) -> None:
         waiter.missing.discard(key)
+        self._waited_keys -= 1
         waiting = self._waiting[key]
         del waiting[waiter.number]
         if not waiting:

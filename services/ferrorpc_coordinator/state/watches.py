@@ -52,10 +52,10 @@ class Watches:
         """Sends a new watch the changes since `from_revision`, or `compacted` if they are no longer known."""
         watch = self._watches[number]
         if from_revision < self._complete_since:
-            self._send(watch, store_pb2.StoreEvent(compacted=True, revision=self._complete_since))
+            self._send([watch], store_pb2.StoreEvent(compacted=True, revision=self._complete_since))
         for event in self._history:
             if event.revision >= from_revision and event.key.startswith(watch.prefix):
-                self._send(watch, event)
+                self._send([watch], event)
 
     def begin_after(self, revision: int) -> None:
         """Marks all changes up to this revision as unknown, after a restart."""
@@ -84,12 +84,17 @@ class Watches:
             oldest = self._history.popleft()
             self._history_bytes -= len(oldest.key) + len(oldest.value)
             self._complete_since = oldest.revision + 1
-        for watch in self._watches.values():
-            if key.startswith(watch.prefix):
-                self._send(watch, event)
+        self._send([watch for watch in self._watches.values() if key.startswith(watch.prefix)], event)
 
-    def _send(self, watch: Watch, event: store_pb2.StoreEvent) -> None:
-        if watch.member.stream == watch.stream:
-            copy = session_pb2.Event(store=event)
-            copy.store.watch_id = watch.number
-            self._context.push([watch.member], copy)
+    def _send(self, watches: list[Watch], event: store_pb2.StoreEvent) -> None:
+        """Sends these watches an event, whose value is in memory once for all of them."""
+        recipients = [(watch.stream, _numbered(watch.number)) for watch in watches if watch.member.stream == watch.stream]
+        if recipients:
+            frame = session_pb2.ServerFrame(event=session_pb2.Event(store=event))
+            self._context.shared.effects.send_many(self._context, frame, recipients)
+
+
+def _numbered(number: int) -> bytes:
+    """What makes a frame with an event one for the watch of this number (see SendMany)."""
+    event = session_pb2.Event(store=store_pb2.StoreEvent(watch_id=number))
+    return session_pb2.ServerFrame(event=event).SerializeToString()

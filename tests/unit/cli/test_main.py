@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,17 @@ def test_help_shows_every_command_and_loads_neither_grpc_nor_numpy():
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     for name in COMMANDS:
         assert f"\n  {name} " in result.stdout
+
+
+def test_an_interrupt_while_the_program_is_imported_ends_it_without_a_traceback(tmp_path):
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit(7)\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "ferrorpc", "version"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+    ignoring = f"trap '' INT; exec {sys.executable} -m ferrorpc version"  # as under nohup
+    ended = subprocess.run(["sh", "-c", ignoring], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 7
 
 
 def test_the_package_is_the_command_where_no_script_is_on_the_path():

@@ -131,6 +131,28 @@ def test_too_many_watches() -> None:
     assert result.store.watch_id == 2
 
 
+def test_too_many_keys_that_are_waited_for() -> None:
+    world = limited(waited_keys=5)
+    join(world, "b")
+
+    def wait(name: str, *keys: str) -> int:
+        return world.ask(name, store=store_pb2.StoreRequest(wait=store_pb2.WaitOperation(keys=keys, wait_ms=9_000)))
+
+    first = wait("a", "k", "l", "m")
+    wait("b", "k", "l", "n")
+    assert limit_of(error(world, "b")) == "waited_keys"
+    second = wait("b", "k", "l")
+    for key in ("k", "l", "m"):
+        set_(world, "a", key, b"")
+    assert world.clients["a"].results[first].store.found
+    assert world.clients["b"].results[second].store.found
+    later = wait("b", "v", "w", "x", "y", "z")  # none of the former are counted any more
+    assert later in world.clients["b"].pending
+    world.tick(10 * SECOND)
+    assert error(world, "b").code == ErrorCode.STORE_TIMEOUT
+    assert wait("a", "v", "w", "x", "y", "z") in world.clients["a"].pending
+
+
 def test_too_many_open_barriers() -> None:
     world = limited(open_barriers=1)
     arrive(world, "a", "x", generation=0, count=2)

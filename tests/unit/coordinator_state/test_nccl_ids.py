@@ -90,3 +90,15 @@ def test_one_leader_may_offer_the_ids_of_all(monkeypatch: pytest.MonkeyPatch) ->
         number = world.ask(name, comm_bootstrap={"generation": 1, "communicator": "each", "unique_ids": [unique_id]})
         assert (number in world.clients[name].results) == (name == "a")
     assert list(world.clients["a"].results[number].comm_bootstrap.unique_ids) == ids
+
+
+def test_the_reason_for_which_a_leader_has_no_id_is_kept_shortened() -> None:
+    """It is kept until the generation ends, for each of many communicators."""
+    world = World()
+    join(world, "a")
+    request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", failure="no socket: " + "x" * 200_000)
+    world.ask("a", comm_bootstrap=request)
+    detail = error(world, "a")
+    assert detail.code == ErrorCode.NCCL
+    assert "rank 0 could not create an id for communicator 'world' #0: no socket: xxx" in detail.message
+    assert detail.ByteSize() < 5_000

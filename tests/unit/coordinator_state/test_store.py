@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ferrorpc_coordinator.state.effects import Send, SendMany
 from ferrorpc_coordinator.state.events import Called, Cancelled, Received
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
@@ -334,3 +335,53 @@ def test_a_retried_write_is_answered_though_the_disk_is_full_now(restarted: bool
     increment = store_pb2.StoreRequest(request_id=1, add=store_pb2.AddOperation(key="n", amount=1))
     world.step(Received(client.stream or 0, session_pb2.ClientFrame(sequence=1, store=increment), full=True))
     assert client.results[1].store.number == 1
+
+
+def copies_of(world: World, value: bytes) -> int:
+    """How many frames of the last step contain this value."""
+    frames = [effect.frame for effect in world.effects if isinstance(effect, Send | SendMany)]
+    return sum(value in (frame.event.store.value, frame.result.store.value) for frame in frames)
+
+
+def test_a_change_is_held_once_for_all_watches_that_get_it() -> None:
+    """A value may have 1 MiB, and a job a thousand watches."""
+    world, value = World(), b"x" * 100_000
+    join(world, "a", "b")
+    store(world, "a", watch=store_pb2.WatchOperation(prefix=""))
+    for prefix in ("k", "other", "k"):
+        store(world, "b", watch=store_pb2.WatchOperation(prefix=prefix))
+    set_(world, "a", "k", value)
+    assert copies_of(world, value) == 1
+    seen = {
+        name: [(event.store.watch_id, event.store.key, event.store.value) for event in world.clients[name].events]
+        for name in ("a", "b")
+    }
+    assert seen == {"a": [(1, "k", value)], "b": [(2, "k", value), (4, "k", value)]}
+
+
+def test_a_large_value_is_held_once_for_all_that_wait_for_it() -> None:
+    world, value = World(), b"x" * 100_000
+    join(world, "a", "b")
+    waiting = {
+        name: world.ask(name, store=store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=9_000)))
+        for name in ("a", "b")
+    }
+    call = unary(world, get=store_pb2.GetOperation(key="k", wait_ms=9_000))
+    set_(world, "a", "k", value)
+    assert copies_of(world, value) == 1
+    assert all(world.clients[name].results[number].store.value == value for name, number in waiting.items())
+    assert world.replies[call].response.value == value  # type: ignore[union-attr]
+
+
+def test_the_answer_to_a_wait_for_a_small_value_is_kept_for_a_repeated_request() -> None:
+    world = World()
+    join(world, "a", "b")
+    number = world.ask("a", store=store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=9_000)))
+    set_(world, "b", "k", b"v")
+    store(world, "b", delete=store_pb2.DeleteOperation(key="k"))
+    stream = world.clients["a"].stream
+    assert stream is not None
+    del world.clients["a"].results[number]
+    again = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=9_000))
+    world.step(Received(stream, session_pb2.ClientFrame(sequence=number, store=again)))
+    assert world.clients["a"].results[number].store.value == b"v"
