@@ -268,9 +268,11 @@ class ProcessGroup(Collectives):
         session = self._backend.session
         if reason and session is not None:
             session.leave(reason)
-        self._backend.close()
-        if session is not None:
-            session.leave(reason)
+        try:
+            self._backend.close()
+        finally:  # also when it is interrupted, or this process would stay a member that nobody can close any more
+            if session is not None:
+                session.leave(reason)
 
     def __enter__(self) -> Self:
         self._block = None  # this group has its own block
