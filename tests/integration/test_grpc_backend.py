@@ -15,7 +15,7 @@ from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.coordination.base import Membership
 from ferrorpc.coordination.local import LocalSession, LocalWorld
-from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, PeerLostError
+from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, PeerLostError, RendezvousTimeoutError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard
 from ferrorpc.testing import run_groups
@@ -260,6 +260,25 @@ def test_what_was_sent_before_a_close_arrives_though_its_stream_opens_long_after
             np.testing.assert_array_equal(group.recv(0), np.ones(3))
 
     with GrpcWorld(2) as world, slow_link(world.servers[1].address, bytes_per_second=100) as link:
+        _lead_through(link, world.backends[0], 1)
+        run_groups([ProcessGroup(backend) for backend in world.backends], body)
+
+
+def test_a_reform_that_may_take_a_second_does_not_wait_for_a_slow_link_beyond_that() -> None:
+    over = threading.Event()
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            assert over.wait(SECONDS)
+            return
+        group.send(np.ones(1 << 20, np.float32), 1)
+        began = group.session.clock.now()
+        with pytest.raises(RendezvousTimeoutError):
+            group.reform(1.0)
+        assert group.session.clock.now() - began < 6.0
+        over.set()
+
+    with GrpcWorld(2) as world, slow_link(world.servers[1].address, bytes_per_second=400_000) as link:
         _lead_through(link, world.backends[0], 1)
         run_groups([ProcessGroup(backend) for backend in world.backends], body)
 
