@@ -245,7 +245,9 @@ class ProcessGroup(Collectives):
         return following
 
     def close(self) -> None:
-        """Refuses new operations, finishes those in flight, and leaves the job. Idempotent.
+        """Refuses new operations, gives those in flight 0.4 s, and leaves the job. Idempotent.
+
+        Wait for a Work first where a peer still needs it: an operation that takes longer than those 0.4 s is abandoned.
 
         It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
         20 s, and as long as the GPU needs for results that calls have returned. A rank that closes first fails only operations
