@@ -245,7 +245,9 @@ class ProcessGroup(Collectives):
         return following
 
     def close(self) -> None:
-        """Refuses new operations, finishes those in flight, and leaves the job. Idempotent.
+        """Refuses new operations, gives those in flight 0.4 s, and leaves the job. Idempotent.
+
+        Wait for a Work first where a peer still needs it: an operation that takes longer than those 0.4 s is abandoned.
 
         It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
         20 s, and as long as the GPU needs for results that calls have returned. A rank that closes first fails only operations
@@ -268,9 +270,11 @@ class ProcessGroup(Collectives):
         session = self._backend.session
         if reason and session is not None:
             session.leave(reason)
-        self._backend.close()
-        if session is not None:
-            session.leave(reason)
+        try:
+            self._backend.close()
+        finally:  # also when it is interrupted, or this process would stay a member that nobody can close any more
+            if session is not None:
+                session.leave(reason)
 
     def __enter__(self) -> Self:
         self._block = None  # this group has its own block

@@ -72,7 +72,7 @@ class GrpcBackend(MessageBackend):
 
     def renew(self, timeout: float) -> GrpcBackend:
         """Closes this generation's streams, takes part in the next one and opens its, on the same server."""
-        self.transport.close(CLOSE_SECONDS)
+        self.transport.close(min(CLOSE_SECONDS, timeout))
         self._own_session.rejoin(timeout)
         return GrpcBackend(self._own_session, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
 

@@ -15,7 +15,7 @@ from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.coordination.base import Membership
 from ferrorpc.coordination.local import LocalSession, LocalWorld
-from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, PeerLostError
+from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, PeerLostError, RendezvousTimeoutError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard
 from ferrorpc.testing import run_groups
@@ -23,7 +23,7 @@ from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.token import Token
-from tests.integration.slow_link import slow_link
+from tests.integration.slow_link import SlowLink, slow_link
 
 SECONDS = 30.0
 
@@ -246,8 +246,46 @@ def test_what_was_sent_before_a_close_arrives_though_the_link_is_slow() -> None:
             np.testing.assert_array_equal(group.recv(0), x)
 
     with GrpcWorld(2) as world, slow_link(world.servers[1].address, bytes_per_second=3_000_000) as link:
-        transport = world.backends[0].transport
-        peers = list(transport.assignment.peers)
-        peers[1] = dataclasses.replace(peers[1], address=link.address)
-        transport.assignment = dataclasses.replace(transport.assignment, peers=tuple(peers))
+        _lead_through(link, world.backends[0], 1)
         run_groups([ProcessGroup(backend) for backend in world.backends], body)
+
+
+def test_what_was_sent_before_a_close_arrives_though_its_stream_opens_long_after_the_receiver_asked_for_it() -> None:
+    """What the receiver asks reaches the closing rank at once, and is no reason to tell it that the rank has left."""
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.send(np.ones(3), 1)
+        else:
+            np.testing.assert_array_equal(group.recv(0), np.ones(3))
+
+    with GrpcWorld(2) as world, slow_link(world.servers[1].address, bytes_per_second=100) as link:
+        _lead_through(link, world.backends[0], 1)
+        run_groups([ProcessGroup(backend) for backend in world.backends], body)
+
+
+def test_a_reform_that_may_take_a_second_does_not_wait_for_a_slow_link_beyond_that() -> None:
+    over = threading.Event()
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            assert over.wait(SECONDS)
+            return
+        group.send(np.ones(1 << 20, np.float32), 1)
+        began = group.session.clock.now()
+        with pytest.raises(RendezvousTimeoutError):
+            group.reform(1.0)
+        assert group.session.clock.now() - began < 6.0
+        over.set()
+
+    with GrpcWorld(2) as world, slow_link(world.servers[1].address, bytes_per_second=400_000) as link:
+        _lead_through(link, world.backends[0], 1)
+        run_groups([ProcessGroup(backend) for backend in world.backends], body)
+
+
+def _lead_through(link: SlowLink, backend: Backend, peer: int) -> None:
+    """What a rank sends to a peer takes this link."""
+    transport = backend.transport
+    peers = list(transport.assignment.peers)
+    peers[peer] = dataclasses.replace(peers[peer], address=link.address)
+    transport.assignment = dataclasses.replace(transport.assignment, peers=tuple(peers))

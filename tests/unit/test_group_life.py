@@ -24,6 +24,7 @@ from ferrorpc import (
     TensorMismatchError,
     UsageError,
 )
+from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.testing import FaultPlan, run_world
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import POINT_TO_POINT, Header, Key
@@ -318,6 +319,21 @@ def test_close_finishes_own_work_refuses_more_and_is_quick() -> None:
         return group.broadcast(root=0).tolist()
 
     assert run_world(2, body, faults=SLOW) == [None, [0, 1, 2]]
+
+
+def test_who_interrupts_a_close_has_left_the_job_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peers of a notebook that goes on would take it for a member."""
+
+    def interrupted(backend: SimulatedBackend) -> None:
+        raise KeyboardInterrupt
+
+    def body(group: ProcessGroup) -> bool:
+        with pytest.raises(KeyboardInterrupt):
+            group.close()
+        return group.session.left
+
+    monkeypatch.setattr(SimulatedBackend, "close", interrupted)
+    assert run_world(1, body) == [True]
 
 
 def test_a_work_whose_group_broke_raises_the_first_cause_and_wait_repeats_it() -> None:

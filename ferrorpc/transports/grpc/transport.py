@@ -86,6 +86,9 @@ class GrpcTransport(Transport):
         """How many of each peer's streams have ended."""
         self._lost: set[int] = set()
         self._closing = False
+        """Nothing is sent any more."""
+        self._deaf = False
+        """Senders are told goodbye: only once peers have read what was sent, or they would not wait for it any longer."""
         server.register(self)
 
     # -- what the collectives call -------------------------------------------------------------------------------------
@@ -132,7 +135,7 @@ class GrpcTransport(Transport):
             if self._closing:
                 return
             self._closing = True
-            lanes, incoming = list(self._lanes.values()), list(self._incoming.values())
+            lanes = list(self._lanes.values())
         broken = self._latch.cause is not None
         deadline = self._clock.now() + (min(timeout, BROKEN_CLOSE_SECONDS) if broken else timeout)
         lanes_to = Counter(lane.peer for lane in lanes)
@@ -141,6 +144,9 @@ class GrpcTransport(Transport):
         if not broken:
             self._wait_for_readers(lanes, deadline - min(ANSWER_SECONDS, timeout / 2))
             deadline = min(deadline, self._clock.now() + ANSWER_SECONDS)
+        with self._lock:
+            self._deaf = True
+            incoming = list(self._incoming.values())
         for stream in incoming:
             stream.finish()
         ends: list[Lane | IncomingStream] = [*lanes, *incoming]
@@ -173,7 +179,7 @@ class GrpcTransport(Transport):
         """Runs stream `lane` from `source` until it ends; the caller's thread writes what goes back."""
         stream = IncomingStream(source, requests, self)
         with self._lock:
-            refused = GOODBYE if self._closing else self._refuse(source, lane)
+            refused = GOODBYE if self._deaf else self._refuse(source, lane)
             if refused is None:
                 before = self._incoming.get((source, lane))
                 self._incoming[source, lane] = stream
