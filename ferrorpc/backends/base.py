@@ -183,7 +183,7 @@ class Backend(ABC):
     def retire(self, last: int) -> None:
         """Called before a subgroup is closed: this rank begins nothing of it in program order after number `last`.
 
-        A backend that can tells the peers that wait for this rank in a later operation.
+        Backends that can do so tell the peers that wait for this rank in a later operation.
         """
         return
 
