@@ -33,11 +33,12 @@ RUNS: Final[Mapping[str, tuple[float, Sequence[str]]]] = {
     "overhead": (60, ("benchmarks.gpu.one_rank", "--only", "overhead")),
     "absent_peer": (60, ("benchmarks.gpu.one_rank", "--only", "absent_peer")),
     "shared_gpu": (150, (*_PAIR, "-m", "benchmarks.gpu.shared_gpu")),
+    "shared_gpu_mps": (90, ("benchmarks.gpu.with_mps", *_PAIR, "-m", "benchmarks.gpu.shared_gpu")),
     "copies": (60, ("benchmarks.gpu.copies",)),
     "staged_all_reduce": (90, (*_PAIR, "-m", "benchmarks.gpu.staged_all_reduce")),
     "killed_peer": (150, ("benchmarks.gpu.killed_peer",)),
     "values": (60, ("benchmarks.gpu.one_rank", "--only", "values")),
-    "tests": (180, ("pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "--timeout", "60", "tests/gpu")),
+    "tests": (180, ("pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "-p", "no:benchmark", "--timeout", "60", "tests/gpu")),
     "buckets": (60, ("benchmarks.gpu.buckets",)),
     "staged_all_reduce_shared_memory": (
         90,

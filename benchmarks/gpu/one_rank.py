@@ -40,7 +40,7 @@ from ferrorpc.testing.reference import every_dtype, operators, values
 
 OVERHEAD_SECONDS_MAX = 15e-6
 ABORT_SECONDS_MAX = 5.0
-CALLS = 300
+CALLS = 3000
 PARTS = ("overhead", "values", "absent_peer", "torch")
 INIT_MARGIN_SECONDS = 10.0
 """What an initialisation may take beyond its attempts: to tell who did not come, and to abort."""
@@ -82,21 +82,26 @@ def check_values(cupy: Any, group: ProcessGroup, backend: NcclBackend) -> int:
 
 
 def host_seconds(call: Callable[[], object], settle: Callable[[], object], calls: int) -> float:
-    """The median host time of a call. Synchronizes now and then, so that the GPU is never far behind."""
+    """The median host time of a call, after a tenth as many to warm up. Synchronizes now and then, so that the GPU is never far
+    behind."""
     times = []
-    for number in range(calls):
+    for number in range(-calls // 10, calls):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
         if number % 16 == 0:
             settle()
     settle()
-    return statistics.median(times)
+    return statistics.median(times[calls // 10 :])
 
 
 def overhead(cupy: Any, backend: NcclBackend, calls: int) -> dict[str, float]:
-    """Host time of a bare NCCL all_reduce, of the raw form, and of an asynchronous all_reduce of the group."""
+    """Host time of a bare NCCL all_reduce, of the raw form, and of a blocking and an asynchronous all_reduce of the group.
+
+    A blocking call returns a copy where the group has one rank; here it takes the way that it takes in larger groups.
+    """
     group = ProcessGroup(backend)
+    group._device_fast_path.is_alone = False
     x = cupy.asarray(np.ones(1024, np.float32))
     launch_queue, pointer = backend.context.launch_queue(0), x.data.ptr
 
@@ -110,6 +115,7 @@ def overhead(cupy: Any, backend: NcclBackend, calls: int) -> dict[str, float]:
     return {
         "bare NCCL call": host_seconds(bare, settle, calls),
         "all_reduce_raw": host_seconds(lambda: backend.all_reduce_raw(pointer, pointer, 1024, "float32"), settle, calls),
+        "all_reduce": host_seconds(lambda: group.all_reduce(x, out=x), settle, calls),
         "all_reduce, asynchronous": host_seconds(lambda: group.all_reduce(x, out=x, async_op=True), settle, calls),
     }
 
@@ -187,9 +193,9 @@ def main() -> None:
         if {"overhead", "torch"} & set(only):
             shown = overhead(device.cupy, backend, CALLS)
             bare = shown["bare NCCL call"]
-            words = f"a call takes at most {OVERHEAD_SECONDS_MAX * 1e6:g} us more than bare"
+            words = f"takes at most {OVERHEAD_SECONDS_MAX * 1e6:g} us more than bare"
             if "overhead" in only:
-                targets[words] = max(shown.values()) - bare <= OVERHEAD_SECONDS_MAX
+                targets |= {f"{name} {words}": each - bare <= OVERHEAD_SECONDS_MAX for name, each in shown.items()}
             if "torch" in only and torch_sees_gpus():
                 shown |= of_torch(group, CALLS)
             note(path, "one_rank, seconds", shown)

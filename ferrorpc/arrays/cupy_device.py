@@ -51,6 +51,7 @@ _RELAXED: Final = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: the thread's queries and allocations leave its own captures alone, too."""
 EVENTS_LOOKED_AT: Final = 8
 """How many events that are in use are looked at before a new one is made."""
+_LOOKS: Final = range(EVENTS_LOOKED_AT)
 _AS_IT_IS: Final = nullcontext()
 _MODULES: Final = sys.modules
 
@@ -109,23 +110,25 @@ class CupyStream:
 
     def record(self) -> Event:
         """As `Stream.record`."""
-        event = self._device.event()
-        if self.pointer > _SHARED_NUMBERS:
-            self._device.runtime.eventRecord(event.number, self.pointer)
+        device = self._device
+        event = device.event()
+        if self.pointer > _SHARED_NUMBERS or device.is_current():
+            device.runtime.eventRecord(event.number, self.pointer)
         else:
-            with self._device.here():
-                self._device.runtime.eventRecord(event.number, self.pointer)
+            with device.here():
+                device.runtime.eventRecord(event.number, self.pointer)
         return event
 
     def wait(self, event: Event) -> None:
         """As `Stream.wait`."""
         if not isinstance(event, CupyEvent):
             raise AssertionError(f"{event!r} is no event of CuPy's")
-        if self.pointer > _SHARED_NUMBERS:
-            self._device.runtime.streamWaitEvent(self.pointer, event.number)
+        device = self._device
+        if self.pointer > _SHARED_NUMBERS or device.is_current():
+            device.runtime.streamWaitEvent(self.pointer, event.number)
         else:
-            with self._device.here():
-                self._device.runtime.streamWaitEvent(self.pointer, event.number)
+            with device.here():
+                device.runtime.streamWaitEvent(self.pointer, event.number)
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
@@ -146,7 +149,7 @@ def _spare(things: deque[T], alone: int) -> T | None:
     Args:
         alone: the reference count of a thing to which nobody else refers.
     """
-    for _ in range(min(EVENTS_LOOKED_AT, len(things))):
+    for _ in _LOOKS if things else ():
         found = things.popleft()
         things.append(found)
         if sys.getrefcount(found) == alone:
@@ -196,7 +199,7 @@ class CupyDevice:
 
     def _as_current_device(self) -> Any:
         """As `here`, whatever the streams are. A thread that has used no GPU stays on this one."""
-        if self._current_index() == self.index:
+        if self.is_current():
             return _AS_IT_IS
         if self.cupy.cuda.driver.ctxGetCurrent():
             return self.cupy.cuda.Device(self.index)
@@ -259,9 +262,13 @@ class CupyDevice:
         """How many GPUs this process sees."""
         return int(self.runtime.getDeviceCount())
 
+    def is_current(self) -> bool:
+        """Whether it is the calling thread's current device."""
+        return bool(self._current_index() == self.index)
+
     def make_current(self) -> None:
         """As `Device.make_current`. Where it is the current one already, the program may still choose another."""
-        if self._current_index() != self.index:
+        if not self.is_current():
             self.cupy.cuda.Device(self.index).use()
 
     def enter_own_thread(self) -> None:
@@ -308,7 +315,8 @@ class CupyDevice:
                 "the current stream is CUDA's per-thread default stream, which other threads cannot wait for",
                 hint="leave CUPY_CUDA_PER_THREAD_DEFAULT_STREAM away, or work in a cupy.cuda.Stream(non_blocking=True)",
             )
-        self.check_not_captured(stream, "current")
+        if stream.pointer > _NULL_NUMBERS:
+            self.check_not_captured(stream, "current")
         return stream
 
     def check_not_captured(self, stream: Stream, which: str) -> None:

@@ -44,11 +44,14 @@ class DeviceFastPath:
 
     Args:
         dispatch: the general path.
+
+    Attributes:
+        is_alone: the group has one rank, whose blocking calls take the general path: they copy.
     """
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
-        self._is_alone = dispatch.backend.size == 1
+        self.is_alone = dispatch.backend.size == 1
         self._known: dict[tuple[Any, ...], Known | None] = {}
 
     def all_reduce(self, x: Any, op: Any, out: Any, async_op: bool, timeout: float | None) -> Any:
@@ -60,7 +63,7 @@ class DeviceFastPath:
             return GENERAL_PATH
         if known is UNKNOWN:
             known = self._learn(key, x, op)
-        if known is None or (self._is_alone and not async_op):
+        if known is None or (self.is_alone and not async_op):
             return GENERAL_PATH
         kind, dtype, size_bytes, prepared = known
         source = target = kind.address(x)

@@ -22,6 +22,7 @@ from benchmarks.gpu import (
     shared_gpu,
     staged_all_reduce,
     timing,
+    with_mps,
 )
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends.nccl.api import Features
@@ -184,3 +185,29 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(SystemExit, match=r"needs a GPU: .*CuPy.*; try: pip install"):
         everything.main([])
+
+
+def test_a_module_runs_between_the_start_and_the_end_of_the_mps_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = tmp_path / "told"
+    control = tmp_path / with_mps.CONTROL
+    control.write_text(f'#!/bin/sh\necho "$@" "$([ -n "$1" ] || cat)" "$CUDA_MPS_PIPE_DIRECTORY" >> {told}\n')
+    control.chmod(0o755)
+    (tmp_path / "module_with_a_code.py").write_text(
+        "import os, sys\nprint(os.environ['CUDA_MPS_PIPE_DIRECTORY'], sys.argv[1:])\nsys.exit(3)"
+    )
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["with_mps", "module_with_a_code", "-n", "2"])
+    assert with_mps.main() == 3
+    folder, arguments = capfd.readouterr().out.split(maxsplit=1)
+    assert arguments.strip() == "['-n', '2']"
+    assert [line.split() for line in told.read_text().splitlines()] == [["-d", folder], ["quit", folder]]
+
+
+def test_without_the_mps_daemon_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["with_mps", "this"])
+    with pytest.raises(SystemExit, match=f"needs {with_mps.CONTROL}"):
+        with_mps.main()

@@ -23,7 +23,7 @@ class CudaIpcBackend(DeviceBackend):
     Args:
         lanes: the same ranks' backend for host memory, which all of them must share; closed with this one.
         device: this rank's GPU, which may be that of other ranks.
-        slot_bytes: how much of an array is passed at a time; a group takes a little more than twice that of each GPU.
+        slot_bytes: how much of an array is passed at a time; a group takes two and a half times that of each GPU.
         process: names this process; only tests give another name.
 
     The others as in `DeviceBackend`.
