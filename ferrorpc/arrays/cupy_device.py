@@ -47,6 +47,8 @@ _NULL_NUMBERS: Final = 1
 _SHARED_NUMBERS: Final = 2
 """Up to this number streams are special: the null stream of every GPU, and the per-thread default stream."""
 _DRIVER: Final = "libcuda.so.1"
+_MPS_ENABLED: Final = 133
+"""cudaDevAttrMpsEnabled."""
 _RELAXED: Final = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: the thread's queries and allocations leave its own captures alone, too."""
 EVENTS_LOOKED_AT: Final = 8
@@ -261,6 +263,14 @@ class CupyDevice:
     def count(self) -> int:
         """How many GPUs this process sees."""
         return int(self.runtime.getDeviceCount())
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether processes that use it run one after the other, because MPS is off. False where CUDA does not tell."""
+        try:
+            return not self.runtime.deviceGetAttribute(_MPS_ENABLED, self.index)
+        except self.runtime.CUDARuntimeError:
+            return False
 
     def is_current(self) -> bool:
         """Whether it is the calling thread's current device."""

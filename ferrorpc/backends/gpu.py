@@ -134,7 +134,21 @@ def make_cuda_ipc(lanes: MessageBackend, asked: int | None, local_rank: int | No
 
     device = device_for(asked, local_rank)
     device.make_current()
-    return CudaIpcBackend(lanes, device)
+    backend = CudaIpcBackend(lanes, device)
+    if device.takes_turns and lanes.session is not None:
+        ranks = ranks_on(device.uuid, lanes.session.membership.assignment.peers)
+        if len(ranks) > 1 and ranks[0] == lanes.rank:
+            _log.warning(
+                "ranks %s take turns on one GPU, which costs 0.15 ms a turn and more; NVIDIA's MPS lets them use it at once: "
+                "run `nvidia-cuda-mps-control -d` on the host before the job",
+                ", ".join(map(str, ranks)),
+            )
+    return backend
+
+
+def ranks_on(uuid: str, peers: Sequence[Peer]) -> list[int]:
+    """The ranks whose GPU is the one with that UUID."""
+    return [peer.rank for peer in peers if dict(peer.labels).get(_GPU) == uuid]
 
 
 def make_nccl(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> Backend:

@@ -445,6 +445,35 @@ def test_auto_and_what_it_does_where_memory_cannot_be_shared(
         assert ("backend 'auto' is gRPC: GPU memory is shared among ranks of one host" in caplog.text) is not shares
 
 
+@pytest.mark.parametrize("has_mps", [False, True])
+def test_one_rank_says_how_those_that_take_turns_on_a_gpu_would_not_have_to(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_mps: bool
+) -> None:
+    def attribute(number: int, index: int) -> int:
+        assert (number, index) == (133, 0)
+        return int(has_mps)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "deviceGetAttribute", attribute)
+    monkeypatch.setattr(gpu, "shares_gpu", lambda peers: True)
+    monkeypatch.setattr(gpu, "nccl_usable", lambda peers: False)
+    monkeypatch.setattr(gpu, "ranks_on", lambda uuid, peers: [0, 1] if uuid == device_of(cupy, 0).uuid else [])
+    with caplog.at_level(logging.WARNING), GrpcWorld(2, transport="shared_memory"):
+        assert caplog.text.count("ranks 0, 1 take turns on one GPU") == (not has_mps)
+
+
+def test_whether_ranks_take_turns_is_unknown_to_an_older_cuda(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int, index: int) -> int:
+        raise cupy.cuda.runtime.CUDARuntimeError(1)
+
+    assert device_of(cupy, 0).takes_turns
+    monkeypatch.setattr(cupy.cuda.runtime, "deviceGetAttribute", refuse)
+    assert not device_of(cupy, 0).takes_turns
+
+
+def test_the_ranks_on_a_gpu() -> None:
+    assert gpu.ranks_on("a", [peer(0, "a"), peer(1, "b"), peer(2, "a"), peer(3, None)]) == [0, 2]
+
+
 def test_a_world_of_one_runs_on_its_gpu(cupy: StandIn) -> None:
     with ProcessGroup(create("cuda_ipc", Place(sessions(1)[0], None, local_rank=2))) as group:
         assert (group.backend, cupy.cuda.Device().id) == ("cuda_ipc", 2)

@@ -288,6 +288,7 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         getDeviceCount=lambda: len(machine.gpus),
         getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},
         deviceGetPCIBusId=lambda index: _bus(machine.gpus[index]),
+        deviceGetAttribute=lambda attribute, index: 0,
         **FakeIpc(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE)).functions(),
     )
 
