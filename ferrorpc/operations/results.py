@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,14 +111,16 @@ class Into(Result):
         device_arrays: whether the operation writes GPU arrays itself.
     """
 
-    __slots__ = ("out",)
+    __slots__ = ("_follow_call", "out")
 
     def __init__(self, out: Any, spec: TensorSpec | None, device_arrays: bool = False) -> None:
         self.out = view_out(out, spec_of(out) if spec is None else spec, device_arrays)
         self.targets, self.on_device = [self.out.data], kind_of(out).on_device
+        self._follow_call = order_after_call([out]) if self.on_device else _nothing
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's array."""
+        self._follow_call()
         _land(arrays[0], specs[0], self.out.data, self.out.spec, label)
         return self.out.commit()
 
@@ -130,7 +132,7 @@ class Into(Result):
 class IntoList(Result):
     """A list of results, each into one of the caller's arrays. `out`: a list of arrays in rank order."""
 
-    __slots__ = ("_given", "_outs")
+    __slots__ = ("_follow_call", "_given", "_outs")
 
     def __init__(self, out: Sequence[Any], size: int, device_arrays: bool = False) -> None:
         if len(out) != size:
@@ -142,11 +144,13 @@ class IntoList(Result):
         check_apart(self._outs)
         self.targets = [part.data for part in self._outs]
         self.on_device = any(kind_of(part).on_device for part in out)
+        self._follow_call = order_after_call(out) if self.on_device else _nothing
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's list."""
         for spec, out in zip(specs, self._outs, strict=True):
             _check(spec, out.spec, label)
+        self._follow_call()
         for array, out in zip(arrays, self._outs, strict=True):
             _land(array, out.spec, out.data, out.spec, label)
             out.commit()
@@ -161,7 +165,7 @@ class IntoList(Result):
 class IntoWhole(Result):
     """A list of results, into one array of the caller's that is split along axis 0 as by np.array_split."""
 
-    __slots__ = ("_out", "_specs")
+    __slots__ = ("_follow_call", "_out", "_specs")
 
     def __init__(self, out: Any, size: int, device_arrays: bool = False) -> None:
         spec = spec_of(out)
@@ -170,11 +174,13 @@ class IntoWhole(Result):
         self._out = view_out(out, spec, device_arrays)
         self.targets, self.on_device = split(self._out.data, size), kind_of(out).on_device
         self._specs = [TensorSpec(spec.dtype, part.shape) for part in self.targets]
+        self._follow_call = order_after_call([out]) if self.on_device else _nothing
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's array."""
         for found, wanted in zip(specs, self._specs, strict=True):
             _check(found, wanted, label)
+        self._follow_call()
         for array, spec, target in zip(arrays, self._specs, self.targets or (), strict=True):
             _land(array, spec, target, spec, label)
         return self._out.commit()
@@ -182,6 +188,25 @@ class IntoWhole(Result):
     def is_in_place(self, source: View) -> bool:
         """Whether it is, or holds, memory of `source`."""
         return self._out.may_overlap(source)
+
+
+def order_after_call(arrays: Iterable[Any]) -> Callable[[], None]:
+    """Called with the `out` of a call. Returns a function that makes the stream that is current then, later or on another
+    thread, wait for what the caller's stream holds at the call: that may still write those arrays."""
+    devices = {kind.staging.device for kind in map(kind_of, arrays) if kind.on_device}
+    marks = [(device, *device.marked()) for device in devices]
+
+    def follow() -> None:
+        for device, stream, event in marks:
+            current = device.current()
+            if current.pointer != stream.pointer:
+                current.wait(event)
+
+    return follow
+
+
+def _nothing() -> None:
+    """As the function that `order_after_call` returns, for arrays on the host."""
 
 
 def hand_over(result: Any) -> Callable[[], None]:

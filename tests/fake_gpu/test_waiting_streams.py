@@ -62,6 +62,41 @@ def test_so_it_does_where_the_first_one_still_copies_the_result_to_where_it_belo
 
 
 @pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("operation", ["broadcast", "all_gather"])
+def test_a_stream_that_waits_writes_the_result_after_what_the_starting_stream_still_wrote(
+    cupy: StandIn, lanes: str, operation: str, strided: bool
+) -> None:
+    """That may be the memory of `out`; nothing that this rank sends has to wait for it."""
+
+    def body(group: ProcessGroup) -> None:
+        first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        x = ones(cupy)
+        rows = cupy.asarray(np.zeros((COUNT, 2), np.float32))
+        out = rows[:, 0] if strided else cupy.asarray(np.zeros(COUNT, np.float32))
+        cupy.cuda.get_current_stream().synchronize()
+        released = [True] if group.rank == 0 else []  # what it sends has to be read first
+        with first:
+            first.fake.enqueue(lambda: bool(released))
+            out[...] = 5
+            if operation == "broadcast":
+                work = group.broadcast(x if group.rank == 0 else None, 0, out=out, async_op=True)
+            else:
+                none = x[:0]
+                work = group.all_gather(x if group.rank == 0 else none, out=[out, none.copy(), none.copy()], async_op=True)
+        with second:
+            work.wait()
+            for _ in range(50):
+                cupy.machine.step()
+        released.append(True)
+        first.synchronize()
+        second.synchronize()
+        np.testing.assert_array_equal(cupy.asnumpy(out), np.ones(COUNT))
+
+    world(cupy, lanes, 3, body)
+
+
+@pytest.mark.parametrize("lanes", LANES)
 def test_what_a_result_passes_through_is_not_used_again_before_it_was_read(cupy: StandIn, lanes: str) -> None:
     """It is the starting stream's memory, and is read in the stream that waits."""
 

@@ -169,11 +169,6 @@ class Running:
         if not self.is_async:
             self._overwrite()
 
-    @property
-    def has_out(self) -> bool:
-        """Whether it was given arrays for its results."""
-        return self._outs is not None
-
     def check(self) -> None:
         """Raises AssertionError unless the result is right; then nothing of it is in flight. The current stream may be another
         one than at the beginning if it is asynchronous."""

@@ -31,9 +31,6 @@ PENDING_MAX = 5
 """How many calls of a program are in flight, or their results unseen, at most."""
 BALLAST_BYTES = 16 << 20
 LATE_COPIES = 40
-MOVES_OUT = "MOVES_OUT" in os.environ
-"""Whether operations with out= are waited for on other streams, too. Over host lanes their results may be overwritten there by
-what the stream of the call still holds."""
 REFORM_SECONDS = 40.0
 CALLS_AFTER = 25
 """How many calls of a program show that a renewed group is as good as new."""
@@ -90,7 +87,7 @@ class Program:
     def _check(self, which: int) -> None:
         stream, running = self._pending.pop(which)
         if running is not None:
-            if running.is_async and (MOVES_OUT or not running.has_out):
+            if running.is_async:
                 stream = random.Random(f"{running.call!r} {self._rank}").choice(self._cuda_streams)
             with stream:
                 running.check()
