@@ -53,7 +53,6 @@ _RELAXED: Final = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: the thread's queries and allocations leave its own captures alone, too."""
 EVENTS_LOOKED_AT: Final = 8
 """How many events that are in use are looked at before a new one is made."""
-_LOOKS: Final = range(EVENTS_LOOKED_AT)
 _AS_IT_IS: Final = nullcontext()
 _MODULES: Final = sys.modules
 
@@ -151,7 +150,7 @@ def _spare(things: deque[T], alone: int) -> T | None:
     Args:
         alone: the reference count of a thing to which nobody else refers.
     """
-    for _ in _LOOKS if things else ():
+    for _ in range(min(EVENTS_LOOKED_AT, len(things))):
         found = things.popleft()
         things.append(found)
         if sys.getrefcount(found) == alone:
@@ -223,9 +222,15 @@ class CupyDevice:
         Creating and destroying an event costs more than recording it, so events are reused. Reference counts tell which are
         free, not finalizers: in a garbage cycle a finalizer may run before that of an object which still uses the event.
         """
-        found = _spare(self.events, _ALONE)
-        if found is not None:
-            return found
+        events = self.events
+        if events:
+            found = events.popleft()  # as `_spare` does, whose call would take as long
+            events.append(found)
+            if sys.getrefcount(found) == _ALONE:
+                return found
+            other = _spare(events, _ALONE)
+            if other is not None:
+                return other
         with self.here():
             made = CupyEvent(self.runtime, self.runtime.eventCreateWithFlags(self.runtime.eventDisableTiming))
         self.events.append(made)

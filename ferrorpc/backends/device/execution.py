@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ferrorpc.arrays.device import Device, Event, Stream
 from ferrorpc.backends.device.context import GroupContext
-from ferrorpc.backends.device.in_flight import InFlightExecution, first_cause
+from ferrorpc.backends.device.in_flight import InFlightExecution, first_cause, wake_nobody
 from ferrorpc.backends.device.launch_queue import LaunchQueue
 from ferrorpc.collectives.execution import deadline_error
 from ferrorpc.errors import FerroError
@@ -155,6 +155,15 @@ class ImmediateExecution(DeviceExecution):
     @abstractmethod
     def launch(self, pointer: int) -> None:
         """Asks the communicator for the operation, in the CUDA stream with this number."""
+
+    def begin(self) -> bool:
+        """As `InFlightExecution.begin`, by fewer calls: mostly it is launched at once, and that is all."""
+        self.wake = wake_nobody
+        try:
+            return self._is_queued() and not self.until_done
+        except Exception as problem:  # noqa: BLE001  `advance` raises it, or waits for the generation's first cause
+            self._early_error = problem.with_traceback(None)
+            return False
 
     @first_cause
     def advance(self) -> bool:
