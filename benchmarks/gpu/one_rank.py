@@ -16,7 +16,7 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from ferrorpc.testing.reference import every_dtype, operators, values
 OVERHEAD_SECONDS_MAX = 15e-6
 ABORT_SECONDS_MAX = 5.0
 CALLS = 3000
+TURN_CALLS = 300
 PARTS = ("overhead", "values", "absent_peer", "torch")
 INIT_MARGIN_SECONDS = 10.0
 """What an initialisation may take beyond its attempts: to tell who did not come, and to abort."""
@@ -81,27 +82,39 @@ def check_values(cupy: Any, group: ProcessGroup, backend: NcclBackend) -> int:
     return checked
 
 
-def host_seconds(call: Callable[[], object], settle: Callable[[], object], calls: int) -> float:
-    """The median host time of a call, after a tenth as many to warm up. Synchronizes now and then, so that the GPU is never far
-    behind."""
-    times = []
-    for number in range(-calls // 10, calls):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-        if number % 16 == 0:
+def host_seconds(cases: Mapping[str, tuple[Callable[[], object], Callable[[], object]]], calls: int) -> dict[str, float]:
+    """The median host time of each call; they take turns of TURN_CALLS, the first of which is left out.
+
+    Args:
+        cases: name -> the call, and what waits for the GPU. It is waited for now and then, so that it is never far behind.
+        calls: how many there are of each.
+    """
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    in_turn = min(calls, TURN_CALLS)
+    for turn in range(calls // in_turn + 1):
+        for name, (call, settle) in cases.items():
+            for number in range(in_turn):
+                begin = time.perf_counter()
+                call()
+                seconds = time.perf_counter() - begin
+                if turn:
+                    times[name].append(seconds)
+                if number % 16 == 0:
+                    settle()
             settle()
-    settle()
-    return statistics.median(times[calls // 10 :])
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def as_if_larger(group: ProcessGroup) -> ProcessGroup:
+    """The group, whose blocking calls take the way that they take in larger groups. With one rank they return a copy."""
+    if group._device_fast_path is not None:
+        group._device_fast_path.is_alone = False
+    return group
 
 
 def overhead(cupy: Any, backend: NcclBackend, calls: int) -> dict[str, float]:
-    """Host time of a bare NCCL all_reduce, of the raw form, and of a blocking and an asynchronous all_reduce of the group.
-
-    A blocking call returns a copy where the group has one rank; here it takes the way that it takes in larger groups.
-    """
-    group = ProcessGroup(backend)
-    group._device_fast_path.is_alone = False
+    """Host time of a bare NCCL all_reduce, of the raw form, and of a blocking and an asynchronous all_reduce of the group."""
+    group = as_if_larger(ProcessGroup(backend))
     x = cupy.asarray(np.ones(1024, np.float32))
     launch_queue, pointer = backend.context.launch_queue(0), x.data.ptr
 
@@ -112,12 +125,13 @@ def overhead(cupy: Any, backend: NcclBackend, calls: int) -> dict[str, float]:
 
     settle = group.synchronize
     bare()
-    return {
-        "bare NCCL call": host_seconds(bare, settle, calls),
-        "all_reduce_raw": host_seconds(lambda: backend.all_reduce_raw(pointer, pointer, 1024, "float32"), settle, calls),
-        "all_reduce": host_seconds(lambda: group.all_reduce(x, out=x), settle, calls),
-        "all_reduce, asynchronous": host_seconds(lambda: group.all_reduce(x, out=x, async_op=True), settle, calls),
+    cases = {
+        "bare NCCL call": (bare, settle),
+        "all_reduce_raw": (lambda: backend.all_reduce_raw(pointer, pointer, 1024, "float32"), settle),
+        "all_reduce": (lambda: group.all_reduce(x, out=x), settle),
+        "all_reduce, asynchronous": (lambda: group.all_reduce(x, out=x, async_op=True), settle),
     }
+    return host_seconds(cases, calls)
 
 
 def torch_sees_gpus() -> bool:
@@ -139,13 +153,13 @@ def of_torch(group: ProcessGroup, calls: int, device: str = "cuda", backend: str
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(x)
-        return {
-            "all_reduce of a tensor, asynchronous": host_seconds(
-                lambda: group.all_reduce(x, out=x, async_op=True), group.synchronize, calls
-            ),
-            "torch.distributed, blocking": host_seconds(lambda: dist.all_reduce(x), settle, calls),
-            "torch.distributed, asynchronous": host_seconds(lambda: dist.all_reduce(x, async_op=True), settle, calls),
+        cases = {
+            "all_reduce of a tensor": (lambda: group.all_reduce(x, out=x), group.synchronize),
+            "all_reduce of a tensor, asynchronous": (lambda: group.all_reduce(x, out=x, async_op=True), group.synchronize),
+            "torch.distributed": (lambda: dist.all_reduce(x), settle),
+            "torch.distributed, asynchronous": (lambda: dist.all_reduce(x, async_op=True), settle),
         }
+        return host_seconds(cases, calls)
     finally:
         dist.destroy_process_group()
 
@@ -197,7 +211,7 @@ def main() -> None:
             if "overhead" in only:
                 targets |= {f"{name} {words}": each - bare <= OVERHEAD_SECONDS_MAX for name, each in shown.items()}
             if "torch" in only and torch_sees_gpus():
-                shown |= of_torch(group, CALLS)
+                shown |= of_torch(as_if_larger(group), CALLS)
             note(path, "one_rank, seconds", shown)
             rows = [[name, f"{each * 1e6:.1f}", f"{(each - bare) * 1e6:.1f}"] for name, each in shown.items()]
             print(table(["host time of a call", "us", "more than bare"], rows, right=frozenset(("us", "more than bare"))))
