@@ -139,8 +139,8 @@ class CollectiveExecution(DeviceExecution):
         context.add(self)
 
     def begin(self) -> bool:
-        """As `InFlightExecution.begin`, except where an announcement is awaited: that wakes the driver."""
-        return self._announcement is None and super().begin()
+        """As `InFlightExecution.begin`, but the driver begins with the announcements of streams: callers of those go on."""
+        return (self._announcement is None or self._key.stream == 0) and super().begin()
 
     def _uploaded(self, array: Any) -> DeviceArray:
         return self.context.device.staging.to_device(array) if is_host(array) else array
