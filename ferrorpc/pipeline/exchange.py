@@ -73,9 +73,9 @@ class Exchange:
         lane = None if transfer.kind is TransferKind.TIED else self._outgoing.get(target)
         envelope = self._envelope(transfer)
         message, arrays = (pack(envelope, value), None) if lane is None else pack_split(envelope, value)
-        works = [self._group.send(message, target, tag, async_op=True, timeout=device_lanes.SEND_SECONDS)]
-        if lane is not None and arrays is not None:
-            works.append(device_lanes.send(lane, arrays))
+        # The arrays first: their receiver begins with the message, and finds them launched then.
+        works = [] if lane is None or arrays is None else [device_lanes.send(lane, arrays)]
+        works.append(self._group.send(message, target, tag, async_op=True, timeout=device_lanes.SEND_SECONDS))
         self._sends += [(transfer, _observed(work)) for work in works if not work.done()]
         while self._sends and self._sends[0][1].done():  # a Work keeps the arrays that it sends
             self._sends.popleft()

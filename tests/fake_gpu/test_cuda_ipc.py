@@ -233,6 +233,33 @@ def test_a_root_that_closes_at_once_leaves_its_memory_to_those_who_still_read_it
         on_ranks(found, body)
 
 
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("operation", ["broadcast", "scatter"])
+def test_a_root_goes_ahead_of_those_that_take_what_it_gives(
+    cupy: StandIn, operation: str, async_op: bool, closes: bool
+) -> None:
+    is_through = threading.Event()
+
+    def body(group: ProcessGroup) -> None:
+        x = cupy.asarray(np.arange(5, dtype=np.float32))
+        given = {"broadcast": x, "scatter": [x, x]}[operation]
+        if group.rank == 1:
+            found = getattr(group, operation)(given, root=1, async_op=async_op)
+            found = found.wait() if async_op else found
+            is_through.set()
+        else:
+            assert is_through.wait(SECONDS / 2), "the root waits for this rank"
+            SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.3 * closes)  # the root is closing, and probes find it gone
+            found = getattr(group, operation)(root=1, out=cupy.asarray(np.zeros(5, np.float32)))
+        if closes:
+            group.close()
+        np.testing.assert_array_equal(cupy.asnumpy(found), np.arange(5))
+
+    with groups(cupy, 2) as found:
+        on_ranks(found, body)
+
+
 def test_raw_forms_work_on_addresses(cupy: StandIn) -> None:
     def body(group: ProcessGroup) -> None:
         backend: Any = group._backend

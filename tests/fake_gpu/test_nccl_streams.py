@@ -11,6 +11,7 @@ import pytest
 
 from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.device.completion import CompletionWatcher
+from ferrorpc.backends.device.launch import Launch
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.progress import PROBE_SECONDS, Progress
@@ -431,6 +432,31 @@ def test_what_is_launched_while_others_are_in_flight_wakes_nobody(cupy: StandIn,
             released.append(1)
             work.wait(host=True)
         assert len(submitted) == 1
+
+
+def test_what_the_root_has_announced_is_launched_on_the_callers_thread(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, launchers = threading.Event(), []
+    run = Launch.run
+
+    def noting(launch: Launch) -> None:
+        launchers.append(threading.current_thread())
+        run(launch)
+
+    def body(group: ProcessGroup) -> threading.Thread:
+        x = cupy.asarray(np.full(3, group.rank, np.float32))
+        group.broadcast(x, root=0, out=x)  # the first connects
+        group.barrier()
+        monkeypatch.setattr(Launch, "run", noting)
+        if group.rank == 1:
+            assert has_begun.wait(20.0)
+        work = group.broadcast(x, root=0, out=x, async_op=True)
+        has_begun.set()
+        assert cupy.asnumpy(work.wait()).tolist() == [0.0] * 3
+        return threading.current_thread()
+
+    root, receiver = world(cupy, 2, body)
+    assert receiver in launchers
+    assert root not in launchers, "NCCL would wait on the GPU for a receiver that may be late"
 
 
 def test_what_a_launch_meets_on_the_callers_thread_ends_the_work_and_the_group(cupy: StandIn) -> None:

@@ -192,6 +192,38 @@ def test_a_stage_goes_on_while_its_gpu_has_not_made_what_it_sends(
             assert nothing is None
 
 
+def test_when_a_message_leaves_the_arrays_that_it_describes_are_launched(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whoever reads it can launch its part at once."""
+    transfer, launched = Transfer(0, 1, TransferKind.FORWARD, 0), []
+
+    def body(group: ProcessGroup) -> None:
+        with gpu_of(cupy, "cuda_ipc", group.rank), cupy.cuda.Stream(non_blocking=True):
+            kind = kind_of(cupy.zeros(1))
+            device_lanes = open_lanes(group, {(0, 1)}, [kind])
+            exchange = Exchange(group, range(RANKS), [transfer] * (group.rank == 1), "", 0, 20.0, device_lanes, {0: [transfer]})
+            if group.rank == 0:
+                send, lane = group.send, device_lanes[0, 1]
+                before = lane._backend.context.program.next_number
+
+                def noting(*args: Any, **options: Any) -> Any:
+                    launched.append(lane._backend.context.program.last_event is not last)
+                    assert lane._backend.context.program.next_number == before + 1
+                    return send(*args, **options)
+
+                last = lane._backend.context.program.last_event
+                monkeypatch.setattr(group, "send", noting)
+                exchange.send(transfer, cupy.zeros(3))
+            elif group.rank == 1:
+                assert cupy.asnumpy(exchange.receive(transfer, kind)).tolist() == [0.0] * 3
+            exchange.finish()
+
+    with groups(cupy, "cuda_ipc") as world:
+        run_groups(world, body)
+    assert launched == [True]
+
+
 @pytest.mark.parametrize("lanes", LANES)
 def test_where_a_backend_moves_arrays_from_gpu_to_gpu_stages_send_nothing_through_the_host(
     cupy: StandIn, lanes: str, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,7 @@ class IpcConnector:
     """
 
     library = "CUDA IPC"
+    waits_on_gpu = False
     splits = False
     explanation = "by reading each other's GPU memory (CUDA IPC)"
 

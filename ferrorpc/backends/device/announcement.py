@@ -5,6 +5,10 @@ exchange of every rank's dtypes and shapes; and operations of streams begin with
 small messages on the group's host lanes, under a key next to that of the operation, and carry its signature, so that a mismatch
 is found here. Reductions in program order need none.
 
+Where only the root knows the arrays, only its announcement matters, and the root need not wait for any. But a launch that waits
+on the GPU for the other ranks' launches keeps whatever synchronises this GPU waiting, perhaps in vain: the other rank may need
+what this one does next. There all ranks announce nevertheless, so that each launches once all have come.
+
 A message: number (8 bytes, -1 from ranks that give none), whether the arrays are on the host (1 byte), how many there are
 (7 bytes), then for each dtype (1), dimensions (7) and each dimension (8); little-endian.
 """
@@ -24,7 +28,9 @@ from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX, Key
 
 BESIDE: Final = 0x4000_0000
 """Added to the stream of an operation's key."""
-DESCRIBED: Final = (Operation.BROADCAST, Operation.SCATTER, Operation.GATHER, Operation.ALL_GATHER, Operation.ALL_TO_ALL)
+ROOT_DECIDES: Final = (Operation.BROADCAST, Operation.SCATTER)
+"""Operations of which only the root knows the arrays: their dtypes and shapes, and whether they are on a GPU."""
+DESCRIBED: Final = (*ROOT_DECIDES, Operation.GATHER, Operation.ALL_GATHER, Operation.ALL_TO_ALL)
 """Operations whose shapes only their owners know."""
 
 _HEAD: Final = struct.Struct("<qQ")
@@ -77,13 +83,14 @@ def unpack(message: Array) -> Announced:
     return Announced(number, bool(words[1] & _HOST), tuple(specs))
 
 
-def announcing_call(call: Call, message: Array | None, note: str) -> Call:
-    """The operation of the host lanes that carries the announcements of `call`: those of all ranks, or only rank 0's number.
+def announcing_call(speaker: int | None, message: Array | None, note: str) -> Call:
+    """The operation of the host lanes that carries the announcements of a call.
 
     Args:
+        speaker: the only rank that announces anything; None where all do.
         message: this rank's; None on a rank that only receives.
     """
     said = () if message is None else (TensorSpec(DType.UINT8, message.shape),)
-    if call.operation in DESCRIBED:
+    if speaker is None:
         return Call(Operation.ALL_GATHER, said, note=note, unordered=True)
-    return Call(Operation.BROADCAST, said, root=0, note=note, unordered=True)
+    return Call(Operation.BROADCAST, said, root=speaker, note=note, unordered=True)

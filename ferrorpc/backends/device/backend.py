@@ -24,6 +24,7 @@ import numpy as np
 from ferrorpc.arrays.device import Device, Stream, is_host
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.backends.device.all_reduce import AllReducePrepared
+from ferrorpc.backends.device.announcement import ROOT_DECIDES
 from ferrorpc.backends.device.barrier import DeviceBarrier
 from ferrorpc.backends.device.collective import CollectivePrepared
 from ferrorpc.backends.device.communicator import Communicator, Connector, reduction, required
@@ -50,8 +51,6 @@ from ferrorpc.work import Work
 
 POLL_SECONDS: Final = 200e-6
 WORLD: Final = "world"
-ROOT_DECIDES: Final = (Operation.BROADCAST, Operation.SCATTER)
-"""Operations of which only the root knows whether its arrays are on a GPU."""
 
 
 class DeviceBackend(RawOperations, Backend):
@@ -135,7 +134,7 @@ class DeviceBackend(RawOperations, Backend):
         select.check(call)
         wanted = None if call.op is None else required(call.op, call.inputs[0].dtype, self._connector.library)
         kind = AllReducePrepared if call.operation is Operation.ALL_REDUCE else CollectivePrepared
-        return kind(self.context, call, self._connector.library, wanted, on_host)
+        return kind(self.context, call, self._connector, wanted, on_host)
 
     def _suits_device(self, call: Call) -> bool:
         """Whether the communicator has everything that the call asks for."""

@@ -19,8 +19,16 @@ import numpy as np
 
 from ferrorpc.arrays.device import DeviceArray, is_host
 from ferrorpc.arrays.kinds import copy_into
-from ferrorpc.backends.device.announcement import DESCRIBED, Announced, announcing_call, key_beside, pack, unpack
-from ferrorpc.backends.device.communicator import DataType, Op
+from ferrorpc.backends.device.announcement import (
+    DESCRIBED,
+    ROOT_DECIDES,
+    Announced,
+    announcing_call,
+    key_beside,
+    pack,
+    unpack,
+)
+from ferrorpc.backends.device.communicator import Connector, DataType, Op
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.execution import DeviceExecution
 from ferrorpc.backends.device.in_flight import first_cause, wake_nobody
@@ -40,7 +48,7 @@ class CollectivePrepared(Prepared):
     """A collective prepared for one group.
 
     Args:
-        library: as in `Connector`.
+        connector: makes the group's communicators.
         reduction: as in `Launch`.
         on_host: runs the call instead where the root announces that its arrays are on the host; None: the communicator
             always runs it.
@@ -50,7 +58,7 @@ class CollectivePrepared(Prepared):
         self,
         context: GroupContext,
         call: Call,
-        library: str,
+        connector: Connector,
         reduction: tuple[Op, DataType, int] | None,
         on_host: Prepared | None = None,
     ) -> None:
@@ -59,8 +67,10 @@ class CollectivePrepared(Prepared):
         self.reduction = reduction
         self.on_host = on_host
         # Unless the root decides, this differs from the host lanes' signature: a rank whose array is on the host is a mismatch.
-        self.signature = call.signature + ("" if on_host else f" by {library}")
-        self._announcing: dict[int, Prepared] = {}
+        self.signature = call.signature + ("" if on_host else f" by {connector.library}")
+        self._root_goes_ahead = call.operation in ROOT_DECIDES and not connector.waits_on_gpu
+        self._announcing: dict[tuple[int | None, int], Prepared] = {}
+        """By the only rank that announces (None: all do) and the size of this rank's announcement; -1 for none."""
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         for array in (*inputs, *(outputs or ())):
@@ -75,15 +85,20 @@ class CollectivePrepared(Prepared):
     def announce(self, key: Key, number: int, on_host: bool, guard: Guard) -> Execution | None:
         """The exchange that has to come before the launch; None where none has to."""
         context, call = self.context, self.call
-        if call.operation not in DESCRIBED and key.stream == 0:
+        is_described = call.operation in DESCRIBED
+        if not is_described and key.stream == 0:
             return None
-        speaks = call.operation in DESCRIBED or context.rank == 0
-        message = pack(number, on_host, call.inputs if call.operation in DESCRIBED else ()) if speaks else None
+        speaker = None if is_described else 0
+        if self._root_goes_ahead and key.stream == 0:
+            speaker = call.root
+        message = None
+        if speaker in (None, context.rank):
+            message = pack(number, on_host, call.inputs if is_described else ())
         size = -1 if message is None else message.size
-        prepared = self._announcing.get(size)
+        prepared = self._announcing.get((speaker, size))
         if prepared is None:
-            announcing = announcing_call(call, message, f"announcing {self.signature}")
-            prepared = self._announcing[size] = context.lanes.prepare(announcing)
+            announcing = announcing_call(speaker, message, f"announcing {self.signature}")
+            prepared = self._announcing[speaker, size] = context.lanes.prepare(announcing)
         return prepared.start(key_beside(key), [] if message is None else [message], None, guard)
 
 
@@ -124,8 +139,8 @@ class CollectiveExecution(DeviceExecution):
         context.add(self)
 
     def begin(self) -> bool:
-        """As `InFlightExecution.begin`, except where an announcement is awaited: that wakes the driver."""
-        return self._announcement is None and super().begin()
+        """As `InFlightExecution.begin`, but the driver begins with the announcements of streams: callers of those go on."""
+        return (self._announcement is None or self._key.stream == 0) and super().begin()
 
     def _uploaded(self, array: Any) -> DeviceArray:
         return self.context.device.staging.to_device(array) if is_host(array) else array
@@ -151,13 +166,13 @@ class CollectiveExecution(DeviceExecution):
             return False
         heard = [unpack(message) for message in announcement.results]
         if self._prepared.call.operation in DESCRIBED:
-            self._everyones = heard
+            self._everyones = heard if len(heard) > 1 else heard * self.context.size
         if isinstance(self.launch_queue, NumberedLaunchQueue):
             self._number = heard[0].number
         self._announcement = None
         announcement.finish()
         on_host, root = self._prepared.on_host, self._prepared.call.root
-        if on_host is not None and root is not None and heard[root].on_host:
+        if on_host is not None and root is not None and self._everyones[root].on_host:
             with self.launch_queue.lock:
                 self.launch_queue.dequeue(self, self._number)
             outputs = self._outputs if self._on_host else None

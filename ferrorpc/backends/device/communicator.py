@@ -115,10 +115,12 @@ class Connector(Protocol):
 
     Attributes:
         library: whose communicators these are, for messages: "NCCL" or "CUDA IPC".
+        waits_on_gpu: whether what is launched waits on the GPU until the other ranks have launched it too.
         splits: whether `split` works; otherwise the ranks of a part `connect`.
     """
 
     library: str
+    waits_on_gpu: bool
     splits: bool
 
     @property

@@ -73,6 +73,7 @@ class NcclConnector:
     """
 
     library = "NCCL"
+    waits_on_gpu = True
 
     def __init__(
         self,
