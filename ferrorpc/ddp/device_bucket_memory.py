@@ -248,7 +248,7 @@ class DeviceBucketMemory(BucketMemory):
                 self._device.copy(target, self._storage[slot.start : slot.stop], stream)
 
     def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
-        found = [self._device.empty(slot.spec.shape, slot.spec.dtype.storage) for slot in slots]
+        found = self._device.empty_each([slot.spec.shape for slot in slots], self.bucket.dtype.storage)
         self.read(slots, found)
         return [kinds[slot.name].wrap(each, slot.spec) for each, slot in zip(found, slots, strict=True)]
 
