@@ -98,6 +98,9 @@ class DeviceBucketMemory(BucketMemory):
         super().__init__(bucket)
         self._context = context
         self._device, self._kernels = context.device, context.kernels
+        self._is_packed = bucket.dtype in NAMES
+        """Whether the kernels know the dtype."""
+        self._itemsize = bucket.dtype.itemsize
         self._order = StreamOrder(self._device)
         self.array: DeviceArray = self._zeros(bucket.dtype)
         self._storage: DeviceArray = self.array.view(bucket.dtype.storage)
@@ -155,30 +158,31 @@ class DeviceBucketMemory(BucketMemory):
             self._header[0][slot.flag] = 0
         if slot.start == slot.stop:
             return
-        if gradient is not None and deferrable and self.bucket.dtype in NAMES and not self._is_in_place(slot, gradient.data):
-            self._deferred.append((slot, gradient.data))
-            return
-        stream = self._order.enter()
-        with self._device.here():
-            if gradient is None:
+        if gradient is None:
+            self._order.enter()
+            with self._device.here():
                 self._target[0][slot.start : slot.stop] = 0
-            else:
-                self._write_now(slot, gradient.data, stream)
+        elif not (deferrable and self._is_packed) or self._is_in_place(slot, gradient.data):
+            self._write_now(slot, gradient.data, self._order.enter())
+        else:
+            self._deferred.append((slot, gradient.data))
 
     def _is_in_place(self, slot: Slot, data: DeviceArray) -> bool:
         """Whether an array is the slot itself."""
-        return self._device.pointer(data) == self._address + slot.start * self.bucket.dtype.itemsize
+        return self._device.pointer(data) == self._address + slot.start * self._itemsize
 
     def _write_now(self, slot: Slot, data: DeviceArray, stream: Stream) -> None:
         """Copies one gradient to its slot, times the weight."""
-        if self._weight is not None and self.bucket.dtype in NAMES:
-            self._pack([(slot, data)])
+        if self._weight is not None and self._is_packed:
+            with self._device.here():
+                self._pack([(slot, data)])
             return
         place = self._target[0][slot.start : slot.stop]
         if not self._is_in_place(slot, data):
             self._device.copy(place, data, stream)
         if self._weight not in (None, 1):
-            self._multiply(place, float(self._weight or 0))
+            with self._device.here():
+                self._multiply(place, float(self._weight or 0))
 
     def _pack(self, gradients: Sequence[tuple[Slot, DeviceArray]]) -> None:
         """As `_write_now`, for several gradients in one kernel."""
@@ -240,7 +244,7 @@ class DeviceBucketMemory(BucketMemory):
         filled = [(slot, target) for slot, target in zip(slots, targets, strict=True) if slot.start < slot.stop]
         dtype, stream = self.bucket.dtype, self._order.enter()
         with self._device.here():
-            if dtype in NAMES and len(filled) > 1:
+            if self._is_packed and len(filled) > 1:
                 arrays, starts = [target for _, target in filled], [slot.start for slot, _ in filled]
                 self._kernels.unpack(arrays, starts, self._storage, dtype, dtype)
                 return
