@@ -109,6 +109,8 @@ class DeviceBucketMemory(BucketMemory):
         self._unweighted, self._weighted = (self._header_of(dtype) for dtype in (bucket.dtype, self._accumulator_dtype))
         self._deferred: list[tuple[Slot, DeviceArray]] = []
         """Gradients that `pack` copies. They are kept until the GPU has done that."""
+        self._fetched: Event
+        """Behind the copy of the reduced header to the host."""
 
     def __del__(self) -> None:
         order = getattr(self, "_order", None)
@@ -219,13 +221,17 @@ class DeviceBucketMemory(BucketMemory):
             self._order.enter()
             yield
 
+    def fetch(self) -> None:
+        stream, (_, flat) = self._order.enter(), self._header
+        self._device.download(flat, self._target[0][: self.bucket.header], stream)
+        self._fetched = stream.record()
+
     def finish(self) -> ReducedHeader:
         start, body = self.bucket.header, slice(self.bucket.header, None)
-        stream, (typed, flat) = self._order.enter(), self._header
-        self._device.download(flat, self._target[0][:start], stream)
-        wait_for(stream.record(), self._context.clock, COPY_SECONDS)
+        wait_for(self._fetched, self._context.clock, COPY_SECONDS)
         self._deferred = []
-        header = self._reduced(typed)
+        self._order.enter()
+        header = self._reduced(self._header[0])
         if is_divisor(header.total_weight) and self.bucket.count > start:
             with self._device.here():
                 self._divide(self.accumulator[body], header.total_weight)
