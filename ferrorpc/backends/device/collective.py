@@ -98,6 +98,8 @@ class CollectiveExecution(DeviceExecution):
         self.results: list[Any] = []
         self.specs: list[TensorSpec] = []
         self.until_done = True
+        self.in_launch_order = key.stream == 0
+        """Several threads may launch operations of streams, and have them watched in another order."""
         self._prepared = prepared
         self._key = key
         self._outputs = outputs
@@ -124,8 +126,8 @@ class CollectiveExecution(DeviceExecution):
         context.add(self)
 
     def begin(self) -> bool:
-        """As `InFlightExecution.begin`, except where an announcement is awaited: that wakes the driver."""
-        return self._announcement is None and super().begin()
+        """As `InFlightExecution.begin`, except where the root says who runs it: that may be the host lanes."""
+        return self._prepared.on_host is None and super().begin()
 
     def _uploaded(self, array: Any) -> DeviceArray:
         return self.context.device.staging.to_device(array) if is_host(array) else array
