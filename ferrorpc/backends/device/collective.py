@@ -75,7 +75,7 @@ class CollectivePrepared(Prepared):
     def announce(self, key: Key, number: int, on_host: bool, guard: Guard) -> Execution | None:
         """The exchange that has to come before the launch; None where none has to."""
         context, call = self.context, self.call
-        if call.operation not in DESCRIBED and key.stream == 0:
+        if call.operation not in DESCRIBED and (key.stream == 0 or context.size == 1):
             return None
         speaks = call.operation in DESCRIBED or context.rank == 0
         message = pack(number, on_host, call.inputs if call.operation in DESCRIBED else ()) if speaks else None
