@@ -75,7 +75,7 @@ class BucketReduction:
     def wait(self) -> None:
         """Waits until the first collective is complete, where no other follows."""
         self._wait(host=True)
-        self.advance()
+        self._work, self.ended = None, min(self.ended, self._clock.now())
 
     def _wait(self, host: bool) -> None:
         if self._work is not None:

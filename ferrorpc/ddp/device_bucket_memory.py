@@ -230,9 +230,9 @@ class DeviceBucketMemory(BucketMemory):
         start, body = self.bucket.header, slice(self.bucket.header, None)
         wait_for(self._fetched, self._context.clock, COPY_SECONDS)
         self._deferred = []
-        self._order.enter()
         header = self._reduced(self._header[0])
         if is_divisor(header.total_weight) and self.bucket.count > start:
+            self._order.enter()
             with self._device.here():
                 self._divide(self.accumulator[body], header.total_weight)
                 if self.bucket.dtype.is_half:
