@@ -365,6 +365,11 @@ class CupyDevice:
         with self.here(), _AS_IT_IS if stream is None else _as_current(stream):
             return self.cupy.empty(tuple(shape), storage)
 
+    def empty_each(self, shapes: Sequence[tuple[int, ...]], storage: np.dtype[Any]) -> list[DeviceArray]:
+        """As `Device.empty_each`."""
+        with self.here():
+            return [self.cupy.empty(shape, storage) for shape in shapes]
+
     def over(
         self, address: int, shape: Sequence[int], storage: np.dtype[Any], strides: Sequence[int], owner: object
     ) -> DeviceArray:

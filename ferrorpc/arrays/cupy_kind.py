@@ -79,7 +79,7 @@ class CupyKind(Kind):
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
         if isinstance(data, np.ndarray):
             data = self.staging.to_device(data)
-        return _typed(data.reshape(spec.shape), spec)
+        return _typed(data if data.shape == spec.shape else data.reshape(spec.shape), spec)
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> None:
         return None

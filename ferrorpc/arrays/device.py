@@ -117,6 +117,9 @@ class Device(Protocol):
         get it.
         """
 
+    def empty_each(self, shapes: Sequence[tuple[int, ...]], storage: np.dtype[Any]) -> list[DeviceArray]:
+        """As `empty` in the current stream, an array for each shape."""
+
     def pointer(self, array: DeviceArray) -> int:
         """Its address."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ferrorpc.arrays.numpy_kind import dtype_in
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.select import sent_bytes
 from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.errors import UsageError
 from ferrorpc.operations.stream import Stream
-from ferrorpc.types import ReduceOp, TensorSpec, dtype_of
+from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.work import Work
 
 
@@ -27,7 +28,7 @@ class Traffic:
 
     def count(self, operation: Operation, array: Array, op: ReduceOp | None = None, wire: str | None = None) -> None:
         """Adds one operation's bytes."""
-        key = operation, TensorSpec(dtype_of(array.dtype), array.shape), op, wire
+        key = operation, TensorSpec(dtype_in(array), array.shape), op, wire
         if key not in self._bytes_of:
             self._bytes_of[key] = sent_bytes(Call(operation, (key[1],), op, wire=wire), self.size)
         self.sent_bytes += self._bytes_of[key]

@@ -103,9 +103,13 @@ class BucketMemory(ABC):
         """A context in which hooks work on the packed array. On a GPU it selects a stream that all buckets there share."""
         return nullcontext()
 
+    def fetch(self) -> None:
+        """Begins to bring the header to the host, in the current stream, which waits for the reduction."""
+        return
+
     @abstractmethod
     def finish(self) -> ReducedHeader:
-        """After the reduction: reads the header, and divides by the sum of the weights if that is finite and not zero."""
+        """After the reduction and `fetch`: reads the header, divides by the sum of weights if that is finite and not zero."""
 
     @abstractmethod
     def place(self, slot: Slot) -> Any:

@@ -68,6 +68,21 @@ class BucketReduction:
                     self.ended = min(self.ended, self._clock.now())  # done() is true before on_done callbacks run
             return self._work is None
 
+    def join(self) -> None:
+        """Makes the current stream wait for the first collective. The host waits until that is in its stream."""
+        self._wait(host=False)
+
+    def wait(self) -> None:
+        """Waits until the first collective is complete, where no other follows."""
+        self._wait(host=True)
+        self._work, self.ended = None, min(self.ended, self._clock.now())
+
+    def _wait(self, host: bool) -> None:
+        if self._work is not None:
+            self._work.meter = None  # the step counts its waits itself
+            self._work.hand_over = None  # and its bucket orders the streams that use the result
+            self._work.wait(host=host)
+
     def abandon(self) -> None:
         """Nobody will wait for it. Its error, which was raised elsewhere, is not logged."""
         if self._work is not None:

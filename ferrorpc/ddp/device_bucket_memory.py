@@ -98,6 +98,9 @@ class DeviceBucketMemory(BucketMemory):
         super().__init__(bucket)
         self._context = context
         self._device, self._kernels = context.device, context.kernels
+        self._is_packed = bucket.dtype in NAMES
+        """Whether the kernels know the dtype."""
+        self._itemsize = bucket.dtype.itemsize
         self._order = StreamOrder(self._device)
         self.array: DeviceArray = self._zeros(bucket.dtype)
         self._storage: DeviceArray = self.array.view(bucket.dtype.storage)
@@ -106,6 +109,8 @@ class DeviceBucketMemory(BucketMemory):
         self._unweighted, self._weighted = (self._header_of(dtype) for dtype in (bucket.dtype, self._accumulator_dtype))
         self._deferred: list[tuple[Slot, DeviceArray]] = []
         """Gradients that `pack` copies. They are kept until the GPU has done that."""
+        self._fetched: Event
+        """Behind the copy of the reduced header to the host."""
 
     def __del__(self) -> None:
         order = getattr(self, "_order", None)
@@ -155,30 +160,31 @@ class DeviceBucketMemory(BucketMemory):
             self._header[0][slot.flag] = 0
         if slot.start == slot.stop:
             return
-        if gradient is not None and deferrable and self.bucket.dtype in NAMES and not self._is_in_place(slot, gradient.data):
-            self._deferred.append((slot, gradient.data))
-            return
-        stream = self._order.enter()
-        with self._device.here():
-            if gradient is None:
+        if gradient is None:
+            self._order.enter()
+            with self._device.here():
                 self._target[0][slot.start : slot.stop] = 0
-            else:
-                self._write_now(slot, gradient.data, stream)
+        elif not (deferrable and self._is_packed) or self._is_in_place(slot, gradient.data):
+            self._write_now(slot, gradient.data, self._order.enter())
+        else:
+            self._deferred.append((slot, gradient.data))
 
     def _is_in_place(self, slot: Slot, data: DeviceArray) -> bool:
         """Whether an array is the slot itself."""
-        return self._device.pointer(data) == self._address + slot.start * self.bucket.dtype.itemsize
+        return self._device.pointer(data) == self._address + slot.start * self._itemsize
 
     def _write_now(self, slot: Slot, data: DeviceArray, stream: Stream) -> None:
         """Copies one gradient to its slot, times the weight."""
-        if self._weight is not None and self.bucket.dtype in NAMES:
-            self._pack([(slot, data)])
+        if self._weight is not None and self._is_packed:
+            with self._device.here():
+                self._pack([(slot, data)])
             return
         place = self._target[0][slot.start : slot.stop]
         if not self._is_in_place(slot, data):
             self._device.copy(place, data, stream)
         if self._weight not in (None, 1):
-            self._multiply(place, float(self._weight or 0))
+            with self._device.here():
+                self._multiply(place, float(self._weight or 0))
 
     def _pack(self, gradients: Sequence[tuple[Slot, DeviceArray]]) -> None:
         """As `_write_now`, for several gradients in one kernel."""
@@ -215,14 +221,18 @@ class DeviceBucketMemory(BucketMemory):
             self._order.enter()
             yield
 
+    def fetch(self) -> None:
+        stream, (_, flat) = self._order.enter(), self._header
+        self._device.download(flat, self._target[0][: self.bucket.header], stream)
+        self._fetched = stream.record()
+
     def finish(self) -> ReducedHeader:
         start, body = self.bucket.header, slice(self.bucket.header, None)
-        stream, (typed, flat) = self._order.enter(), self._header
-        self._device.download(flat, self._target[0][:start], stream)
-        wait_for(stream.record(), self._context.clock, COPY_SECONDS)
+        wait_for(self._fetched, self._context.clock, COPY_SECONDS)
         self._deferred = []
-        header = self._reduced(typed)
+        header = self._reduced(self._header[0])
         if is_divisor(header.total_weight) and self.bucket.count > start:
+            self._order.enter()
             with self._device.here():
                 self._divide(self.accumulator[body], header.total_weight)
                 if self.bucket.dtype.is_half:
@@ -240,7 +250,7 @@ class DeviceBucketMemory(BucketMemory):
         filled = [(slot, target) for slot, target in zip(slots, targets, strict=True) if slot.start < slot.stop]
         dtype, stream = self.bucket.dtype, self._order.enter()
         with self._device.here():
-            if dtype in NAMES and len(filled) > 1:
+            if self._is_packed and len(filled) > 1:
                 arrays, starts = [target for _, target in filled], [slot.start for slot, _ in filled]
                 self._kernels.unpack(arrays, starts, self._storage, dtype, dtype)
                 return
@@ -248,7 +258,7 @@ class DeviceBucketMemory(BucketMemory):
                 self._device.copy(target, self._storage[slot.start : slot.stop], stream)
 
     def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
-        found = [self._device.empty(slot.spec.shape, slot.spec.dtype.storage) for slot in slots]
+        found = self._device.empty_each([slot.spec.shape for slot in slots], self.bucket.dtype.storage)
         self.read(slots, found)
         return [kinds[slot.name].wrap(each, slot.spec) for each, slot in zip(found, slots, strict=True)]
 

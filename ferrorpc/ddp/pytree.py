@@ -6,7 +6,7 @@ their containers; dicts are not sorted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -14,6 +14,7 @@ from ferrorpc.errors import UsageError
 from ferrorpc.types import TensorSpec
 
 SEPARATOR = "/"
+_CONTAINERS = (dict, list, tuple)
 
 
 def flatten(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
@@ -26,14 +27,7 @@ def flatten(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
         UsageError: two leaves have the same path, or a dict's key is neither text nor a whole number.
     """
     leaves: dict[str, Any] = {}
-    for path, leaf in _walk(tree, ""):
-        if leaf is None and not with_none:
-            continue
-        if path in leaves:
-            raise UsageError(
-                f"two leaves of the tree are named {path!r}", hint=f"avoid {SEPARATOR!r} in keys, and both 1 and '1'"
-            )
-        leaves[path] = leaf
+    _collect(tree, "", with_none, leaves)
     return leaves
 
 
@@ -42,13 +36,18 @@ def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
     return _map(tree, "", leaves)
 
 
-def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _collect(tree: Any, path: str, with_none: bool, leaves: dict[str, Any]) -> None:
+    """Adds the leaves of a tree that lies at this path."""
     children = _children(tree)
-    if children is None:
-        yield path, tree
-        return
-    for key, child in children:
-        yield from _walk(child, _join(path, key))
+    if children is not None:
+        for key, child in children:
+            _collect(child, _join(path, key), with_none, leaves)
+    elif tree is not None or with_none:
+        if path in leaves:
+            raise UsageError(
+                f"two leaves of the tree are named {path!r}", hint=f"avoid {SEPARATOR!r} in keys, and both 1 and '1'"
+            )
+        leaves[path] = tree
 
 
 def _map(tree: Any, path: str, leaves: Mapping[str, Any]) -> Any:
@@ -68,19 +67,17 @@ def _map(tree: Any, path: str, leaves: Mapping[str, Any]) -> Any:
 
 def _children(tree: Any) -> list[tuple[str, Any]] | None:
     """Keys and children of a container; None for a leaf, and for None."""
-    if tree is None or isinstance(tree, TensorSpec):
+    if not isinstance(tree, _CONTAINERS) or isinstance(tree, TensorSpec):
         return None
     if isinstance(tree, dict):
         return [(_key(key), child) for key, child in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(tree._fields, tree, strict=True))
-    if isinstance(tree, list | tuple):
-        return [(str(index), child) for index, child in enumerate(tree)]
-    return None
+    return [(str(index), child) for index, child in enumerate(tree)]
 
 
 def _key(key: Any) -> str:
-    if not isinstance(key, str | int):
+    if not isinstance(key, (str, int)):
         raise UsageError(f"a dict of the tree has the key {key!r}", hint="keys are text or whole numbers, for paths like a/b")
     return str(key)
 

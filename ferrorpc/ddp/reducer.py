@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.error_prefix import ErrorPrefix
-from ferrorpc.arrays.kinds import gpu_of, view
+from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_set import BucketSet
@@ -96,15 +96,16 @@ class Reducer(BucketSet):
             TensorMismatchError: its dtype has no mean, or the buckets are on a GPU and it is not.
             UsageError: it is no plain array.
         """
+        kind = kind_of(gradient)
         if self.kind is None:
             with ErrorPrefix(what):
-                return view(gradient)
-        if gpu_of(gradient) is not self.kind:
+                return kind.view(gradient)
+        if kind.device_kind is not self.kind:
             raise TensorMismatchError(
                 f"{what} is on {device_name(gradient)}, but its bucket is on GPU {self.kind.device.index}",
                 hint="compute it there, or give all as arrays on the host from the beginning",
             )
-        return view(gradient, on_device=True)
+        return kind.view_on_device(gradient)
 
     def begin(self, weight: float | None = None) -> Reduction:
         """Begins the next step's reduction. All ranks begin it with a weight, or all without.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
 
 _NAMES_SHOWN = 4
+T = TypeVar("T")
 
 
 class Reduction:
@@ -135,16 +136,33 @@ class Reduction:
 
     def _wait_for_buckets(self) -> list[float]:
         """Returns the sum of the weights as each bucket's header has it."""
+        if self._buckets.hook is None and self._buckets.kind is not None:
+            return self._wait_for_gpu()
         totals = [float(self._buckets.size)]
         while self._in_flight:
             # Advances all of them while it waits for any: the order in which they complete differs between ranks.
             pending = [each for each in self._in_flight if not self._advance(each)]
             for each in self._in_flight:
                 if each not in pending:
-                    totals.append(self._finish_bucket(self._buckets.memory[each.bucket.index]))
+                    memory = self._buckets.memory[each.bucket.index]
+                    memory.fetch()
+                    totals.append(self._finish_bucket(memory))
             if len(pending) == len(self._in_flight):
                 self._parker.park(FOREVER)  # each collective has its own deadline
             self._in_flight = pending
+        return totals
+
+    def _wait_for_gpu(self) -> list[float]:
+        """As `_wait_for_buckets`, where nothing follows a collective. What the host reads is queued for all buckets before
+        this thread waits for the GPU."""
+        for each in self._in_flight:
+            self._tried(each, each.join)
+            self._buckets.memory[each.bucket.index].fetch()
+        totals = [float(self._buckets.size)]
+        for each in self._in_flight:
+            self._tried(each, each.wait)
+            totals.append(self._finish_bucket(self._buckets.memory[each.bucket.index]))
+        self._in_flight = []
         return totals
 
     def _record(self, wait_began: float, reductions: list[BucketReduction]) -> None:
@@ -154,8 +172,12 @@ class Reduction:
         self._steps.add(Step(self.number, began, wait_began, ended, buckets))
 
     def _advance(self, reduction: BucketReduction) -> bool:
+        return self._tried(reduction, reduction.advance)
+
+    def _tried(self, reduction: BucketReduction, act: Callable[[], T]) -> T:
+        """The result of a step of one bucket's reduction. Its error says which bucket that is."""
         try:
-            return reduction.advance()
+            return act()
         except BaseException as error:
             self.abandon()
             error.add_note(f"while averaging {_described(reduction.bucket)}, step {self.number}")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import ferrorpc
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.kinds import kind_of, spec_of
-from ferrorpc.ddp import bucket_set
+from ferrorpc.ddp import bucket_set, device_bucket_memory
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.errors import TensorMismatchError, UsageError
@@ -385,6 +385,29 @@ def test_a_bucket_that_is_given_up_leaves_its_header_to_the_gpu_until_that_has_r
     cupy.machine.settle()  # the fixture fails where pinned memory had gone
     device_of(cupy, 0).staging.to_device(np.ones(1))
     assert cupy.machine.pinned.live_blocks == live  # a slot more, a header less
+
+
+@pytest.mark.parametrize("lanes", ["nccl", "hybrid"])
+def test_the_headers_of_all_buckets_are_on_their_way_before_the_host_waits_for_any(
+    cupy: StandIn, lanes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    download, wait_for = CupyDevice.download, device_bucket_memory.wait_for
+    monkeypatch.setattr(CupyDevice, "download", lambda *given: (told.append("download"), download(*given))[1])
+    monkeypatch.setattr(device_bucket_memory, "wait_for", lambda *given: (told.append("wait"), wait_for(*given))[1])
+
+    def body(group: ProcessGroup) -> None:
+        counted: list[float] = []
+        monkeypatch.setattr(group.session.activity, "operated", counted.append)
+        tree = {name: cupy.asarray(np.ones(300)) for name in "abcd"}
+        sync = ferrorpc.GradientSynchronizer(tree, group, bucket_cap_mb=0.002)
+        told.clear()
+        counted.clear()
+        sync(tree)
+        assert told == ["download"] * 4 + ["wait"] * 4
+        assert counted == [0.0], "the step itself counts its waits"
+
+    world(cupy, lanes, 1, body)
 
 
 def test_gradients_given_at_once_are_packed_and_given_out_by_one_kernel_a_bucket(

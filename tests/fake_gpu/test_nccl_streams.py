@@ -104,23 +104,6 @@ def test_what_two_threads_wait_for_is_brought_to_the_host_once(cupy: StandIn, mo
     assert world(cupy, 2, body) == [([[0, 0], [1, 1]], 2, 1)] * 2
 
 
-def test_operations_of_streams_may_be_started_in_any_order_on_any_rank(cupy: StandIn) -> None:
-    def body(group: ProcessGroup) -> None:
-        streams = [group.stream(), group.stream(channels=2)]
-        calls = [(stream, number) for stream in (0, 1) for number in (0, 3, 4, 9)]
-        random.Random(group.rank).shuffle(calls)
-        works = {
-            (stream, number): streams[stream].all_reduce(cupy.asarray(np.full(2, 10.0 * stream + number)), number=number)
-            for stream, number in calls
-        }
-        between = group.all_reduce(cupy.asarray(np.ones(3)))
-        for (stream, number), work in works.items():
-            np.testing.assert_array_equal(cupy.asnumpy(work.wait()), np.full(2, 3 * (10.0 * stream + number)))
-        np.testing.assert_array_equal(cupy.asnumpy(between), np.full(3, 3.0))
-
-    world(cupy, 3, body)
-
-
 def test_operations_in_program_order_keep_it_although_some_must_announce_first(cupy: StandIn) -> None:
     def body(group: ProcessGroup) -> None:
         chance, works = random.Random(7), []

@@ -86,7 +86,7 @@ class CollectivePrepared(Prepared):
         """The exchange that has to come before the launch; None where none has to."""
         context, call = self.context, self.call
         is_described = call.operation in DESCRIBED
-        if not is_described and key.stream == 0:
+        if not is_described and (key.stream == 0 or context.size == 1):
             return None
         speaker = None if is_described else 0
         if self._root_goes_ahead and key.stream == 0:
@@ -113,6 +113,8 @@ class CollectiveExecution(DeviceExecution):
         self.results: list[Any] = []
         self.specs: list[TensorSpec] = []
         self.until_done = True
+        self.in_launch_order = key.stream == 0
+        """Several threads may launch operations of streams, and have them watched in another order."""
         self._prepared = prepared
         self._key = key
         self._outputs = outputs
@@ -139,8 +141,9 @@ class CollectiveExecution(DeviceExecution):
         context.add(self)
 
     def begin(self) -> bool:
-        """As `InFlightExecution.begin`, but the driver begins with the announcements of streams: callers of those go on."""
-        return (self._announcement is None or self._key.stream == 0) and super().begin()
+        """As `InFlightExecution.begin`, except for an operation of a stream whose root says who runs it: that may be the host
+        lanes."""
+        return (self._prepared.on_host is None or self._key.stream == 0) and super().begin()
 
     def _uploaded(self, array: Any) -> DeviceArray:
         return self.context.device.staging.to_device(array) if is_host(array) else array

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final
 
@@ -39,11 +40,20 @@ Structure = np.ndarray[Any, Any]
 
 def rows_of(addresses: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> tuple[Structure, int]:
     """`struct Rows` for at most ROWS nonempty arrays, and their number of chunks."""
+    places, chunks = _places_of(tuple(starts), tuple(counts))
+    room = bytearray(places)
+    struct.pack_into(f"{len(addresses)}Q", room, 0, *addresses)
+    return _structure(room), chunks
+
+
+@lru_cache(maxsize=256)
+def _places_of(starts: tuple[int, ...], counts: tuple[int, ...]) -> tuple[bytes, int]:
+    """As `rows_of`, without the addresses. Kept, because in each step a bucket has the same gradients at other addresses."""
     chunks = [0, *accumulate([-(-count // CHUNK) for count in counts])]
     room = bytearray(ROWS_LAYOUT.itemsize)
-    for column, values in enumerate((addresses, starts, counts, chunks[:-1])):
+    for column, values in enumerate((starts, counts, chunks[:-1]), 1):
         struct.pack_into(f"{len(values)}Q", room, column * ROWS * 8, *values)
-    return _structure(room), chunks[-1]
+    return bytes(room), chunks[-1]
 
 
 def peers_of(addresses: Sequence[int]) -> Structure:
@@ -129,7 +139,7 @@ class DeviceKernels:
 
 
 def _structure(room: bytearray) -> Structure:
-    return np.frombuffer(room, np.dtype((np.void, len(room)))).reshape(())
+    return np.ndarray((), f"V{len(room)}", room)
 
 
 def _chunks(count: int) -> int:
