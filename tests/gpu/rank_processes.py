@@ -153,8 +153,12 @@ class Ranks:
 def ranks_of(
     folder: Path, size: int, backend: str, transport: str = "auto", program: str = "shared_gpu_program", **variables: str
 ) -> Iterator[Ranks]:
-    """A job without ranks as yet; with a fake GPU it goes by the host."""
-    given = {"FERRORPC_BACKEND": "grpc" if FAKE else backend, "FERRORPC_TRANSPORT": transport, **variables}
+    """A job without ranks as yet; fake GPUs, which processes cannot share, go by the host."""
+    given = {
+        "FERRORPC_BACKEND": "grpc" if FAKE and backend == "cuda_ipc" else backend,
+        "FERRORPC_TRANSPORT": transport,
+        **variables,
+    }
     with coordinator() as service:
         found = Ranks(service.address, folder, size, program, given)
         try:
