@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 import ferrorpc
 from tests.gpu.scenarios import FAKE, check_computes, opened, run, say, say_error
+from tests.waiting import eventually
 
 ELEMENTS = 100_003
 PENDING_MAX = 4
@@ -150,7 +152,34 @@ def wait_for_ever(cupy: Any, options: dict[str, Any]) -> None:
     say("closed")
 
 
-SCENARIOS = {"endless": endless, "mismatch": mismatch, "wait_for_ever": wait_for_ever}
+def subgroups(cupy: Any, options: dict[str, Any]) -> None:
+    """Opens, uses and closes subgroups when it is told to, and ends when it is told to.
+
+    Options:
+        count: how many.
+        folder: the files that tell it are made here.
+    """
+    x = array(cupy)
+
+    def use_one(group: ferrorpc.ProcessGroup) -> None:
+        part: Any = group.subgroup([1, 0])
+        assert float(cupy.asnumpy(part.all_reduce(x))[-1]) == group.size
+        part.close()
+
+    with opened(timeout=TIMEOUT) as group:
+        use_one(group)
+        group.barrier()
+        say("opened")
+        eventually((Path(options["folder"]) / "begin").exists, "told to begin", TIMEOUT)
+        for _ in range(options["count"]):
+            use_one(group)
+        group.barrier()
+        say("subgroups-closed")
+        eventually((Path(options["folder"]) / "end").exists, "told to end", TIMEOUT)
+    say("closed")
+
+
+SCENARIOS = {"endless": endless, "mismatch": mismatch, "wait_for_ever": wait_for_ever, "subgroups": subgroups}
 
 if __name__ == "__main__":
     run(SCENARIOS)

@@ -47,6 +47,11 @@ def check_computes(cupy: Any) -> None:
         assert int(cupy.asnumpy(x.sum())) == 99_999 * 49_999, "the GPU computes no more"
 
 
+def free_bytes(cupy: Any) -> int:
+    """How much of the GPU's memory is free; 0 of a fake one's."""
+    return 0 if FAKE else int(cupy.cuda.runtime.memGetInfo()[0])
+
+
 def run(scenarios: Mapping[str, Scenario]) -> None:
     """Runs the scenario that the command line names."""
     faulthandler.enable()
