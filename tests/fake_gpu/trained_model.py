@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ferrorpc.torch
 from ferrorpc.arrays.kinds import gpu_of
+from ferrorpc.group import ProcessGroup
 
 torch = pytest.importorskip("torch")
+DistributedDataParallel = pytest.importorskip("ferrorpc.torch").DistributedDataParallel
 
 STEPS = 5
 
@@ -54,9 +55,9 @@ def loss_of(y: Any, target: Any) -> Any:
     return torch.nn.functional.mse_loss(y, target)
 
 
-def wrapped(group: ferrorpc.ProcessGroup, device: str) -> Any:
+def wrapped(group: ProcessGroup, device: str) -> Any:
     """The model on a GPU, with several buckets."""
-    return ferrorpc.torch.DistributedDataParallel(model().to(device), group, bucket_cap_mb=4e-4)
+    return DistributedDataParallel(model().to(device), group, bucket_cap_mb=4e-4)
 
 
 def train(ddp: Any, rank: int, device: str) -> None:
