@@ -6,26 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.fake_gpu.torch_gpu import torch
-from tests.fake_gpu.torch_trainer import STEPS, batches, loss_of, model, optimizer
+from tests.fake_gpu.trained_model import STEPS, one_process
 from tests.integration.launching import run
 
 SIZE = 2
-
-
-def one_process() -> dict[str, np.ndarray]:
-    """Each rank's gradients, added in rank order."""
-    module = model()
-    rule = optimizer(module)
-    for step in zip(*[batches(rank) for rank in range(SIZE)], strict=True):
-        sums = [torch.zeros_like(each) for each in module.parameters()]
-        for x, target in step:
-            grads = torch.autograd.grad(loss_of(module(x), target), list(module.parameters()))
-            sums = [total + grad for total, grad in zip(sums, grads, strict=True)]
-        for each, total in zip(module.parameters(), sums, strict=True):
-            each.grad = total / SIZE
-        rule.step()
-    return {name: each.detach().numpy() for name, each in module.named_parameters()}
 
 
 def test_a_module_on_a_gpu_gets_the_weights_of_one_process(tmp_path: Path) -> None:
@@ -40,7 +24,7 @@ def test_a_module_on_a_gpu_gets_the_weights_of_one_process(tmp_path: Path) -> No
         FERRORPC_TRANSPORT="grpc",
     )
     assert result.returncode == 0, result.stderr
-    expected = one_process()
+    expected = one_process(SIZE, "cpu")
     first, second = (dict(np.load(tmp_path / f"weights.{rank}.npz")) for rank in range(SIZE))
     assert first["waits"] == second["waits"] == 0
     for name, weights in expected.items():

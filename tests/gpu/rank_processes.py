@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.scenarios import FAKE
 from tests.integration.coordinator_process import coordinator
 from tests.integration.launching import environment
 
-FAKE = "FAKE_GPU" in os.environ
 SECONDS = 50.0
 """How long a test's processes may take altogether."""
 LOOK_SECONDS = 0.01
@@ -26,18 +25,19 @@ SHOWN_CHARACTERS = 6000
 
 
 class RankProcess:
-    """A process that runs a scenario of `shared_gpu_program`.
+    """A process that runs a scenario.
 
     Args:
         folder: for its output.
+        command: the program in this folder, the scenario, and its options.
     """
 
-    def __init__(self, folder: Path, name: str, scenario: str, options: dict[str, Any], variables: dict[str, str]) -> None:
+    def __init__(self, folder: Path, name: str, command: list[str], variables: dict[str, str]) -> None:
         self.name = name
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.shared_gpu_program", scenario, json.dumps(options)],
+                [sys.executable, "-m", f"tests.gpu.{command[0]}", *command[1:]],
                 stdout=out,
                 stderr=err,
                 env={**environment(), **variables},
@@ -65,11 +65,13 @@ class Ranks:
 
     Args:
         address: the coordinator's.
+        program: what they run, a module of this folder.
         variables: further ones of every rank's environment.
     """
 
-    def __init__(self, address: str, folder: Path, size: int, variables: dict[str, str]) -> None:
+    def __init__(self, address: str, folder: Path, size: int, program: str, variables: dict[str, str]) -> None:
         self.size = size
+        self._program = program
         self._folder = folder
         self._variables = {"FERRORPC_COORDINATOR": address, "FERRORPC_WORLD_SIZE": str(size), **variables}
         self._until = time.monotonic() + SECONDS
@@ -81,7 +83,8 @@ class Ranks:
         """Starts a rank, or its replacement."""
         own = {"FERRORPC_NAME": f"rank-{rank}", "FERRORPC_RANK_HINT": str(rank), "LOCAL_RANK": str(rank)}
         name = f"process-{len(self._all)}-of-rank-{rank}"
-        found = RankProcess(self._folder, name, scenario, options, {**self._variables, **own})
+        command = [self._program, scenario, json.dumps(options)]
+        found = RankProcess(self._folder, name, command, {**self._variables, **own})
         self._all.append(found)
         self.now[rank] = found
         return found
@@ -147,11 +150,17 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(folder: Path, size: int, backend: str, transport: str = "auto", **variables: str) -> Iterator[Ranks]:
-    """A job without ranks as yet; with a fake GPU it goes by the host."""
-    given = {"FERRORPC_BACKEND": "grpc" if FAKE else backend, "FERRORPC_TRANSPORT": transport, **variables}
+def ranks_of(
+    folder: Path, size: int, backend: str, transport: str = "auto", program: str = "shared_gpu_program", **variables: str
+) -> Iterator[Ranks]:
+    """A job without ranks as yet; fake GPUs, which processes cannot share, go by the host."""
+    given = {
+        "FERRORPC_BACKEND": "grpc" if FAKE and backend == "cuda_ipc" else backend,
+        "FERRORPC_TRANSPORT": transport,
+        **variables,
+    }
     with coordinator() as service:
-        found = Ranks(service.address, folder, size, given)
+        found = Ranks(service.address, folder, size, program, given)
         try:
             yield found
         finally:

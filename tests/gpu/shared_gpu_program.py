@@ -1,31 +1,20 @@
-"""One rank of a job whose ranks share one GPU: `python -m tests.gpu.shared_gpu_program SCENARIO OPTIONS`, with OPTIONS as JSON.
-
-What happens to it is on stdout, a line for each: a word and what belongs to it. FERRORPC_* variables name the job. With
-FAKE_GPU set the GPU is a fake one of this process alone, for those who mend this file where there is none.
-"""
+"""One rank of a job whose ranks share one GPU: random programs, and what becomes of them when a rank is lost."""
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
-import json
 import os
 import random
-import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 import ferrorpc
-from ferrorpc.arrays.cupy_device import open_device
-from ferrorpc.testing.gpu.machine import Machine
-from ferrorpc.testing.gpu.stand_in import stand_in
 from ferrorpc.testing.reference import check_same, reduced, values
 from ferrorpc.types import DType, ReduceOp
 from tests.gpu.random_calls import Call, Running, program
+from tests.gpu.scenarios import Scenario, check_computes, opened, run, say
 
 PENDING_MAX = 5
 """How many calls of a program are in flight, or their results unseen, at most."""
@@ -34,13 +23,6 @@ LATE_COPIES = 40
 REFORM_SECONDS = 40.0
 CALLS_AFTER = 25
 """How many calls of a program show that a renewed group is as good as new."""
-
-Scenario = Callable[[Any, dict[str, Any]], None]
-
-
-def say(*words: object) -> None:
-    """One line."""
-    print(*words, flush=True)
 
 
 class Program:
@@ -93,11 +75,6 @@ class Program:
                 running.check()
 
 
-def opened(**options: Any) -> ferrorpc.ProcessGroup:
-    """This rank's group."""
-    return ferrorpc.init_process_group(device=0, **options)
-
-
 def run_values(cupy: Any, options: dict[str, Any]) -> None:
     """A random program, and an array of more than a slot."""
     with opened() as group:
@@ -129,8 +106,7 @@ def endure(cupy: Any, options: dict[str, Any]) -> None:
         Program(cupy, group, options["seed"]).run(None, heard=3)
     except ferrorpc.PeerLostError as error:
         say("lost", error.rank, time.time())
-    x = cupy.asarray(np.arange(99_999, dtype=np.int64))
-    assert int(cupy.asnumpy(x.sum())) == 99_999 * 49_999, "the GPU computes no more"
+    check_computes(cupy)
     with group.reform(REFORM_SECONDS) as renewed:
         follow(cupy, renewed, options)
 
@@ -151,14 +127,5 @@ def follow(cupy: Any, group: ferrorpc.ProcessGroup, options: dict[str, Any]) -> 
 SCENARIOS: dict[str, Scenario] = {"values": run_values, "endure": endure, "rejoin": rejoin}
 
 
-def main() -> None:
-    faulthandler.enable()
-    scenario, options = sys.argv[1:]
-    with stand_in(Machine(1)) if "FAKE_GPU" in os.environ else nullcontext():
-        cupy = open_device(0).cupy
-        say("started")
-        SCENARIOS[scenario](cupy, json.loads(options))
-
-
 if __name__ == "__main__":
-    main()
+    run(SCENARIOS)

@@ -15,7 +15,8 @@ import pytest
 
 from ferrorpc.backends.cuda_ipc.connect import SLOT_BYTES
 from ferrorpc.exit_codes import EXIT_RETRY
-from tests.gpu.rank_processes import FAKE, Ranks, ranks_of
+from tests.gpu.rank_processes import Ranks, ranks_of
+from tests.gpu.scenarios import FAKE
 from tests.gpu.without import skip_without_gpu
 
 if not FAKE:

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
             self.norm = nn.LayerNorm(WIDTH)
             self.up = nn.Linear(WIDTH, 2 * WIDTH)
@@ -55,14 +55,14 @@ loss_of = nn.functional.mse_loss
 
 
 @cache
-def one_process(blocks: int, rows: int, microbatches: int, steps: int) -> nn.Sequential:
+def one_process(blocks: int, rows: int, microbatches: int, steps: int, device: str = "cpu") -> nn.Sequential:
     """One process: microbatches one after the other, each loss scaled by its share of the batch. Cached for schedules with
     equally many stages."""
-    alone = nn.Sequential(*(Block(number) for number in range(blocks)))
+    alone = nn.Sequential(*(Block(number) for number in range(blocks))).to(device)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.02)
     for step in range(steps):
         optimizer.zero_grad()
-        x, target = (each.tensor_split(microbatches) for each in batch(rows, step))
+        x, target = (each.to(device).tensor_split(microbatches) for each in batch(rows, step))
         for part, wanted in zip(x, target, strict=True):
             (loss_of(alone(part), wanted) * (len(part) / rows)).backward()
         optimizer.step()
