@@ -70,6 +70,7 @@ class DeviceFastPath:
         if not source:
             return GENERAL_PATH
         if out is None:
+            kind.staging.device.current()  # raises during a capture, which an allocation would make invalid
             out = kind.empty(x.shape, dtype)
             target = kind.address(out)
         elif out is not x:
@@ -99,6 +100,7 @@ class DeviceFastPath:
         kind = kind_of(x)
         if not kind.on_device or not kind.address(x) or not isinstance(op, str | ReduceOp) or len(self._known) >= CACHED_CALLS:
             return None
+        kind.staging.device.current()
         spec, chosen = kind.spec(x), ReduceOp.named(op)
         if type(kind.empty((0,), spec.dtype)) is not key[0]:  # a subclass may define its own behaviour
             return None

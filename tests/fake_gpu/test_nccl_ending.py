@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from ferrorpc.backends.device.communicator import DataType, Op, State
-from ferrorpc.backends.device.ending import CLOSE_SECONDS, EXIT_CODE, Ending
+from ferrorpc.backends.device.ending import CLOSE_SECONDS, EXIT_CODE, FROZEN_SECONDS, Ending
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
@@ -17,6 +21,11 @@ from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.virtual_clock import VirtualClock
 from tests.fake_gpu.groups import SECONDS, Ranks, end_of
 from tests.waiting import eventually
+
+
+def never(seconds: float, code: int) -> Callable[[], None]:
+    """As `exit_after`, for tests that are to go on."""
+    return lambda: None
 
 
 def test_an_abort_that_hangs_ends_the_process_with_the_code_for_a_new_start() -> None:
@@ -30,13 +39,40 @@ def test_an_abort_that_hangs_ends_the_process_with_the_code_for_a_new_start() ->
         def abort(self) -> None:
             gone.wait(SECONDS)
 
-    from contextlib import nullcontext
-
-    ending = Ending(SYSTEM_CLOCK, latch, nullcontext, abort_seconds=0.1, leave=leave)
+    ending = Ending(SYSTEM_CLOCK, latch, nullcontext, abort_seconds=0.1, leave=leave, exit_later=never)
     ending.add(Stuck())  # type: ignore[arg-type]
     latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
     assert gone.wait(SECONDS)
     assert codes == [EXIT_CODE] == [75]
+
+
+def test_the_system_ends_the_process_where_python_cannot_and_not_if_the_abort_was_in_time() -> None:
+    latch, told = Latch(), []
+
+    def later(seconds: float, code: int) -> Callable[[], None]:
+        told.append((seconds, code))
+        return lambda: told.append("stays")
+
+    class Prompt:
+        def abort(self) -> None:
+            told.append("aborts")
+
+    ending = Ending(SYSTEM_CLOCK, latch, nullcontext, abort_seconds=5.0, exit_later=later)
+    ending.add(Prompt())  # type: ignore[arg-type]
+    latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
+    eventually(lambda: told == [(5.0 + FROZEN_SECONDS, EXIT_CODE), "aborts", "stays"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its timers are Linux's")
+@pytest.mark.parametrize(("cancelled", "code"), [(False, EXIT_CODE), (True, 0)])
+def test_a_process_whose_threads_do_not_run_is_ended_by_the_system(cancelled: bool, code: int) -> None:
+    frozen = (
+        "import ctypes\nfrom ferrorpc.backends.device.exit_timer import exit_after\n"
+        f"stay = exit_after(0.5, {EXIT_CODE})\n"
+        f"if {cancelled}: stay()\n"
+        "ctypes.PyDLL(None).sleep(3)"  # with the interpreter's lock
+    )
+    assert subprocess.run([sys.executable, "-c", frozen], timeout=SECONDS, check=False).returncode == code
 
 
 def test_an_abort_in_time_ends_nothing_else(cupy: StandIn) -> None:
@@ -44,7 +80,7 @@ def test_an_abort_in_time_ends_nothing_else(cupy: StandIn) -> None:
     end: Any = FakeNccl(cupy.machine).api(0).init(1, 0, [bytes(128)])
 
     def body() -> None:
-        ending = Ending(clock, latch, lambda: cupy.cuda.Device(0), abort_seconds=0.05, leave=codes.append)
+        ending = Ending(clock, latch, lambda: cupy.cuda.Device(0), abort_seconds=0.05, leave=codes.append, exit_later=never)
         ending.add(end)
         latch.trip(GroupAbortedError(0, "enough"))
         clock.parker().park(0.2)

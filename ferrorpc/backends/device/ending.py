@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from ferrorpc.backends.device.communicator import Communicator, State
+from ferrorpc.backends.device.exit_timer import exit_after
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Clock, Latch
 
@@ -23,6 +24,8 @@ ABORT_SECONDS: Final = 10.0
 """How long an abort may take."""
 CLOSE_SECONDS: Final = 0.8
 """How long closing a group may take until its communicators are aborted."""
+FROZEN_SECONDS: Final = 2.0
+"""How much later the process ends where no thread gets the interpreter."""
 EXIT_CODE: Final = 75
 """Membership lost: start again."""
 POLL_SECONDS: Final = 1e-3
@@ -37,6 +40,7 @@ class Ending:
         on_device: returns a context in which the rank's GPU is the current one.
         abort_seconds: how long aborting may take before the process ends.
         leave: ends the process with an exit code.
+        exit_later: as `exit_after`.
     """
 
     def __init__(
@@ -47,12 +51,14 @@ class Ending:
         *,
         abort_seconds: float = ABORT_SECONDS,
         leave: Callable[[int], Any] = os._exit,
+        exit_later: Callable[[float, int], Callable[[], None]] = exit_after,
     ) -> None:
         self._clock = clock
         self._latch = latch
         self._on_device = on_device
         self._seconds = abort_seconds
         self._leave = leave
+        self._exit_later = exit_later
         self._lock = threading.Lock()
         self._communicators: list[Communicator] = []
         self._ended = False
@@ -82,16 +88,18 @@ class Ending:
         """Aborts on a thread of its own: an abort waits until the GPU has run past what was launched, and that may wait for
         operations of other communicators, which have to be aborted at the same time."""
         over = threading.Event()
+        stay = self._exit_later(self._seconds + FROZEN_SECONDS, EXIT_CODE)
         self._clock.call_at(self._clock.now() + self._seconds, lambda: self._check(over))
-        self._clock.start(lambda: self._abort(communicator, over), "ferrorpc-device-abort")
+        self._clock.start(lambda: self._abort(communicator, over, stay), "ferrorpc-device-abort")
 
-    def _abort(self, communicator: Communicator, over: threading.Event) -> None:
+    def _abort(self, communicator: Communicator, over: threading.Event, stay: Callable[[], None]) -> None:
         try:
             with self._on_device():
                 communicator.abort()
         except FerroError as error:
             _log.warning("aborting a communicator: %s", error.message)
         over.set()
+        stay()
 
     def _check(self, over: threading.Event) -> None:
         if not over.is_set():

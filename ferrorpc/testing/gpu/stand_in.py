@@ -41,6 +41,8 @@ class _Block:
         self.gpu = gpu = driver.gpu
         self._driver = driver
         self._stream = driver.stream
+        if self._stream.captured:
+            raise GpuFault(f"memory is allocated while a graph is being captured from stream {self._stream.pointer:#x}")
         with gpu.machine.lock:
             self.ptr = gpu.memory.allocate(size_bytes)
 
