@@ -58,12 +58,10 @@ class _SemaphoreParker:
         self._permit = False
 
     def park(self, until: float) -> bool:
-        if until == FOREVER:
-            self._lock.acquire()
-        else:
-            remaining = until - time.monotonic()
-            if not self._lock.acquire(timeout=min(max(remaining, 0.0), threading.TIMEOUT_MAX)):
-                return False
+        # Always with a timeout: CUDA sets Python's handler of SIGINT anew (SA_RESTART), and then Ctrl-C ends no other wait.
+        remaining = until - time.monotonic()
+        if not self._lock.acquire(timeout=min(max(remaining, 0.0), threading.TIMEOUT_MAX)):
+            return False
         with self._guard:
             self._permit = False
         return True

@@ -1,5 +1,7 @@
 """Parkers keep permits, latches trip once, guards end in time."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -33,6 +35,20 @@ def test_a_deadline_beyond_what_the_system_can_wait_for_is_one_all_the_same() ->
     parker = SYSTEM_CLOCK.parker()
     parker.unpark()
     assert parker.park(SYSTEM_CLOCK.now() + 1e300)
+
+
+@pytest.mark.parametrize("until", ["FOREVER", "SYSTEM_CLOCK.now() + 60.0"])
+def test_the_main_thread_notices_an_interrupt_that_does_not_end_its_wait(until: str) -> None:
+    """CUDA sets Python's handler of SIGINT anew, so that the system goes on with the wait after it (SA_RESTART)."""
+    waits = (
+        "import os, signal, threading\nfrom ferrorpc.guard import FOREVER, SYSTEM_CLOCK\n"
+        "signal.siginterrupt(signal.SIGINT, False)\n"
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        f"try: SYSTEM_CLOCK.parker().park({until})\n"
+        "except KeyboardInterrupt: print('interrupted')"
+    )
+    done = subprocess.run([sys.executable, "-c", waits], timeout=30.0, check=True, capture_output=True, text=True)
+    assert done.stdout == "interrupted\n"
 
 
 def test_what_is_to_be_done_later_keeps_no_process_alive() -> None:

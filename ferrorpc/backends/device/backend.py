@@ -132,7 +132,7 @@ class DeviceBackend(RawOperations, Backend):
                 and back.
         """
         select.check(call)
-        wanted = None if call.op is None else required(call.op, call.inputs[0].dtype, self._connector.library)
+        wanted = None if call.op is None else required(call.op, call.inputs[0].dtype, self._connector.library, self.size)
         kind = AllReducePrepared if call.operation is Operation.ALL_REDUCE else CollectivePrepared
         return kind(self.context, call, self._connector, wanted, on_host)
 

@@ -180,17 +180,20 @@ def reduction(op: ReduceOp, dtype: DType) -> tuple[Op, DataType, int] | None:
     return table[op], NAMES[dtype], 2 if dtype.is_complex else 1
 
 
-def required(op: ReduceOp, dtype: DType, library: str) -> tuple[Op, DataType, int]:
-    """As `reduction`.
+def required(op: ReduceOp, dtype: DType, library: str, size: int) -> tuple[Op, DataType, int]:
+    """As `reduction`. The mean of one rank is its sum: NCCL's own leaves the end of long arrays unwritten there.
 
     Args:
         library: as in `Connector`.
+        size: how many ranks there are.
 
     Raises:
         TensorMismatchError: the operator means nothing for the dtype, or the library lacks it; the message says which.
     """
     why_not = refusal(op, dtype)
     found = None if why_not else reduction(op, dtype)
+    if found is not None and size == 1 and found[0] is Op.MEAN:
+        found = (Op.SUM, *found[1:])
     if found is None:
         raise TensorMismatchError(
             why_not.reason if why_not else f"{library} has no op={op.value!r} for {dtype.label}",

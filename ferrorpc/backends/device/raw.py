@@ -119,7 +119,8 @@ class RawOperations:
         except TypeError:  # what cannot be hashed is refused below
             found = None
         if found is None:
-            found = self.reductions[op, dtype] = required(ReduceOp.named(op), _dtype(dtype), self._connector.library)
+            library, size = self._connector.library, self.context.size
+            found = self.reductions[op, dtype] = required(ReduceOp.named(op), _dtype(dtype), library, size)
         return found
 
     def _raw(self, label: Callable[[], str], launch: Callable[[Communicator, int], None], stream: Any) -> None:
