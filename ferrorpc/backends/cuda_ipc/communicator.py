@@ -29,6 +29,7 @@ from ferrorpc.backends.cuda_ipc.control_block import SLOTS
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer, part
 from ferrorpc.backends.cuda_ipc.rounds import Messages, Rounds, Waits
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
+from ferrorpc.backends.device.freeing import FREEING
 from ferrorpc.errors import NcclError
 from ferrorpc.guard import Clock
 
@@ -205,7 +206,9 @@ class IpcCommunicator(Communicator):
             self._is_gone = True
             self._pending.clear()
         try:
-            self._own.settle()
+            with FREEING.begun() as may_run:
+                if may_run:
+                    self._own.settle()
             self._table = None
             part(self._own, self._peers, self._clock, seconds)
         except self._ipc.error_class as problem:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
+from ferrorpc.backends.device.freeing import FREEING
 from ferrorpc.backends.nccl.api import Features
 from ferrorpc.errors import BackendUnavailableError, NcclError
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -213,8 +214,9 @@ class CupyCommunicator:
             self._abort()
 
     def _abort(self) -> None:
-        with self._api.refusals("ncclCommAbort"):
-            self._made.abort()
+        with FREEING.begun() as may_run, self._api.refusals("ncclCommAbort"):
+            if may_run:
+                self._made.abort()
 
     def finalize(self) -> None:
         """CuPy's binding has no such call."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
+from ferrorpc.backends.device.freeing import FREEING
 from ferrorpc.backends.nccl.api import Features
 from ferrorpc.errors import BackendUnavailableError
 
@@ -164,8 +165,7 @@ class Nccl4pyCommunicator:
 
     def abort(self) -> None:
         """As `Communicator.abort`."""
-        if not self._gone():
-            self._api.ask("ncclCommAbort", self._nccl.comm_abort, self._comm)
+        self._free("ncclCommAbort", self._nccl.comm_abort)
 
     def finalize(self) -> None:
         """As `Communicator.finalize`."""
@@ -173,8 +173,12 @@ class Nccl4pyCommunicator:
 
     def destroy(self) -> None:
         """As `Communicator.destroy`."""
-        if not self._gone():
-            self._api.ask("ncclCommDestroy", self._nccl.comm_destroy, self._comm)
+        self._free("ncclCommDestroy", self._nccl.comm_destroy)
+
+    def _free(self, call: str, function: Callable[..., Any]) -> None:
+        with FREEING.begun() as may_run:
+            if may_run and not self._gone():
+                self._api.ask(call, function, self._comm)
 
 
 def open_nccl4py() -> Nccl4pyApi:
