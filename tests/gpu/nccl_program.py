@@ -70,6 +70,16 @@ def use(cupy: Any, group: ferrorpc.ProcessGroup) -> None:
     assert group.all_reduce(np.ones(3)).tolist() == [1.0] * 3
 
 
+def leaving(cupy: Any, options: dict[str, Any]) -> None:
+    """A group of one with many subgroups, of which none is closed before the process ends."""
+    x = cupy.asarray(np.ones(ELEMENTS, np.float32))
+    with opened() as group:
+        for _ in range(options["count"]):
+            part: Any = group.subgroup([0])
+            part.all_reduce(x, async_op=True).wait(host=True)
+    say("done")
+
+
 def refused(cupy: Any, options: dict[str, Any]) -> None:
     """The GPU is another rank's, too."""
     calls: list[str] = []
@@ -83,7 +93,7 @@ def refused(cupy: Any, options: dict[str, Any]) -> None:
     say("done")
 
 
-SCENARIOS = {"alone": over_fake(alone), "refused": over_fake(refused)}
+SCENARIOS = {"alone": over_fake(alone), "leaving": over_fake(leaving), "refused": over_fake(refused)}
 
 if __name__ == "__main__":
     run(SCENARIOS)

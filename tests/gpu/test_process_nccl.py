@@ -35,6 +35,13 @@ def test_a_group_of_one_works_by_either_binding(tmp_path: Path, backend: str, bi
 
 
 @pytest.mark.parametrize("backend", ["nccl", "hybrid"])
+def test_a_process_ends_in_order_while_many_communicators_are_being_freed(tmp_path: Path, backend: str) -> None:
+    with ranks_of(tmp_path, 1, backend, program="nccl_program") as ranks:
+        ranks.start_all("leaving", count=8)
+        ranks.end_all()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "hybrid"])
 def test_two_ranks_on_one_gpu_are_named_before_nccl_is_called(tmp_path: Path, backend: str) -> None:
     with ranks_of(tmp_path, 2, backend, program="nccl_program") as ranks:
         ranks.start_all("refused")
