@@ -4,8 +4,8 @@
 
 Needs a GPU and ferrorpc[gpu]. All cases take turns in one run. Speeds are GB/s read and written, also relative to a copy on the
 device of the same size. Time is measured "as called", from the call until the stream is done; and for cases on the device also
-between two GPU events, which excludes the host's part (except below a few MiB). Packing should reach 0.7 of the copy's speed by
-both measures; exit code 1 if it does not.
+between two GPU events, which excludes the host's part (except below a few MiB): a program that goes on calling hides it.
+Packing should reach 0.7 of the copy's speed on the GPU; exit code 1 if it does not.
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ def main() -> None:
     rows = [[name, *_shown(called, name), *_shown(by_events, name)] for name in called]
     print(table([f"{arguments.mib} MiB", *columns], rows, right=frozenset(columns)))
     note(arguments.json, f"copies, {arguments.mib} MiB, GB/s", {"as called": called, "of the GPU": by_events})
-    ways = {"as called": called, "on the GPU": by_events}
-    shares = {f"{name} {way}": speeds[name] / speeds[COPY] for way, speeds in ways.items() for name in ("pack", "unpack")}
+    shares = {name: by_events[name] / by_events[COPY] for name in ("pack", "unpack")}
     sys.exit(
-        exit_code({f"{name} reaches {PACK_SHARE_MIN:g} of a copy": each >= PACK_SHARE_MIN for name, each in shares.items()})
+        exit_code(
+            {f"{name} reaches {PACK_SHARE_MIN:g} of a copy on the GPU": each >= PACK_SHARE_MIN for name, each in shares.items()}
+        )
     )
 
 
