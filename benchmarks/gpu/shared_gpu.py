@@ -2,9 +2,9 @@
 
     ferrorpc run -n 2 -m benchmarks.gpu.shared_gpu [--mib 1 16 64 256] [--turns 20] [--json FILE]
 
-Needs a GPU and CuPy. Without NVIDIA's MPS the processes take turns: `python -m benchmarks.gpu.with_mps ferrorpc run ...` starts
-it. Values are checked against float64 on the host. The lower bound ("floor") is the time of the copies that no algorithm avoids:
-every rank reads a slice of all arrays, writes its sum, and reads and writes the other slices of the sum. They are counted at
+Needs a GPU and CuPy. Without NVIDIA's MPS the processes take turns: `python -m benchmarks.gpu.with_mps ferrorpc run ...`
+starts it. Values are checked against float64 on the host. The lower bound ("floor") is the time of the copies that no algorithm
+avoids: every rank reads a slice of all arrays, writes its sum, and reads and writes the other slices. They are counted at
 the speed of a copy on the device, which is measured in the same run while the other ranks wait. "In a row" means ten calls at
 once, each of which waits for the one before only on the GPU. Rank 0 prints. Exit code 1 if all_reduce of 64 MiB or more takes
 longer than the floor / 0.4.
