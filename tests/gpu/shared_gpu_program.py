@@ -19,6 +19,8 @@ PENDING_MAX = 5
 """How many calls of a program are in flight, or their results unseen, at most."""
 BALLAST_BYTES = 16 << 20
 LATE_COPIES = 40
+KEPT: list[Any] = []
+"""What late copies read and write: they may still be queued when a program ends with an error."""
 REFORM_SECONDS = 40.0
 CALLS_AFTER = 25
 """How many calls of a program show that a renewed group is as good as new."""
@@ -36,6 +38,7 @@ class Program:
         self._cuda_streams = [cupy.cuda.Stream(null=True), *(cupy.cuda.Stream(non_blocking=True) for _ in range(2))]
         self._ballast = cupy.asarray(np.ones(BALLAST_BYTES, np.uint8))
         self._spare = cupy.asarray(np.zeros(BALLAST_BYTES, np.uint8))
+        KEPT.append((self._ballast, self._spare))
         self._pending: list[tuple[Any, Running]] = []
         self._order = random.Random(seed)
 
