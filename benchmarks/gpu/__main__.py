@@ -29,6 +29,7 @@ from ferrorpc.errors import BackendUnavailableError
 LEAST_SECONDS: Final = 30.0
 """With less time than this left, a run is left for later."""
 _PAIR: Final = ("ferrorpc", "run", "-n", "2")
+_PYTEST: Final = ("pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--timeout", "60")
 RUNS: Final[Mapping[str, tuple[float, Sequence[str]]]] = {
     "overhead": (60, ("benchmarks.gpu.one_rank", "--only", "overhead")),
     "absent_peer": (60, ("benchmarks.gpu.one_rank", "--only", "absent_peer")),
@@ -38,7 +39,8 @@ RUNS: Final[Mapping[str, tuple[float, Sequence[str]]]] = {
     "staged_all_reduce": (90, (*_PAIR, "-m", "benchmarks.gpu.staged_all_reduce")),
     "killed_peer": (150, ("benchmarks.gpu.killed_peer",)),
     "values": (60, ("benchmarks.gpu.one_rank", "--only", "values")),
-    "tests": (180, ("pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "-p", "no:benchmark", "--timeout", "60", "tests/gpu")),
+    "tests": (240, (*_PYTEST, "-n", "4", "tests/gpu")),
+    "memory_tests": (90, (*_PYTEST, "-n", "0", "tests/gpu/test_process_memory.py")),
     "buckets": (60, ("benchmarks.gpu.buckets",)),
     "staged_all_reduce_shared_memory": (
         90,

@@ -15,16 +15,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 CONTROL = "nvidia-cuda-mps-control"
-QUIT_SECONDS = 20.0
+CONTROL_SECONDS = 20.0
+"""How long the daemon may take to start, and to end."""
 
 
 def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs `python -m ARGUMENTS` between start and end of the daemon. Returns the exit code."""
-    subprocess.run([CONTROL, "-d"], env=environment, check=True)
+    subprocess.run([CONTROL, "-d"], env=environment, check=True, timeout=CONTROL_SECONDS)
     try:
         return subprocess.run([sys.executable, "-m", *arguments], env=environment, check=False).returncode
     finally:
-        subprocess.run([CONTROL], input=b"quit\n", env=environment, check=False, timeout=QUIT_SECONDS)
+        subprocess.run([CONTROL], input=b"quit\n", env=environment, check=False, timeout=CONTROL_SECONDS)
 
 
 def main() -> int:
