@@ -60,8 +60,11 @@ class Work(Generic[Result]):
     _result: Result | None = None
     _error: BaseException | None = None
 
-    def __init__(self, clock: Clock, label: str) -> None:
-        self.label = label
+    _register: dict[int, Any] | None = None
+    """Holds it, by id, until it has ended."""
+
+    def __init__(self, clock: Clock, label: object) -> None:
+        self.label = label  # its text names the operation
         self._clock = clock
         self._lock = threading.Lock()
         self._result_lock = threading.Lock()
@@ -184,6 +187,13 @@ class Work(Generic[Result]):
                 return
         callback()
 
+    def register(self, register: dict[int, Any]) -> None:
+        """For the driver: puts it into a dict, by id, until it has ended."""
+        self._register = register
+        register[id(self)] = self
+        if self._done:  # perhaps before it was in there
+            register.pop(id(self), None)
+
     def _forget(self, callback: Callable[[], None]) -> None:
         with self._lock:
             if callback in self._callbacks:
@@ -203,6 +213,8 @@ class Work(Generic[Result]):
         with self._lock:
             self._done = True
             callbacks, self._callbacks = self._callbacks, []
+        if self._register is not None:
+            self._register.pop(id(self), None)
         for callback in callbacks:
             try:
                 callback()

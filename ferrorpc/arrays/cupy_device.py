@@ -113,19 +113,17 @@ class CupyStream:
         """As `Stream.record`."""
         device = self._device
         event = device.event()
-        if self.pointer > _SHARED_NUMBERS or device.is_current():
+        if self.pointer > _SHARED_NUMBERS or device.current_index() == device.index:
             device.runtime.eventRecord(event.number, self.pointer)
         else:
             with device.here():
                 device.runtime.eventRecord(event.number, self.pointer)
         return event
 
-    def wait(self, event: Event) -> None:
-        """As `Stream.wait`."""
-        if not isinstance(event, CupyEvent):
-            raise AssertionError(f"{event!r} is no event of CuPy's")
+    def wait(self, event: Any) -> None:
+        """As `Stream.wait`, for a CupyEvent."""
         device = self._device
-        if self.pointer > _SHARED_NUMBERS or device.is_current():
+        if self.pointer > _SHARED_NUMBERS or device.current_index() == device.index:
             device.runtime.streamWaitEvent(self.pointer, event.number)
         else:
             with device.here():
@@ -179,10 +177,11 @@ class CupyDevice:
         self.cupy = cupy
         self.runtime = cupy.cuda.runtime
         self._copy = self.runtime.memcpyAsync
-        self._current_index = self.runtime.getDevice
+        self.current_index = self.runtime.getDevice
         self._current_stream = cupy.cuda.get_current_stream
         self._per_thread = int(self.runtime.streamPerThread)
         self.index = index
+        self._null_stream = CupyStream(self, cupy.cuda.Stream(null=True))
         self.uuid = _identity(self.runtime, index)
         self.events: deque[CupyEvent] = deque()
         """All events that were made: somewhat more than were ever in use at once."""
@@ -196,7 +195,7 @@ class CupyDevice:
             followed = current_of_torch(self.index)
             if followed and self.follows_torch():
                 return self._following(followed)
-        return self._as_current_device()
+        return _AS_IT_IS if self.current_index() == self.index else self._as_current_device()
 
     def _as_current_device(self) -> Any:
         """As `here`, whatever the streams are. A thread that has used no GPU stays on this one."""
@@ -279,7 +278,7 @@ class CupyDevice:
 
     def is_current(self) -> bool:
         """Whether it is the calling thread's current device."""
-        return bool(self._current_index() == self.index)
+        return bool(self.current_index() == self.index)
 
     def make_current(self) -> None:
         """As `Device.make_current`. Where it is the current one already, the program may still choose another."""
@@ -318,13 +317,15 @@ class CupyDevice:
 
     def marked(self) -> tuple[Stream, Event]:
         """As `Device.marked`. Raises as `current`."""
-        with self.here():
-            stream, event = self._current_here(), self.event()
-            self.runtime.eventRecord(event.number, stream.pointer)
+        stream, event = self._current_here(), self.event()
+        self.runtime.eventRecord(event.number, stream.pointer)
         return stream, event
 
     def _current_here(self) -> CupyStream:
-        stream = CupyStream(self, self._current_stream())
+        current = self._current_stream()
+        if not current.ptr:
+            return self._null_stream
+        stream = CupyStream(self, current)
         if stream.pointer == self._per_thread:
             raise UsageError(
                 "the current stream is CUDA's per-thread default stream, which other threads cannot wait for",

@@ -95,7 +95,7 @@ class Device(Protocol):
         """The calling thread's current stream."""
 
     def marked(self) -> tuple[Stream, Event]:
-        """The current stream, and an event recorded in it now."""
+        """The current stream, and an event recorded in it now. To be used where the device is current (`here`)."""
 
     def new_stream(self) -> Stream:
         """A stream of its own, of the highest priority, that does not wait for the legacy default stream."""

@@ -91,6 +91,11 @@ class Execution(ABC):
     def timeout_error(self) -> FerroError:
         """The error of this operation's deadline: CollectiveTimeoutError, or BarrierTimeoutError for a barrier."""
 
+    def ran(self) -> bool:
+        """Whether it is launched on a GPU already, so that the caller's stream is ordered after it, which this sees to. If not,
+        a driver has to advance it, which also raises its error."""
+        return False
+
     def make_stream_wait(self) -> None:
         """Once complete: makes the calling thread's current stream wait for the results that are on a device."""
         return
@@ -106,7 +111,13 @@ class Execution(ABC):
 
 
 class PointerAllReduce(Protocol):
-    """A prepared all_reduce that takes addresses of a GPU's memory in place of arrays."""
+    """A prepared all_reduce that takes addresses of a GPU's memory in place of arrays.
+
+    Attributes:
+        signature: its text.
+    """
+
+    signature: str
 
     def start_at(self, key: Key, source: int, target: int, keeps: object, guard: Guard) -> Execution:
         """A new execution of this call, in program order, ordered after the caller's current stream.
@@ -118,10 +129,6 @@ class PointerAllReduce(Protocol):
             keeps: objects to keep alive until the GPU has finished.
             guard: deadline and latch.
         """
-
-    def ran(self, execution: Execution) -> bool:
-        """Whether such an execution is launched already, so that the caller's stream is ordered after it. If not, a driver
-        has to advance it, which also raises its error."""
 
 
 class Prepared(ABC):

@@ -268,7 +268,8 @@ class _ReportingActivity(Activity):
         self._on_operation = on_operation
 
     def note(self, operation: str) -> None:
-        super().note(operation)
+        self.last = operation
+        self.operations += 1
         self._on_operation()
 
 

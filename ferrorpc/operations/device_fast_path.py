@@ -13,7 +13,6 @@ from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import PointerAllReduce
-from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, UNKNOWN
 from ferrorpc.operations.results import DeviceResult
@@ -79,16 +78,21 @@ class DeviceFastPath:
             target = kind.address(out)
             if not target or 0 < abs(target - source) < size_bytes:
                 return GENERAL_PATH
-        self._dispatch.check_open()
-        return self._launch(prepared, (source, target), (x, out), seconds_of(timeout, self._dispatch.timeout), async_op)
+        return self._launch(prepared, source, target, (x, out), async_op, timeout)
 
     def _launch(
-        self, prepared: PointerAllReduce, addresses: tuple[int, int], arrays: tuple[Any, Any], seconds: float, async_op: bool
+        self,
+        prepared: PointerAllReduce,
+        source: int,
+        target: int,
+        arrays: tuple[Any, Any],
+        async_op: bool,
+        timeout: float | None,
     ) -> Any:
         dispatch, (_, out) = self._dispatch, arrays
         try:
-            execution = dispatch.start_at(prepared, *addresses, arrays, seconds)
-            if not async_op and dispatch.ran(prepared, execution):
+            execution = dispatch.start_at(prepared, source, target, arrays, timeout)
+            if not async_op and dispatch.ran(execution, prepared.signature):
                 return out
             return dispatch.finish(execution, DeviceResult(out), async_op)
         except KeyboardInterrupt:

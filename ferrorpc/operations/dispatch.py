@@ -20,7 +20,7 @@ from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import out_of_memory, verdict
 from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError, LimitExceededError, UsageError
-from ferrorpc.guard import FOREVER, Guard
+from ferrorpc.guard import FOREVER, Guard, seconds_of
 from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.results import NOTHING, Result, hand_over, settle
 from ferrorpc.telemetry import telemetry
@@ -171,11 +171,17 @@ class Dispatch:
                 raise verdict(guard, out_of_memory(label, error), backend.abort, guard.clock.parker()) from None
             raise
 
-    def start_at(self, prepared: PointerAllReduce, source: int, target: int, keeps: object, seconds: float) -> Execution:
-        """As `start`, for addresses on a GPU. The other arguments are those of `PointerAllReduce.start_at`."""
+    def start_at(self, prepared: PointerAllReduce, source: int, target: int, keeps: object, timeout: float | None) -> Execution:
+        """As `start`, for addresses on a GPU. The other arguments are those of `PointerAllReduce.start_at`.
+
+        Args:
+            timeout: seconds, as a caller gives it.
+        """
         backend = self.backend
+        if self.refuses or backend.latch.cause is not None:
+            self.check_open()
+        guard = Guard(backend.clock, backend.latch, self.timeout if timeout is None else seconds_of(timeout, self.timeout))
         number = next(self._numbers)
-        guard = Guard(backend.clock, backend.latch, seconds)
         try:
             return prepared.start_at(Key(backend.group_id, 0, number), source, target, keeps, guard)
         except UsageError:
@@ -194,14 +200,12 @@ class Dispatch:
         self.run(execution)
         return result.of(execution)
 
-    def ran(self, bare: PointerAllReduce, execution: Execution) -> bool:
-        """Whether an execution is launched already, so that the caller's stream is ordered after it. It is not timed then: the
-        host has not waited."""
-        if self.telemetry is not None:
+    def ran(self, execution: Execution, activity: str) -> bool:
+        """As `Execution.ran`; notes the activity then. It is not timed: the host has not waited."""
+        if self.telemetry is not None or not execution.ran():
             return False
-        if not bare.ran(execution):
-            return False
-        self._note(execution.label)
+        if self._activity is not None:
+            self._activity.note(activity)
         return True
 
     def run(self, execution: Execution) -> None:
@@ -258,8 +262,9 @@ class Dispatch:
 
     def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""
-        self._note(execution.label)
-        ended = self._observed(execution)
+        if self._activity is not None:
+            self._activity.note(execution.label)
+        ended = None if self.telemetry is None else self._observed(execution)
         try:
             work = self.backend.submit(execution, return_execution if result.on_device else result.of)
         except LimitExceededError as refusal:  # there is no thread for it
@@ -276,8 +281,7 @@ class Dispatch:
         if self._is_subgroup:
             work.translate_error = self.located
         work.meter = self._activity
-        self._in_flight[id(work)] = work
-        work.on_done(lambda: self._landed(work))
+        work.register(self._in_flight)
         return work
 
     def begin(self, execution: Execution) -> bool:
@@ -325,9 +329,6 @@ class Dispatch:
     def _note(self, activity: str) -> None:
         if self._activity is not None:
             self._activity.note(activity)
-
-    def _landed(self, work: Work[Any]) -> None:
-        self._in_flight.pop(id(work), None)
 
     def drain(self, until: float) -> None:
         """Waits until nothing of this group is in flight, or until clock time `until`."""

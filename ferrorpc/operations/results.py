@@ -194,7 +194,10 @@ def order_after_call(arrays: Iterable[Any]) -> Callable[[], None]:
     """Called with the `out` of a call. Returns a function that makes the stream that is current then, later or on another
     thread, wait for what the caller's stream holds at the call: that may still write those arrays."""
     devices = {kind.staging.device for kind in map(kind_of, arrays) if kind.on_device}
-    marks = [(device, *device.marked()) for device in devices]
+    marks = []
+    for device in devices:
+        with device.here():
+            marks.append((device, *device.marked()))
 
     def follow() -> None:
         for device, stream, event in marks:

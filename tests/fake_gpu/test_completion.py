@@ -150,18 +150,17 @@ def test_an_earlier_deadline_is_not_put_behind_later_ones() -> None:
     assert not watcher.join(Operation(clock, seconds=1))
 
 
-def test_it_is_looked_at_more_often_where_somebody_may_wait() -> None:
+def test_it_is_looked_at_more_often_while_somebody_waits() -> None:
     clock = ManualClock()
-    silent, notifying, another = (Operation(clock) for _ in range(3))
-    notifying.on_complete = another.on_complete = lambda error: None
-    watcher = watcher_of([silent])
-    woken: list[int] = []
-    watcher.wake = lambda: woken.append(1)
+    operations = [Operation(clock) for _ in range(3)]
+    watcher = watcher_of(operations)
     assert watcher.nap_seconds == IDLE_SECONDS
-    assert watcher.join(notifying)
-    assert (watcher.nap_seconds, len(woken)) == (NOTIFY_SECONDS, 1)
-    assert watcher.join(another)
-    assert len(woken) == 1
+    operations[1].is_awaited = True
+    assert watcher.nap_seconds == NOTIFY_SECONDS
+    for operation in operations[:2]:
+        operation.end_event.passed = True
+    assert not watcher.advance()
+    assert watcher.nap_seconds == IDLE_SECONDS
 
 
 def test_what_has_ended_otherwise_says_nothing_of_those_before_it() -> None:

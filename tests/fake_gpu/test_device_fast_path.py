@@ -14,6 +14,7 @@ import pytest
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.device.all_reduce import AllReduceExecution, AllReducePrepared
 from ferrorpc.backends.device.backend import DeviceBackend
+from ferrorpc.backends.device.completion import IDLE_SECONDS, NOTIFY_SECONDS
 from ferrorpc.backends.device.execution import ImmediateExecution
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -203,6 +204,39 @@ def test_arrays_live_until_the_gpu_is_through_and_not_longer(cupy: StandIn) -> N
     assert all(memory or not flying for memory, flying in alive)
 
 
+@pytest.mark.parametrize("how", ["asks", "is to be told"])
+def test_who_waits_for_the_completion_hastens_its_watcher(cupy: StandIn, how: str) -> None:
+    ranks, asked = Ranks(cupy, 2), threading.Event()
+
+    def body(group: ProcessGroup) -> None:
+        context = group._backend.context  # type: ignore[attr-defined]
+        x = cupy.asarray(numbers(group.rank))
+        group.all_reduce(x)
+        group.synchronize()
+        told = threading.Event()
+        if group.rank == 0:
+            work = group.all_reduce(x, async_op=True)
+            (running,) = context.in_flight()
+            watcher = context._watchers[running.launch_queue]
+            assert watcher.nap_seconds == IDLE_SECONDS
+            if how == "asks":
+                assert not work.done()
+            else:
+                work.on_done(told.set)
+            assert watcher.nap_seconds == NOTIFY_SECONDS
+            asked.set()
+        else:
+            assert asked.wait(10)
+            work = group.all_reduce(x, async_op=True)
+            work.on_done(told.set)
+        work.wait(host=True)
+        assert work.done()
+        if how == "is to be told":
+            assert told.wait(10)
+
+    assert ranks.run(body) == [None] * len(ranks.groups)
+
+
 def test_it_keeps_its_place_behind_what_still_has_to_announce_itself(cupy: StandIn, taken: list[Any]) -> None:
     def body(group: ProcessGroup) -> None:
         gathered = group.all_gather(cupy.asarray(numbers(group.rank)), async_op=True)
@@ -263,7 +297,7 @@ def test_one_whose_peer_never_comes_ends_in_its_deadline_and_names_it(cupy: Stan
     assert ranks.run(body) == [None] * len(ranks.groups)
 
 
-@pytest.mark.parametrize(("owner", "method"), [(AllReducePrepared, "start_at"), (ImmediateExecution, "begin")])
+@pytest.mark.parametrize(("owner", "method"), [(AllReducePrepared, "start_at"), (ImmediateExecution, "enter")])
 def test_who_is_interrupted_while_it_starts_ends_the_group(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, owner: type[Any], method: str
 ) -> None:

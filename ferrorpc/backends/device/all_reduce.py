@@ -14,7 +14,7 @@ from ferrorpc.backends.device.collective import CollectivePrepared
 from ferrorpc.backends.device.communicator import DataType, Op
 from ferrorpc.backends.device.execution import ImmediateExecution
 from ferrorpc.backends.device.in_flight import wake_nobody
-from ferrorpc.collectives.execution import Execution, PointerAllReduce
+from ferrorpc.collectives.execution import PointerAllReduce
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
 
@@ -33,31 +33,25 @@ class AllReducePrepared(CollectivePrepared):
     def for_pointers(self, device: Device) -> PointerAllReduce | None:
         return self if device is self.context.device else None
 
-    def start_at(self, key: Key, source: int, target: int, keeps: Any, guard: Guard) -> Execution:
+    def start_at(self, key: Key, source: int, target: int, keeps: Any, guard: Guard) -> AllReduceExecution:
         """As `PointerAllReduce.start_at`."""
-        return AllReduceExecution(self, key, source, target, keeps, guard)
-
-    def ran(self, execution: Execution) -> bool:
-        """As `PointerAllReduce.ran`."""
-        if not isinstance(execution, AllReduceExecution) or not execution.begin():
-            return False
-        execution.join(execution.caller)
-        self.context.watch(execution)
-        return True
+        execution = AllReduceExecution(self, key, source, target, keeps, guard)
+        execution.enter()
+        self.context.lanes.transport.mailbox.record(key, self.signature)  # so that probes of the others are answered
+        return execution
 
 
 class AllReduceExecution(ImmediateExecution):
     """One run of a prepared all_reduce on addresses."""
+
+    _is_probing = False
 
     def __init__(self, prepared: AllReducePrepared, key: Key, source: int, target: int, keeps: Any, guard: Guard) -> None:
         self._prepared = prepared
         self._key = key
         self._source, self._target = source, target
         self._keeps = keeps
-        self._mailbox = prepared.context.lanes.transport.mailbox
-        self._is_probing = False
         super().__init__(prepared.context, guard)
-        self._mailbox.record(key, prepared.signature)
 
     @property
     def label(self) -> str:
@@ -70,9 +64,10 @@ class AllReduceExecution(ImmediateExecution):
         """Enters the mailbox first, which receives the answers."""
         key, signature = self._key, self._prepared.signature
         self._is_probing = True
-        self._mailbox.enter(key, signature, wake_nobody)
+        mailbox = self.context.lanes.transport.mailbox
+        mailbox.enter(key, signature, wake_nobody)
         if self.released:  # by another thread, meanwhile
-            self._mailbox.leave(key)
+            mailbox.leave(key)
         else:
             self.probe_others(key, signature, self.number)
 
@@ -81,5 +76,5 @@ class AllReduceExecution(ImmediateExecution):
 
     def drop_references(self) -> None:
         if self._is_probing:
-            self._mailbox.leave(self._key)
+            self.context.lanes.transport.mailbox.leave(self._key)
         self._keeps = None

@@ -163,9 +163,8 @@ class DeviceBackend(RawOperations, Backend):
             return self.lanes.run(execution)
         execution.until_done = not execution.gives_device_arrays
         results = self.context.drive(execution)
-        if not execution.until_done and execution.end_event is not None:
-            execution.join(execution.caller)
-            self.context.watch(execution)
+        if not execution.until_done:
+            execution.ran()
         return results
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
@@ -175,7 +174,7 @@ class DeviceBackend(RawOperations, Backend):
         if convert is not return_execution:
             convert = partial(self._converted, convert)
         execution.until_done = not execution.gives_device_arrays
-        begun = not execution.until_done and execution.begin()
+        begun = not execution.until_done and (execution.end_event is not None or execution.begin())
         execution.until_done = True
         work = DeviceWork(self.clock, execution, convert)
         if not begun:

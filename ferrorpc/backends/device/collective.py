@@ -135,7 +135,8 @@ class CollectiveExecution(DeviceExecution):
         """Held while results are copied to the host, which only one thread may do: afterwards they belong to the caller."""
         self._diverted: Execution | None = None
         """The run by the host lanes, where the root has announced that its arrays are on the host."""
-        self._number = self.launch_queue.enqueue(self)
+        with self.launch_queue.lock:
+            self._number = self.launch_queue.enqueue(self)
         self._announcement = prepared.announce(key, self._number, self._on_host, guard)
         context.lanes.transport.mailbox.enter(key, prepared.signature, wake_nobody)
         context.add(self)

@@ -15,9 +15,9 @@ from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.work import Work
 
 IDLE_SECONDS: Final = 1e-3
-"""The interval between two polls where only buffers are waiting to be released."""
+"""The interval between two polls where nobody asks for the completions: buffers wait to be released."""
 NOTIFY_SECONDS: Final = 200e-6
-"""The interval where a thread may wait for the completion."""
+"""The interval where somebody waits for a completion, or has asked for one."""
 LINGER_SECONDS: Final = 5e-3
 """How long an idle watcher goes on, so that the next operation can join it."""
 EMPTY_SECONDS: Final = 3600.0
@@ -43,8 +43,6 @@ class CompletionWatcher(Execution):
         self._is_over = False
         self._in_flight = deque([first])
         self._empty_since = FOREVER
-        self._notifies = first.on_complete is not None
-        """Whether a thread may wait for the completion of the operation that joined last."""
 
     def join(self, execution: InFlightExecution) -> bool:
         """Watches one more operation, launched after the others. Returns False if this watcher has ended, or if the operation's
@@ -55,10 +53,7 @@ class CompletionWatcher(Execution):
                 return False
             if not in_flight:
                 self.guard = execution.guard
-            notified_before, self._notifies = self._notifies, execution.on_complete is not None
             in_flight.append(execution)
-        if self._notifies and not notified_before:
-            self.wake()  # it sleeps for the longer interval
         return True
 
     @property
@@ -67,7 +62,8 @@ class CompletionWatcher(Execution):
 
     @property
     def nap_seconds(self) -> float:
-        return NOTIFY_SECONDS if self._notifies else IDLE_SECONDS
+        with self._lock:
+            return NOTIFY_SECONDS if any(execution.is_awaited for execution in self._in_flight) else IDLE_SECONDS
 
     def advance(self) -> bool:
         self._find_reached()

@@ -38,6 +38,8 @@ class GroupContext:
     Attributes:
         numbered: the launch queue of operations of streams; None before the first stream is opened.
         others: world ranks of the group without this one.
+        add: adds an operation that was started to those in flight.
+        remove: removes one that was released.
     """
 
     def __init__(self, lanes: MessageBackend, device: Device, program: LaunchQueue, departures: Departures) -> None:
@@ -51,6 +53,8 @@ class GroupContext:
         self._lock = threading.Lock()
         self._in_flight: set[InFlightExecution] = set()
         """Needs no lock: each use is a single call into the set, which the GIL makes atomic."""
+        self.add = self._in_flight.add
+        self.remove = self._in_flight.discard
         self._watchers: dict[LaunchQueue, CompletionWatcher] = {}
         """The latest watcher of each launch queue."""
         self._kept: dict[LaunchQueue, KeptBuffers] = {}
@@ -65,14 +69,6 @@ class GroupContext:
         if self.numbered is None:
             raise AssertionError(f"stream {stream} was not opened")
         return self.numbered
-
-    def add(self, execution: InFlightExecution) -> None:
-        """Adds an operation that was started."""
-        self._in_flight.add(execution)
-
-    def remove(self, execution: InFlightExecution) -> None:
-        """Removes an operation that was released."""
-        self._in_flight.discard(execution)
 
     def in_flight(self) -> list[InFlightExecution]:
         """The operations that this rank has started and not released."""
@@ -117,6 +113,13 @@ class GroupContext:
                 return
             watcher = self._watchers[queue] = CompletionWatcher(execution, self.device)
         progress_of(self.lanes.clock).submit(watcher, self.lanes.abort, _nothing, WatcherWork(watcher))
+
+    def hurry(self, execution: InFlightExecution) -> None:
+        """Has an operation that is watched noticed sooner when it completes."""
+        execution.is_awaited = True
+        watcher = self._watchers.get(execution.launch_queue)
+        if watcher is not None:
+            watcher.wake()  # it sleeps for the longer interval
 
     def keep(self, queue: LaunchQueue, event: Event | None, buffers: object) -> None:
         """Keeps buffers until the GPU has reached an event in the queue's stream.

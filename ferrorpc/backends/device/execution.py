@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ferrorpc.arrays.device import Device, Event, Stream
 from ferrorpc.backends.device.context import GroupContext
-from ferrorpc.backends.device.in_flight import InFlightExecution, first_cause, wake_nobody
+from ferrorpc.backends.device.in_flight import InFlightExecution, first_cause
 from ferrorpc.backends.device.launch_queue import LaunchQueue
 from ferrorpc.collectives.execution import deadline_error
 from ferrorpc.errors import FerroError
@@ -21,11 +21,13 @@ class DeviceExecution(InFlightExecution):
     Attributes:
         until_done: `advance` returns True only when the GPU has reached the end event, not as soon as that is recorded.
         on_queued: called once the end event is recorded.
-        caller: the CUDA stream that was current on the calling thread.
+        stream: the CUDA stream that it is launched in.
+        caller: the one that was current on the calling thread.
         after: events that the launch waits for on the GPU. Until they are reached, this rank's own work delays the operation.
     """
 
     device: Device
+    stream: Stream
     caller: Stream
     context: GroupContext
     until_done = False
@@ -40,6 +42,7 @@ class DeviceExecution(InFlightExecution):
         self.device = context.device
         self.polling = context.polling
         self.launch_queue = launch_queue
+        self.stream = launch_queue.stream
         self.guard = guard
 
     def join(self, stream: Stream | None = None) -> None:
@@ -48,6 +51,16 @@ class DeviceExecution(InFlightExecution):
             raise AssertionError(f"{self.label} was not launched")
         (stream or self.device.current()).wait(self.end_event)
         self.is_joined = True
+
+    def ran(self) -> bool:
+        """As `Execution.ran`. It is watched from then on."""
+        if self.end_event is None:
+            return False
+        if self.caller is not self.stream:
+            self.caller.wait(self.end_event)
+        self.is_joined = True
+        self.context.watch(self)
+        return True
 
     def waiting_on(self) -> list[int]:
         return list(self.context.others)
@@ -143,27 +156,37 @@ class ImmediateExecution(DeviceExecution):
         self.results, self.specs = [], []
         self.in_launch_order = stream is None
         self._begins: Event | None = None
-        if stream is None:
-            self._stream = self.launch_queue.stream
-            self.caller, self._begins = context.device.marked()
-        else:
-            self._stream = self.caller = stream
+        if stream is not None:
+            self.stream = self.caller = stream
         self.is_launched = False
-        self.number = self.launch_queue.enqueue(self)
-        context.add(self)
 
     @abstractmethod
     def launch(self, pointer: int) -> None:
         """Asks the communicator for the operation, in the CUDA stream with this number."""
 
-    def begin(self) -> bool:
-        """As `InFlightExecution.begin`, by fewer calls: mostly it is launched at once, and that is all."""
-        self.wake = wake_nobody
+    def enter(self) -> None:
+        """Takes the next place in program order and, where it is its turn already, launches it. To be called once, first.
+
+        An error of the launch is kept for the driver, as by `begin`.
+
+        Raises:
+            UsageError: a CUDA graph is being captured from the caller's stream. The operation has no place then.
+        """
+        queue = self.launch_queue
         try:
-            return self._is_queued() and not self.until_done
-        except Exception as problem:  # noqa: BLE001  `advance` raises it, or waits for the generation's first cause
-            self._early_error = problem.with_traceback(None)
-            return False
+            with self.device.here():
+                if self.in_launch_order:
+                    self.caller, self._begins = self.device.marked()
+                with queue.lock:
+                    self.number = queue.enqueue(self)
+                    self.context.add(self)
+                    try:
+                        self._launch_in_turn()
+                    except Exception as problem:  # noqa: BLE001  drivers know what to do about each kind
+                        self._early_error = problem.with_traceback(None)
+        except BaseException:  # an interrupt, too: no driver will have it, so it must not keep its place
+            self.release()
+            raise
 
     @first_cause
     def advance(self) -> bool:
@@ -174,25 +197,31 @@ class ImmediateExecution(DeviceExecution):
         return not self.until_done or self.try_complete()
 
     def _is_queued(self) -> bool:
-        """Launches it at its turn and records the end event. Returns whether that is done."""
-        queue, stream = self.launch_queue, self._stream
-        with queue.lock, self.device.here():
-            if not self.is_launched:
-                if not queue.is_next(self, self.number):
-                    return False
-                if self._begins is not None:
-                    stream.wait(self._begins)
-                    self.after = (self._begins,) if queue.last_event is None else (self._begins, queue.last_event)
-                self.launch(stream.pointer)
-                self.is_launched = True
-            if not queue.has_launched(self):
+        """Launches it at its turn. Returns whether that is done."""
+        with self.launch_queue.lock, self.device.here():
+            if not self._launch_in_turn():
                 return False
-            end_event = stream.record()
-            queue.dequeue(self, self.number)
-            if self.in_launch_order:
-                queue.last_event = end_event
-            self.end_event = end_event
         self.notify_queued()
+        return True
+
+    def _launch_in_turn(self) -> bool:
+        """Launches it at its turn and records the end event; the launch queue's lock is held. Returns whether that is done."""
+        queue, stream = self.launch_queue, self.stream
+        if not self.is_launched:
+            if not queue.is_next(self, self.number):
+                return False
+            if self._begins is not None:
+                stream.wait(self._begins)
+                self.after = (self._begins,) if queue.last_event is None else (self._begins, queue.last_event)
+            self.launch(stream.pointer)
+            self.is_launched = True
+        if not queue.has_launched(self):
+            return False
+        end_event = stream.record()
+        queue.dequeue(self, self.number)
+        if self.in_launch_order:
+            queue.last_event = end_event
+        self.end_event = end_event
         return True
 
     @first_cause

@@ -28,6 +28,7 @@ class InFlightExecution(Execution):
         has_completed: the GPU reached the end event while the generation went on, so the result is valid.
         is_joined: a stream of the caller's waits for it on the GPU, so the caller takes its result for valid.
         released: it holds no resources any more, because it has completed or failed; any thread may have released it.
+        is_awaited: somebody wants to know soon of its completion.
         on_complete: called once, with None or the error that ended the operation.
     """
 
@@ -38,6 +39,7 @@ class InFlightExecution(Execution):
     has_completed = False
     is_joined = False
     released = False
+    is_awaited = False
     on_complete: Callable[[FerroError | None], None] | None = None
     _early_error: Exception | None = None
     _verdict_by: float | None = None

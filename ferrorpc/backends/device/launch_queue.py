@@ -35,11 +35,12 @@ class LaunchQueue:
         self._waiting: deque[Any] = deque()
 
     def enqueue(self, operation: Any) -> int:
-        """Adds an operation that was started on this rank. Returns its number, which counts where this rank gives numbers."""
-        with self.lock:
-            self._waiting.append(operation)
-            self.next_number += 1
-            return self.next_number - 1
+        """Adds an operation that was started on this rank. Returns its number, which counts where this rank gives numbers. The
+        caller holds the lock."""
+        self._waiting.append(operation)
+        number = self.next_number
+        self.next_number = number + 1
+        return number
 
     def is_next(self, operation: Any, number: int) -> bool:
         """Whether the operation may be launched now."""
@@ -78,9 +79,8 @@ class NumberedLaunchQueue(LaunchQueue):
         """Numbers above `next_number` whose operations were dequeued without a launch."""
 
     def enqueue(self, operation: Any) -> int:
-        with self.lock:
-            self._waiting.append(operation)
-            return next(self._given)
+        self._waiting.append(operation)
+        return next(self._given)
 
     def is_next(self, operation: Any, number: int) -> bool:
         return number == self.next_number

@@ -130,11 +130,10 @@ class RawOperations:
         if given is not None:
             context.device.check_not_captured(given, "given")
         execution = RawExecution(context, label, launch, given, lanes.guard(None))
-        context.drive(execution)
-        if given is None:
-            execution.join(execution.caller)
-        execution.is_joined = True
-        context.watch(execution)
+        execution.enter()
+        if not execution.ran():
+            context.drive(execution)
+            execution.ran()
 
 
 class RawExecution(ImmediateExecution):

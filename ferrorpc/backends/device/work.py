@@ -23,7 +23,7 @@ class DeviceWork(Work[Any]):
     """
 
     def __init__(self, clock: Clock, execution: DeviceExecution, convert: Callable[[Execution], Any]) -> None:
-        super().__init__(clock, execution.label)
+        super().__init__(clock, execution)
         self._execution = execution
         self._convert = convert
         self._queued: Work[None] | None = None
@@ -31,11 +31,24 @@ class DeviceWork(Work[Any]):
             self._queued = Work(clock, f"{execution.label}, until it is in its stream")
             execution.on_queued = self._is_queued
 
+    def done(self) -> bool:
+        if not self._done:
+            self._hurry()
+        return self._done
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        super().on_done(callback)
+        self._hurry()
+
+    def _hurry(self) -> None:
+        if not self._execution.is_awaited:
+            self._execution.context.hurry(self._execution)
+
     def _park(self, until: float, timeout: float | None) -> None:
         """Polls the GPU on this thread, which waits anyway: the watcher polls seldom, to leave the GIL to other threads."""
         if self._execution.end_event is not None:
             parker = self._clock.parker()
-            self.on_done(parker.unpark)
+            super().on_done(parker.unpark)
             began = now = self._clock.now()
             while not self._done and now < until and not self._is_settled():
                 parker.park(min(until, now + min(nap_seconds(now - began), NOTIFY_SECONDS)))

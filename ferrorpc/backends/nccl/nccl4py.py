@@ -15,7 +15,7 @@ from typing import Any, Final
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
 from ferrorpc.backends.device.freeing import FREEING
 from ferrorpc.backends.nccl.api import Features
-from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.errors import BackendUnavailableError, NcclError
 
 MODULE: Final = "nccl.bindings.nccl"
 NO_COLOR: Final = -1
@@ -93,14 +93,17 @@ class Nccl4pyCommunicator:
         """Keeps the objects into which NCCL writes the communicators of splits, at any later time."""
 
     def _ask(self, call: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As `Nccl4pyApi.ask`, under the lock. Repeats its code, because each operation makes two such calls."""
+        """As `Nccl4pyApi.ask`, under the lock. `state` and `all_reduce` repeat its code, whose call would take as long."""
         with self._lock:
             if self._is_gone:
-                raise failed(call, State.INVALID_USAGE, "the communicator was aborted or destroyed")
+                raise self._gone_error(call)
             try:
                 return function(*arguments)
             except self._nccl.NCCLError as error:
                 return self._api.refused(call, error, self.last_error)
+
+    def _gone_error(self, call: str) -> NcclError:
+        return failed(call, State.INVALID_USAGE, "the communicator was aborted or destroyed")
 
     def _gone(self) -> bool:
         """Marks it as gone. Returns whether it was already."""
@@ -110,8 +113,14 @@ class Nccl4pyCommunicator:
 
     def state(self) -> State:
         """As `Communicator.state`."""
-        answer = self._ask("ncclCommGetAsyncError", self._nccl.comm_get_async_error, self._comm)
-        return State.IN_PROGRESS if answer is None else _STATES[int(answer)]
+        with self._lock:
+            if self._is_gone:
+                raise self._gone_error("ncclCommGetAsyncError")
+            try:
+                return _STATES[self._nccl.comm_get_async_error(self._comm)]
+            except self._nccl.NCCLError as error:
+                self._api.refused("ncclCommGetAsyncError", error, self.last_error)
+                return State.IN_PROGRESS
 
     def last_error(self) -> str:
         """As `Communicator.last_error`."""
@@ -130,7 +139,13 @@ class Nccl4pyCommunicator:
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.all_reduce`."""
-        self._ask("ncclAllReduce", self._nccl.all_reduce, source, target, count, datatype, op, self._comm, stream)
+        with self._lock:
+            if self._is_gone:
+                raise self._gone_error("ncclAllReduce")
+            try:
+                self._nccl.all_reduce(source, target, count, datatype, op, self._comm, stream)
+            except self._nccl.NCCLError as error:
+                self._api.refused("ncclAllReduce", error, self.last_error)
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
         """As `Communicator.reduce`."""
