@@ -64,11 +64,16 @@ class Work(Generic[Result]):
     """Holds it, by id, until it has ended."""
 
     def __init__(self, clock: Clock, label: object) -> None:
-        self.label = label  # its text names the operation
+        self._label = label  # its text is made when it is asked for
         self._clock = clock
         self._lock = threading.Lock()
         self._result_lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def label(self) -> str:
+        """The operation, for messages."""
+        return str(self._label)
 
     def done(self) -> bool:
         """Whether the operation has ended, successfully or not."""

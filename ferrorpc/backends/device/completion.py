@@ -132,6 +132,6 @@ class WatcherWork(Work[None]):
         self._watcher = watcher
 
     def fail(self, error: BaseException) -> None:
-        self.label = self._watcher.label
+        self._label = self._watcher.label
         if not isinstance(error, FerroError) or not self._watcher.fail(error):
             super().fail(error)
