@@ -219,6 +219,11 @@ class ProcessGroup(Collectives):
         A fixed world waits for a replacement of each lost rank; an elastic one continues with at least its minimum. This group
         and its subgroups are closed; the membership in the job, and the store, remain.
 
+        Args:
+            timeout: seconds until the others have come; None for the group's. At most three quarters of them go to what is in
+                flight here, and to what peers have not received yet. Connecting to the others afterwards has the timeouts of
+                `init_process_group`.
+
         Raises:
             RendezvousTimeoutError: naming who is missing. It may be called again; operations of this group are refused.
         """
@@ -227,10 +232,12 @@ class ProcessGroup(Collectives):
             raise UsageError("a subgroup cannot be formed again", hint="call reform() on the world's group, then subgroup()")
         if self._dispatch.closed:
             self._dispatch.check_open()
+        clock = self._backend.clock
+        until = clock.now() + seconds
         if self._backend.latch.cause is None:
-            self._dispatch.drain(self._backend.clock.now() + seconds)
+            self._dispatch.drain(clock.now() + seconds / 2)  # what never ends must not take the time to meet the others
         try:
-            renewed = self._backend.renew(seconds)
+            renewed = self._backend.renew(max(0.0, until - clock.now()))
         except BaseException as error:
             if not isinstance(error, BackendUnavailableError):
                 self._dispatch.give_up()
