@@ -254,7 +254,9 @@ class ProcessGroup(Collectives):
     def close(self) -> None:
         """Refuses new operations, gives those in flight 0.4 s, and leaves the job. Idempotent.
 
-        Wait for a Work first where a peer still needs it: an operation that takes longer than those 0.4 s is abandoned.
+        Wait for a Work first where a peer still needs it: an operation that takes longer than those 0.4 s is abandoned. Its
+        Work then raises GroupClosedError, and a peer that needs it gets a PeerLostError. What a send has taken, because it
+        returned or its Work is done, still arrives.
 
         It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
         20 s, and as long as the GPU needs for results that calls have returned. A rank that closes first fails only operations
@@ -282,6 +284,8 @@ class ProcessGroup(Collectives):
         finally:  # also when it is interrupted, or this process would stay a member that nobody can close any more
             if session is not None:
                 session.leave(reason)
+        if session is not None:  # what was abandoned has its error before the process may end
+            self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
 
     def __enter__(self) -> Self:
         self._block = None  # this group has its own block
