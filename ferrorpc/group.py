@@ -260,8 +260,11 @@ class ProcessGroup(Collectives):
 
         It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
         20 s, and as long as the GPU needs for results that calls have returned. A rank that closes first fails only operations
-        that still need it. Closing a subgroup leaves the world open; a peer that waits for this rank in a later collective of
-        the subgroup ends the generation, with a GroupAbortedError that names this rank.
+        that still need it.
+
+        Closing a subgroup leaves the world open. A recv in which another thread still waits raises GroupClosedError; other
+        operations in flight go on, because peers may need them. A peer that waits for this rank in a later collective of the
+        subgroup ends the generation, with a GroupAbortedError that names this rank.
         """
         if not self._dispatch.closed:
             self._dispatch.close()
