@@ -17,15 +17,15 @@ def error_on_rank(rank: int, origin: int, cause: FerroError) -> FerroError:
     """What `rank` raises when rank `origin` (-1: no rank) ended the generation with `cause`.
 
     All ranks raise the first cause, with one exception: a collective's timeout is raised only on the rank whose deadline
-    passed; the others raise GroupAbortedError. A cause that names no rank gets a note that says where it happened.
+    passed; the others raise GroupAbortedError. A cause that names no rank names `origin` on the others.
     """
     if origin in (-1, rank):
         return cause
     if isinstance(cause, CollectiveTimeoutError):
         return GroupAbortedError(origin, cause.message)
     if not cause.fields.keys() & _RANK_FIELDS:
-        cause = cause.again()
-        cause.add_note(f"(this happened on rank {origin} and ended the generation)")
+        message, fields = f"rank {origin} ended the group: {cause.message}", {**cause.fields, "rank": origin}
+        return FerroError.restore(cause.code, message, cause.hint, cause.retryable, fields)
     return cause
 
 

@@ -219,6 +219,11 @@ class ProcessGroup(Collectives):
         A fixed world waits for a replacement of each lost rank; an elastic one continues with at least its minimum. This group
         and its subgroups are closed; the membership in the job, and the store, remain.
 
+        Args:
+            timeout: seconds until the others have come; None for the group's. At most three quarters of them go to what is in
+                flight here, and to what peers have not received yet. Connecting to the others afterwards has the timeouts of
+                `init_process_group`.
+
         Raises:
             RendezvousTimeoutError: naming who is missing. It may be called again; operations of this group are refused.
         """
@@ -227,10 +232,12 @@ class ProcessGroup(Collectives):
             raise UsageError("a subgroup cannot be formed again", hint="call reform() on the world's group, then subgroup()")
         if self._dispatch.closed:
             self._dispatch.check_open()
+        clock = self._backend.clock
+        until = clock.now() + seconds
         if self._backend.latch.cause is None:
-            self._dispatch.drain(self._backend.clock.now() + seconds)
+            self._dispatch.drain(clock.now() + seconds / 2)  # what never ends must not take the time to meet the others
         try:
-            renewed = self._backend.renew(seconds)
+            renewed = self._backend.renew(max(0.0, until - clock.now()))
         except BaseException as error:
             if not isinstance(error, BackendUnavailableError):
                 self._dispatch.give_up()
@@ -247,12 +254,17 @@ class ProcessGroup(Collectives):
     def close(self) -> None:
         """Refuses new operations, gives those in flight 0.4 s, and leaves the job. Idempotent.
 
-        Wait for a Work first where a peer still needs it: an operation that takes longer than those 0.4 s is abandoned.
+        Wait for a Work first where a peer still needs it: an operation that takes longer than those 0.4 s is abandoned. Its
+        Work then raises GroupClosedError, and a peer that needs it gets a PeerLostError. What a send has taken, because it
+        returned or its Work is done, still arrives.
 
         It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
         20 s, and as long as the GPU needs for results that calls have returned. A rank that closes first fails only operations
-        that still need it. Closing a subgroup leaves the world open; a peer that waits for this rank in a later collective of
-        the subgroup ends the generation, with a GroupAbortedError that names this rank.
+        that still need it.
+
+        Closing a subgroup leaves the world open. A recv in which another thread still waits raises GroupClosedError; other
+        operations in flight go on, because peers may need them. A peer that waits for this rank in a later collective of the
+        subgroup ends the generation, with a GroupAbortedError that names this rank.
         """
         if not self._dispatch.closed:
             self._dispatch.close()
@@ -275,6 +287,8 @@ class ProcessGroup(Collectives):
         finally:  # also when it is interrupted, or this process would stay a member that nobody can close any more
             if session is not None:
                 session.leave(reason)
+        if session is not None:  # what was abandoned has its error before the process may end
+            self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
 
     def __enter__(self) -> Self:
         self._block = None  # this group has its own block

@@ -146,6 +146,17 @@ class Latch:
         watcher()
         return 0
 
+    def part(self) -> tuple[Latch, int]:
+        """A latch that trips with this one, or before it, and the ticket with which this one forgets it."""
+        part = Latch()
+        part.unhealthy = self.unhealthy
+
+        def follow() -> None:
+            if self.cause is not None:
+                part.trip(self.cause)
+
+        return part, self.watch(follow)
+
     def forget(self, ticket: int) -> None:
         """Removes a watcher."""
         with self._lock:

@@ -98,9 +98,11 @@ class Download:
 
     def _collect(self) -> None:
         while self._in_transfer and self._in_transfer[0].end_event.done:
-            slot, start, stop, _ = self._in_transfer.popleft()
+            slot, start, stop, _ = self._in_transfer[0]
             if slot is not None:
                 self._place[start:stop] = slot[: stop - start]
+            self._in_transfer.popleft()  # only now: an interrupt before that must not lose the slot
+            if slot is not None:
                 self._ring.give_back(slot)
             self.valid_bytes = stop
         if self.is_complete:
@@ -119,9 +121,11 @@ class Download:
             elif len(self._in_transfer) == ring.slots:
                 return  # so that other arrays get their turn, and an abandoned copy ends soon
             target = self._place[start:stop] if slot is None else slot[: stop - start]
-            self.device.download(target, _flat_bytes(self._source)[start:stop], ring.stream)
-            self._in_transfer.append(_Piece(slot, start, stop, ring.stream.record()))
-            self._queued = stop
+            try:
+                self.device.download(target, _flat_bytes(self._source)[start:stop], ring.stream)
+                self._queued = stop
+            finally:  # interrupted: a piece without bytes, whose slot comes back once the GPU has written to it
+                self._in_transfer.append(_Piece(slot, start, self._queued, ring.stream.record()))
 
     def finish(self) -> None:
         """Ends the copy, complete or not: frees what it holds once the GPU has finished with it."""
@@ -246,12 +250,14 @@ class Upload:
         """As `_copy`, through slots. Returns the end of what there were slots for."""
         ring = self._ring
         while start < stop and (slot := ring.take()) is not None:
-            self._begin()
             size_bytes = min(stop - start, ring.slot_bytes)
-            slot[:size_bytes] = here[start : start + size_bytes]
-            self.device.upload(there[start : start + size_bytes], slot[:size_bytes], ring.stream)
-            self._mark = ring.stream.record()
-            ring.give_back(slot, self._mark)
+            try:
+                self._begin()
+                slot[:size_bytes] = here[start : start + size_bytes]
+                self.device.upload(there[start : start + size_bytes], slot[:size_bytes], ring.stream)
+            finally:  # also where it is interrupted
+                self._mark = ring.stream.record()
+                ring.give_back(slot, self._mark)
             start += size_bytes
         return start
 

@@ -210,7 +210,11 @@ class Backend(ABC):
             self.latch.trip(cause)
 
     def renew(self, timeout: float) -> Backend:
-        """The same kind of backend in the next generation (`group.reform`). Only world backends with a session can."""
+        """The same kind of backend in the next generation (`group.reform`). Only world backends with a session can.
+
+        Args:
+            timeout: seconds until all of its ranks have come.
+        """
         if self.session is None:
             reason = f"backend {self.name!r} has no coordinator, so its group cannot be formed again"
             raise BackendUnavailableError(reason, "use init_process_group()")

@@ -72,8 +72,9 @@ class GrpcBackend(MessageBackend):
 
     def renew(self, timeout: float) -> GrpcBackend:
         """Closes this generation's streams, takes part in the next one and opens its, on the same server."""
-        self.transport.close(min(CLOSE_SECONDS, timeout))
-        self._own_session.rejoin(timeout)
+        until = self.clock.now() + timeout
+        self.transport.close(min(CLOSE_SECONDS, timeout / 2))
+        self._own_session.rejoin(max(0.0, until - self.clock.now()))
         return GrpcBackend(self._own_session, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
 
 

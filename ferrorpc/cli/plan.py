@@ -19,7 +19,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
 TIME = click.FloatRange(min=0)
 LARGE: Final = 1_000
-"""From this number of forward passes in total, schedules take up to seconds each, and are named as they begin."""
+"""From this number of forward passes in total, schedules take seconds to a minute each, and are named as they begin."""
 STAGES_MAX: Final = 1_000
 PASSES_MAX: Final = 100_000
 """Forward passes in total, which take up to a minute for each schedule."""
@@ -80,7 +80,12 @@ def pipeline(
             raise click.UsageError("files show one schedule: name it with --schedule")
         _compare(stages, microbatches, chunks, {**costs, "latency": latency, "transfer": transfer}, as_json)
         return
-    schedule = Schedule.from_csv(source, source.stem) if source else schedules.named(name or "", stages, microbatches, chunks)
+    if source is not None:
+        schedule = Schedule.from_csv(source, source.stem)
+        _announce(schedule.name, schedule.stages, schedule.microbatches, schedule.chunks)
+    else:
+        _announce(name or "", stages, microbatches, chunks)
+        schedule = schedules.named(name or "", stages, microbatches, chunks)
     timeline = schedule.simulate(**costs, latency=latency, transfer=transfer)
     if svg:
         timeline.to_svg(svg)
@@ -126,12 +131,17 @@ def _figures(schedule: Schedule, timeline: PipelineTimeline) -> dict[str, Any]:
     }
 
 
+def _announce(name: str, stages: int, microbatches: int, chunks: float | None) -> None:
+    """Says which schedule begins, where that takes long."""
+    if stages * microbatches * (chunks or 1) >= LARGE:
+        click.echo(f"{name}: {stages} stages, {microbatches} microbatches ...", err=True)
+
+
 def _compare(stages: int, microbatches: int, chunks: int | None, costs: dict[str, float], as_json: bool) -> None:
     """Compares all named schedules at these costs, fastest first, and says why others do not support the counts."""
     found, refused = [], []
     for name in schedules.NAMED:
-        if stages * microbatches * (chunks or 1) >= LARGE:
-            click.echo(f"{name}: {stages} stages, {microbatches} microbatches ...", err=True)
+        _announce(name, stages, microbatches, chunks)
         try:
             schedule = schedules.named(name, stages, microbatches, chunks)
         except UsageError as error:

@@ -406,7 +406,7 @@ class LocalSession(Session):
             self.rejoining, self.gave_up_at = False, self.clock.now()
         lacks = "; ".join(absent.values()) or "new members"
         raise RendezvousTimeoutError(
-            list(absent), f"no generation followed generation {before} within {timeout:g} s: it lacks {lacks}"
+            list(absent), f"no generation followed generation {before} within {timeout:.3g} s: it lacks {lacks}"
         )
 
     def _note_operation(self) -> None:

@@ -54,6 +54,8 @@ class Dispatch:
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self._closing = GroupClosedError("the group was closed")
         self._is_subgroup = backend.group_id != 0
+        self._latch_of_recvs, self._ticket = backend.latch.part() if self._is_subgroup else (backend.latch, 0)
+        """Trips also when a subgroup is closed. Only for recvs: what other ranks wait for goes on."""
         self._activity = None if backend.session is None else backend.session.activity
         self.telemetry = telemetry()
 
@@ -64,7 +66,9 @@ class Dispatch:
         self.closed = self.refuses = True
 
     def retire(self) -> None:
-        """Tells the backend, after close(), which operation was the last to begin."""
+        """After close(): ends the recvs of a subgroup, and tells the backend which operation was the last to begin."""
+        self.backend.latch.forget(self._ticket)
+        self._latch_of_recvs.trip(self._closing)
         self.backend.retire(self.next_number() - 1)
 
     def give_up(self) -> None:
@@ -113,6 +117,10 @@ class Dispatch:
     def guard(self, seconds: float) -> Guard:
         """Deadline and latch of an operation that begins now."""
         return Guard(self.backend.clock, self.backend.latch, seconds)
+
+    def guard_of_recv(self, seconds: float) -> Guard:
+        """As `guard`, for a recv, which ends when its group is closed."""
+        return Guard(self.backend.clock, self._latch_of_recvs, seconds)
 
     def prepared(
         self,

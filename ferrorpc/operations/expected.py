@@ -24,7 +24,7 @@ class Expected:
     def __init__(self, dispatch: Dispatch, peer: int, tag: int) -> None:
         dispatch.check_open()
         self._dispatch = dispatch
-        self._execution = dispatch.backend.start_recv(peer, tag, None, None, dispatch.guard(dispatch.timeout))
+        self._execution = dispatch.backend.start_recv(peer, tag, None, None, dispatch.guard_of_recv(dispatch.timeout))
         dispatch.let_events_advance(self._execution)
 
     def take(self, timeout: float | None = None) -> Any:
@@ -37,7 +37,7 @@ class Expected:
             CollectiveTimeoutError: it did not come in time. It is kept for the next recv.
             FerroError: what ended the generation.
         """
-        self._execution.guard = self._dispatch.guard(seconds_of(timeout, self._dispatch.timeout))
+        self._execution.guard = self._dispatch.guard_of_recv(seconds_of(timeout, self._dispatch.timeout))
         try:
             return self._dispatch.finish(self._execution, New(NUMPY), False)
         except BaseException:

@@ -92,7 +92,7 @@ class PointToPoint:
         """
         peer, tag = peer_of(src, self._rank, self._size, "src"), tag_of(tag)
         result = self._arguments.one_result(out, NUMPY, None, [])
-        guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
+        guard = self._dispatch.guard_of_recv(seconds_of(timeout, self.timeout))
         self._dispatch.check_open()
         target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
         execution = self._backend.start_recv(peer, tag, target, spec, guard)

@@ -12,7 +12,7 @@ import pytest
 
 from ferrorpc.arrays import staging as staging_module
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
-from ferrorpc.arrays.staging import Staging, wait_for
+from ferrorpc.arrays.staging import Staging, until_true, wait_for
 from ferrorpc.collectives.device_transfers import transfers_for
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Guard, Latch
@@ -161,6 +161,70 @@ def test_an_interrupted_end_loses_no_slots_and_frees_nothing_that_the_gpu_still_
     allowed.append(True)
     cupy.machine.settle()
     np.testing.assert_array_equal(staging.to_host(cupy.asarray(np.arange(50))), np.arange(50))
+    assert taken(staging.downloads) == 0
+
+
+@pytest.mark.parametrize("strikes", ["download", "upload"])
+def test_a_copy_that_is_interrupted_as_it_is_queued_loses_no_slot(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, strikes: str
+) -> None:
+    staging, x, values = small(cupy), cupy.asarray(np.arange(100)), np.arange(100)
+    queue = getattr(CupyDevice, strikes)
+
+    def interrupted(*arguments: Any) -> None:
+        queue(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CupyDevice, strikes, interrupted)
+        for _ in range(2 * staging.downloads.slots):
+            with pytest.raises(KeyboardInterrupt):
+                staging.to_host(x) if strikes == "download" else staging.to_device(values)
+            cupy.machine.settle()
+    np.testing.assert_array_equal(staging.to_host(staging.to_device(values)), values)
+    cupy.machine.settle()
+    assert (taken(staging.downloads), taken(staging.uploads)) == (0, 0)
+
+
+def test_a_slot_to_which_the_gpu_writes_after_an_interrupt_is_not_free_before(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, x, allowed = Staging(device_of(cupy, 0), SLOT, slots=1), cupy.asarray(np.arange(100)), list[bool]()
+    cupy.machine.settle()
+    cupy.machine.copying = lambda direction, gpu, size_bytes: bool(allowed)
+    download = CupyDevice.download
+
+    def interrupted(*arguments: Any) -> None:
+        download(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CupyDevice, "download", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            staging.to_host(x)
+    assert staging.downloads.take() is None
+    allowed.append(True)
+    cupy.machine.settle()
+    assert staging.downloads.take() is not None
+
+
+def test_a_copy_that_is_interrupted_as_the_host_reads_a_slot_loses_none_and_no_bytes(cupy: StandIn) -> None:
+    class Interrupting(np.ndarray[Any, Any]):
+        left = 1
+
+        def __setitem__(self, *arguments: Any) -> None:
+            super().__setitem__(*arguments)
+            Interrupting.left -= 1
+            if Interrupting.left == 0:
+                raise KeyboardInterrupt
+
+    staging, values = small(cupy), np.arange(100)
+    download = staging.start_download(cupy.asarray(values))
+    download._is_pinned, download._place = False, download._place.view(Interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        until_true(lambda: download.advance() and download.is_complete, SYSTEM_CLOCK, 10.0)
+    until_true(lambda: download.advance() and download.is_complete, SYSTEM_CLOCK, 10.0)  # as another thread may do
+    np.testing.assert_array_equal(download.data, values)
     assert taken(staging.downloads) == 0
 
 

@@ -19,14 +19,14 @@ UNNAMED = [LimitExceededError("no memory"), BackendUnavailableError("the GPU has
 
 
 @pytest.mark.parametrize("cause", UNNAMED)
-def test_what_does_not_say_whose_it_is_has_a_note_on_the_other_ranks(cause: FerroError) -> None:
+def test_what_does_not_say_whose_it_is_names_that_rank_on_the_others(cause: FerroError) -> None:
     assert error_on_rank(1, 1, cause) is cause
     there = error_on_rank(0, 1, cause)
     assert type(there) is type(cause)
-    assert (str(there), there.fields, there.retryable) == (str(cause), cause.fields, cause.retryable), "the same first cause"
-    notes = ["(this happened on rank 1 and ended the generation)"]
-    assert there.__notes__ == there.again().__notes__ == notes
-    assert not hasattr(cause, "__notes__")
+    assert there.message == f"rank 1 ended the group: {cause.message}"
+    assert there.fields == {**cause.fields, "rank": 1}
+    assert (there.hint, there.retryable) == (cause.hint, cause.retryable)
+    assert error_on_rank(0, 1, there) is there
 
 
 @pytest.mark.parametrize(

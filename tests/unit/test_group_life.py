@@ -264,9 +264,10 @@ def test_a_message_for_which_there_is_no_memory_ends_the_generation_and_names_wh
             group.recv(1) if group.rank == 0 else group.barrier()
         return raised.value
 
-    for error in run_world(2, body):
+    here, there = run_world(2, body)
+    for error, whose in (here, ""), (there, "rank 0 ended the group: "):
         assert isinstance(error, LimitExceededError)
-        assert error.message.startswith("recv(from rank 1, tag=0): this process has no memory")
+        assert error.message.startswith(f"{whose}recv(from rank 1, tag=0): this process has no memory")
         assert "256. TiB" in error.message
 
 
@@ -319,6 +320,22 @@ def test_close_finishes_own_work_refuses_more_and_is_quick() -> None:
         return group.broadcast(root=0).tolist()
 
     assert run_world(2, body, faults=SLOW) == [None, [0, 1, 2]]
+
+
+def test_what_close_abandons_has_its_error_when_close_returns() -> None:
+    """A process may end then, and nobody would be told."""
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            x = np.ones(6 << 20, np.uint8)
+            works = [group.send(x, 1, async_op=True), group.recv(1, async_op=True), group.all_reduce(X, async_op=True)]
+            group.close()
+            assert [type(work.exception()) for work in works] == [GroupClosedError] * 3
+        else:
+            with pytest.raises(PeerLostError, match="it left the job"):
+                group.recv(0, tag=1)
+
+    run_world(2, body)
 
 
 def test_who_interrupts_a_close_has_left_the_job_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,30 @@ def test_a_fixed_world_without_a_replacement_says_who_is_missing() -> None:
     assert (outcomes[0], outcomes[2]) == (True, True)
 
 
+def test_one_timeout_bounds_both_what_is_in_flight_and_the_others_that_do_not_come() -> None:
+    world = World(2)
+
+    def body(group: ProcessGroup) -> Any:
+        clock = group.session.clock
+        if group.rank:
+            clock.parker().park(20.0)
+            return None
+        group.recv(1, async_op=True)  # never comes
+        with pytest.raises(RendezvousTimeoutError):
+            group.reform(4.0)
+        return clock.now() <= 4.5
+
+    assert world.run(body) == [True, None]
+
+
+def test_what_never_ends_on_all_ranks_leaves_them_time_to_meet() -> None:
+    def body(group: ProcessGroup) -> int:
+        group.recv(1 - group.rank, async_op=True)
+        return int(group.reform(4.0).all_reduce(1))
+
+    assert run_world(2, body) == [2, 2]
+
+
 def test_after_a_reform_in_vain_only_another_one_helps() -> None:
     world = World(2)
 

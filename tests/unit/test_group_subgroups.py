@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from ferrorpc import (
     BackendUnavailableError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    FerroError,
     GroupAbortedError,
+    GroupClosedError,
     PeerLostError,
     ProcessGroup,
     UsageError,
@@ -151,6 +154,59 @@ def test_a_rank_that_closes_a_subgroup_first_fails_nobody_who_has_its_part_alrea
     with GrpcWorld(3, transport=transport) as world:
         outcomes = run_groups([ProcessGroup(backend, timeout=20.0) for backend in world.backends], body)
     assert outcomes == [(None, None), ([0, 1, 2], [3.0] * 5), (None, None)]
+
+
+@pytest.mark.parametrize("how", ["blocking", "async_op", "expect"])
+def test_a_recv_that_waits_in_a_subgroup_ends_when_another_thread_closes_it(how: str) -> None:
+    def body(group: ProcessGroup) -> Any:
+        sub, clock = group.subgroup([1, 0]), group.session.clock
+        assert sub is not None
+        calls: dict[str, Callable[[], Any]] = {
+            "blocking": lambda: sub.recv(1 - sub.rank),
+            "async_op": sub.recv(1 - sub.rank, tag=1, async_op=True).wait,
+            "expect": lambda: sub.expect(1 - sub.rank, tag=2).take(),
+        }
+        ended: list[tuple[type, bool]] = []
+
+        def wait() -> None:
+            with pytest.raises(FerroError) as raised:
+                calls[how]()
+            ended.append((type(raised.value), clock.now() < 3.0))
+
+        clock.start(wait, "waits")
+        clock.parker().park(1.0)
+        sub.close()
+        clock.parker().park(clock.now() + 1.0)
+        return ended, int(group.all_reduce(1))
+
+    assert run_world(2, body) == [([(GroupClosedError, True)], 2)] * 2
+
+
+def test_a_recv_that_waits_in_a_subgroup_has_the_cause_that_ended_the_generation_before_it_was_closed() -> None:
+    def body(group: ProcessGroup) -> Any:
+        sub = group.subgroup([1, 0])
+        assert sub is not None
+        waiting = sub.recv(1 - sub.rank, async_op=True)
+        if group.rank:
+            group.abort("enough")
+        with pytest.raises(GroupAbortedError, match="enough") as raised:
+            waiting.wait()
+        sub.close()
+        return raised.value.group_rank
+
+    assert run_world(2, body) == [0, 0]
+
+
+def test_closed_subgroups_leave_nothing_behind_in_their_generation() -> None:
+    def body(group: ProcessGroup) -> int:
+        before = len(group._backend.latch._watchers)
+        for _ in range(3):
+            sub = group.subgroup([0])
+            assert sub is not None
+            sub.close()
+        return len(group._backend.latch._watchers) - before
+
+    assert run_world(1, body) == [0]
 
 
 def test_a_call_that_one_rank_got_wrong_does_not_part_later_subgroups() -> None:

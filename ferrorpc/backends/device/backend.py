@@ -283,8 +283,9 @@ class DeviceBackend(RawOperations, Backend):
 
     def renew(self, timeout: float) -> Self:
         """The backend of the next generation, with new lanes and a new communicator."""
+        until = self.clock.now() + timeout
         self._shut(self.clock.now() + CLOSE_SECONDS)
-        lanes = self.lanes.renew(timeout)
+        lanes = self.lanes.renew(max(timeout / 2, until - self.clock.now()))
         if not isinstance(lanes, MessageBackend):
             raise AssertionError(f"{lanes!r} is no message backend")
         return self._renewed(lanes)

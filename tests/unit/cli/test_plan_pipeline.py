@@ -102,3 +102,15 @@ def test_a_comparison_that_takes_long_tells_how_far_it_is(capsys, monkeypatch):
     told = capsys.readouterr()
     assert (quiet.err, told.out) == ("", quiet.out)
     assert [line.partition(":")[0] for line in told.err.splitlines()] == list(schedules.NAMED)
+
+
+def test_one_schedule_that_takes_long_is_named_as_it_begins(capsys, monkeypatch, tmp_path):
+    file = str(tmp_path / "g.csv")
+    counts = ["plan", "pipeline", "--schedule", "gpipe", "--stages", "4", "--microbatches", "2", "--csv", file]
+    assert run(counts) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("ferrorpc.cli.plan.LARGE", 8)
+    assert run(counts) == 0
+    assert capsys.readouterr().err == "gpipe: 4 stages, 2 microbatches ...\n"
+    assert run(["plan", "pipeline", "--from-csv", file]) == 0
+    assert capsys.readouterr().err == "g: 4 stages, 2 microbatches ...\n"
