@@ -19,6 +19,20 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert missing == []
 
 
+def anchors(path: Path) -> set[str]:
+    """What a link to a heading of this document may say after its #."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_to_headings_lead_to_one(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", path.read_text())
+    lost = [f"{target}#{anchor}" for target, anchor in links if anchor not in anchors(path.parent / target if target else path)]
+    assert lost == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_make_targets_that_are_mentioned_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
