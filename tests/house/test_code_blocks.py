@@ -210,7 +210,9 @@ def test_a_command_that_is_shown_has_these_options(path: Path) -> None:
                 break  # the name of a span, not a command
             assert found is not None, f"there is no command {words[0]!r}"
             command, words = found, words[1:]
-        known = {option for parameter in command.params for option in parameter.opts}
+        known = {option for parameter in command.params for option in parameter.opts} | set(
+            command.get_help_option_names(context)
+        )
         if command.name == "coordinator":  # it hands everything on
             known |= set(_parser()._option_string_actions)
         own = words[: next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))]
