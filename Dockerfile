@@ -5,7 +5,8 @@
 #   docker build --build-arg EXTRAS=examples,gpu -t ferrorpc-gpu .            with CUDA too, from wheels: any base will do
 #   docker build --build-arg BASE=... --build-arg WHEELHOUSE=wheelhouse .     without an index: wheels from ./wheelhouse
 #
-# The status page and /metrics (the extra ui) are always in it. It runs without root, on a read-only root filesystem.
+# The status page and /metrics (the extra ui) are always in it. It runs without root, and with a tmpfs at /tmp on a read-only
+# root filesystem.
 # There is no HEALTHCHECK here: a worker would inherit it. The coordinator's check is in docker-compose.yml.
 
 ARG BASE=python:3.12-slim

@@ -127,7 +127,7 @@ def main() -> None:
             reached = accuracy(weights, data.test_images, data.test_labels)
             plot(curve, reached, group.size, options.out)
             print(f"test accuracy {reached:.3f}")
-            print(f"sent {sync.sent_bytes / 1e6:.2f} MB of gradients per rank as {options.hook}")
+            print(f"sent {sync.sent_bytes / 1e6:.2f} MB of gradients per rank, hook: {options.hook}")
             print(f"identical weights on {group.size} ranks")
             print(f"loss curve: {options.out}")
 

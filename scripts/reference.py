@@ -222,7 +222,8 @@ def _section(section: Any) -> list[str]:
         name, said = getattr(each, "name", ""), " ".join(each.description.split())
         if name.endswith(","):  # griffe takes what comes after the first of several names for a type
             name += f" {each.annotation}"
-        label = {"raises": f"raises `{each.annotation}`", "returns": "returns"}.get(section.kind.value) or f"`{name}`"
+        error = str(each.annotation).strip("()")  # of several: a tuple
+        label = {"raises": f"raises `{error}`", "returns": "returns"}.get(section.kind.value) or f"`{name}`"
         lines.append(f"- {label}: {said}")
     return lines
 

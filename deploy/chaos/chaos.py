@@ -37,7 +37,10 @@ class Engine(http.client.HTTPConnection):
         """Opens the socket."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(ENGINE_SECONDS)
-        self.sock.connect(SOCKET)
+        try:
+            self.sock.connect(SOCKET)
+        except OSError as problem:
+            sys.exit(f"no engine answers at {SOCKET}: {problem}\ntry: set DOCKER_SOCKET to the socket of the host's engine")
 
 
 def ask(method: str, path: str, body: Any = None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -84,7 +84,7 @@ class Timeline:
         return f"idle {self.bubbles[lane]:.0%}"
 
     def to_svg(self, path: str | Path, beside: Timeline | None = None) -> None:
-        """Draws it into an SVG file, with `beside` below it on the same scale of time."""
+        """Draws it into an SVG file, with `beside` below it on the same scale of time, in the same unit."""
         Path(path).write_text(svg.render(self._panels(beside)), encoding="utf-8")
 
     def to_png(self, path: str | Path, beside: Timeline | None = None) -> None:
@@ -118,7 +118,7 @@ class Timeline:
         return Panel(self.title, self.summary(), tuple(named), self.makespan, self.key, self.unit)
 
     def _panels(self, beside: Timeline | None) -> list[Panel]:
-        return [self.panel()] if beside is None else [self.panel(), beside.panel()]
+        return [self.panel()] if beside is None else [self.panel(), replace(beside.panel(), unit=self.unit)]
 
     def _repr_svg_(self) -> str | None:
         """The picture for notebooks; None, so that they show the text, where it would be too large."""

@@ -6,6 +6,7 @@ import contextlib
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,10 @@ def test_a_signal_while_the_engine_still_works_on_a_fault_ends_it_mended(number:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stderr) == (code, "")
     assert done.stdout.splitlines()[1:] == ["/containers/w1/pause", "/containers/w1/unpause"]
+
+
+def test_an_engine_that_does_not_answer_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
+    chaos = runpy.run_path(str(CHAOS))
+    chaos["project"].__globals__["SOCKET"] = str(tmp_path / "engine.sock")
+    with pytest.raises(SystemExit, match=r"no engine answers at .*engine\.sock: .*\ntry: .*DOCKER_SOCKET"):
+        chaos["project"]()

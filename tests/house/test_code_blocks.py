@@ -19,7 +19,8 @@ from ferrorpc_coordinator.__main__ import _parser
 
 import ferrorpc
 from ferrorpc.cli.main import cli
-from ferrorpc.coordination.base import Store
+from ferrorpc.config import SETTINGS
+from ferrorpc.coordination.base import Session, Store
 from ferrorpc.group import ProcessGroup
 from tests.house.test_documents import DOCUMENTS
 from tests.house.tree import ROOT
@@ -209,7 +210,9 @@ def test_a_command_that_is_shown_has_these_options(path: Path) -> None:
                 break  # the name of a span, not a command
             assert found is not None, f"there is no command {words[0]!r}"
             command, words = found, words[1:]
-        known = {option for parameter in command.params for option in parameter.opts}
+        known = {option for parameter in command.params for option in parameter.opts} | set(
+            command.get_help_option_names(context)
+        )
         if command.name == "coordinator":  # it hands everything on
             known |= set(_parser()._option_string_actions)
         own = words[: next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))]
@@ -248,10 +251,16 @@ def missing(spans: list[str], homes: dict[str, Any]) -> list[str]:
             continue  # words around code: a keyword, a `with` without its block
         names = [meant(node, homes) for node in nodes if isinstance(node, ast.Attribute)]
         calls = [(meant(node.func, homes), node) for node in nodes if isinstance(node, ast.Call)]
-        known = [(inspect.signature(found).parameters, node) for found, node in calls if callable(found)]
-        if None in names or any(each.arg not in parameters for parameters, node in known for each in node.keywords):
+        known = [(keywords_of(found), node) for found, node in calls if callable(found)]
+        if None in names or any(each.arg not in keywords for keywords, node in known for each in node.keywords):
             lost.append(span)
     return lost
+
+
+def keywords_of(function: Callable[..., Any]) -> set[str]:
+    """The keywords it takes; the names of settings too where it takes them."""
+    keywords = set(inspect.signature(function).parameters)
+    return keywords | {setting.name for setting in SETTINGS} if "settings" in keywords else keywords
 
 
 def test_what_a_table_says_is_here_is_here() -> None:
@@ -260,9 +269,17 @@ def test_what_a_table_says_is_here_is_here() -> None:
 
     kind = ferrorpc.torch.DistributedDataParallel
     (wrapper,) = ferrorpc.testing.run_world(1, lambda group: kind(torch.nn.Linear(1, 1), group))
-    homes = {"group": ProcessGroup, "store": Store, "rank": int, "size": int, "ferrorpc": ferrorpc, "ddp": wrapper}
-    found = cells(1, "torch.distributed", "mpi4py", "Horovod")
-    assert len(found) > 60
+    homes = {
+        "group": ProcessGroup,
+        "store": Store,
+        "session": Session,
+        "rank": int,
+        "size": int,
+        "ferrorpc": ferrorpc,
+        "ddp": wrapper,
+    }
+    found = cells(1, "torch.distributed", "mpi4py", "Horovod", "JAX", "Ray")
+    assert len(found) > 90
     assert missing(found, homes) == []
     keywords = {span.removesuffix("=") for span in found if re.fullmatch(r"\w+=", span)}
     assert keywords <= set(inspect.signature(kind).parameters)
@@ -271,6 +288,7 @@ def test_what_a_table_says_is_here_is_here() -> None:
 def test_a_name_that_is_not_here_would_be_found() -> None:
     homes = {"group": ProcessGroup, "store": Store, "ferrorpc": ferrorpc}
     wrong = ["group.alltoall(x)", "y = group.reduce(x, dst=0)", "ferrorpc.hooks.Fewer(1)", "group.store.put(1)"]
+    wrong += ["ferrorpc.init_process_group(address=1)"]
     assert missing([*wrong, "group.reduce(x, root=0)", "ferrorpc.hooks.Compress('f16')"], homes) == wrong
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
+from ferrorpc import errors
+from ferrorpc.config import SETTINGS
 from tests.house.tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -19,11 +23,35 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert missing == []
 
 
+def anchors(path: Path) -> set[str]:
+    """What a link to a heading of this document may say after its #."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_to_headings_lead_to_one(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", path.read_text())
+    lost = [f"{target}#{anchor}" for target, anchor in links if anchor not in anchors(path.parent / target if target else path)]
+    assert lost == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_make_targets_that_are_mentioned_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     mentioned = set(re.findall(r"(?:^|`)make ([a-z]+)", path.read_text(), re.MULTILINE))
     assert mentioned <= targets
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_errors_and_variables_that_are_mentioned_exist(path: Path) -> None:
+    text = path.read_text()
+    homes = (errors, builtins, threading)
+    mentioned = set(re.findall(r"\b[A-Z]\w+Error\b", text))
+    assert [name for name in mentioned if not any(hasattr(home, name) for home in homes)] == []
+    variables = {setting.variable for setting in SETTINGS} | {"FERRORPC_IMAGE", "FERRORPC_GPU_IMAGE"}  # Compose's own
+    assert set(re.findall(r"\bFERRORPC_[A-Z_]*[A-Z]\b", text)) <= variables
 
 
 def test_every_decision_is_listed() -> None:

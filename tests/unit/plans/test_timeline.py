@@ -76,6 +76,13 @@ def test_two_timelines_share_one_scale(timeline: Timeline, tmp_path: Path):
     assert float(found["other"].attrib["width"]) == pytest.approx(4 * float(found["0F0"].attrib["width"]), rel=0.02)
 
 
+def test_two_timelines_on_one_scale_are_in_one_unit(timeline: Timeline, tmp_path: Path):
+    timeline.unit = "seconds"  # as of what was recorded, beside its simulation at costs in seconds
+    timeline.to_svg(tmp_path / "t.svg", beside=Timeline(("rank 0",), (Span("other", 0, 0.0, 8.0, "forward"),)))
+    words = [text.text for text in ElementTree.parse(tmp_path / "t.svg").iter(f"{SVG}text")]
+    assert (words.count("seconds"), words.count("time units")) == (2, 0)
+
+
 def test_a_chrome_trace_has_threads_and_microseconds(timeline: Timeline, tmp_path: Path):
     timeline.to_chrome_trace(tmp_path / "t.json", unit_seconds=1e-3)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
