@@ -363,7 +363,10 @@ class CupyDevice:
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
         """As `Device.empty`."""
-        with self.here(), _AS_IT_IS if stream is None else _as_current(stream):
+        if stream is not None:
+            with self.on(stream):
+                return self.cupy.empty(tuple(shape), storage)
+        with self.here():
             return self.cupy.empty(tuple(shape), storage)
 
     def empty_each(self, shapes: Sequence[tuple[int, ...]], storage: np.dtype[Any]) -> list[DeviceArray]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from ferrorpc.arrays.base import Kind
+from ferrorpc.arrays.device import Device
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import PointerAllReduce
@@ -27,12 +28,14 @@ class Known(NamedTuple):
 
     Attributes:
         kind: of the arrays.
+        device: their GPU.
         dtype: of the elements.
         size_bytes: of each.
         prepared: the call.
     """
 
     kind: Kind
+    device: Device
     dtype: DType
     size_bytes: int
     prepared: PointerAllReduce
@@ -64,12 +67,12 @@ class DeviceFastPath:
             known = self._learn(key, x, op)
         if known is None or (self.is_alone and not async_op):
             return GENERAL_PATH
-        kind, dtype, size_bytes, prepared = known
+        kind, device, dtype, size_bytes, prepared = known
         source = target = kind.address(x)
         if not source:
             return GENERAL_PATH
         if out is None:
-            kind.staging.device.current()  # raises during a capture, which an allocation would make invalid
+            device.current()  # raises during a capture, which an allocation would make invalid
             out = kind.empty(x.shape, dtype)
             target = kind.address(out)
         elif out is not x:
@@ -104,13 +107,14 @@ class DeviceFastPath:
         kind = kind_of(x)
         if not kind.on_device or not kind.address(x) or not isinstance(op, str | ReduceOp) or len(self._known) >= CACHED_CALLS:
             return None
-        kind.staging.device.current()
+        device: Device = kind.staging.device
+        device.current()
         spec, chosen = kind.spec(x), ReduceOp.named(op)
         if type(kind.empty((0,), spec.dtype)) is not key[0]:  # a subclass may define its own behaviour
             return None
         self._dispatch.check_open()
         prepared = self._dispatch.prepared(Operation.ALL_REDUCE, (spec,), chosen)
-        on_pointers = prepared.for_pointers(kind.staging.device) if spec.elements else None
-        found = None if on_pointers is None else Known(kind, spec.dtype, spec.nbytes, on_pointers)
+        on_pointers = prepared.for_pointers(device) if spec.elements else None
+        found = None if on_pointers is None else Known(kind, device, spec.dtype, spec.nbytes, on_pointers)
         self._known[key] = found
         return found
