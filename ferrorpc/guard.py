@@ -45,6 +45,9 @@ class Clock(Protocol):
     def call_at(self, when: float, action: Callable[[], None]) -> None:
         """Runs `action`, which must not block, at clock time `when` on a thread of the clock. Raises as `start`."""
 
+    def give_way(self) -> None:
+        """Lets other threads go first that can run now."""
+
 
 class _SemaphoreParker:
     """A parker made of a lock, which is the cheapest wait with a timeout in CPython."""
@@ -89,6 +92,9 @@ class SystemClock:
         timer = threading.Timer(max(0.0, when - time.monotonic()), action)
         timer.daemon = True
         start_thread(timer)
+
+    def give_way(self) -> None:
+        time.sleep(0)
 
 
 def start_thread(thread: threading.Thread) -> None:

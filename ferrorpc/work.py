@@ -76,7 +76,15 @@ class Work(Generic[Result]):
         return str(self._label)
 
     def done(self) -> bool:
-        """Whether the operation has ended, successfully or not."""
+        """Whether the operation has ended, successfully or not. If not, other threads go first: a loop of such calls would keep
+        the interpreter from the thread that has to end the operation."""
+        if not self._done:
+            self._clock.give_way()
+        return self._done
+
+    @property
+    def has_ended(self) -> bool:
+        """For the driver, and where a thread must not give way: as `done`."""
         return self._done
 
     def exception(self) -> BaseException | None:

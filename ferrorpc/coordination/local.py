@@ -382,6 +382,7 @@ class LocalSession(Session):
 
     @property
     def pending_members(self) -> list[str]:
+        self.clock.give_way()
         with self._condition.lock:
             return [session.name for session in self._world.to_admit()]
 

@@ -42,7 +42,8 @@ class Keyspace:
 
 
 class LocalStore(Store):
-    """One member's view of the keyspace.
+    """One member's view of the keyspace. Other threads go before each of its operations, as they may during a request to a
+    coordinator: a loop that asks for what another member will set would keep a simulated world from that member.
 
     Args:
         condition: protects the keyspace and wakes waits for keys.
@@ -69,6 +70,7 @@ class LocalStore(Store):
         limits.check_key(key)
         value = limits.check_value(value)
         limits.check_binding(bind)
+        self._condition.clock.give_way()
         with self._condition.lock:
             self._check()
             self._put(key, value, self._owner_of(bind))
@@ -81,6 +83,7 @@ class LocalStore(Store):
             self._check()
             return self._keyspace.values.get(key)
 
+        self._condition.clock.give_way()
         found = self._condition.wait_for(value, self._condition.clock.now() + seconds)
         if found is None:
             raise timed_out([key], seconds)
@@ -89,6 +92,7 @@ class LocalStore(Store):
     def add(self, key: str, amount: int = 1) -> int:
         limits.check_key(key)
         amount = limits.check_amount(amount)
+        self._condition.clock.give_way()
         with self._condition.lock:
             self._check()
             text = self._keyspace.values.get(key, b"0")
@@ -104,6 +108,7 @@ class LocalStore(Store):
         limits.check_key(key)
         value = limits.check_value(value)
         wanted = None if expected is None else limits.check_value(expected)
+        self._condition.clock.give_way()
         with self._condition.lock:
             self._check()
             swapped = self._keyspace.values.get(key) == wanted
@@ -119,6 +124,7 @@ class LocalStore(Store):
             self._check()
             return all(key in self._keyspace.values for key in keys) or None
 
+        self._condition.clock.give_way()
         if self._condition.wait_for(all_exist, self._condition.clock.now() + seconds) is None:
             with self._condition.lock:
                 absent = [key for key in keys if key not in self._keyspace.values]
@@ -126,12 +132,14 @@ class LocalStore(Store):
 
     def delete(self, key: str) -> bool:
         limits.check_key(key)
+        self._condition.clock.give_way()
         with self._condition.lock:
             self._check()
             return self._keyspace.remove(key)
 
     def keys(self, prefix: str = "") -> list[str]:
         limits.check_prefix(prefix)
+        self._condition.clock.give_way()
         with self._condition.lock:
             self._check()
             return sorted(key for key in self._keyspace.values if key.startswith(prefix))

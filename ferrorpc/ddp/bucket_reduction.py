@@ -59,13 +59,13 @@ class BucketReduction:
         """Starts the collectives that can be started without waiting. True once the last one is complete. Any thread may call
         it."""
         with self._lock:
-            while self._work is not None and self._work.done():
+            while self._work is not None and self._work.has_ended:
                 try:
                     with self._context():
                         self._begin(self._operations.send(self._work.wait()))
                 except StopIteration:
                     self._work = None
-                    self.ended = min(self.ended, self._clock.now())  # done() is true before on_done callbacks run
+                    self.ended = min(self.ended, self._clock.now())  # `has_ended` is true before on_done callbacks run
             return self._work is None
 
     def join(self) -> None:

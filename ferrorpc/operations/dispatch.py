@@ -343,8 +343,8 @@ class Dispatch:
         parker = self.backend.clock.parker()
         for work in list(self._in_flight.values()):
             work.on_done(parker.unpark)
-            while not work.done():
-                if not parker.park(until) and not work.done():
+            while not work.has_ended:
+                if not parker.park(until) and not work.has_ended:
                     return
 
     def settle(self) -> None:

@@ -76,8 +76,8 @@ class Exchange:
         # The arrays first: their receiver begins with the message, and finds them launched then.
         works = [] if lane is None or arrays is None else [device_lanes.send(lane, arrays)]
         works.append(self._group.send(message, target, tag, async_op=True, timeout=device_lanes.SEND_SECONDS))
-        self._sends += [(transfer, _observed(work)) for work in works if not work.done()]
-        while self._sends and self._sends[0][1].done():  # a Work keeps the arrays that it sends
+        self._sends += [(transfer, _observed(work)) for work in works if not work.has_ended]
+        while self._sends and self._sends[0][1].has_ended:  # a Work keeps the arrays that it sends
             self._sends.popleft()
 
     def receive(self, transfer: Transfer, kind: ArrayKind) -> Any:
@@ -143,7 +143,7 @@ class Exchange:
         try:
             return work.wait(self._seconds)
         except CollectiveTimeoutError as error:
-            if work.done():
+            if work.has_ended:
                 raise
             raise self._timeout_error(what, peer) from error
 

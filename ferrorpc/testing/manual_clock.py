@@ -6,6 +6,8 @@ import heapq
 import threading
 from collections.abc import Callable
 
+from ferrorpc.guard import SYSTEM_CLOCK
+
 
 class ManualClock:
     """A clock whose time changes only by `advance`. Threads are real, and wait for its time, or for a permit.
@@ -41,6 +43,10 @@ class ManualClock:
             self._timer_count += 1
             heapq.heappush(self._timers, (when, self._timer_count, action))
         self._fire()
+
+    def give_way(self) -> None:
+        """As `SystemClock.give_way`: its threads are real."""
+        SYSTEM_CLOCK.give_way()
 
     def advance(self, seconds: float) -> None:
         """Moves the time forward. Runs the actions that are due, in order of their times, and ends waits that are due."""

@@ -26,6 +26,8 @@ from ferrorpc.transports.inproc import seed_of
 
 WALL_SECONDS: Final = 300.0
 """How long `run` waits in real time. It takes that long if a thread blocks or spins outside `park`, or has much to compute."""
+TURN_SECONDS: Final = 1e-4
+"""What a call takes that asks for the present state, in a world whose other threads all wait."""
 FRAMES_SHOWN: Final = 4
 
 
@@ -136,6 +138,13 @@ class VirtualClock:
     def start(self, body: Callable[[], None], name: str) -> None:
         """Starts a helper thread. It is ended when all main threads have ended."""
         self._add(body, name, main=False)
+
+    def give_way(self) -> None:
+        """Lets other threads go first that can run now. If there are none, TURN_SECONDS pass, so that a loop of such calls
+        comes to the time of what it waits for."""
+        me = self._holder
+        if me is not None and me.ident == threading.get_ident():
+            self.parker().park(self._now if self._runnable else self._now + TURN_SECONDS)
 
     def interrupt(self, number: int, error: BaseException) -> None:
         """Makes the `number`-th body of `run` raise `error` from its current wait, and from every later one."""

@@ -32,6 +32,7 @@ BANNED_CALLS = {
 ALLOWED: dict[tuple[str, str], str] = {
     ("ferrorpc/bootstrap/address.py", "time.sleep"): "before there is a session to wait on; bounded by the caller's timeout",
     ("ferrorpc/bootstrap/coordinator.py", "time.sleep"): "before there is a session to wait on; bounded by PORT_SECONDS",
+    ("ferrorpc/guard.py", "time.sleep"): "of no seconds: other threads go first, and this one goes on",
     ("ferrorpc/trace.py", "time.time"): "once, so that the traces of several processes can be laid side by side",
     ("ferrorpc/cli/status.py", "time.sleep"): "a screen that is drawn again until Ctrl-C, in a process that does nothing else",
 }

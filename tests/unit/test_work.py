@@ -44,6 +44,23 @@ def test_wait_may_time_out_any_number_of_times_without_consuming_the_result() ->
     assert [handle.wait(), handle.wait(timeout=0)] == [7, 7]
 
 
+def test_who_asks_whether_it_is_done_lets_other_threads_go_first_while_it_is_not() -> None:
+    class Counting(SystemClock):
+        ways = 0
+
+        def give_way(self) -> None:
+            self.ways += 1
+
+    clock = Counting()
+    handle: Work[int] = Work(clock, "all_reduce #1")
+    assert not handle.done()
+    assert not handle.has_ended
+    assert clock.ways == 1
+    handle.complete(7)
+    assert handle.done()
+    assert clock.ways == 1
+
+
 def test_a_failed_operation_raises_in_wait_and_shows_in_exception() -> None:
     handle = work()
     assert handle.exception() is None

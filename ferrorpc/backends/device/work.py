@@ -34,7 +34,7 @@ class DeviceWork(Work[Any]):
     def done(self) -> bool:
         if not self._done:
             self._hurry()
-        return self._done
+        return super().done()
 
     def on_done(self, callback: Callable[[], None]) -> None:
         super().on_done(callback)
@@ -78,7 +78,7 @@ class DeviceWork(Work[Any]):
         return self.fail(error)
 
     def _is_queued(self) -> None:
-        if self._queued is not None and not self._queued.done():
+        if self._queued is not None and not self._queued.has_ended:
             self._queued.complete(None)
 
     def wait(self, timeout: float | None = None, host: bool = False) -> Any:

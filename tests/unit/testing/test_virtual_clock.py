@@ -9,7 +9,7 @@ import pytest
 from ferrorpc.errors import FerroError, LimitExceededError, UsageError
 from ferrorpc.guard import FOREVER
 from ferrorpc.testing import ManualClock, VirtualClock
-from ferrorpc.testing.virtual_clock import ThreadExit
+from ferrorpc.testing.virtual_clock import TURN_SECONDS, ThreadExit
 from tests.waiting import eventually
 
 
@@ -52,6 +52,24 @@ def test_a_minute_passes_in_no_time() -> None:
     run(clock, sleeper)
     assert readings == [float(second) for second in range(1, 61)]
     assert time.monotonic() - began < 30
+
+
+def test_who_gives_way_lets_others_run_and_else_some_time_pass() -> None:
+    clock = VirtualClock()
+    found: list[str] = []
+
+    def polls() -> None:
+        while len(found) < 2:
+            clock.give_way()
+        assert clock.now() == pytest.approx(1.0, abs=2 * TURN_SECONDS)
+
+    def waits() -> None:
+        found.append("began")
+        clock.parker().park(1.0)
+        found.append("waited")
+
+    run(clock, polls, waits)
+    clock.give_way()  # outside the world there is nobody to let go first
 
 
 def test_a_permit_given_early_is_kept_and_counts_once() -> None:

@@ -407,3 +407,33 @@ def test_who_awaits_for_ever_is_told_at_the_operations_deadline() -> None:
 
     results = run_world(2, lambda group: asyncio.run(lonely(group)), return_exceptions=True)
     assert [type(result) for result in results].count(CollectiveTimeoutError) >= 1
+
+
+POLLS = {
+    "work": lambda group, work: work.done(),
+    "keys": lambda group, work: bool(group.store.keys("late")),
+    "number": lambda group, work: group.store.add("late", 0) == 1,
+    "value": lambda group, work: group.store.get("number") == b"2",
+    "deletion": lambda group, work: group.store.delete("late"),
+    "exchange": lambda group, work: group.store.compare_set("number", b"2", b"3"),
+}
+"""What a rank may ask for again and again until another rank has come so far."""
+
+
+@both_clocks
+@pytest.mark.parametrize("asked", POLLS)
+def test_a_loop_that_asks_lets_the_others_go_on(asked: str, clock) -> None:
+    def body(group: ferrorpc.ProcessGroup) -> bool:
+        if group.rank == 0:
+            group.store.set("number", b"1")
+        group.barrier()
+        if group.rank == 1:
+            group.session.clock.parker().park(group.session.clock.now() + 0.2)
+            group.store.add("late")
+            group.store.add("number")
+        work = group.all_reduce(np.ones(3), async_op=True)
+        while group.rank == 0 and not POLLS[asked](group, work):
+            pass
+        return bool(work.wait()[0] == 2)
+
+    assert run_world(2, body, clock=clock) == [True, True]
