@@ -40,6 +40,11 @@ class Execution(ABC):
     polling: Polling | DevicePolling | None = None
     """How its driver polls `advance`, where nobody calls `wake`."""
 
+    @property
+    def queue(self) -> object:
+        """What it shares with the operations that cannot begin before it is over; by default with none."""
+        return self
+
     device: Device | None = None
     """The device of the arrays that it holds. CuPy frees arrays of the null stream on the device that is current then."""
 

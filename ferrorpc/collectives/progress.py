@@ -294,7 +294,8 @@ class Progress:
         self._parker = clock.parker()
         self._ready: deque[_Entry] = deque()
         self._timers: list[tuple[float, int, _Entry]] = []
-        self._polled: list[_Entry] = []
+        self._polled: dict[object, deque[_Entry]] = {}
+        """Queue -> what waits in it; only the oldest of each is polled."""
         self._probes = Allowance(PROBES_AT_ONCE, PROBE_SECONDS)
         self._explanations = Allowance(EXPLAINED_AT_ONCE, EXPLAIN_SECONDS)
         self._moved_at = 0.0
@@ -353,14 +354,19 @@ class Progress:
 
     def _next_poll(self, now: float) -> float:
         """Clock time of the next poll."""
-        least_seconds = [entry.execution.nap_seconds for entry in self._polled if not entry.over]
+        least_seconds = [queue[0].execution.nap_seconds for queue in self._polled.values() if not queue[0].over]
         return now + nap_seconds(now - self._moved_at, min(least_seconds, default=0.0)) if self._polled else FOREVER
 
     def _poll(self) -> None:
-        """Advances the executions that are polled."""
-        for entry in self._polled:
-            self._guarded(entry, self._step)
-        self._polled = [entry for entry in self._polled if not entry.over]
+        """Advances the executions that are polled: the oldest of each queue, and the next one as soon as it is over."""
+        for key, queue in list(self._polled.items()):
+            while queue:
+                self._guarded(queue[0], self._step)
+                if not queue[0].over:
+                    break
+                queue.popleft()
+            else:
+                del self._polled[key]
 
     def _guarded(self, entry: _Entry, act: Callable[[_Entry], None]) -> None:
         if entry.over:
@@ -398,7 +404,7 @@ class Progress:
             self._schedule(entry)
             if execution.polling is not None:
                 self._moved_at = self._clock.now()
-                self._polled.append(entry)
+                self._polled.setdefault(execution.queue, deque()).append(entry)
         elif execution.polling is None or execution.position != position:
             self._moved_at = self._clock.now()
             entry.patience.progressed()

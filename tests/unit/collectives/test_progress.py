@@ -348,6 +348,27 @@ def test_nobody_looks_for_what_was_polled_once_it_is_over() -> None:
     eventually(lambda: naps[-1] > 0.02, "a thread that sleeps until something happens")
 
 
+def test_what_cannot_begin_yet_is_not_polled() -> None:
+    """Where thousands of operations wait in shared memory, polling each of them takes longer than the operations do."""
+    may_end, channel = threading.Event(), object()
+
+    class Queued(Scripted):
+        polling = Polling(1)
+        queue = channel
+
+        def advance(self) -> bool:
+            self.advances += 1
+            return may_end.is_set()
+
+    progress, latch = Progress(SYSTEM_CLOCK), Latch()
+    oldest, *later = [Queued(latch) for _ in range(5)]
+    works = [progress.submit(each, lambda error: None, lambda done: done) for each in (oldest, *later)]
+    eventually(lambda: oldest.advances > 20, "polls")
+    assert [each.advances for each in later] == [1] * 4
+    may_end.set()
+    assert [work.wait(timeout=20.0) for work in works] == [oldest, *later]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_of_an_operation_is_held_once_it_is_over(fails: bool) -> None:
     """Although its timers are not due yet, and no other operation follows."""
