@@ -51,6 +51,9 @@ class Execution(ABC):
     position = 0
     """For the driver that polls it: any change is progress."""
 
+    awaited: object = None
+    """What the caller of a recv calls its message, for explanations: a pipeline's tags say nothing to its user."""
+
     timeout_breaks = True
     """Whether its deadline ends the generation; a recv's does not."""
 
