@@ -40,11 +40,19 @@ class Execution(ABC):
     polling: Polling | DevicePolling | None = None
     """How its driver polls `advance`, where nobody calls `wake`."""
 
+    @property
+    def queue(self) -> object:
+        """What it shares with the operations that cannot begin before it is over; by default with none."""
+        return self
+
     device: Device | None = None
     """The device of the arrays that it holds. CuPy frees arrays of the null stream on the device that is current then."""
 
     position = 0
     """For the driver that polls it: any change is progress."""
+
+    awaited: object = None
+    """What the caller of a recv calls its message, for explanations: a pipeline's tags say nothing to its user."""
 
     timeout_breaks = True
     """Whether its deadline ends the generation; a recv's does not."""

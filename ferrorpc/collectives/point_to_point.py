@@ -238,6 +238,8 @@ class RecvExecution(_PointToPoint):
         self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, 0), self.label)
 
     def explain(self) -> str:
+        if self.awaited is not None:
+            return f"this rank waits for {self.awaited} of rank {self._peer}"
         return f"{self.label} waits for rank {self._peer} to call send(dst={self._transport.rank}, tag={self._tag})"
 
     def timeout_error(self) -> FerroError:

@@ -2,8 +2,9 @@
 
 Both do the same. They advance an execution, and park until it is woken, its generation ends, or a timer is due. After
 PROBE_SECONDS without progress the peers waited for are asked where they are, after EXPLAIN_SECONDS the wait is explained in the
-log, and at the deadline the operation fails. A failure is reported first. What is raised is the first cause that the
-coordinator kept, so every rank raises the same.
+log, and at the deadline the operation fails. Where thousands of asynchronous operations wait, only the oldest ask and explain:
+more would flood peers and the log. A failure is reported first. What is raised is the first cause that the coordinator kept, so
+every rank raises the same.
 """
 
 from __future__ import annotations
@@ -28,20 +29,48 @@ from ferrorpc.work import Work
 
 PROBE_SECONDS: Final = 0.25
 EXPLAIN_SECONDS: Final = 5.0
+PROBES_AT_ONCE: Final = 64
+"""How many asynchronous operations probe their peers within PROBE_SECONDS."""
+EXPLAINED_AT_ONCE: Final = 8
+"""How many asynchronous operations are explained within EXPLAIN_SECONDS."""
 VERDICT_SECONDS: Final = 1.5
 """How long a failed operation waits for the coordinator's first cause before it raises the rank's own error."""
 
 _log = logging.getLogger("ferrorpc.collectives")
 
 
+class Allowance:
+    """Lets the first `count` of those who ask within `seconds` go ahead. For one thread."""
+
+    def __init__(self, count: int, seconds: float) -> None:
+        self._count = count
+        self._seconds = seconds
+        self._until = -FOREVER
+        self.asked = 0
+        """How many have asked in the present interval."""
+
+    def grants(self, now: float) -> bool:
+        """Whether the one who asks may go ahead."""
+        if now >= self._until:
+            self._until, self.asked = now + self._seconds, 0
+        self.asked += 1
+        return self.asked <= self._count
+
+
 class WaitTimers:
-    """The timers of a waiting execution: probe, explanation, deadline."""
+    """The timers of a waiting execution: probe, explanation, deadline.
 
-    __slots__ = ("_execution", "_explain_at", "_probe_at", "_step")
+    Args:
+        probes, explanations: shared by all operations of a thread; None for an operation that has its thread for itself.
+    """
 
-    def __init__(self, execution: Execution) -> None:
+    __slots__ = ("_execution", "_explain_at", "_explanations", "_probe_at", "_probes", "_step")
+
+    def __init__(self, execution: Execution, probes: Allowance | None = None, explanations: Allowance | None = None) -> None:
         guard = execution.guard
         self._execution = execution
+        self._probes = probes
+        self._explanations = explanations
         self._step = min(PROBE_SECONDS, guard.seconds / 2)
         self._probe_at = guard.started + self._step
         self._explain_at = guard.started + EXPLAIN_SECONDS
@@ -66,11 +95,19 @@ class WaitTimers:
         if now >= execution.guard.deadline:
             raise execution.timeout_error()
         if now >= self._probe_at:
-            execution.probe()
+            if self._probes is None or self._probes.grants(now):
+                execution.probe()
             self._probe_at = now + max(self._step, (now - execution.guard.started) / 4)
         if now >= self._explain_at:
-            _log.warning("after %.0f s, %s", execution.guard.waited, "; ".join((execution.explain(), *_unwell(execution))))
+            self._explain(now)
             self._explain_at = now + 2 * execution.guard.waited
+
+    def _explain(self, now: float) -> None:
+        execution, allowance = self._execution, self._explanations
+        if allowance is None or allowance.grants(now):
+            _log.warning("after %.0f s, %s", execution.guard.waited, "; ".join((execution.explain(), *_unwell(execution))))
+        elif allowance.asked == EXPLAINED_AT_ONCE + 1:
+            _log.warning("after %.0f s, more operations wait than the %d above", execution.guard.waited, EXPLAINED_AT_ONCE)
 
 
 def _unwell(execution: Execution) -> list[str]:
@@ -219,13 +256,18 @@ class _Entry:
     )
 
     def __init__(
-        self, execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any], work: Work[Any]
+        self,
+        execution: Execution,
+        abort: Callable[[FerroError], None],
+        convert: Callable[[Execution], Any],
+        work: Work[Any],
+        patience: WaitTimers,
     ) -> None:
         self.execution = execution
         self.abort = abort
         self.convert = convert
         self.work = work
-        self.patience = WaitTimers(execution)
+        self.patience = patience
         self.over = False
         self.queued = False
         self.scheduled = False
@@ -252,7 +294,10 @@ class Progress:
         self._parker = clock.parker()
         self._ready: deque[_Entry] = deque()
         self._timers: list[tuple[float, int, _Entry]] = []
-        self._polled: list[_Entry] = []
+        self._polled: dict[object, deque[_Entry]] = {}
+        """Queue -> what waits in it; only the oldest of each is polled."""
+        self._probes = Allowance(PROBES_AT_ONCE, PROBE_SECONDS)
+        self._explanations = Allowance(EXPLAINED_AT_ONCE, EXPLAIN_SECONDS)
         self._moved_at = 0.0
         self._count = 0
         self._lock = threading.Lock()
@@ -274,7 +319,7 @@ class Progress:
         """
         if work is None:
             work = Work(self._clock, execution.label)
-        entry = _Entry(execution, abort, convert, work)
+        entry = _Entry(execution, abort, convert, work, WaitTimers(execution, self._probes, self._explanations))
         wake = partial(self._wake, entry)
         with self._lock:
             if not self._started:
@@ -309,14 +354,19 @@ class Progress:
 
     def _next_poll(self, now: float) -> float:
         """Clock time of the next poll."""
-        least_seconds = [entry.execution.nap_seconds for entry in self._polled if not entry.over]
+        least_seconds = [queue[0].execution.nap_seconds for queue in self._polled.values() if not queue[0].over]
         return now + nap_seconds(now - self._moved_at, min(least_seconds, default=0.0)) if self._polled else FOREVER
 
     def _poll(self) -> None:
-        """Advances the executions that are polled."""
-        for entry in self._polled:
-            self._guarded(entry, self._step)
-        self._polled = [entry for entry in self._polled if not entry.over]
+        """Advances the executions that are polled: the oldest of each queue, and the next one as soon as it is over."""
+        for key, queue in list(self._polled.items()):
+            while queue:
+                self._guarded(queue[0], self._step)
+                if not queue[0].over:
+                    break
+                queue.popleft()
+            else:
+                del self._polled[key]
 
     def _guarded(self, entry: _Entry, act: Callable[[_Entry], None]) -> None:
         if entry.over:
@@ -354,7 +404,7 @@ class Progress:
             self._schedule(entry)
             if execution.polling is not None:
                 self._moved_at = self._clock.now()
-                self._polled.append(entry)
+                self._polled.setdefault(execution.queue, deque()).append(entry)
         elif execution.polling is None or execution.position != position:
             self._moved_at = self._clock.now()
             entry.patience.progressed()

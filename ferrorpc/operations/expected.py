@@ -21,10 +21,11 @@ class Expected:
     Over a backend that has only send, recv and barrier, they come in the order in which they are taken.
     """
 
-    def __init__(self, dispatch: Dispatch, peer: int, tag: int) -> None:
+    def __init__(self, dispatch: Dispatch, peer: int, tag: int, awaited: object) -> None:
         dispatch.check_open()
         self._dispatch = dispatch
         self._execution = dispatch.backend.start_recv(peer, tag, None, None, dispatch.guard_of_recv(dispatch.timeout))
+        self._execution.awaited = awaited
         dispatch.let_events_advance(self._execution)
 
     def take(self, timeout: float | None = None) -> Any:

@@ -105,6 +105,10 @@ class PointToPoint:
                 execution.give_back()  # also a message that was taken, but not made into a result
             raise
 
-    def expect(self, src: int, tag: int = 0) -> Expected:
-        """A recv whose place in the queue is taken now; its caller waits with `take`, when it needs the array."""
-        return Expected(self._dispatch, peer_of(src, self._rank, self._size, "src"), tag_of(tag))
+    def expect(self, src: int, tag: int = 0, awaited: object = None) -> Expected:
+        """A recv whose place in the queue is taken now; its caller waits with `take`, when it needs the array.
+
+        Args:
+            awaited: what the log calls the message, where the wait for it is long; None for a recv with this tag.
+        """
+        return Expected(self._dispatch, peer_of(src, self._rank, self._size, "src"), tag_of(tag), awaited)

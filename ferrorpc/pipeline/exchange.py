@@ -137,7 +137,7 @@ class Exchange:
             self._expected[transfer] = self._expect(transfer)
 
     def _expect(self, transfer: Transfer) -> Expected:
-        return self._group.expect(self._placement[transfer.source], transfer.tag(len(self._placement)))
+        return self._group.expect(self._placement[transfer.source], transfer.tag(len(self._placement)), awaited=transfer)
 
     def _wait(self, work: Work[Any], what: str, peer: int) -> Any:
         try:

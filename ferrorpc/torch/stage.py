@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -32,6 +33,16 @@ class Context:
     split: SplitBackward | None = None
 
 
+@cache
+def _load_autograd() -> None:
+    """Makes torch import what it imports in the first backward pass that is given a gradient.
+
+    That takes seconds, which the ranks of a pipeline would spend one after the other in their first step.
+    """
+    with torch.inference_mode(False):
+        torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True), torch.ones((), device="cpu"))
+
+
 class Stage:
     """A module as a piece of a pipelined model. Autograd does the backward pass.
 
@@ -56,6 +67,7 @@ class Stage:
     def __init__(self, module: torch.nn.Module, split: bool = True) -> None:
         self.module = checked_module(module)
         self.needs_grad_x = True
+        _load_autograd()
         if split:
             self.backward_input = self._backward_input
             self.backward_weight = self._backward_weight

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -69,6 +72,14 @@ def test_type_checkers_see_the_same_names_in_the_same_places() -> None:
 
 def test_dir_shows_the_face() -> None:
     assert set(ferrorpc.__all__) <= set(dir(ferrorpc))
+
+
+@pytest.mark.parametrize("name", ["errors", "hooks", "rules", "schedules", "testing"])
+def test_a_room_that_is_public_can_be_imported_from(name: str) -> None:
+    """In a process that has not touched it before; and it is one module, whichever way it is reached."""
+    code = f"import ferrorpc.{name}; from ferrorpc.{name} import __all__, {getattr(ferrorpc, name).__all__[0]}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert importlib.import_module(f"ferrorpc.{name}") is getattr(ferrorpc, name)
 
 
 def test_another_name_is_an_attribute_error() -> None:

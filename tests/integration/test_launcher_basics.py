@@ -367,6 +367,19 @@ def test_ctrl_c_leaves_the_workers_their_time_also_where_it_ends_the_reader(tmp_
     assert (tmp_path / "saved").exists()
 
 
+def test_ctrl_c_ends_a_launcher_that_still_starts_workers(tmp_path):
+    """Such as one with a zero too many."""
+    launcher = start("-n", "3000", "--log-dir", str(tmp_path), "--no-python", "sleep", "60")
+    try:
+        eventually(lambda: len(list(tmp_path.rglob("*.log"))) > 3, "the first workers")
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=100) == 128 + signal.SIGINT
+        assert len(list(tmp_path.rglob("*.log"))) < 3000, "the others were not started"
+    finally:
+        launcher.kill()
+        launcher.communicate(timeout=60)
+
+
 @pytest.mark.parametrize(
     "body", ["import threading; threading.Thread(target=print, args=('x',)).start()", "import os; os._exit(0)"]
 )

@@ -43,6 +43,8 @@ from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_PIPE, EXIT_RETRY
 
 _WARM_UP_SECONDS: Final = 2.0
 """After this time the exit reporter is started, ahead of any report, and the user is told how to watch the job."""
+_SPAWN_SECONDS: Final = 0.5
+"""How long workers are started before signals and exits are looked at again: thousands take minutes."""
 _EXPLAIN_SECONDS: Final = 5.0
 """After this time in one phase the user is told whom the launcher waits for."""
 _GROUP_POLL_SECONDS: Final = 0.05
@@ -133,7 +135,7 @@ class _Launch:
         self._workers: dict[int, Worker] = {}
         self._coordinator: CoordinatorProcess | None = None
         self._pending_restart: tuple[Start, float] | None = None
-        """A restart, and the latest time for it."""
+        """Workers that are still to be started, and the latest time for it."""
         self._poll_groups_at = NO_DEADLINE
         """Finite while a worker has exited but not its whole group: no signal announces the end of the rest."""
         self._explained_phase = Phase.RUNNING
@@ -238,7 +240,8 @@ class _Launch:
     def _start(self, start: Start) -> None:
         """Starts workers, or postpones that until the exits of their predecessors have been reported."""
         if self._pending_restart is not None:
-            start = Start(self._pending_restart[0].workers + start.workers, start.attempt, self._pending_restart[0].cause)
+            before = self._pending_restart[0]
+            start = Start(before.workers + start.workers, start.attempt, before.cause or start.cause)
         if self._reporter.unanswered:
             self._pending_restart = (start, time.monotonic() + _ANSWER_SECONDS)
         else:
@@ -252,10 +255,14 @@ class _Launch:
     # -- workers ---------------------------------------------------------------------------------------------------------
 
     def _spawn(self, start: Start) -> None:
-        if start.attempt:
-            tail = [] if start.cause is None else self._workers[start.cause.worker].err.tail
+        if start.cause is not None:
+            tail = self._workers[start.cause.worker].err.tail
             self._console.say(restart_line(start, self._plan.policy.max_restarts, self._labels, tail))
-        for number in start.workers:
+        until = time.monotonic() + _SPAWN_SECONDS
+        for started, number in enumerate(start.workers):
+            if (now := time.monotonic()) >= until:
+                self._pending_restart = (Start(start.workers[started:], start.attempt, None), now)
+                return
             if (before := self._workers.pop(number, None)) is not None:
                 self._finish_output(before)
                 self._children.discard(before.child)

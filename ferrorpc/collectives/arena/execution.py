@@ -59,6 +59,10 @@ class ArenaExecution(Execution):
         self._entered = False
 
     @property
+    def queue(self) -> object:
+        return self if self.transfers is not None else self._channel  # copies from a device begin before the operation
+
+    @property
     def label(self) -> str:
         return f"{self._call.signature} #{self._key.number}"
 

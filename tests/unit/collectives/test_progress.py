@@ -11,9 +11,10 @@ import pytest
 from ferrorpc.collectives import progress as progressing
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import DevicePolling, Polling
-from ferrorpc.collectives.progress import Progress, drive, progress_of
+from ferrorpc.collectives.progress import EXPLAINED_AT_ONCE, PROBES_AT_ONCE, Progress, drive, progress_of
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
-from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch, Parker, SystemClock
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch, Parker, SystemClock
+from ferrorpc.testing import ManualClock
 from ferrorpc.work import Work
 from tests.unit.transports.shared_memory.host_worlds import in_a_forked_child
 from tests.waiting import eventually
@@ -22,8 +23,16 @@ from tests.waiting import eventually
 class Scripted(Execution):
     """Complete after `steps` wake-ups, or failing with `error` then."""
 
-    def __init__(self, latch: Latch, *, steps: int = 0, error: Exception | None = None, seconds: float = 30.0) -> None:
-        self.guard = Guard(SYSTEM_CLOCK, latch, seconds)
+    def __init__(
+        self,
+        latch: Latch,
+        *,
+        steps: int = 0,
+        error: Exception | None = None,
+        seconds: float = 30.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.guard = Guard(clock, latch, seconds)
         self.results, self.specs = [], []
         self.advances = 0
         self.probes = 0
@@ -273,6 +282,24 @@ def test_many_operations_in_flight_end_in_their_own_time() -> None:
     assert sum(thread.name == "ferrorpc-progress" for thread in threading.enumerate()) >= 1
 
 
+def test_of_thousands_in_flight_only_the_oldest_ask_their_peers_and_are_explained(caplog: pytest.LogCaptureFixture) -> None:
+    """When each asked, a slow peer was left more answers than may be unread, which ended the generation."""
+    clock, latch = ManualClock(), Latch()
+    progress = Progress(clock)
+    waiting = [Never(latch, clock=clock) for _ in range(3000)]
+    works = [progress.submit(each, lambda error: None, lambda done: done) for each in waiting]
+    for seconds in (0.26, 4.0, 0.8, 0.0):
+        eventually(lambda: len(progress._timers) == 3000 and progress._timers[0][0] > clock.now(), "the timers that were due")
+        clock.advance(seconds)
+    assert [each.probes for each in waiting] == [2] * PROBES_AT_ONCE + [0] * (3000 - PROBES_AT_ONCE)
+    found = [record.getMessage() for record in caplog.records]
+    assert found == ["after 5 s, waits for rank 3"] * EXPLAINED_AT_ONCE + ["after 5 s, more operations wait than the 8 above"]
+    latch.trip(PeerLostError(3, "killed"))
+    for work in works:
+        with pytest.raises(PeerLostError):
+            work.wait()
+
+
 def test_what_is_over_before_it_was_handed_over_no_longer_watches_its_generation() -> None:
     """A send that has begun on its caller's thread may be woken at any time."""
 
@@ -319,6 +346,27 @@ def test_nobody_looks_for_what_was_polled_once_it_is_over() -> None:
 
     Progress(Naps()).submit(Polled(Latch(), steps=2), lambda error: None, lambda done: done).wait(timeout=20.0)
     eventually(lambda: naps[-1] > 0.02, "a thread that sleeps until something happens")
+
+
+def test_what_cannot_begin_yet_is_not_polled() -> None:
+    """Where thousands of operations wait in shared memory, polling each of them takes longer than the operations do."""
+    may_end, channel = threading.Event(), object()
+
+    class Queued(Scripted):
+        polling = Polling(1)
+        queue = channel
+
+        def advance(self) -> bool:
+            self.advances += 1
+            return may_end.is_set()
+
+    progress, latch = Progress(SYSTEM_CLOCK), Latch()
+    oldest, *later = [Queued(latch) for _ in range(5)]
+    works = [progress.submit(each, lambda error: None, lambda done: done) for each in (oldest, *later)]
+    eventually(lambda: oldest.advances > 20, "polls")
+    assert [each.advances for each in later] == [1] * 4
+    may_end.set()
+    assert [work.wait(timeout=20.0) for work in works] == [oldest, *later]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -379,7 +379,7 @@ def test_outputs_that_the_next_stage_never_takes_are_a_timeout_that_names_it():
     assert "waited 7 s for rank 1 to take" in first.message
 
 
-def test_a_stage_that_never_comes_is_a_timeout_that_names_it():
+def test_a_stage_that_never_comes_is_a_timeout_that_names_it(caplog: pytest.LogCaptureFixture):
     def body(group):
         pipe = Pipeline(Layer(group.rank), group, "1f1b", 4)
         if group.rank == 1:
@@ -390,6 +390,7 @@ def test_a_stage_that_never_comes_is_a_timeout_that_names_it():
     assert isinstance(first, CollectiveTimeoutError)
     assert first.waiting_on == [1]
     assert "waited 7 s for 1SEND_B0 of rank 1" in str(first)
+    assert "after 5 s, this rank waits for 1SEND_B0 of rank 1" in caplog.text
     assert isinstance(second, GroupAbortedError)
 
 
