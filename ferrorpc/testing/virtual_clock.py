@@ -140,8 +140,8 @@ class VirtualClock:
         self._add(body, name, main=False)
 
     def give_way(self) -> None:
-        """Lets other threads go first that can run now. If there are none, a tenth of a millisecond passes, so that a loop of such
-        calls comes to the time of what it waits for."""
+        """Lets other threads go first that can run now. If there are none, a tenth of a millisecond passes, so that a loop of
+        such calls comes to the time of what it waits for."""
         me = self._holder
         if me is not None and me.ident == threading.get_ident():
             self.parker().park(self._now if self._runnable else self._now + TURN_SECONDS)
