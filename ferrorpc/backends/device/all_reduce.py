@@ -37,7 +37,11 @@ class AllReducePrepared(CollectivePrepared):
         """As `PointerAllReduce.start_at`."""
         execution = AllReduceExecution(self, key, source, target, keeps, guard)
         execution.enter()
-        self.context.lanes.transport.mailbox.record(key, self.signature)  # so that probes of the others are answered
+        try:
+            self.context.lanes.transport.mailbox.record(key, self.signature)  # so that probes of the others are answered
+        except BaseException:  # an interrupt, as in `enter`
+            execution.release()
+            raise
         return execution
 
 
