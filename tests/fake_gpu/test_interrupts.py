@@ -130,3 +130,41 @@ def interrupted(cupy: StandIn, way: str, number: int) -> str | None:
     for group in ranks.groups:
         group.close()
     return interrupt.place
+
+
+def test_memory_of_what_was_being_launched_is_kept_until_the_abort(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises what struck during NCCL's call as that returns: the GPU has it then."""
+    monkeypatch.setattr(context, "ABORT_SECONDS", 0.6)
+    ranks, may_abort, memories = Ranks(cupy, 2), threading.Event(), list[weakref.ref[Any]]()
+    launch = nccl.FakeCommunicator.launch
+
+    def launched(end: nccl.FakeCommunicator, *arguments: Any) -> None:
+        launch(end, *arguments)
+        if end.stuck is not None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(nccl.FakeCommunicator, "launch", launched)
+
+    def body(group: ProcessGroup) -> None:
+        x = cupy.asarray(np.ones(4, np.float32))
+        group.all_reduce(x)
+        group.synchronize()
+        group.barrier()
+        if group.rank == 0:
+            memories.append(weakref.ref(x.data.mem))
+            (meeting,) = ranks.nccl.meetings.values()
+            meeting.ends[0].stuck = may_abort
+            with pytest.raises(KeyboardInterrupt):
+                group.all_reduce(x)
+
+    assert ranks.run(body) == [None, None]
+    gc.collect()
+    assert memories[0]()
+    may_abort.set()
+    ranks.wait_for_aborts()
+
+    def is_given_back() -> bool:
+        gc.collect()
+        return memories[0]() is None
+
+    eventually(is_given_back, "the memory is given back", SECONDS)

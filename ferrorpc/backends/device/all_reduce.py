@@ -76,7 +76,7 @@ class AllReduceExecution(ImmediateExecution):
             self.probe_others(key, signature, self.number)
 
     def buffers_in_use(self) -> object:
-        return self._keeps if self.is_launched else None
+        return self._keeps if self.after else None  # set before the launch, during which an interrupt may strike
 
     def drop_references(self) -> None:
         if self._is_probing:
