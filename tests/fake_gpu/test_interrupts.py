@@ -64,9 +64,11 @@ def _is_in_library(frame: FrameType) -> bool:
 
 
 def calls_of(group: ProcessGroup) -> dict[str, Callable[[Any], object]]:
+    backend: Any = group._backend
     return {
         "blocking": lambda x: group.all_reduce(x, out=x),
         "asynchronous": lambda x: group.all_reduce(x, out=x, async_op=True),
+        "raw": lambda x: backend.all_reduce_raw(x.data.ptr, x.data.ptr, x.size, "float32"),
     }
 
 
@@ -85,7 +87,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize("way", ["blocking", "asynchronous"])
+@pytest.mark.parametrize("way", ["blocking", "asynchronous", "raw"])
 def test_an_interrupt_anywhere_in_a_call_comes_before_it_or_ends_the_group(cupy: StandIn, way: str) -> None:
     for number in range(1, 1000):
         if interrupted(cupy, way, number) is None:
