@@ -192,7 +192,7 @@ class Dispatch:
         number = next(self._numbers)
         try:
             return prepared.start_at(Key(backend.group_id, 0, number), source, target, keeps, guard)
-        except UsageError:
+        except Exception:  # it was refused before it had a place
             self._give_back(number)
             raise
 
