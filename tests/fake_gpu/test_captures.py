@@ -123,9 +123,10 @@ def test_null_streams_cannot_be_captured_and_are_not_asked(cupy: StandIn, monkey
     device.check_not_captured(device.adopt(number), "given")
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "broadcast"])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_call_that_cuda_refuses_beside_a_capture_leaves_its_number_to_the_next(
-    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, async_op: bool
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, async_op: bool, operation: str
 ) -> None:
     """While a graph is captured from a blocking stream CUDA takes nothing in the null stream, whoever asks."""
     runtime = cupy.cuda.runtime
@@ -145,7 +146,7 @@ def test_a_call_that_cuda_refuses_beside_a_capture_leaves_its_number_to_the_next
         if group.rank == 0:
             captured.set()
             with pytest.raises(runtime.CUDARuntimeError):
-                group.all_reduce(x, async_op=async_op)
+                getattr(group, operation)(x, async_op=async_op)
             captured.clear()
         assert cupy.asnumpy(group.all_reduce(x)).tolist() == [2.0] * 4
         group.barrier(timeout=5)
