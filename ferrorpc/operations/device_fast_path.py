@@ -92,7 +92,7 @@ class DeviceFastPath:
         async_op: bool,
         timeout: float | None,
     ) -> Any:
-        dispatch, (_, out) = self._dispatch, arrays
+        dispatch, (_, out), execution = self._dispatch, arrays, None
         try:
             execution = dispatch.start_at(prepared, source, target, arrays, timeout)
             if not async_op and dispatch.ran(execution, prepared.signature):
@@ -100,6 +100,8 @@ class DeviceFastPath:
             return dispatch.finish(execution, DeviceResult(out), async_op)
         except KeyboardInterrupt:
             dispatch.interrupted(Operation.ALL_REDUCE.value)
+            if execution is not None:  # perhaps it has no driver yet
+                execution.finish()
             raise
 
     def _learn(self, key: tuple[Any, ...], x: Any, op: Any) -> Known | None:

@@ -171,7 +171,7 @@ class Dispatch:
         key = Key(backend.group_id, stream, place)
         try:
             return prepared.start(key, [source.data for source in sources], result.targets, guard)
-        except (UsageError, MemoryError) as error:
+        except (UsageError, MemoryError, RuntimeError) as error:  # the last from CUDA, which comes before what is sent
             if number is None:
                 self._give_back(place)
             elif isinstance(error, MemoryError):  # the others wait for this rank's operation of that number
@@ -192,7 +192,7 @@ class Dispatch:
         number = next(self._numbers)
         try:
             return prepared.start_at(Key(backend.group_id, 0, number), source, target, keeps, guard)
-        except UsageError:
+        except Exception:  # it was refused before it had a place
             self._give_back(number)
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -120,3 +121,34 @@ def test_null_streams_cannot_be_captured_and_are_not_asked(cupy: StandIn, monkey
     device = device_of(cupy, 0)
     monkeypatch.setattr(device.runtime, "streamIsCapturing", refused)
     device.check_not_captured(device.adopt(number), "given")
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "broadcast"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_call_that_cuda_refuses_beside_a_capture_leaves_its_number_to_the_next(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, async_op: bool, operation: str
+) -> None:
+    """While a graph is captured from a blocking stream CUDA takes nothing in the null stream, whoever asks."""
+    runtime = cupy.cuda.runtime
+    record, captured = runtime.eventRecord, threading.Event()
+
+    def recorded(event: int, stream: int) -> None:
+        if captured.is_set() and stream == 0 and runtime.getDevice() == 0:
+            raise runtime.CUDARuntimeError(906)
+        record(event, stream)
+
+    monkeypatch.setattr(runtime, "eventRecord", recorded)
+
+    def body(group: ProcessGroup) -> None:
+        x = cupy.asarray(np.ones(4, np.float32))
+        group.all_reduce(x)
+        group.barrier()
+        if group.rank == 0:
+            captured.set()
+            with pytest.raises(runtime.CUDARuntimeError):
+                getattr(group, operation)(x, async_op=async_op)
+            captured.clear()
+        assert cupy.asnumpy(group.all_reduce(x)).tolist() == [2.0] * 4
+        group.barrier(timeout=5)
+
+    world(cupy, 2, body)

@@ -14,15 +14,17 @@ import pytest
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.device.all_reduce import AllReduceExecution, AllReducePrepared
 from ferrorpc.backends.device.backend import DeviceBackend
-from ferrorpc.backends.device.completion import IDLE_SECONDS, NOTIFY_SECONDS
+from ferrorpc.backends.device.completion import IDLE_SECONDS, NOTIFY_SECONDS, CompletionWatcher
 from ferrorpc.backends.device.execution import ImmediateExecution
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.collectives.progress import Progress
 from ferrorpc.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     GroupAbortedError,
     GroupClosedError,
+    LimitExceededError,
     TensorMismatchError,
     UsageError,
 )
@@ -33,6 +35,7 @@ from tests.fake_gpu.groups import Ranks, end_of
 from tests.fake_gpu.shared_worlds import ipc_backends
 from tests.fake_gpu.torch_gpu import DEVICE, torch, torch_on
 from tests.fake_gpu.worlds import nccl_backends
+from tests.waiting import eventually
 
 SHAPE = (3, 4)
 
@@ -235,6 +238,30 @@ def test_who_waits_for_the_completion_hastens_its_watcher(cupy: StandIn, how: st
             assert told.wait(10)
 
     assert ranks.run(body) == [None] * len(ranks.groups)
+
+
+def test_where_its_watcher_has_no_thread_later_operations_are_watched_nevertheless(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, refusals = Progress.submit, [LimitExceededError("the system refuses a thread")]
+
+    def submitted(progress: Progress, execution: Any, *arguments: Any) -> Any:
+        if refusals and isinstance(execution, CompletionWatcher):
+            raise refusals.pop()
+        return submit(progress, execution, *arguments)
+
+    def body(group: ProcessGroup) -> bool:
+        x, refused = cupy.asarray(numbers(group.rank)), False
+        try:
+            group.all_reduce(x)
+        except LimitExceededError:
+            refused = True
+        works = [group.all_reduce(x, async_op=True) for _ in range(3)]
+        eventually(lambda: all(work.done() for work in works), "all are noticed to be complete", 10)
+        return refused
+
+    monkeypatch.setattr(Progress, "submit", submitted)
+    assert sorted(world(cupy, 2, body)) == [False, True]
 
 
 def test_it_keeps_its_place_behind_what_still_has_to_announce_itself(cupy: StandIn, taken: list[Any]) -> None:

@@ -80,14 +80,14 @@ def test_an_interrupt_before_an_operation_waits_for_anything_ends_the_generation
 
 
 def noting(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
-    """The next operation raises an error where it notes what it is, before its driver has it."""
+    """The next operation raises an error where it has begun, before its driver has it."""
 
     def interrupted(*_: Any) -> None:
         monkeypatch.undo()
         raise error
 
-    monkeypatch.setattr(Dispatch, "_note", interrupted)
-    monkeypatch.setattr(Dispatch, "begin", interrupted)
+    for step in ("_note", "begin", "submit"):
+        monkeypatch.setattr(Dispatch, step, interrupted)
 
 
 def finding_no_memory(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:

@@ -37,7 +37,11 @@ class AllReducePrepared(CollectivePrepared):
         """As `PointerAllReduce.start_at`."""
         execution = AllReduceExecution(self, key, source, target, keeps, guard)
         execution.enter()
-        self.context.lanes.transport.mailbox.record(key, self.signature)  # so that probes of the others are answered
+        try:
+            self.context.lanes.transport.mailbox.record(key, self.signature)  # so that probes of the others are answered
+        except BaseException:  # an interrupt, as in `enter`
+            execution.release()
+            raise
         return execution
 
 
@@ -72,7 +76,7 @@ class AllReduceExecution(ImmediateExecution):
             self.probe_others(key, signature, self.number)
 
     def buffers_in_use(self) -> object:
-        return self._keeps if self.is_launched else None
+        return self._keeps if self.after else None  # set before the launch, during which an interrupt may strike
 
     def drop_references(self) -> None:
         if self._is_probing:

@@ -111,8 +111,9 @@ class GroupContext:
         with self._lock:
             if self._watchers.get(queue) is not latest and self._watchers[queue].join(execution):
                 return
-            watcher = self._watchers[queue] = CompletionWatcher(execution, self.device)
-        progress_of(self.lanes.clock).submit(watcher, self.lanes.abort, _nothing, WatcherWork(watcher))
+            watcher = CompletionWatcher(execution, self.device)
+            progress_of(self.lanes.clock).submit(watcher, self.lanes.abort, _nothing, WatcherWork(watcher))
+            self._watchers[queue] = watcher  # only now: others join it, and the system may have refused its thread
 
     def hurry(self, execution: InFlightExecution) -> None:
         """Has an operation that is watched noticed sooner when it completes."""

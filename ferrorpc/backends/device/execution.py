@@ -121,11 +121,11 @@ class DeviceExecution(InFlightExecution):
         if self.released:
             return
         self.released = True
+        if self.end_event is None:
+            self.launch_queue.discard(self)  # first: it waits for another thread that may just be launching it
         buffers = None if self.end_reached else self.buffers_in_use()
         if buffers is not None:
             self.context.keep(self.launch_queue, self.end_event, buffers)
-        if self.end_event is None:
-            self.launch_queue.discard(self)
         self.drop_references()
         self.context.remove(self)
 

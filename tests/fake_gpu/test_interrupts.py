@@ -1,0 +1,172 @@
+"""Ctrl-C wherever Python looks for signals in an operation on a GPU: nothing hangs, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ferrorpc
+from ferrorpc.backends.device import context
+from ferrorpc.errors import GroupAbortedError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.testing.gpu import nccl
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.fake_gpu.groups import SECONDS, Ranks
+from tests.waiting import eventually
+
+LIBRARY = f"{ferrorpc.__path__[0]}/"
+STAND_INS = f"{LIBRARY}testing/"
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt on the thread that enters it, at the n-th place where Python looks for signals in the library:
+    as one of its functions begins, and as a call into compiled code, for which the stand-ins are taken, returns.
+
+    Attributes:
+        place: where it struck; None where the calls had fewer places.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.place: str | None = None
+        self._left = number
+
+    def __enter__(self) -> Interrupt:
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, argument: object) -> None:
+        at: FrameType | None = frame
+        if event == "return":
+            at = None if _is_in_library(frame) or frame.f_code.co_name == "__del__" else frame.f_back
+        if self.place is not None or event == "c_call" or at is None or not _is_in_library(at):
+            return
+        self._left -= 1
+        if not self._left:
+            self.place = f"{at.f_code.co_qualname}, line {at.f_lineno}"
+            raise KeyboardInterrupt
+
+
+def _is_in_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(LIBRARY) and not name.startswith(STAND_INS)
+
+
+def calls_of(group: ProcessGroup) -> dict[str, Callable[[Any], object]]:
+    backend: Any = group._backend
+    return {
+        "blocking": lambda x: group.all_reduce(x, out=x),
+        "asynchronous": lambda x: group.all_reduce(x, out=x, async_op=True),
+        "raw": lambda x: backend.all_reduce_raw(x.data.ptr, x.data.ptr, x.size, "float32"),
+    }
+
+
+@pytest.fixture(params=["at once", "later"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL launches within the call, as it does mostly, or after it."""
+    monkeypatch.setattr(context, "ABORT_SECONDS", 0.05)
+    launch = nccl.FakeCommunicator.launch
+
+    def launched(end: nccl.FakeCommunicator, *arguments: Any) -> None:
+        launch(end, *arguments)
+        end._put_into_streams()
+
+    if request.param == "at once":
+        monkeypatch.setattr(nccl.FakeCommunicator, "launch", launched)
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("way", ["blocking", "asynchronous", "raw"])
+def test_an_interrupt_anywhere_in_a_call_comes_before_it_or_ends_the_group(cupy: StandIn, way: str) -> None:
+    for number in range(1, 1000):
+        if interrupted(cupy, way, number) is None:
+            assert number > 40
+            return
+
+
+def interrupted(cupy: StandIn, way: str, number: int) -> str | None:
+    """Rank 0 is interrupted at a place of its call. Returns that; None where there are fewer places."""
+    ranks, both, interrupt, memories = Ranks(cupy, 2), threading.Barrier(2), Interrupt(number), list[weakref.ref[Any]]()
+
+    def body(group: ProcessGroup) -> None:
+        call, x = calls_of(group)[way], cupy.asarray(np.ones(4, np.float32))
+        call(x)
+        group.synchronize()
+        both.wait(SECONDS)
+        if group.rank == 0:
+            memories.append(weakref.ref(x.data.mem))
+            with suppress(KeyboardInterrupt), interrupt:
+                call(x)
+        if group.rank or (group._backend.latch.cause is None and interrupt.place):
+            with suppress(GroupAbortedError):
+                call(x)
+        with suppress(GroupAbortedError):
+            group.synchronize()
+            assert cupy.asnumpy(x).tolist() == [4.0] * 4, interrupt.place
+
+    assert ranks.run(body) == [None, None], interrupt.place
+    backend: Any = ranks.backends[0]
+    dispatch = ranks.groups[0]._dispatch
+
+    def is_clean() -> bool:
+        gc.collect()
+        cupy.machine.settle()
+        left = backend.context.in_flight(), list(backend.context.program._waiting), list(dispatch._in_flight)
+        return not any(left) and not any(memory() for memory in memories)
+
+    eventually(is_clean, f"nothing is left of what was interrupted in {interrupt.place}", SECONDS)
+    assert not backend.context.program.lock.locked()
+    if backend.latch.cause is not None:
+        assert "KeyboardInterrupt during all_reduce" in backend.latch.cause.message
+    for group in ranks.groups:
+        group.close()
+    return interrupt.place
+
+
+def test_memory_of_what_was_being_launched_is_kept_until_the_abort(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises what struck during NCCL's call as that returns: the GPU has it then."""
+    monkeypatch.setattr(context, "ABORT_SECONDS", 0.6)
+    ranks, may_abort, memories = Ranks(cupy, 2), threading.Event(), list[weakref.ref[Any]]()
+    launch = nccl.FakeCommunicator.launch
+
+    def launched(end: nccl.FakeCommunicator, *arguments: Any) -> None:
+        launch(end, *arguments)
+        if end.stuck is not None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(nccl.FakeCommunicator, "launch", launched)
+
+    def body(group: ProcessGroup) -> None:
+        x = cupy.asarray(np.ones(4, np.float32))
+        group.all_reduce(x)
+        group.synchronize()
+        group.barrier()
+        if group.rank == 0:
+            memories.append(weakref.ref(x.data.mem))
+            (meeting,) = ranks.nccl.meetings.values()
+            meeting.ends[0].stuck = may_abort
+            with pytest.raises(KeyboardInterrupt):
+                group.all_reduce(x)
+
+    assert ranks.run(body) == [None, None]
+    gc.collect()
+    assert memories[0]()
+    may_abort.set()
+    ranks.wait_for_aborts()
+
+    def is_given_back() -> bool:
+        gc.collect()
+        return memories[0]() is None
+
+    eventually(is_given_back, "the memory is given back", SECONDS)
