@@ -36,9 +36,11 @@ def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monk
 
     def body(group: ProcessGroup) -> tuple[int, str]:
         half = group.subgroup([2, 1])
+        group.store.set(f"made/{group.rank}", b"")
         if half is None or half.rank == 1:
             group.store.wait("interrupted")
         else:
+            group.store.wait(["made/0", "made/1"])
             interrupt_the_first_wait(monkeypatch)
             with pytest.raises(KeyboardInterrupt):
                 half.all_reduce(X)
