@@ -172,6 +172,8 @@ def torch_on(cupy: StandIn) -> Iterator[TorchGpus]:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=found.stream(index).pointer))
+        if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # torch was built with CUDA
+            patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.stream(index).pointer)
         patch.setattr(torch, "from_dlpack", found.from_dlpack)
         kinds._torch_kind.cache_clear()
         try:
