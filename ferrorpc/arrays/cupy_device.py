@@ -277,7 +277,8 @@ class CupyDevice:
             return False
 
     def is_current(self) -> bool:
-        """Whether it is the calling thread's current device."""
+        """Whether it is the calling thread's current device. What every operation asks compares the numbers itself, because
+        this call would take as long."""
         return bool(self.current_index() == self.index)
 
     def make_current(self) -> None:

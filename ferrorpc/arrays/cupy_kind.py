@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,6 @@ class DeviceOut(Out):
 
 
 @lru_cache
-@cache
 def _in_numpy(dtype: DType) -> np.dtype[Any]:
     found: np.dtype[Any] = NUMPY.empty((), dtype).dtype
     return found

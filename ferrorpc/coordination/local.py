@@ -268,8 +268,7 @@ class _ReportingActivity(Activity):
         self._on_operation = on_operation
 
     def note(self, operation: str) -> None:
-        self.last = operation
-        self.operations += 1
+        super().note(operation)
         self._on_operation()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from ferrorpc.coordination import limits
@@ -66,13 +67,19 @@ class LocalStore(Store):
         self._check = check
         self._owner_of = owner_of
 
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        """A context with the lock, for an operation that does not wait."""
+        self._condition.clock.give_way()
+        with self._condition.lock:
+            self._check()
+            yield
+
     def set(self, key: str, value: bytes, *, bind: str = "job") -> None:
         limits.check_key(key)
         value = limits.check_value(value)
         limits.check_binding(bind)
-        self._condition.clock.give_way()
-        with self._condition.lock:
-            self._check()
+        with self._request():
             self._put(key, value, self._owner_of(bind))
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
@@ -92,9 +99,7 @@ class LocalStore(Store):
     def add(self, key: str, amount: int = 1) -> int:
         limits.check_key(key)
         amount = limits.check_amount(amount)
-        self._condition.clock.give_way()
-        with self._condition.lock:
-            self._check()
+        with self._request():
             text = self._keyspace.values.get(key, b"0")
             if not _NUMBER.fullmatch(text):
                 raise UsageError(f"key {key!r} holds {text[:40]!r}, which is no decimal integer")
@@ -108,9 +113,7 @@ class LocalStore(Store):
         limits.check_key(key)
         value = limits.check_value(value)
         wanted = None if expected is None else limits.check_value(expected)
-        self._condition.clock.give_way()
-        with self._condition.lock:
-            self._check()
+        with self._request():
             swapped = self._keyspace.values.get(key) == wanted
             if swapped:
                 self._put(key, value, None)
@@ -132,16 +135,12 @@ class LocalStore(Store):
 
     def delete(self, key: str) -> bool:
         limits.check_key(key)
-        self._condition.clock.give_way()
-        with self._condition.lock:
-            self._check()
+        with self._request():
             return self._keyspace.remove(key)
 
     def keys(self, prefix: str = "") -> list[str]:
         limits.check_prefix(prefix)
-        self._condition.clock.give_way()
-        with self._condition.lock:
-            self._check()
+        with self._request():
             return sorted(key for key in self._keyspace.values if key.startswith(prefix))
 
     def _put(self, key: str, value: bytes, owner: Owner | None) -> None:

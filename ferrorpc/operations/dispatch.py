@@ -272,7 +272,7 @@ class Dispatch:
         """A Work for the result; it is in flight until it is done."""
         if self._activity is not None:
             self._activity.note(execution.label)
-        ended = None if self.telemetry is None else self._observed(execution)
+        ended = self._observed(execution)
         try:
             work = self.backend.submit(execution, return_execution if result.on_device else result.of)
         except LimitExceededError as refusal:  # there is no thread for it

@@ -187,10 +187,7 @@ class Mailbox:
         """
         with self._lock:
             if key not in self._boxes:
-                history = self._history
-                history[key] = signature  # as `_remember`, whose call would take as long
-                if len(history) > HISTORY:
-                    history.popitem(last=False)
+                self._remember(key, signature)
                 self._last[key.group, key.stream] = key.number, signature
                 return
         self.enter(key, signature, _no_wake)

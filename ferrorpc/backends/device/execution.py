@@ -45,11 +45,11 @@ class DeviceExecution(InFlightExecution):
         self.stream = launch_queue.stream
         self.guard = guard
 
-    def join(self, stream: Stream | None = None) -> None:
-        """Makes a stream (None: the calling thread's current one) wait for the end event. The host does not wait."""
+    def join(self) -> None:
+        """Makes the calling thread's current stream wait for the end event. The host does not wait."""
         if self.end_event is None:
             raise AssertionError(f"{self.label} was not launched")
-        (stream or self.device.current()).wait(self.end_event)
+        self.device.current().wait(self.end_event)
         self.is_joined = True
 
     def ran(self) -> bool:
