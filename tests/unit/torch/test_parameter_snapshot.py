@@ -42,7 +42,7 @@ def test_a_change_is_seen_until_it_is_known(change: Callable[[nn.Sequential], ob
     assert not snapshot.may_differ()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_scripted_modules_do_not_keep_their_parameters_in_a_dict() -> None:
     module = torch.jit.script(nn.Linear(2, 2))
     snapshot = ParameterSnapshot(module)
