@@ -18,7 +18,7 @@ from ferrorpc.pipeline.actions import Action, Kind, action
 from ferrorpc.pipeline.batch import check_like, cut, join, loss_weights, rows, shapes_of, split
 from ferrorpc.pipeline.batch_io import BatchIO, InferenceBatch, LossFunction, TrainingBatch
 from ferrorpc.pipeline.device_lanes import open_lanes
-from ferrorpc.pipeline.exchange import NO_LANES, NO_ORDERS, Exchange
+from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.executor import Executor
 from ferrorpc.pipeline.schedules.edges import Edge
 from ferrorpc.pipeline.schedules.lowering import KIND_LABELS, Link
@@ -283,7 +283,8 @@ class Pipeline:
                 self._peak = max(self._peak, executor.peak)
 
     def _broadcast_tied_weights(self) -> None:
-        with others_told(self._group), self._exchange(self._tied.broadcast_receives(), self._group.timeout) as exchange:
+        receives = self._tied.broadcast_receives()
+        with others_told(self._group), self._exchange(receives, self._group.timeout, {}, {}) as exchange:
             self._tied.broadcast(exchange)
 
     @contextmanager
@@ -291,8 +292,8 @@ class Pipeline:
         self,
         expected: Sequence[Transfer],
         seconds: float,
-        lanes: Mapping[Link, ProcessGroup] = NO_LANES,
-        orders: Mapping[int, Iterable[Transfer]] = NO_ORDERS,
+        lanes: Mapping[Link, ProcessGroup],
+        orders: Mapping[int, Iterable[Transfer]],
     ) -> Iterator[Exchange]:
         """A context with an exchange; its end waits until what was sent has left."""
         exchange = Exchange(self._group, self.schedule.placement, expected, self._name, self._steps, seconds, lanes, orders)
