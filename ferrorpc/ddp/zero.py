@@ -86,9 +86,7 @@ class ZeroOptimizer:
             UsageError: leaves are missing or unknown. Nothing was sent then.
             TensorMismatchError: a leaf's dtype or shape is not that of its weights. Nothing was sent then.
         """
-        leaves = {
-            name: leaf for name, leaf in flatten(grads, with_none=True).items() if leaf is not None or name in self._weights
-        }
+        leaves = flatten(grads, nones=self._weights)
         if leaves.keys() != self._weights.keys():
             strange = ", ".join(sorted(leaves.keys() ^ self._weights.keys()))
             raise UsageError(f"the gradients are not those of the weights: see {strange}", hint="pass each leaf, or None")
