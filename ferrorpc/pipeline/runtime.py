@@ -348,10 +348,10 @@ def _loss_given(loss_fn: Any) -> LossFunction:
     return given
 
 
-def _names_of_tied(tied: Any) -> list[str | list[str]]:
+def _names_of_tied(tied: Any) -> list[list[str]]:
     """The names of each tied weight's copies. Raises UsageError if they are not all text."""
     try:
-        found = [names if isinstance(names, str) else list(names) for names in tied]
+        found = [[names] if isinstance(names, str) else list(names) for names in tied]
     except TypeError:
         found = [[None]]
     if isinstance(tied, str) or not all(isinstance(name, str) for names in found for name in names):
@@ -360,7 +360,7 @@ def _names_of_tied(tied: Any) -> list[str | list[str]]:
     return found
 
 
-def _agreed_name(schedule: Schedule, tied_names: Sequence[str | Sequence[str]], group: ProcessGroup) -> str:
+def _agreed_name(schedule: Schedule, tied_names: Sequence[Sequence[str]], group: ProcessGroup) -> str:
     """The pipeline's name in messages, unique in the group. Compares schedule, edges and tied weights of all ranks first."""
     wiring = f"edges {schedule.edges.pairs}\ntied {tied_names}"
     require_same(group, "pipeline schedules", f"{schedule}\n{wiring}\n{schedule.to_text()}")
