@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -236,7 +237,7 @@ class Pipeline:
             peaks.append(float(text[0]))
             spans += [_span(line, rank) for line in text[1:]]
         origin = min((each.start for each in spans), default=0.0)
-        moved = [Span(s.name, s.lane, s.start - origin, s.stop - origin, s.kind, s.text, s.shade) for s in spans]
+        moved = [replace(each, start=each.start - origin, stop=each.stop - origin) for each in spans]
         return PipelineTimeline(self.schedule, moved, peaks, f"{self.schedule}, recorded", "seconds")
 
     def _begin(self, awaits_backward: bool) -> None:
