@@ -17,12 +17,18 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ferrorpc import errors as errors, testing as testing, torch as torch
+    from ferrorpc import (
+        errors as errors,
+        hooks as hooks,
+        rules as rules,
+        schedules as schedules,
+        testing as testing,
+        torch as torch,
+    )
     from ferrorpc.backends.base import Backend as Backend, Capabilities as Capabilities
     from ferrorpc.backends.grpc import GrpcBackend as GrpcBackend
     from ferrorpc.backends.simulated import SimulatedBackend as SimulatedBackend
     from ferrorpc.bootstrap.process_group import init_process_group as init_process_group
-    from ferrorpc.ddp import hooks as hooks, rules as rules
     from ferrorpc.ddp.batch_norm import batch_norm as batch_norm, batch_norm_gradient as batch_norm_gradient
     from ferrorpc.ddp.module import DistributedDataParallel as DistributedDataParallel
     from ferrorpc.ddp.parameter import Parameter as Parameter
@@ -58,12 +64,11 @@ if TYPE_CHECKING:
     )
     from ferrorpc.group import ProcessGroup as ProcessGroup
     from ferrorpc.mesh import Mesh as Mesh
-    from ferrorpc.pipeline import schedules as schedules
     from ferrorpc.pipeline.runtime import Pipeline as Pipeline
     from ferrorpc.types import DType as DType, ReduceOp as ReduceOp, TensorSpec as TensorSpec
     from ferrorpc.work import Work as Work
 
-_SUBMODULES = ("errors", "testing")
+_SUBMODULES = ("errors", "hooks", "rules", "schedules", "testing")
 _OPTIONAL_SUBMODULES = ("torch",)  # not in __all__, so that `from ferrorpc import *` needs no PyTorch
 _MODULE_OF = {
     "init_process_group": "ferrorpc.bootstrap.process_group",
@@ -82,11 +87,8 @@ _MODULE_OF = {
     "ZeroOptimizer": "ferrorpc.ddp.zero",
     "batch_norm": "ferrorpc.ddp.batch_norm",
     "batch_norm_gradient": "ferrorpc.ddp.batch_norm",
-    "hooks": "ferrorpc.ddp",
     "Mesh": "ferrorpc.mesh",
-    "rules": "ferrorpc.ddp",
     "Pipeline": "ferrorpc.pipeline.runtime",
-    "schedules": "ferrorpc.pipeline",
     "ErrorCode": "ferrorpc.errors",
     "FerroError": "ferrorpc.errors",
     "ConfigError": "ferrorpc.errors",
@@ -123,8 +125,7 @@ __all__ = ["__version__", *_SUBMODULES, *_MODULE_OF]
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
-        home = _import_module(_MODULE_OF[name])
-        value = getattr(home, name) if hasattr(home, name) else _import_module(f"{_MODULE_OF[name]}.{name}")
+        value = getattr(_import_module(_MODULE_OF[name]), name)
     elif name in _SUBMODULES or name in _OPTIONAL_SUBMODULES:
         value = _import_module(f"ferrorpc.{name}")
     elif name == "__version__":

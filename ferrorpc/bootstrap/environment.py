@@ -80,8 +80,10 @@ def detect_launch(environment: Environment, config: Mapping[str, Any]) -> Launch
     if launched is not None:
         return replace(launched, hinted_rank=hint)
     if _INDEX in environment:
-        hint = "set FERRORPC_WORLD_SIZE; to 1 where every process works for itself"
-        raise ConfigError(f"{_INDEX} is set, but nothing says how many processes there are", hint=hint)
+        raise ConfigError(
+            f"{_INDEX} is set, but nothing says how many processes there are",
+            hint="set FERRORPC_WORLD_SIZE; to 1 where every process works for itself",
+        )
     if config["coordinator"] is not None:
         raise ConfigError("a coordinator is named, but not how many members its job has", hint="set FERRORPC_WORLD_SIZE")
     return LaunchInfo("nothing", (1, 1))
@@ -149,12 +151,8 @@ def _with_world_size(
 # -- launchers -------------------------------------------------------------------------------------------------------------
 
 
-def _torchrun(environment: Environment) -> LaunchInfo | None:
-    return _ranked(environment, "")
-
-
-def _ranked(environment: Environment, prefix: str) -> LaunchInfo | None:
-    """Reads RANK, WORLD_SIZE and the rest of torchrun's variables, with this prefix."""
+def _torchrun(environment: Environment, prefix: str = "") -> LaunchInfo | None:
+    """Reads RANK, WORLD_SIZE and the rest, with this prefix."""
     rank_name, size_name, master_name = f"{prefix}RANK", f"{prefix}WORLD_SIZE", f"{prefix}MASTER_ADDR"
     if rank_name not in environment and size_name not in environment:
         return None
@@ -180,7 +178,7 @@ def _torchrun_id(environment: Environment) -> str:
 def _kubeflow(environment: Environment) -> LaunchInfo | None:
     """The variables with which a pod would start torchrun, in a process started without torchrun; or PET_RANK and the like."""
     if "PET_NNODES" not in environment:
-        return _ranked(environment, "PET_")
+        return _torchrun(environment, "PET_")
     nodes, each = _number(environment, "PET_NNODES") or 1, _number(environment, "PET_NPROC_PER_NODE") or 1
     node, local = _number(environment, "PET_NODE_RANK"), _number(environment, "LOCAL_RANK")
     local = 0 if local is None and each == 1 else local

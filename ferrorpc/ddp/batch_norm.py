@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ferrorpc.arrays.base import Kind, View
+from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import NUMPY, view
 from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
-from ferrorpc.types import TensorSpec
 
 
 class Moments(NamedTuple):
@@ -78,7 +77,7 @@ def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1
     moments = _moments(values, group)
     deviation = np.sqrt(moments.variance + epsilon)
     scaled = (values - moments.mean[:, None]) / deviation[:, None]
-    y = _wrapped(scaled, source.kind, source.spec, axis)
+    y = _wrapped(scaled, source, axis)
     return Normalised(y, moments, scaled, deviation, axis)
 
 
@@ -105,7 +104,7 @@ def batch_norm_gradient(grad_y: Any, forward: Normalised, group: ProcessGroup) -
     sums = np.stack([gradient.sum(axis=1), (gradient * forward.scaled).sum(axis=1)])
     means = group.all_reduce(sums, out=sums) / forward.moments.values
     centred = gradient - means[0][:, None] - forward.scaled * means[1][:, None]
-    return _wrapped(centred / forward.deviation[:, None], given.kind, given.spec, forward.axis)
+    return _wrapped(centred / forward.deviation[:, None], given, forward.axis)
 
 
 def _moments(values: Array, group: ProcessGroup) -> Moments:
@@ -148,9 +147,10 @@ def _channels_first(source: View, axis: int) -> Array:
     return typed.astype(np.float64).reshape(len(typed), int(np.prod(typed.shape[1:])))
 
 
-def _wrapped(values: Array, kind: Kind, spec: TensorSpec, axis: int) -> Any:
-    """The reverse of `_channels_first`, in the given kind, dtype and shape."""
+def _wrapped(values: Array, like: View, axis: int) -> Any:
+    """The reverse of `_channels_first`, in the kind, dtype and shape of `like`."""
+    spec = like.spec
     moved = (spec.shape[axis], *(size for place, size in enumerate(spec.shape) if place != axis % len(spec.shape)))
     result = NUMPY.empty(spec.shape, spec.dtype)
     result[...] = np.moveaxis(values.reshape(moved), 0, axis)
-    return kind.wrap(result.view(spec.dtype.storage), spec)
+    return like.kind.wrap(result.view(spec.dtype.storage), spec)

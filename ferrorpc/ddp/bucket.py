@@ -12,7 +12,6 @@ parameters and the sum of the weights need no message of their own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -86,12 +85,12 @@ class _OpenBucket:
     members: list[tuple[str, TensorSpec]] = field(default_factory=list)
     filled_bytes: int = 0
 
-    def has_room(self, nbytes: int) -> bool:
-        return not self.members or self.filled_bytes + nbytes <= self.cap_bytes
+    def has_room(self, spec: TensorSpec) -> bool:
+        return not self.members or self.filled_bytes + spec.nbytes <= self.cap_bytes
 
-    def add(self, name: str, spec: TensorSpec, nbytes: int) -> None:
+    def add(self, name: str, spec: TensorSpec) -> None:
         self.members.append((name, spec))
-        self.filled_bytes += nbytes
+        self.filled_bytes += spec.nbytes
 
 
 def lay_out(
@@ -119,14 +118,13 @@ def lay_out(
     filling: dict[DType, _OpenBucket] = {}
     for name in names:
         spec = specs[name]
-        nbytes = spec.nbytes
         current = filling.get(spec.dtype)
-        if current is None or not current.has_room(nbytes):
+        if current is None or not current.has_room(spec):
             if current is not None:
                 full.append(current)
             cap = cap_bytes if full or filling else min(cap_bytes, first_cap_bytes)
             current = filling[spec.dtype] = _OpenBucket(spec.dtype, cap)
-        current.add(name, spec, nbytes)
+        current.add(name, spec)
     full.extend(filling.values())
     position = {name: number for number, name in enumerate(names)}
     full.sort(key=lambda bucket: position[bucket.members[-1][0]])
@@ -158,7 +156,7 @@ def _numbered(full: Iterable[_OpenBucket], text: str) -> Layout:
         header = stop = _aligned(len(bucket.members) + 1, unit)
         for flag, (name, spec) in enumerate(bucket.members):
             start = _aligned(stop, unit)
-            stop = start + math.prod(spec.shape)
+            stop = start + spec.elements
             slots[name] = Slot(name, spec, index, flag, start, stop)
         buckets.append(Bucket(index, bucket.dtype, tuple(slots[name] for name, _ in bucket.members), header, stop))
     return Layout(tuple(buckets), slots, text)

@@ -13,7 +13,7 @@ import numpy as np
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.ddp.bucket import Bucket, Slot
-from ferrorpc.kernels.reduction import kernel
+from ferrorpc.kernels.reduction import is_same_memory, kernel
 from ferrorpc.types import DType, ReduceOp
 
 if TYPE_CHECKING:
@@ -171,12 +171,12 @@ class HostBucketMemory(BucketMemory):
             return
         if self._weight is None:
             target = self.place(slot)
-            if not _is_same(gradient.data, target):
+            if not is_same_memory(gradient.data, target):
                 source = gradient.data if gradient.origin is None else gradient.origin
                 np.copyto(target.reshape(slot.spec.shape), source)
             return
         target = self.accumulator[slot.start : slot.stop]
-        if not _is_same(gradient.data, target):
+        if not is_same_memory(gradient.data, target):
             kernel(ReduceOp.SUM, slot.spec.dtype, 1).load(target, gradient.data.reshape(-1))
         if self._weight != 1:
             with np.errstate(all="ignore"):
@@ -233,8 +233,3 @@ def is_divisor(total_weight: float | None) -> TypeGuard[float]:
 def real_type(dtype: np.dtype[Any]) -> type[np.floating[Any]]:
     """The real type of a dtype's precision. Weights are real also where gradients are complex."""
     return np.float32 if dtype in (np.float32, np.complex64) else np.float64
-
-
-def _is_same(one: Array, other: Array) -> bool:
-    """Whether two C-contiguous arrays of equal length and dtype are the same memory."""
-    return bool(one.__array_interface__["data"] == other.__array_interface__["data"])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrorpc.arrays.error_prefix import ErrorPrefix
-from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.consistency import require_same
-from ferrorpc.ddp.broadcast import MESSAGE_BYTES
-from ferrorpc.ddp.bucket import Bucket, lay_out
+from ferrorpc.ddp.bucket import Bucket
 from ferrorpc.ddp.packing import Packer
 from ferrorpc.errors import UsageError
 from ferrorpc.types import ReduceOp, refusal
@@ -43,15 +40,9 @@ class Buffers:
             raise UsageError(f"buffers={mode!r} is no mode", hint=f"use one of: {', '.join(MODES)}")
         self._module = module
         self.mode = mode
-        found = {} if mode == "local" else named_buffers(module)
-        specs = []
-        for name, array in found.items():
-            with ErrorPrefix(f"buffer {name!r}"):
-                specs.append((name, spec_of(array)))
-                view_out(array, specs[-1][1], on_device=True)  # refused before anything is sent
-        self.layout = lay_out(specs, MESSAGE_BYTES, MESSAGE_BYTES)
-        require_same(group, "buffers", f"mode {mode}\n{self.layout.text}")
-        self._packer = Packer(found)
+        self._packer = Packer({} if mode == "local" else named_buffers(module), "buffer")
+        self._buckets = self._packer.layout.buckets
+        require_same(group, "buffers", f"mode {mode}\n{self._packer.layout.text}")
         self._stream = group.stream()
         self._exchanges = 0
         self._in_flight: list[tuple[Bucket, Any, Work[Any]]] = []
@@ -62,17 +53,17 @@ class Buffers:
         Raises:
             TensorMismatchError: the dtype or shape of one has changed since the module was wrapped. Nothing was sent.
         """
-        found = named_buffers(self._module) if self.layout.buckets else {}
-        return [self._packer.packed(bucket, found, "buffer") for bucket in self.layout.buckets]
+        found = named_buffers(self._module) if self._buckets else {}
+        return [self._packer.packed(bucket, found) for bucket in self._buckets]
 
     def begin(self, packed: list[Any]) -> None:
         """Starts the exchange of the packed copies. The buffers may change until `finish` writes them."""
-        buckets = self.layout.buckets
-        self._in_flight = [(bucket, each, self._start(bucket, each)) for bucket, each in zip(buckets, packed, strict=True)]
+        pairs = zip(self._buckets, packed, strict=True)
+        self._in_flight = [(bucket, each, self._start(bucket, each)) for bucket, each in pairs]
         self._exchanges += 1
 
     def _start(self, bucket: Bucket, packed: Any) -> Work[Any]:
-        number = self._exchanges * len(self.layout.buckets) + bucket.index
+        number = self._exchanges * len(self._buckets) + bucket.index
         if self.mode == "mean" and refusal(ReduceOp.MEAN, bucket.dtype) is None:
             typed = self._packer.typed(bucket, packed)
             return self._stream.all_reduce(typed, number, op=ReduceOp.MEAN, out=typed)

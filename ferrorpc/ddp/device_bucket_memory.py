@@ -182,9 +182,9 @@ class DeviceBucketMemory(BucketMemory):
         place = self._target[0][slot.start : slot.stop]
         if not self._is_in_place(slot, data):
             self._device.copy(place, data, stream)
-        if self._weight not in (None, 1):
+        if self._weight is not None and self._weight != 1:
             with self._device.here():
-                self._multiply(place, float(self._weight or 0))
+                self._multiply(place, self._weight)
 
     def _pack(self, gradients: Sequence[tuple[Slot, DeviceArray]]) -> None:
         """As `_write_now`, for several gradients in one kernel."""

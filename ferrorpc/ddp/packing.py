@@ -1,5 +1,5 @@
-"""Packs named arrays into one array for each bucket, and unpacks them in place: on their GPU if they share one, else on the
-host.
+"""Packs named arrays, such as weights and buffers, into one array for each bucket, and unpacks them in place: on their GPU if
+they share one, else on the host.
 
 Cost: two passes over the elements. On a GPU the host only queues them.
 """
@@ -7,16 +7,23 @@ Cost: two passes over the elements. On a GPU the host only queues them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ferrorpc.arrays.error_prefix import ErrorPrefix
-from ferrorpc.arrays.kinds import NUMPY, view, view_out
-from ferrorpc.ddp.bucket import Bucket
+from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
+from ferrorpc.consistency import require_same
+from ferrorpc.ddp.bucket import Bucket, lay_out
 from ferrorpc.ddp.placement import common_gpu, current_device
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.types import TensorSpec
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+MESSAGE_BYTES: Final = 25 << 20
+"""The cap of each bucket."""
 
 
 class Packer:
@@ -24,9 +31,23 @@ class Packer:
 
     Args:
         arrays: all that are to be packed.
+        what: they are, for errors.
+
+    Attributes:
+        layout: of the buckets.
+
+    Raises:
+        UsageError: an array cannot be sent, or not be written in place.
     """
 
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, arrays: Mapping[str, Any], what: str) -> None:
+        specs = []
+        for name, array in arrays.items():
+            with ErrorPrefix(f"{what} {name!r}"):
+                specs.append((name, spec_of(array)))
+                view_out(array, specs[-1][1], on_device=True)
+        self.layout = lay_out(specs, MESSAGE_BYTES, MESSAGE_BYTES)
+        self._what = what
         self._kind = common_gpu(arrays)
 
     def zeros(self, bucket: Bucket) -> Any:
@@ -38,11 +59,8 @@ class Packer:
             found[...] = 0
             return found
 
-    def packed(self, bucket: Bucket, arrays: Mapping[str, Any], what: str) -> Any:
+    def packed(self, bucket: Bucket, arrays: Mapping[str, Any]) -> Any:
         """A new array with the bucket's arrays in their slots, and zeros between them.
-
-        Args:
-            what: the arrays are, for errors.
 
         Raises:
             TensorMismatchError: an array's dtype or shape is not that of its slot.
@@ -50,11 +68,11 @@ class Packer:
         found = self.zeros(bucket)
         with current_device(self._kind):
             for slot in bucket.slots:
-                with ErrorPrefix(f"{what} {slot.name!r}"):
+                with ErrorPrefix(f"{self._what} {slot.name!r}"):
                     got = view(arrays.get(slot.name), on_device=self._kind is not None)
                 if got.spec != slot.spec:
                     raise TensorMismatchError(
-                        f"{what} {slot.name!r} is {got.spec}, but was {slot.spec} when it was wrapped",
+                        f"{self._what} {slot.name!r} is {got.spec}, but was {slot.spec} when it was wrapped",
                         hint='wrap the module again, or leave each rank its own buffers: buffers="local"',
                     )
                 found[slot.start : slot.stop] = got.data.reshape(-1)
@@ -72,3 +90,20 @@ class Packer:
                 place = view_out(arrays[slot.name], slot.spec, on_device=self._kind is not None)
                 place.data.reshape(-1)[...] = packed[slot.start : slot.stop]
                 place.commit()
+
+
+def broadcast_arrays(arrays: Mapping[str, Any], group: ProcessGroup, root: int) -> None:
+    """Gives every rank the arrays of rank `root`, in place. Collective.
+
+    Raises:
+        UsageError: an array cannot be sent, or not be written in place. Nothing was sent.
+        CollectiveMismatchError: ranks have other names, dtypes, shapes, or another order. The group stays open.
+    """
+    packer, is_root = Packer(arrays, "array"), group.rank == root
+    require_same(group, "weights and buffers", packer.layout.text)
+    packed = [packer.packed(each, arrays) if is_root else packer.zeros(each) for each in packer.layout.buckets]
+    works = [group.broadcast(each, root=root, out=each, async_op=True) for each in packed]
+    for bucket, each, work in zip(packer.layout.buckets, packed, works, strict=True):
+        work.wait(host=True)
+        if not is_root:
+            packer.unpack(bucket, each, arrays)

@@ -30,7 +30,7 @@ def bucket_kind(arrays: Mapping[str, Any], hook: Hook | None) -> CupyKind | None
             f"a bucket lies on one device, but these parameters do not: {where}",
             hint="move all to one GPU, or average each device's with a synchroniser of its own",
         )
-    return next((gpu_of(array) for array in arrays.values()), None)
+    return common_gpu(arrays)
 
 
 def common_gpu(arrays: Mapping[str, Any]) -> CupyKind | None:

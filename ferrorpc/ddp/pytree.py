@@ -6,7 +6,7 @@ their containers; dicts are not sorted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from copy import copy
 from typing import Any
 
@@ -17,17 +17,17 @@ SEPARATOR = "/"
 _CONTAINERS = (dict, list, tuple)
 
 
-def flatten(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
+def flatten(tree: Any, nones: Container[str] = ()) -> dict[str, Any]:
     """Path -> leaf. A tree that is one leaf has the path "".
 
     Args:
-        with_none: None counts as a leaf too.
+        nones: paths at which None counts as a leaf too.
 
     Raises:
         UsageError: two leaves have the same path, or a dict's key is neither text nor a whole number.
     """
     leaves: dict[str, Any] = {}
-    _collect(tree, "", with_none, leaves)
+    _collect(tree, "", nones, leaves)
     return leaves
 
 
@@ -36,13 +36,13 @@ def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
     return _map(tree, "", leaves)
 
 
-def _collect(tree: Any, path: str, with_none: bool, leaves: dict[str, Any]) -> None:
+def _collect(tree: Any, path: str, nones: Container[str], leaves: dict[str, Any]) -> None:
     """Adds the leaves of a tree that lies at this path."""
     children = _children(tree)
     if children is not None:
         for key, child in children:
-            _collect(child, _join(path, key), with_none, leaves)
-    elif tree is not None or with_none:
+            _collect(child, _join(path, key), nones, leaves)
+    elif tree is not None or path in nones:
         if path in leaves:
             raise UsageError(
                 f"two leaves of the tree are named {path!r}", hint=f"avoid {SEPARATOR!r} in keys, and both 1 and '1'"

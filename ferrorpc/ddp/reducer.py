@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -74,10 +74,7 @@ class Reducer(BucketSet):
         hook: Hook | None = None,
         kind: CupyKind | None = None,
     ) -> None:
-        for name, spec in parameters:
-            why_not = refusal(ReduceOp.MEAN, spec.dtype)
-            if why_not is not None:
-                raise TensorMismatchError(f"{what} {name}: {why_not.reason}", hint=why_not.hint)
+        check_means(parameters, what)
         layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
         require_same(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
         super().__init__(layout, group, hook, kind)
@@ -155,6 +152,14 @@ def _checked_weight(weight: Any) -> float:
     if not (math.isfinite(number) and number >= 0):
         raise UsageError(f"weight={weight!r} is no share", hint="pass a number of samples or tokens, 0 or more")
     return number
+
+
+def check_means(parameters: Iterable[tuple[str, TensorSpec]], what: str) -> None:
+    """Raises TensorMismatchError if a dtype has no mean. `what` the parameters are, for the error."""
+    for name, spec in parameters:
+        why_not = refusal(ReduceOp.MEAN, spec.dtype)
+        if why_not is not None:
+            raise TensorMismatchError(f"{what} {name}: {why_not.reason}", hint=why_not.hint)
 
 
 def cap_bytes(bucket_cap_mb: Any) -> int:

@@ -11,10 +11,10 @@ import numpy as np
 from ferrorpc.arrays.base import Out, View
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import kind_of, spec_of, view_out
-from ferrorpc.ddp.broadcast import broadcast_arrays
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.buffers import Buffers, named_buffers
 from ferrorpc.ddp.hooks.base import Hook
+from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.parameter import HasGradient, is_parameter
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.reducer import Reducer

@@ -12,7 +12,6 @@ device of the parameters. Updates run on the host, so a shard of parameters on a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,12 @@ from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import copy_into, spec_of, split, view, view_out
 from ferrorpc.consistency import require_same
-from ferrorpc.ddp.bucket import ALIGNMENT_BYTES, Bucket, lay_out
+from ferrorpc.ddp.bucket import ALIGNMENT_BYTES, Bucket, Slot, lay_out
 from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.ddp.placement import current_device
-from ferrorpc.ddp.reducer import cap_bytes
+from ferrorpc.ddp.reducer import cap_bytes, check_means
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.types import ReduceOp, TensorSpec, refusal
+from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.work import Work
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class Shard:
         """Starts the reduction, for `finish_reduce`. A gradient that is None counts as zeros."""
         with self._stream_order():
             for slot in self.bucket.slots:
-                given, place = gradients[slot.name], self._place(slot.start, slot.stop)
+                given, place = gradients[slot.name], self._storage[self._part(slot)]
                 if given is None:
                     place[...] = 0
                 else:
@@ -95,24 +94,23 @@ class Shard:
         """Copies this rank's shard of arrays shaped like the parameters, by name, to a host array of the shard's length."""
         place = view_out(into, spec_of(into))
         for slot in self.bucket.slots:
-            start, stop = slot.start - self.bucket.header, slot.stop - self.bucket.header
-            first, last = max(start, self._first), min(stop, self._first + len(self.weights))
+            part = self._part(slot)
+            first, last = max(part.start, self._first), min(part.stop, self._first + len(self.weights))
             if first < last:
                 source = view(arrays[slot.name], on_device=self._kind is not None).data.reshape(-1)
-                copy_into(place.data[first - self._first : last - self._first], source[first - start : last - start])
+                found = source[first - part.start : last - part.start]
+                copy_into(place.data[first - self._first : last - self._first], found)
         place.commit()
 
     def assemble(self, mine: Any, root: int) -> dict[str, Any]:
         """The reverse of `extract`, on rank `root`: new arrays of `mine`'s kind. Empty on the other ranks. Collective."""
-        given, header = view(mine), self.bucket.header
+        given = view(mine)
         parts = self._group.gather(given.data if self._kind is None else self._kind.staging.to_device(given.data), root=root)
         if parts is None:
             return {}
         flat = np.concatenate([view(part).data for part in parts])
         return {
-            slot.name: given.kind.wrap(
-                flat[slot.start - header : slot.stop - header], TensorSpec(given.spec.dtype, slot.spec.shape)
-            )
+            slot.name: given.kind.wrap(flat[self._part(slot)], TensorSpec(given.spec.dtype, slot.spec.shape))
             for slot in self._slots
         }
 
@@ -127,7 +125,7 @@ class Shard:
         with self._stream_order():
             for slot in self.bucket.slots:
                 place = view_out(weights[slot.name], slot.spec, on_device=self._kind is not None)
-                place.data.reshape(-1)[...] = self._place(slot.start, slot.stop)
+                place.data.reshape(-1)[...] = self._storage[self._part(slot)]
                 place.commit()
 
     @contextmanager
@@ -148,9 +146,9 @@ class Shard:
             if not is_same:
                 allocator.wait(stream.record())
 
-    def _place(self, start: int, stop: int) -> Any:
-        header = self.bucket.header
-        return self._storage[start - header : stop - header]
+    def _part(self, slot: Slot) -> slice:
+        """The elements of a parameter in the buffer, which has no header."""
+        return slice(slot.start - self.bucket.header, slot.stop - self.bucket.header)
 
 
 def check_state_rank(group: ProcessGroup, saved: Any, gather: str) -> None:
@@ -179,7 +177,7 @@ class Shards:
         parameters: name and spec of each, in order. All ranks give the same; that is checked here.
         group: every rank constructs its shards at the same point of its program.
         bucket_cap_mb: how many MiB a buffer may hold; a larger parameter gets one of its own.
-        text: what else all ranks must require_same on.
+        text: what else must be the same on all ranks.
         kind: of CuPy arrays on the GPU that holds the buffers; None for the host.
 
     Raises:
@@ -194,18 +192,14 @@ class Shards:
         group: ProcessGroup,
         bucket_cap_mb: float,
         text: str,
-        kind: CupyKind | None = None,
+        kind: CupyKind | None,
     ) -> None:
-        for name, spec in parameters:
-            why_not = refusal(ReduceOp.MEAN, spec.dtype)
-            if why_not is not None:
-                raise TensorMismatchError(f"parameter {name}: {why_not.reason}", hint=why_not.hint)
+        check_means(parameters, "parameter")
         self._specs = dict(parameters)
         cap = cap_bytes(bucket_cap_mb)
         layout = lay_out(parameters, cap, cap)
         require_same(group, "optimizer", f"{layout.text}\n{text}")
-        filled = [bucket for bucket in layout.buckets if any(math.prod(slot.spec.shape) for slot in bucket.slots)]
-        self.shards = [Shard(bucket, group, kind) for bucket in filled]
+        self.shards = [Shard(bucket, group, kind) for bucket in layout.buckets if bucket.count > bucket.header]
 
     def check(self, gradients: Mapping[str, Any]) -> None:
         """Checks gradients for `reduce`.

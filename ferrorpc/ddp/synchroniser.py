@@ -124,8 +124,7 @@ class GradientSynchronizer(Generic[Tree]):
             UsageError: leaves are missing or unknown, or a weight is negative. Nothing was sent then.
             TensorMismatchError: a leaf's dtype, shape or GPU is not that of `like`. Nothing was sent then.
         """
-        everything = flatten(grads, with_none=True).items()
-        leaves = {name: leaf for name, leaf in everything if leaf is not None or name in self._specs}
+        leaves = flatten(grads, nones=self._specs)
         self._check_names(leaves)
         views = {name: self._read(name, leaf) for name, leaf in leaves.items() if leaf is not None}
         with interrupts_told(self._group), self.step(weight) as step:

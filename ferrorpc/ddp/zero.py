@@ -41,7 +41,7 @@ class ZeroOptimizer:
         bucket_cap_mb: how many MiB a message may hold.
 
     Raises:
-        UsageError: weights that cannot be written in place, one array under two names, or no rule.
+        UsageError: weights that cannot be written in place, or share memory; or no rule.
         TensorMismatchError: another dtype.
         CollectiveMismatchError: ranks gave different trees or rules; the message says where they differ.
     """
@@ -49,7 +49,6 @@ class ZeroOptimizer:
     def __init__(self, weights: Any, group: ProcessGroup, rule: Rule, *, bucket_cap_mb: float = 25) -> None:
         self._group = group = group_given(group)
         self._weights = flatten(weights)
-        _check_distinct(self._weights)
         specs = [(name, _spec(name, leaf)) for name, leaf in self._weights.items()]
         for name, spec in specs:
             if spec.dtype not in _DTYPES:
@@ -57,7 +56,7 @@ class ZeroOptimizer:
                     f"weights {name!r} are {spec}: this optimizer takes float32 and float64",
                     hint="keep the weights it updates in float32, and round copies of them",
                 )
-        _check_memory({name: _place(name, self._weights[name], spec) for name, spec in specs})
+        _check_memory({name: _addresses(name, self._weights[name], spec) for name, spec in specs})
         _check_rule(rule)
         self._rule = rule
         self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {_text(rule)}", common_gpu(self._weights))
@@ -87,9 +86,7 @@ class ZeroOptimizer:
             UsageError: leaves are missing or unknown. Nothing was sent then.
             TensorMismatchError: a leaf's dtype or shape is not that of its weights. Nothing was sent then.
         """
-        leaves = {
-            name: leaf for name, leaf in flatten(grads, with_none=True).items() if leaf is not None or name in self._weights
-        }
+        leaves = flatten(grads, nones=self._weights)
         if leaves.keys() != self._weights.keys():
             strange = ", ".join(sorted(leaves.keys() ^ self._weights.keys()))
             raise UsageError(f"the gradients are not those of the weights: see {strange}", hint="pass each leaf, or None")
@@ -165,20 +162,9 @@ def _spec(name: str, leaf: Any) -> TensorSpec:
         return spec_of(leaf)
 
 
-def _check_distinct(weights: Mapping[str, Any]) -> None:
-    names: dict[int, str] = {}
-    for name, leaf in weights.items():
-        other = names.setdefault(id(leaf), name)
-        if other != name:
-            raise UsageError(
-                f"weights {other!r} and {name!r} are one array, which only one of their gradients would update",
-                hint="give it once, and the sum of its gradients",
-            )
-
-
-def _check_memory(places: Mapping[str, Any]) -> None:
-    """Raises UsageError if two weights on the host share elements, such as views of one array."""
-    arrays = [(*_bounds(place), name, place) for name, place in places.items() if isinstance(place, np.ndarray)]
+def _check_memory(places: Mapping[str, Array | None]) -> None:
+    """Raises UsageError if two weights share elements, such as views of one array. `places` are their addresses."""
+    arrays = [(*_bounds(place), name, place) for name, place in places.items() if place is not None]
     overlapping: list[tuple[int, str, Array]] = []
     for start, stop, name, place in sorted(arrays, key=lambda each: each[:2]):
         overlapping = [each for each in overlapping if each[0] > start]
@@ -200,9 +186,10 @@ def _bounds(place: Array) -> tuple[int, int]:
     return low, low if place.size == 0 else first + sum(way for way in ways if way > 0) + place.itemsize
 
 
-def _place(name: str, weights: Any, spec: TensorSpec) -> Any:
+def _addresses(name: str, weights: Any, spec: TensorSpec) -> Array | None:
+    """As `Out.addresses`. Raises UsageError if the weights cannot be written."""
     try:
-        return view_out(weights, spec).data
+        return view_out(weights, spec).addresses
     except UsageError as error:
         text = f"weights {name!r} cannot be updated in place: {error.message}"
         raise UsageError(text, hint="give the optimizer arrays of your own, such as x.copy()") from None

@@ -116,7 +116,7 @@ class Kernel:
         if self._mean is not None:
             divide, size = self._mean
             THREAD_STATE.run(divide, work, size, out=storage)
-        elif not _is_same(storage, work):
+        elif not is_same_memory(storage, work):
             np.copyto(storage, work)
 
     def _apply(self, left: Array, right: Array, work: Array) -> None:
@@ -208,6 +208,6 @@ def _mean_of(size: int, work: np.dtype[Any]) -> tuple[np.ufunc, Array]:
     return np.divide, np.array(size, work)
 
 
-def _is_same(one: Array, other: Array) -> bool:
+def is_same_memory(one: Array, other: Array) -> bool:
     """Whether two arrays of equal length share their memory, so that no copy is needed."""
     return one.dtype == other.dtype and bool(one.__array_interface__["data"] == other.__array_interface__["data"])

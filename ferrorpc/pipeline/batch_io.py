@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.batch import check_like, scaled, shapes_of
@@ -17,20 +18,26 @@ LEFT_OUT: Final = ()
 _LOSS: Final = "(loss, gradient of y); a loss of torch does by ferrorpc.torch.with_gradient(loss)"
 
 
-class BatchIO(Protocol):
+class BatchIO(ABC):
     """Inputs for the first piece of the model, and what is done with the outputs of the last."""
+
+    def __init__(self, inputs: list[Any]) -> None:
+        self._inputs = inputs
 
     def input(self, microbatch: int) -> Any:
         """x of a microbatch, on the rank of the first piece."""
+        return self._inputs[microbatch]
 
+    @abstractmethod
     def output(self, microbatch: int, y: Any) -> None:
         """Takes y of a microbatch from the last piece."""
 
+    @abstractmethod
     def grad(self, microbatch: int) -> Any:
         """The gradient of that y."""
 
 
-class TrainingBatch:
+class TrainingBatch(BatchIO):
     """Computes the loss of each output, and its gradient.
 
     Attributes:
@@ -38,8 +45,8 @@ class TrainingBatch:
     """
 
     def __init__(self, inputs: list[Any]) -> None:
+        super().__init__(inputs)
         self.loss: Any = None
-        self._inputs = inputs
         self._targets: list[Any] = []
         self._loss_weights: list[float] = []
         self._loss_fn: LossFunction | None = None
@@ -48,9 +55,6 @@ class TrainingBatch:
     def set_targets(self, targets: list[Any], loss_weights: list[float], loss_fn: LossFunction) -> None:
         """For the rank of the last piece: what the outputs are compared with."""
         self._targets, self._loss_weights, self._loss_fn = targets, loss_weights, loss_fn
-
-    def input(self, microbatch: int) -> Any:
-        return self._inputs[microbatch]
 
     def output(self, microbatch: int, y: Any) -> None:
         assert self._loss_fn is not None, "only the last stage has outputs"
@@ -77,16 +81,13 @@ def _weighted(loss: Any, weight: float) -> Any:
         raise UsageError(f"loss_fn returned a {type(loss).__name__} as the loss", hint=f"return {_LOSS}") from None
 
 
-class InferenceBatch:
+class InferenceBatch(BatchIO):
     """Collects the outputs. Gradients for a backward pass are set from outside."""
 
     def __init__(self, inputs: list[Any]) -> None:
+        super().__init__(inputs)
         self.outputs: dict[int, Any] = {}
         self.grads: list[Any] = []
-        self._inputs = inputs
-
-    def input(self, microbatch: int) -> Any:
-        return self._inputs[microbatch]
 
     def output(self, microbatch: int, y: Any) -> None:
         self.outputs[microbatch] = y

@@ -12,7 +12,7 @@ receiver's GPU receives once it has finished what its stage launched before. Mem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,7 @@ _lanes: Final[WeakKeyDictionary[ProcessGroup, dict[Link, ProcessGroup | None]]] 
 """The lanes of each group. They are the same on every rank, because ranks make their pipelines together."""
 
 
-def open_lanes(group: ProcessGroup, links: Iterable[Link], kinds: Iterable[Kind]) -> Mapping[Link, ProcessGroup]:
+def open_lanes(group: ProcessGroup, links: Iterable[Link], kinds: Sequence[Kind]) -> Mapping[Link, ProcessGroup]:
     """The lanes for those links of this rank that join two ranks whose stages are on GPUs. Collective.
 
     Args:
@@ -44,14 +44,13 @@ def open_lanes(group: ProcessGroup, links: Iterable[Link], kinds: Iterable[Kind]
     """
     if not group.capabilities.device_moves:
         return {}
-    own = list(kinds)
-    on_gpu = [bool(each[0]) for each in group.all_gather(np.array([bool(own) and all(kind.on_device for kind in own)]))]
+    on_gpu = [bool(each[0]) for each in group.all_gather(np.array([all(kind.on_device for kind in kinds)]))]
     lanes = _lanes.setdefault(group, {})
-    for link in sorted(set(links)):
+    for link in sorted(links):
         if link not in lanes and on_gpu[link[0]] and on_gpu[link[1]]:
             lanes[link] = lane = group.subgroup(link)
             if lane is not None:  # NCCL connects two ranks at their first operation, which needs both of them
-                lane.broadcast(own[0].device_kind.empty((1,), DType.UINT8), SENDER)
+                lane.broadcast(kinds[0].device_kind.empty((1,), DType.UINT8), SENDER)
     return {link: lane for link, lane in lanes.items() if lane is not None and on_gpu[link[0]] and on_gpu[link[1]]}
 
 

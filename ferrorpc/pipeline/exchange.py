@@ -20,8 +20,6 @@ from ferrorpc.pipeline.schedules.lowering import Link
 from ferrorpc.pipeline.transfers import Transfer, TransferKind
 from ferrorpc.work import Work
 
-NO_LANES: Final[Mapping[Link, ProcessGroup]] = {}
-NO_ORDERS: Final[Mapping[int, Iterable[Transfer]]] = {}
 RECEIVES_AHEAD: Final = 2
 """How many messages are expected before they are needed: long ones then travel while the rank computes."""
 
@@ -48,8 +46,8 @@ class Exchange:
         pipeline: str,
         step: int,
         seconds: float,
-        lanes: Mapping[Link, ProcessGroup] = NO_LANES,
-        orders: Mapping[int, Iterable[Transfer]] = NO_ORDERS,
+        lanes: Mapping[Link, ProcessGroup],
+        orders: Mapping[int, Iterable[Transfer]],
     ) -> None:
         self._group = group
         self._placement = placement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from ferrorpc.pipeline.actions import Action, Kind, action
 from ferrorpc.pipeline.batch import check_like, cut, join, loss_weights, rows, shapes_of, split
 from ferrorpc.pipeline.batch_io import BatchIO, InferenceBatch, LossFunction, TrainingBatch
 from ferrorpc.pipeline.device_lanes import open_lanes
-from ferrorpc.pipeline.exchange import NO_LANES, NO_ORDERS, Exchange
+from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.executor import Executor
 from ferrorpc.pipeline.schedules.edges import Edge
 from ferrorpc.pipeline.schedules.lowering import KIND_LABELS, Link
@@ -236,7 +237,7 @@ class Pipeline:
             peaks.append(float(text[0]))
             spans += [_span(line, rank) for line in text[1:]]
         origin = min((each.start for each in spans), default=0.0)
-        moved = [Span(s.name, s.lane, s.start - origin, s.stop - origin, s.kind, s.text, s.shade) for s in spans]
+        moved = [replace(each, start=each.start - origin, stop=each.stop - origin) for each in spans]
         return PipelineTimeline(self.schedule, moved, peaks, f"{self.schedule}, recorded", "seconds")
 
     def _begin(self, awaits_backward: bool) -> None:
@@ -283,7 +284,8 @@ class Pipeline:
                 self._peak = max(self._peak, executor.peak)
 
     def _broadcast_tied_weights(self) -> None:
-        with others_told(self._group), self._exchange(self._tied.broadcast_receives(), self._group.timeout) as exchange:
+        receives = self._tied.broadcast_receives()
+        with others_told(self._group), self._exchange(receives, self._group.timeout, {}, {}) as exchange:
             self._tied.broadcast(exchange)
 
     @contextmanager
@@ -291,8 +293,8 @@ class Pipeline:
         self,
         expected: Sequence[Transfer],
         seconds: float,
-        lanes: Mapping[Link, ProcessGroup] = NO_LANES,
-        orders: Mapping[int, Iterable[Transfer]] = NO_ORDERS,
+        lanes: Mapping[Link, ProcessGroup],
+        orders: Mapping[int, Iterable[Transfer]],
     ) -> Iterator[Exchange]:
         """A context with an exchange; its end waits until what was sent has left."""
         exchange = Exchange(self._group, self.schedule.placement, expected, self._name, self._steps, seconds, lanes, orders)
@@ -347,10 +349,10 @@ def _loss_given(loss_fn: Any) -> LossFunction:
     return given
 
 
-def _names_of_tied(tied: Any) -> list[str | list[str]]:
+def _names_of_tied(tied: Any) -> list[list[str]]:
     """The names of each tied weight's copies. Raises UsageError if they are not all text."""
     try:
-        found = [names if isinstance(names, str) else list(names) for names in tied]
+        found = [[names] if isinstance(names, str) else list(names) for names in tied]
     except TypeError:
         found = [[None]]
     if isinstance(tied, str) or not all(isinstance(name, str) for names in found for name in names):
@@ -359,7 +361,7 @@ def _names_of_tied(tied: Any) -> list[str | list[str]]:
     return found
 
 
-def _agreed_name(schedule: Schedule, tied_names: Sequence[str | Sequence[str]], group: ProcessGroup) -> str:
+def _agreed_name(schedule: Schedule, tied_names: Sequence[Sequence[str]], group: ProcessGroup) -> str:
     """The pipeline's name in messages, unique in the group. Compares schedule, edges and tied weights of all ranks first."""
     wiring = f"edges {schedule.edges.pairs}\ntied {tied_names}"
     require_same(group, "pipeline schedules", f"{schedule}\n{wiring}\n{schedule.to_text()}")

@@ -8,7 +8,7 @@ to the ranks with the other copies as soon as its last backward is done; it wait
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,7 +147,7 @@ class TiedWeights:
 
     def __init__(
         self,
-        tied: Iterable[Iterable[str]],
+        tied: Sequence[Sequence[str]],
         pieces: Mapping[int, Piece],
         placement: Sequence[int],
         group: ProcessGroup,
@@ -190,20 +190,19 @@ class TiedWeights:
             weight.sum_gradients(exchange)
 
 
-def _holders(names: Iterable[str], pieces: int) -> dict[int, str]:
+def _holders(names: Sequence[str], pieces: int) -> dict[int, str]:
     """The name of the copy in each piece, in ascending order of pieces."""
-    given = [names] if isinstance(names, str) else list(names)
     found: dict[int, str] = {}
-    for each in given:
+    for each in names:
         piece, _, name = each.partition("/")
         if not piece.isdecimal() or not name or int(piece) >= pieces or int(piece) in found:
             raise UsageError(
-                f"{each!r} names no weight that can be tied to others of {given}",
+                f"{each!r} names no weight that can be tied to others of {names}",
                 hint='write the stage and the name its named_parameters() gives, such as "0/embedding.weight", each stage once',
             )
         found[int(piece)] = name
     if len(found) < 2:
-        raise UsageError(f"a tie of {given} ties nothing", hint='tied=[("0/embedding.weight", "3/head.weight")]')
+        raise UsageError(f"a tie of {names} ties nothing", hint='tied=[("0/embedding.weight", "3/head.weight")]')
     return dict(sorted(found.items()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -14,6 +14,9 @@ from ferrorpc.testing.reference import check_near, check_same, operators
 from ferrorpc.types import DType, ReduceOp
 
 Array = np.ndarray[Any, Any]
+FLOAT: Final = DType.FLOAT32
+FIVE_MEGABYTES: Final = 5_000_000 // DType.FLOAT32.itemsize
+"""So many elements of FLOAT."""
 
 on_every_size = pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 on_some_sizes = pytest.mark.parametrize("size", [2, 4])

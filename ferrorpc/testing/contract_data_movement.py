@@ -9,12 +9,9 @@ import pytest
 
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.testing.contract_base import Array, Contract, on_every_size, on_some_sizes
+from ferrorpc.testing.contract_base import FIVE_MEGABYTES, FLOAT, Array, Contract, on_every_size, on_some_sizes
 from ferrorpc.testing.reference import check_list, check_same, every_dtype, values
 from ferrorpc.types import DType
-
-MEGABYTES_5 = 5_000_000 // 4
-FLOAT = DType.FLOAT32
 
 
 def _uneven(dtype: DType, source: int, target: int) -> Array:
@@ -103,11 +100,11 @@ class DataMovementContract(Contract):
     @on_some_sizes
     def test_moves_of_five_megabytes_and_of_strided_memory(self, size: int) -> None:
         def body(group: ProcessGroup) -> None:
-            big = values(FLOAT, MEGABYTES_5, 5)
+            big = values(FLOAT, FIVE_MEGABYTES, 5)
             check_same(group.broadcast(big if group.rank == 1 else None, root=1), big, "broadcast")
             everyones = [values(FLOAT, (1000, 700), rank)[::2, ::3] for rank in range(size)]
             check_list(group.all_gather(everyones[group.rank]), [x.copy() for x in everyones], "all_gather")
-            large = [values(FLOAT, MEGABYTES_5, rank) for rank in range(size)]
+            large = [values(FLOAT, FIVE_MEGABYTES, rank) for rank in range(size)]
             found = group.all_to_all([large[group.rank]] * size)
             check_list(found, large, "all_to_all")
 
@@ -118,8 +115,8 @@ class DataMovementContract(Contract):
         """More than is sent without credit: what arrives must not be written over what has not been sent yet."""
 
         def body(group: ProcessGroup) -> None:
-            mine = [np.full(MEGABYTES_5, 10 * group.rank + peer, np.float32) for peer in range(size)]
-            wanted = [np.full(MEGABYTES_5, 10 * peer + group.rank, np.float32) for peer in range(size)]
+            mine = [np.full(FIVE_MEGABYTES, 10 * group.rank + peer, np.float32) for peer in range(size)]
+            wanted = [np.full(FIVE_MEGABYTES, 10 * peer + group.rank, np.float32) for peer in range(size)]
             whole = np.concatenate(mine)
             group.all_to_all(whole, out=whole)
             check_same(whole, np.concatenate(wanted), "all_to_all of one array")

@@ -19,11 +19,10 @@ from ferrorpc.errors import (
     UsageError,
 )
 from ferrorpc.group import ProcessGroup
-from ferrorpc.testing.contract_base import Contract, on_every_size, on_some_sizes
+from ferrorpc.testing.contract_base import FLOAT, Contract, on_every_size, on_some_sizes
 from ferrorpc.testing.reference import check_list, check_same, every_dtype, reduced, values
 from ferrorpc.types import DType, ReduceOp
 
-FLOAT = DType.FLOAT32
 SHORT_SECONDS = 0.05
 
 

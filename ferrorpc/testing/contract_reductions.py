@@ -9,12 +9,9 @@ import pytest
 
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.testing.contract_base import Array, Contract, on_every_size, on_some_sizes
+from ferrorpc.testing.contract_base import FIVE_MEGABYTES, FLOAT, Array, Contract, on_every_size, on_some_sizes
 from ferrorpc.testing.reference import check_same, every_dtype, reduced, values
 from ferrorpc.types import DType, ReduceOp
-
-MEGABYTES_5 = 5_000_000 // 4
-FLOAT = DType.FLOAT32
 
 
 def _parts(dtype: DType, rank: int, size: int) -> list[Array]:
@@ -93,7 +90,7 @@ class ReductionContract(Contract):
     @on_some_sizes
     def test_reductions_of_five_megabytes(self, size: int) -> None:
         def body(group: ProcessGroup) -> None:
-            everyones = [values(FLOAT, MEGABYTES_5, rank) for rank in range(size)]
+            everyones = [values(FLOAT, FIVE_MEGABYTES, rank) for rank in range(size)]
             total = reduced(everyones, ReduceOp.MEAN, FLOAT)
             self.check_sum(group.all_reduce(everyones[group.rank], op="mean"), total, "all_reduce")
             scattered = group.reduce_scatter(everyones[group.rank], op="mean")

@@ -35,7 +35,7 @@ class ManualClock:
 
     def start(self, body: Callable[[], None], name: str) -> None:
         """Runs `body` on a daemon thread of its own."""
-        threading.Thread(target=body, name=name, daemon=True).start()
+        SYSTEM_CLOCK.start(body, name)
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
         """Runs `action` on the thread that moves the time to `when` or beyond; at once if that time has passed."""

@@ -7,6 +7,7 @@ no gradients.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,37 +15,32 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 
 
 class _Registrations:
-    """Counts the registrations of parameters and modules in the process."""
+    """Counts the registrations of parameters and modules in the process from its construction on."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._is_counting = False
-
-    def start(self) -> None:
-        """Begins to count. Later calls do nothing."""
-        if not self._is_counting:
-            self._is_counting = True
-            register_module_parameter_registration_hook(self._registered)
-            register_module_module_registration_hook(self._registered)
+        register_module_parameter_registration_hook(self._registered)
+        register_module_module_registration_hook(self._registered)
 
     def _registered(self, *_: Any) -> None:
         self.count += 1
 
 
-_registrations = _Registrations()
+_registrations = cache(_Registrations)
+"""The only one of the process."""
 
 
 class ParameterSnapshot:
     """A module's parameters at the time of the last `take`."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        _registrations.start()
+        self._registrations = _registrations()
         self._module = module
         self.take()
 
     def take(self) -> None:
         """Records the current parameters."""
-        self._count = _registrations.count
+        self._count = self._registrations.count
         self._parameters = [
             (owner._parameters, name, parameter, parameter is not None and parameter.requires_grad)
             for owner in self._module.modules()
@@ -53,7 +49,7 @@ class ParameterSnapshot:
 
     def may_differ(self) -> bool:
         """Whether parameters may have been added, replaced, removed, frozen or unfrozen since."""
-        return self._count != _registrations.count or any(
+        return self._count != self._registrations.count or any(
             name not in owner
             or owner[name] is not parameter
             or (parameter is not None and parameter.requires_grad is not trains)

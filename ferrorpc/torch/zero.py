@@ -66,7 +66,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._trainable_groups = [_trainable(members) for members in self.param_groups]
         inner = []
         for number, (members, trained) in enumerate(zip(self.param_groups, self._trainable_groups, strict=True)):
-            held = {name: parameter.detach() for name, parameter in trained.items()}
+            held = _detached(trained)
             specs = [(name, spec_of(tensor)) for name, tensor in held.items()]
             shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}", common_gpu(held))
             self._shards.append(shards)
@@ -102,11 +102,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shards.check(own)
         with others_told(self._group):
             for shards, trained, own in zip(self._shards, self._trainable_groups, gradients, strict=True):
-                shards.reduce({name: parameter.detach() for name, parameter in trained.items()}, own)
+                shards.reduce(_detached(trained), own)
             self._inner.step()
             self._take_settings()  # it may count its steps there
             for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
-                shards.gather({name: parameter.detach() for name, parameter in trained.items()})
+                shards.gather(_detached(trained))
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -275,6 +275,10 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _trainable(group: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The parameters of a group that are not frozen, named by their indices."""
     return {f"{_NAME}{number}": parameter for number, parameter in enumerate(group["params"]) if parameter.requires_grad}
+
+
+def _detached(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

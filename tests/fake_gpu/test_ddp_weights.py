@@ -101,6 +101,22 @@ def test_an_optimizer_that_is_shared_out_updates_weights_on_gpus(cupy: StandIn, 
     assert world(cupy, lanes, 2, body) == [[[0.5] * 5, [1.0] * 4]] * 2
 
 
+@pytest.mark.parametrize("parts", [(slice(4), slice(3, None)), (slice(None, None, 2), slice(2, None, 2))])
+@pytest.mark.parametrize("lanes", LANES)
+def test_weights_of_an_optimizer_that_share_memory_of_a_gpu_are_refused(
+    cupy: StandIn, lanes: str, parts: tuple[slice, slice]
+) -> None:
+    def body(group: ProcessGroup) -> None:
+        whole = cupy.asarray(np.zeros(8, np.float32))
+        weights = {name: whole[part] for name, part in zip("ab", parts, strict=True)}
+        with pytest.raises(ferrorpc.UsageError, match="'a' and 'b' share memory"):
+            ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.SGD(0.5))
+        apart = {"even": whole[::2], "odd": whole[1::2]}
+        ferrorpc.ZeroOptimizer(apart, group, ferrorpc.rules.SGD(0.5)).step({"even": None, "odd": None})
+
+    world(cupy, lanes, 1, body)
+
+
 @pytest.mark.parametrize("cap_mb", [25, 1e-3])
 @pytest.mark.parametrize("lanes", LANES)
 def test_an_optimizer_on_gpus_has_the_bits_of_the_host_where_only_shares_go_by_nccl(

@@ -372,7 +372,7 @@ def test_tensors_take_it(cupy: StandIn, taken: list[Any], place: str) -> None:
 
         def body(group: ProcessGroup) -> None:
             device = cupy.machine.gpus[group.rank]
-            with cupy.cuda.Device(group.rank), gpus.on(device.new_stream(non_blocking=True)):
+            with cupy.cuda.Device(group.rank), gpus.on(device.new_stream()):
                 for _ in range(3):
                     x = torch.from_numpy(numbers(group.rank)).to(f"{DEVICE}:{group.rank}")
                     out = {"new": None, "itself": x, "another": torch.empty_like(x)}[place]

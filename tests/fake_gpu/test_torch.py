@@ -47,7 +47,7 @@ def world(gpus: TorchGpus, lanes: str, size: int, fn: Callable[[ProcessGroup, in
         def body(group: ProcessGroup) -> Any:
             index = 0 if is_shared else group.rank
             device = gpus.cupy.machine.gpus[index]
-            with gpus.cupy.cuda.Device(index), gpus.on(device.default if autograd else device.new_stream(non_blocking=True)):
+            with gpus.cupy.cuda.Device(index), gpus.on(device.default if autograd else device.new_stream()):
                 return fn(group, index)
 
         return run_groups([ProcessGroup(backend) for backend in backends], body)
@@ -110,7 +110,7 @@ def test_what_cannot_be_passed_is_refused_as_on_the_host(gpus: TorchGpus) -> Non
 
 def test_the_callers_stream_is_cupys_or_else_torchs(gpus: TorchGpus) -> None:
     cupy, device = gpus.cupy, device_of(gpus.cupy, 1)
-    theirs, own = cupy.machine.gpus[1].new_stream(non_blocking=True), None
+    theirs, own = cupy.machine.gpus[1].new_stream(), None
     with cupy.cuda.Device(1):
         own = cupy.cuda.Stream(non_blocking=True)
     assert device.current().pointer == 0
@@ -141,7 +141,7 @@ def test_a_lazy_tensor_is_read_once_torch_has_computed_it_whichever_stream_is_th
 
 def test_memory_that_is_made_in_torchs_stream_goes_back_to_it(gpus: TorchGpus) -> None:
     """Else what CuPy makes next could have it while that stream still works with it."""
-    device, stream = device_of(gpus.cupy, 0), gpus.cupy.machine.gpus[0].new_stream(non_blocking=True)
+    device, stream = device_of(gpus.cupy, 0), gpus.cupy.machine.gpus[0].new_stream()
     with gpus.on(stream):
         made = device.empty((4,), np.dtype(np.float32))
     address = made.data.ptr
@@ -155,7 +155,7 @@ def test_memory_that_is_made_in_torchs_stream_goes_back_to_it(gpus: TorchGpus) -
 @pytest.mark.parametrize("shape", [(4,), (0,)])
 def test_what_is_made_for_a_stream_of_cupys_belongs_to_that_one(gpus: TorchGpus, shape: tuple[int, ...]) -> None:
     """torch would make it of memory with which its own stream may still work."""
-    theirs = gpus.cupy.machine.gpus[0].new_stream(non_blocking=True)
+    theirs = gpus.cupy.machine.gpus[0].new_stream()
     kind = kind_of(gpus.from_numpy(np.zeros(3, np.float32)))
     with gpus.on(theirs), gpus.cupy.cuda.Stream(non_blocking=True) as chosen:
         made = kind.empty(shape, DType.BFLOAT16)

@@ -44,7 +44,7 @@ def with_tensors(gpus: TorchGpus, backends: Sequence[Backend], fn: World) -> lis
     """fn on every rank, with a group that puts every array on the rank's GPU first, as a tensor in a stream of torch's own."""
 
     def body(group: ProcessGroup) -> Any:
-        with gpus.cupy.cuda.Device(group.rank), gpus.on(gpus.cupy.machine.gpus[group.rank].new_stream(non_blocking=True)):
+        with gpus.cupy.cuda.Device(group.rank), gpus.on(gpus.cupy.machine.gpus[group.rank].new_stream()):
             stand_for: Any = OnGpu(group, Tensors(f"{DEVICE}:{group.rank}"))
             return fn(stand_for)
 

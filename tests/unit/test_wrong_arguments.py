@@ -150,6 +150,10 @@ WRONG |= {
         lambda g: ZeroOptimizer({"a": OVERLAPPING[:4], "b": OVERLAPPING[3:]}, g, RULE),
         r"'a' and 'b' share memory.*\ntry: ",
     ),
+    "zero: strided weights that overlap": (
+        lambda g: ZeroOptimizer({"a": OVERLAPPING[::2], "b": OVERLAPPING[2::2]}, g, RULE),
+        r"'a' and 'b' share memory.*\ntry: ",
+    ),
     "zero: one weight, twice": (
         lambda g: ZeroOptimizer({"a": OVERLAPPING, "b": OVERLAPPING[:]}, g, RULE),
         r"'a' and 'b' share memory.*\ntry: ",

@@ -63,8 +63,8 @@ def improve(
     latency: float,
     caps: Sequence[int] | None,
     trials: int,
-) -> Schedule:
-    """A faster schedule, or the same one if none was found.
+) -> tuple[float, Schedule]:
+    """The makespan of a faster schedule, and that schedule; of the same one if none was found.
 
     Args:
         costs: (kind, piece) -> time units.
@@ -89,7 +89,7 @@ def improve(
                 row[place], row[place + 1] = row[place + 1], row[place]
             if tried >= trials:
                 break
-    return Schedule.of("searched", rows) if best < before - 1e-9 else schedule
+    return (best, Schedule.of("searched", rows)) if best < before - 1e-9 else (before, schedule)
 
 
 def _needed(each: Action) -> Iterator[Action]:

@@ -40,22 +40,6 @@ def targets_of(each: Action, edges: Edges) -> list[int]:
     return edges.before(each.stage) if each.kind in (*_GIVES_GRADIENT, Kind.SEND_BACKWARD) else []
 
 
-def message_after(each: Action, placement: Sequence[int], edges: Edges) -> Action | None:
-    """The send that follows an action; None if no other rank needs the result."""
-    if not any(placement[target] != placement[each.stage] for target in targets_of(each, edges)):
-        return None
-    kind = Kind.SEND_FORWARD if each.kind is Kind.FORWARD else Kind.SEND_BACKWARD
-    return Action(each.stage, kind, each.microbatch)
-
-
-def message_before(each: Action, placement: Sequence[int], edges: Edges) -> Action | None:
-    """The receive that precedes an action; None if it needs nothing from another rank."""
-    if not any(placement[source] != placement[each.stage] for source in sources_of(each, edges)):
-        return None
-    kind = Kind.RECV_FORWARD if each.kind is Kind.FORWARD else Kind.RECV_BACKWARD
-    return Action(each.stage, kind, each.microbatch)
-
-
 def has_messages(rows: Rows) -> bool:
     """Whether the rows have sends and receives among their actions."""
     return any(not each.kind.computes for row in rows for each in row)
@@ -68,8 +52,12 @@ def with_messages(rows: Rows, placement: Sequence[int], edges: Edges) -> list[li
 
 def _with_messages(row: Sequence[Action], placement: Sequence[int], edges: Edges) -> Iterator[Action]:
     for each in row:
-        before, after = message_before(each, placement, edges), message_after(each, placement, edges)
-        yield from [each for each in (before, each, after) if each is not None]
+        rank, forward = placement[each.stage], each.kind is Kind.FORWARD
+        if any(placement[source] != rank for source in sources_of(each, edges)):
+            yield Action(each.stage, Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD, each.microbatch)
+        yield each
+        if any(placement[target] != rank for target in targets_of(each, edges)):
+            yield Action(each.stage, Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, each.microbatch)
 
 
 class Lowering:

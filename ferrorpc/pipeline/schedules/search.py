@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 from ferrorpc.errors import UsageError
-from ferrorpc.pipeline.actions import B, F, I, Kind, W
+from ferrorpc.pipeline.actions import F, I, W
 from ferrorpc.pipeline.schedules.building_blocks import counts_of
 from ferrorpc.pipeline.schedules.hill_climbing import MakespanModel, improve
 from ferrorpc.pipeline.schedules.list_scheduling import ListScheduler, PriorityRule
 from ferrorpc.pipeline.schedules.named import NAMED, named
 from ferrorpc.pipeline.schedules.schedule import Schedule
-from ferrorpc.pipeline.schedules.simulation import is_list, time_units
+from ferrorpc.pipeline.schedules.simulation import durations_of, is_list, time_units
 from ferrorpc.pipeline.schedules.validation import checked_cap
 
 COST_NAMES = ("forward", "backward_input", "backward_weight")
+RankCosts: TypeAlias = tuple[list[float], list[float], list[float]]
+"""Of forward, backward of input and backward of weights: the time units of every rank."""
 MIN_FITS = (0.0, 0.3, 0.7, 1.0)
 CLIMBS = 2
 """How many of the best candidates are improved."""
@@ -47,63 +49,49 @@ def search(
     Raises:
         UsageError: costs are missing, of different lengths, or no times; there is no microbatch, or no schedule keeps the cap.
     """
-    costs, latency = _checked(costs), time_units(latency, "a latency")
+    by_rank, latency = _checked(costs), time_units(latency, "a latency")
     if memory_cap is not None:
         memory_cap = checked_cap(memory_cap, "memory_cap")
-    _, microbatches = counts_of("search", ranks=len(costs["forward"]), microbatches=microbatches)
-    ranked = sorted(_fitting(costs, latency, memory_cap, microbatches), key=lambda found: found[:3])
+    _, microbatches = counts_of("search", ranks=len(by_rank[0]), microbatches=microbatches)
+    ranked = sorted(_fitting(by_rank, latency, memory_cap, microbatches), key=lambda found: found[:3])
     if not ranked:
         raise UsageError(f"no schedule holds at most {memory_cap} activations a rank", hint="raise memory_cap")
     makespan, _, _, best = ranked[0]
     for _, _, _, schedule in ranked[:CLIMBS]:
         chunks = schedule.virtual_stages // schedule.stages
         caps = None if memory_cap is None else [int(min(memory_cap, microbatches) * chunks + 1e-9)] * schedule.stages
-        climbed = improve(schedule, _by_piece(schedule, costs), latency, caps, TRIALS)
-        found = MakespanModel(climbed, _by_piece(climbed, costs), latency).makespan(climbed.actions)
+        found, climbed = improve(schedule, durations_of(schedule, by_rank), latency, caps, TRIALS)
         if found < makespan - 1e-9:
             makespan, best = found, climbed
     return best
 
 
-def _checked(costs: Any) -> dict[str, list[float]]:
-    """The costs as lists of numbers."""
+def _checked(costs: Any) -> RankCosts:
     lists = dict(costs) if isinstance(costs, Mapping) else {}
     are_lists = set(lists) == set(COST_NAMES) and all(map(is_list, lists.values()))
-    found = {name: [time_units(each, "a cost") for each in lists[name]] for name in COST_NAMES} if are_lists else {}
-    if len(set(map(len, found.values()))) != 1:
+    found = [[time_units(each, "a cost") for each in lists[name]] for name in COST_NAMES] if are_lists else []
+    if len(set(map(len, found))) != 1:
         raise UsageError(
             f"costs are lists of one length called {', '.join(COST_NAMES)}; these are {costs!r}",
             hint="give each a number for every rank",
         )
-    return found
-
-
-def _by_piece(schedule: Schedule, costs: Mapping[str, Sequence[float]]) -> dict[tuple[Kind, int], float]:
-    """(kind, piece) -> time units. A rank's cost is split evenly over its pieces."""
-    chunks = schedule.virtual_stages // schedule.stages
-    found = {}
-    for piece, rank in enumerate(schedule.placement):
-        forward, backward_input, backward_weight = (costs[name][rank] / chunks for name in COST_NAMES)
-        found[F, piece], found[I, piece], found[W, piece] = forward, backward_input, backward_weight
-        found[B, piece] = backward_input + backward_weight
-    return found
+    forward, backward_input, backward_weight = found
+    return forward, backward_input, backward_weight
 
 
 def _fitting(
-    costs: Mapping[str, Sequence[float]], latency: float, memory_cap: float | None, microbatches: int
+    by_rank: RankCosts, latency: float, memory_cap: float | None, microbatches: int
 ) -> Iterator[tuple[float, float, int, Schedule]]:
     """(makespan, peak, place, candidate) of the candidates that keep the cap."""
-    for place, schedule in enumerate(_candidates(costs, latency, memory_cap, microbatches)):
+    for place, schedule in enumerate(_candidates(by_rank, latency, memory_cap, microbatches)):
         peak = max(schedule.peak_activations)
         if memory_cap is None or peak <= memory_cap + 1e-9:
-            model = MakespanModel(schedule, _by_piece(schedule, costs), latency)
+            model = MakespanModel(schedule, durations_of(schedule, by_rank), latency)
             yield round(model.makespan(schedule.actions), 9), peak, place, schedule
 
 
-def _candidates(
-    costs: Mapping[str, Sequence[float]], latency: float, memory_cap: float | None, microbatches: int
-) -> Iterator[Schedule]:
-    stages = len(costs["forward"])
+def _candidates(by_rank: RankCosts, latency: float, memory_cap: float | None, microbatches: int) -> Iterator[Schedule]:
+    stages = len(by_rank[0])
     for name in NAMED:
         for chunks in (1, 2, 3, 4):
             try:
@@ -114,8 +102,8 @@ def _candidates(
     straight = list(range(stages))
     for placement in (straight, straight + straight[::-1]):
         chunks = len(placement) // stages
-        kinds = zip((F, I, W), COST_NAMES, strict=True)
-        split = {kind: [costs[name][rank] / chunks for rank in placement] for kind, name in kinds}
+        kinds = zip((F, I, W), by_rank, strict=True)
+        split = {kind: [costs[rank] / chunks for rank in placement] for kind, costs in kinds}
         for caps, rule in product(_caps(stages, int(cap * chunks + 1e-9), chunks), _priority_rules(chunks)):
             schedule = ListScheduler(placement, microbatches, split, latency, caps, rule).build("searched")
             if schedule is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, TypedDict
 
 from ferrorpc.errors import UsageError
-from ferrorpc.pipeline.actions import Kind
+from ferrorpc.pipeline.actions import B, F, I, Kind, W
 from ferrorpc.pipeline.schedules.lowering import KIND_LABELS, Lowering, has_messages
 from ferrorpc.pipeline.schedules.table import Table
 from ferrorpc.pipeline.schedules.validation import findings
@@ -75,18 +75,22 @@ def simulate(table: Table, costs: tuple[Cost, Cost, Cost], latency: float, trans
     if found:
         said = "; ".join(str(each) for each in found[:3])
         raise UsageError(f"{table} is not sound: {said}", hint="its validate() lists all that is wrong with it")
-    forward, backward_input, backward_weight = (_of_pieces(cost, table) for cost in costs)
+    durations = durations_of(table, costs)
     latency, transfer = time_units(latency, "a latency"), time_units(transfer, "a transfer")
-    durations = {}
-    for stage in range(table.virtual_stages):
-        durations[Kind.FORWARD, stage] = forward[stage]
-        durations[Kind.BACKWARD_INPUT, stage] = backward_input[stage]
-        durations[Kind.BACKWARD_WEIGHT, stage] = backward_weight[stage]
-        durations[Kind.BACKWARD, stage] = backward_input[stage] + backward_weight[stage]
     rows = table.with_messages().actions
     program = Lowering(rows, table.placement, table.edges, durations, latency, transfer).program()
     spans = [span for span in plans.simulate(program).spans if span.kind != "message"]
     return PipelineTimeline(table, spans, table.peak_activations, f"{table}, simulated")
+
+
+def durations_of(table: Table, costs: tuple[Cost, Cost, Cost]) -> dict[tuple[Kind, int], float]:
+    """(kind, piece) -> time units, of a whole backward the sum of its parts. `costs` as for `simulate`; raises as it does."""
+    forward, backward_input, backward_weight = (_of_pieces(cost, table) for cost in costs)
+    found = {}
+    for piece in range(table.virtual_stages):
+        found[F, piece], found[I, piece], found[W, piece] = forward[piece], backward_input[piece], backward_weight[piece]
+        found[B, piece] = backward_input[piece] + backward_weight[piece]
+    return found
 
 
 def columns(table: Table) -> list[list[str]]:

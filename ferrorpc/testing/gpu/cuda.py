@@ -144,10 +144,9 @@ class _Event:
 
     driver: Driver
 
-    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+    def __init__(self) -> None:
         self.fake = FakeEvent(self.driver.machine, self.driver.gpu)
         self.ptr = self.driver.machine.know(self.fake)
-        self.timing = not disable_timing
 
     def __del__(self) -> None:
         """Destroys the event, as in CuPy. In a reference cycle this may run before the finalizers of objects that use it."""
@@ -167,8 +166,9 @@ class _Stream:
     driver: Driver
 
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None) -> None:
+        """`non_blocking` and `priority` change nothing: neither waits for the null stream nor contention is modelled."""
         self.device_id = -1 if null or ptds else self.driver.thread.device
-        self._own = None if null or ptds else self.driver.gpu.new_stream(priority or 0, non_blocking)
+        self._own = None if null or ptds else self.driver.gpu.new_stream()
         if self._own is None:
             self.ptr = PER_THREAD if ptds else 0
         else:
@@ -249,9 +249,7 @@ def cuda(driver: Driver) -> SimpleNamespace:
 
 
 def _elapsed(start: _Event, end: _Event) -> float:
-    """Milliseconds between two events, which must have been created with timing and be done."""
-    if not (start.timing and end.timing):
-        raise CUDARuntimeError(INVALID_HANDLE)
+    """Milliseconds between two events, which must be done."""
     if not (start.done and end.done):
         raise CUDARuntimeError(NOT_READY)
     return (end.fake.passed_at - start.fake.passed_at) * 1e3

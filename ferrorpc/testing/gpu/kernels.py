@@ -10,12 +10,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.kernels.cuda import reference
+from ferrorpc.kernels.cuda import fold_reference, reference
 from ferrorpc.kernels.cuda.folds import FOLDS
 from ferrorpc.kernels.cuda.launcher import PEERS_LAYOUT, ROWS_LAYOUT
 from ferrorpc.kernels.cuda.program import KERNELS
 from ferrorpc.testing.gpu.cuda import Driver
-from ferrorpc.testing.gpu.folds import Fold
 from ferrorpc.testing.gpu.machine import Gpu, GpuFault
 from ferrorpc.types import DType
 
@@ -94,6 +93,22 @@ class Kernel:
         addresses = first + self._at(more, size - len(first), np.uint64).tolist()
         arrays = [self._at(address, count, dtype.storage) for address in addresses]
         self._at(out, count, dtype.storage)[:] = reference.sum_peers(arrays, dtype, divisor)
+
+
+class Fold:
+    """One of FOLDS, the kernels for shared GPU memory, on one GPU. Its arguments are as those of `Kernel`."""
+
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self._gpu = gpu
+        _, self._operator, self._element = name.split("_")
+        self._storage: np.dtype[Any] = fold_reference.storage_of(self._element)
+
+    def __call__(self, bases: int, size: int, offset: int, count: int, target: int, divisor: float) -> None:
+        size_bytes = count * self._storage.itemsize
+        starts = self._gpu.bytes_at(bases, size * 8).view(np.uint64).tolist()
+        arrays = [self._gpu.bytes_at(start + offset, size_bytes).view(self._storage) for start in starts]
+        found = fold_reference.folded(arrays, self._operator, self._element, divisor)
+        self._gpu.bytes_at(target, size_bytes).view(self._storage)[:] = found
 
 
 def _passed(argument: Any) -> Any:

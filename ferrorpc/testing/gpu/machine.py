@@ -101,11 +101,9 @@ class Memory:
 class FakeStream:
     """A queue of tasks. `pointer` is 0 for a GPU's default stream."""
 
-    def __init__(self, gpu: Gpu, pointer: int, priority: int = 0, non_blocking: bool = False) -> None:
+    def __init__(self, gpu: Gpu, pointer: int) -> None:
         self.gpu = gpu
         self.pointer = pointer
-        self.priority = priority
-        self.non_blocking = non_blocking
         self.destroyed = False
         """A destroyed stream must not be used any more, but its queued tasks still run."""
         self.captured = False
@@ -191,11 +189,11 @@ class Gpu:
         self.streams: dict[int, FakeStream] = {}
         self.default = self.new_stream(pointer=0)
 
-    def new_stream(self, priority: int = 0, non_blocking: bool = False, pointer: int | None = None) -> FakeStream:
+    def new_stream(self, pointer: int | None = None) -> FakeStream:
         """A new stream. Its number is unique on the machine, except that every default stream has number 0."""
         with self.machine.lock:
             number = self.machine.next_pointer() if pointer is None else pointer
-            stream = self.streams[number] = FakeStream(self, number, priority, non_blocking)
+            stream = self.streams[number] = FakeStream(self, number)
             return stream
 
     def stream(self, pointer: int) -> FakeStream:

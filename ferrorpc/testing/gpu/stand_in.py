@@ -255,9 +255,9 @@ class StandIn(ModuleType):
         self.machine.copy_in(self.gpu, target.data.ptr, source.ctypes.data, source.nbytes, self.stream)
         return target
 
-    def asnumpy(self, x: Any, order: str = "C") -> np.ndarray[Any, Any]:
+    def asnumpy(self, x: Any) -> np.ndarray[Any, Any]:
         """As `cupy.asnumpy`: waits for the current stream."""
-        found: np.ndarray[Any, Any] = np.empty(x.shape, x.dtype, order)  # type: ignore[call-overload]
+        found: np.ndarray[Any, Any] = np.empty(x.shape, x.dtype)
         with self.cuda.Device(x.device.id):
             self.launch(lambda values: found.__setitem__(..., values), [x], None)
             self.stream.synchronize()

@@ -370,6 +370,17 @@ def test_a_buffer_that_cannot_be_written_is_refused_by_its_name_when_the_module_
     run_world(1, body)
 
 
+def test_weights_that_cannot_be_written_are_refused_by_their_name_before_any_is_sent():
+    def body(group):
+        module = Plain(w=np.zeros(2), fixed=np.broadcast_to(1.0, 3))
+        ddp = DistributedDataParallel(module, group, init_sync=False)
+        with pytest.raises(TensorMismatchError, match="array 'fixed': out is read-only"):
+            ddp.broadcast_parameters()
+        return group.all_reduce(1.0)
+
+    assert run_world(2, body) == [2.0, 2.0]
+
+
 def test_passes_whose_gradients_nobody_averages_are_noticed(caplog):
     """A script for torch's own wrapper averages nothing with this one, and would not notice."""
 

@@ -32,6 +32,10 @@ def test_leaves_are_named_by_their_paths_in_order():
     assert list(flatten({"b": 1, "a": 2})) == ["b", "a"]
 
 
+def test_none_is_a_leaf_where_it_is_asked_for():
+    assert flatten({"a": None, "b": [None, 1]}, nones={"b/0", "b/1", "c"}) == {"b/0": None, "b/1": 1}
+
+
 def test_rebuild_keeps_every_container():
     doubled = rebuild(TREE, {path: 2 * leaf for path, leaf in flatten(TREE).items()})
     assert doubled == {"layers": [Layer(2, 4), Layer(6, None)], "head": {"w": 8, 7: (10, 12)}, "none": None, "empty": {}}

@@ -211,7 +211,7 @@ def read_only(count: int) -> np.ndarray:
     [
         ({"a": [1.0, 2.0]}, SGD(0.1), "weights 'a/0' cannot be updated in place: out is a float"),
         ({"a": read_only(3)}, SGD(0.1), "weights 'a' cannot be updated in place: out is read-only"),
-        (dict.fromkeys(("a", "b"), np.zeros(3)), SGD(0.1), "'a' and 'b' are one array"),
+        (dict.fromkeys(("a", "b"), np.zeros(3)), SGD(0.1), "'a' and 'b' share memory"),
         ({"a": np.zeros(3)}, "adam", "rule='adam' is no update rule"),
         ({"a": np.zeros(3)}, SGD, r"is no update rule(.|\n)*ferrorpc\.rules"),
     ],
