@@ -94,6 +94,16 @@ def test_who_waits_for_a_mark_still_waits_for_it_when_the_event_marks_something_
     assert after.done
 
 
+def test_only_events_that_were_made_with_timing_tell_the_time_between_them(cupy: StandIn) -> None:
+    timed, other = cupy.cuda.Event(), cupy.cuda.Event(disable_timing=True)
+    for event in (timed, other):
+        event.record()
+    cupy.machine.settle()
+    assert cupy.cuda.get_elapsed_time(timed, timed) == 0.0
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+        cupy.cuda.get_elapsed_time(timed, other)
+
+
 def test_memory_of_another_process_is_there_until_it_is_closed_and_must_not_be_freed_before(cupy: StandIn) -> None:
     runtime, gpu = cupy.cuda.runtime, cupy.machine.gpus[0]
     address, event = runtime.malloc(4), runtime.eventCreateWithFlags(runtime.eventDisableTiming | runtime.eventInterprocess)

@@ -144,9 +144,11 @@ class _Event:
 
     driver: Driver
 
-    def __init__(self) -> None:
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        """`block` and `interprocess` change nothing."""
         self.fake = FakeEvent(self.driver.machine, self.driver.gpu)
         self.ptr = self.driver.machine.know(self.fake)
+        self.timing = not disable_timing
 
     def __del__(self) -> None:
         """Destroys the event, as in CuPy. In a reference cycle this may run before the finalizers of objects that use it."""
@@ -249,7 +251,9 @@ def cuda(driver: Driver) -> SimpleNamespace:
 
 
 def _elapsed(start: _Event, end: _Event) -> float:
-    """Milliseconds between two events, which must be done."""
+    """Milliseconds between two events, which must have been created with timing and be done."""
+    if not (start.timing and end.timing):
+        raise CUDARuntimeError(INVALID_HANDLE)
     if not (start.done and end.done):
         raise CUDARuntimeError(NOT_READY)
     return (end.fake.passed_at - start.fake.passed_at) * 1e3
