@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ferrorpc.collectives.algorithms.algorithm import Algorithm
-from ferrorpc.collectives.algorithms.catalogue import CHUNK_BYTES
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Fold, FoldOwn, FoldUnder, Plan, Quantise, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.select import bytes_of, seconds
 from ferrorpc.collectives.step_simulation import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, StepSimulation
 from ferrorpc.errors import UsageError
+from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.wire.cost_table import Costs
 
 CHUNKS_MAX: Final = 60_000
