@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Final
 
 from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Plan, Region
+
+COPY_PLAN: Final = Plan((Copy(Region(Buffer.IN), Region(Buffer.OUT)),))
+"""The plan of every operation in a group of one: the result is a copy of the input, bit for bit."""
 
 
 def slices(count: int, size: int) -> list[tuple[int, int]]:
@@ -22,8 +26,3 @@ def holds(cut: tuple[int, int]) -> bool:
 def others(rank: int, size: int) -> list[int]:
     """All other ranks, beginning with the next, so that ranks that start together do not all send to rank 0 first."""
     return [(rank + step) % size for step in range(1, size)]
-
-
-def copy_plan(algorithm: str) -> Plan:
-    """The plan of every operation in a group of one: the result is a copy of the input, bit for bit."""
-    return Plan(algorithm, (Copy(Region(Buffer.IN), Region(Buffer.OUT)),))

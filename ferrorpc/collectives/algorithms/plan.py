@@ -135,7 +135,6 @@ class Plan:
     """One rank's part.
 
     Attributes:
-        algorithm: its name.
         actions: in order.
         work_items: element counts of the WORK arrays (() when there are none).
         out_items: how many OUT arrays there are.
@@ -143,7 +142,6 @@ class Plan:
             describes it.
     """
 
-    algorithm: str
     actions: tuple[Action, ...]
     work_items: tuple[int, ...] = ()
     out_items: int = 1

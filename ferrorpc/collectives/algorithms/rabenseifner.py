@@ -15,21 +15,21 @@ by each rank; where p is no power of two, two more rounds, with n more bytes sen
 from __future__ import annotations
 
 from ferrorpc.collectives.algorithms.hypercube import FIRST_ROUND, HAND_BACK, HAND_OVER, Hypercube, hand_over
-from ferrorpc.collectives.algorithms.partition import copy_plan, slices
+from ferrorpc.collectives.algorithms.partition import COPY_PLAN, slices
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Receive, Region, Send
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Any number of ranks; every rank ends with the same bits."""
     if size == 1:
-        return copy_plan("rabenseifner")
+        return COPY_PLAN
     if count == 0:
-        return Plan("rabenseifner", ())
+        return Plan(())
     own, result = Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count)
     cube = Hypercube(size)
     place = cube.place(rank)
     if place is None:
-        return Plan("rabenseifner", hand_over(rank, own, result))
+        return Plan(hand_over(rank, own, result))
     walk = _Walk(cube, place, count)
     actions = walk.halving(Buffer.WORK if cube.is_paired(rank) else Buffer.IN)
     if cube.is_paired(rank):
@@ -38,7 +38,7 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
     actions += walk.doubling()
     if cube.is_paired(rank):
         actions.append(Send(rank + 1, HAND_BACK, result))
-    return Plan("rabenseifner", tuple(actions), work_items=(count,))
+    return Plan(tuple(actions), work_items=(count,))
 
 
 class _Walk:

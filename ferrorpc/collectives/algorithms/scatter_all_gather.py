@@ -12,7 +12,7 @@ Cost, for n bytes on p ranks: ceil(log2 p) + p-1 rounds; the root sends about 2 
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.partition import copy_plan, slices
+from ferrorpc.collectives.algorithms.partition import COPY_PLAN, slices
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Plan, Receive, Region, Send
 from ferrorpc.collectives.algorithms.tree import parent_and_children
 
@@ -23,7 +23,7 @@ _FIRST_TURN = 1
 def broadcast(count: int, rank: int, size: int, root: int) -> Plan:
     """The root's array of `count` elements, on every rank."""
     if size == 1:
-        return copy_plan("scatter_all_gather")
+        return COPY_PLAN
     place = (rank - root) % size
     cuts = slices(count, size)
     parent, children = parent_and_children(rank, size, root)
@@ -38,7 +38,7 @@ def broadcast(count: int, rank: int, size: int, root: int) -> Plan:
     actions += _ring(cuts, rank, size, root, source)
     if place == 0:
         actions.append(Copy(Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count)))
-    return Plan("scatter_all_gather", tuple(actions), alike=True)
+    return Plan(tuple(actions), alike=True)
 
 
 def _ring(cuts: list[tuple[int, int]], rank: int, size: int, root: int, source: Buffer) -> list[Action]:

@@ -24,7 +24,7 @@ def test_an_owner_of_a_slice_folds_all_its_parts_at_once_in_rank_order():
 
 def test_what_is_sent_on_from_the_accumulator_or_folded_from_the_left_stays_as_it_is():
     chain = (Load(OWN, TOTAL), Fold(1, 0, TOTAL), Finish(TOTAL, RESULT))
-    assert len(fused(Plan("made", chain, (8,)))) == 1
+    assert len(fused(Plan(chain, (8,)))) == 1
     for actions in (
         (*chain, Send(2, 1, TOTAL)),
         (*chain[:2], Send(2, 1, TOTAL), chain[2]),
@@ -36,7 +36,7 @@ def test_what_is_sent_on_from_the_accumulator_or_folded_from_the_left_stays_as_i
         (Load(Region(WORK, 1, 0, 8), TOTAL), *chain[1:]),
         (chain[0], FoldOwn(Region(WORK, 1, 0, 8), TOTAL), chain[2]),
     ):
-        plan = Plan("made", actions, (8, 8))
+        plan = Plan(actions, (8, 8))
         assert fused(plan) == actions
         assert used_work(actions, plan)[0] == 8
 

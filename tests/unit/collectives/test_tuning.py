@@ -85,7 +85,7 @@ def test_a_setting_that_means_nothing_is_refused_by_its_name(text, words):
 def test_hosts_make_hierarchical_possible_where_there_are_several_with_several_ranks():
     asked = Call(Operation.ALL_REDUCE, example("all_reduce", 4096, 4).inputs, algorithm="hierarchical")
     layout = Tuning(hosts=(0, 0, 1, 1))
-    assert plan_for(asked, 0, 4, layout).algorithm == "hierarchical"
+    assert select(asked, 4, layout).name == "hierarchical"
     for hosts in ((), (0, 0, 0, 0), (0, 1, 2, 3)):
         with pytest.raises(UsageError, match="on several hosts"):
             plan_for(asked, 0, 4, Tuning(hosts=hosts))

@@ -20,7 +20,7 @@ def part(buffer: Buffer, start: int, stop: int, item: int = 0) -> Region:
 
 
 def found(first: tuple[Action, ...], second: tuple[Action, ...] = SECOND, out_items: int = 1) -> list[str]:
-    plans = [Plan("made", first, (4,), out_items), Plan("made", second, (4,))]
+    plans = [Plan(first, (4,), out_items), Plan(second, (4,))]
     return findings([CALL, CALL], plans, rank_order=True)
 
 
@@ -67,5 +67,5 @@ def test_a_result_too_many_is_seen() -> None:
 
 def test_a_barrier_that_somebody_leaves_without_word_of_the_others_is_seen() -> None:
     nothing = part(Buffer.IN, 0, 0)
-    plans = [Plan("made", (Send(1, 0, nothing),), (), 0), Plan("made", (Receive(0, 0, part(Buffer.OUT, 0, 0)),), (), 0)]
+    plans = [Plan((Send(1, 0, nothing),), (), 0), Plan((Receive(0, 0, part(Buffer.OUT, 0, 0)),), (), 0)]
     assert findings([Call(Operation.BARRIER)] * 2, plans) == ["rank 0 leaves without word of [1]"]
