@@ -86,7 +86,7 @@ def all_reduce(count: int, rank: int, layout: Layout) -> Plan:
         actions += _fold_inside(Region(Buffer.IN, 0, start, stop), local, rank)
         actions += _exchange(layout.column(place), rank, start, stop)
         actions += [Send(peer, _INSIDE, Region(Buffer.OUT, 0, start, stop)) for peer in local if peer != rank]
-        work_items = (stop - start, _longest(stop - start, len(layout.members)))
+        work_items = (stop - start, -(-(stop - start) // len(layout.members)))
     actions += [Receive(local[shard], _INSIDE, Region(Buffer.OUT, 0, *cut)) for shard, cut in _others(cuts, place)]
     return Plan(tuple(actions), work_items=work_items)
 
@@ -151,7 +151,3 @@ def broadcast(count: int, rank: int, layout: Layout, root: int) -> Plan:
 def _others(cuts: Sequence[tuple[int, int]], place: int) -> list[tuple[int, tuple[int, int]]]:
     """The shards of other places that are not empty."""
     return [(shard, cut) for shard, cut in enumerate(cuts) if shard != place and holds(cut)]
-
-
-def _longest(count: int, pieces: int) -> int:
-    return -(-count // pieces)

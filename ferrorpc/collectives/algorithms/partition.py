@@ -23,6 +23,11 @@ def holds(cut: tuple[int, int]) -> bool:
     return cut[0] < cut[1]
 
 
+def joined(buffer: Buffer, cuts: list[tuple[int, int]], first: int, last: int) -> Region:
+    """The region of the neighbouring runs [first, last)."""
+    return Region(buffer, 0, cuts[first][0], cuts[last - 1][1])
+
+
 def others(rank: int, size: int) -> list[int]:
     """All other ranks, beginning with the next, so that ranks that start together do not all send to rank 0 first."""
     return [(rank + step) % size for step in range(1, size)]

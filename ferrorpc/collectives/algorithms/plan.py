@@ -39,6 +39,11 @@ class Region:
     start: int = 0
     stop: int | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements, whatever the size of the array."""
+        return self.start == self.stop
+
     def __str__(self) -> str:
         return f"{self.buffer.value}{self.item}[{self.start}:{'' if self.stop is None else self.stop}]"
 

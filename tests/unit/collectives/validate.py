@@ -61,7 +61,7 @@ class _Rank:
     inbox: dict[tuple[int, int], tuple[list[Run], set[int]]] = field(default_factory=dict)
 
     def read(self, region: Region) -> list[Run]:
-        if region.stop == region.start:
+        if region.is_empty:
             return []
         strip = self.strips.get((region.buffer, region.item))
         if strip is None:
