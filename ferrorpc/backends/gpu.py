@@ -135,7 +135,7 @@ def make_cuda_ipc(lanes: MessageBackend, asked: int | None, local_rank: int | No
     device = device_for(asked, local_rank)
     device.make_current()
     backend = CudaIpcBackend(lanes, device)
-    if device.takes_turns and lanes.session is not None:
+    if device.takes_turns:
         ranks = ranks_on(device.uuid, lanes.session.membership.assignment.peers)
         if len(ranks) > 1 and ranks[0] == lanes.rank:
             _log.warning(
