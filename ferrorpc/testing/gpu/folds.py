@@ -8,6 +8,7 @@ import numpy as np
 
 from ferrorpc.kernels.cuda import fold_reference
 from ferrorpc.testing.gpu.machine import Gpu
+from ferrorpc.types import dtype_named
 
 
 class Fold:
@@ -16,7 +17,7 @@ class Fold:
     def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu = gpu
         _, self._operator, self._element = name.split("_")
-        self._storage: np.dtype[Any] = fold_reference.storage_of(self._element)
+        self._storage: np.dtype[Any] = dtype_named(self._element).storage
 
     def __call__(self, bases: int, size: int, offset: int, count: int, target: int, divisor: float) -> None:
         size_bytes = count * self._storage.itemsize
