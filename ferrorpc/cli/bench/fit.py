@@ -37,7 +37,7 @@ from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost
 from ferrorpc.collectives.algorithms.plan import Buffer, Plan, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.collectives.predict import predict
-from ferrorpc.collectives.tuning import LANE, Tuning
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.config import size_bytes
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.exit_codes import EXIT_INTERRUPTED
@@ -206,4 +206,4 @@ def table_of(times: Mapping[int, Sequence[float]]) -> CostTable:
     processors, gamma = len(os.sched_getaffinity(0)), folding_seconds_per_byte()
     rows = {ranks: fit(ranks, cases(), found, gamma, processors) for ranks, found in times.items()}
     name = "fitted on one host, " + ", ".join(map(str, rows)) + " ranks"
-    return CostTable(name, {LANE: rows}, processors)
+    return CostTable(name, rows, processors)

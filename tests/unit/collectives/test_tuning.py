@@ -14,15 +14,15 @@ from ferrorpc.errors import CodecError, ConfigError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.wire.cost_table import Costs, CostTable
 
-SLOW_STARTS = CostTable("slow starts", {"grpc": {2: Costs(1.0, 0.0, 1e-12, 0.0)}})
-SLOW_BYTES = CostTable("slow bytes", {"grpc": {2: Costs(1e-9, 0.0, 1.0, 0.0)}})
+SLOW_STARTS = CostTable("slow starts", {2: Costs(1.0, 0.0, 1e-12, 0.0)})
+SLOW_BYTES = CostTable("slow bytes", {2: Costs(1e-9, 0.0, 1.0, 0.0)})
 TABLES = (None, SLOW_STARTS, SLOW_BYTES)
-BUSY = CostTable("busy senders", {"grpc": {2: Costs(0.0, 1.0, 0.0, 0.0)}})
+BUSY = CostTable("busy senders", {2: Costs(0.0, 1.0, 0.0, 0.0)})
 
 
 def test_the_packaged_can_be_read_and_supposes_that_no_processor_is_short():
     for ranks in (2, 64):
-        assert packaged_table().costs("grpc", ranks).processors is None
+        assert packaged_table().costs(ranks).processors is None
 
 
 def test_what_the_order_of_summation_refers_to_never_changes():
