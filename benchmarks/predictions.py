@@ -19,7 +19,6 @@ from benchmarks.options import amount, array_bytes, count
 from ferrorpc.cli.bench.fit import Case, cases, measure, table_of
 from ferrorpc.cli.table import table
 from ferrorpc.collectives.predict import predict
-from ferrorpc.collectives.tuning import LANE
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
 HEADER = ("algorithm", "bytes", "measured ms", "predicted ms", "ratio", "from other ranks ms", "ratio ")
@@ -41,18 +40,18 @@ def main() -> None:
     worlds = {options.fitted_at: fitted_to} | {options.ranks: [*fitted_to, *predicted]}
     times = measure(worlds, options.seconds, options.passes)
     costs = table_of({ranks: found[: len(fitted_to)] for ranks, found in times.items()})
-    alone = {ranks: replace(costs, lanes={LANE: {ranks: row}}) for ranks, row in costs.lanes[LANE].items()}
+    alone = {ranks: replace(costs, rows={ranks: row}) for ranks, row in costs.rows.items()}
     rows = []
     for case, measured in zip(predicted, times[options.ranks][len(fitted_to) :], strict=True):
         same, other = (
-            predict(case.entry, case.call(options.ranks), options.ranks, alone[ranks].costs(LANE, options.ranks)).seconds
+            predict(case.entry, case.call(options.ranks), options.ranks, alone[ranks].costs(options.ranks)).seconds
             for ranks in (options.ranks, options.fitted_at)
         )
         rows.append((case.algorithm, case.nbytes, measured, same, other))
     if options.json:
         sys.stdout.write(json.dumps(rows) + "\n")
         return
-    sys.stdout.write("".join(f"fitted at {ranks} ranks: {found}\n" for ranks, found in costs.lanes[LANE].items()))
+    sys.stdout.write("".join(f"fitted at {ranks} ranks: {found}\n" for ranks, found in costs.rows.items()))
     shown = [
         (name, str(nbytes), f"{t * 1e3:.3f}", f"{same * 1e3:.3f}", f"{same / t:.2f}", f"{other * 1e3:.3f}", f"{other / t:.2f}")
         for name, nbytes, t, same, other in rows

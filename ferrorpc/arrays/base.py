@@ -135,7 +135,6 @@ class _Addresses:
 class Kind(ABC):
     """The arrays of one library, on the host or on one device."""
 
-    name: str
     on_device: ClassVar[bool] = False
     """Whether they are in a GPU's memory, where arrays are created and written in a stream."""
 
@@ -171,7 +170,7 @@ class Kind(ABC):
     @property
     def staging(self) -> Staging:
         """Copies of the device's arrays to the host and back."""
-        raise AssertionError(f"{self.name} arrays are on the host already")
+        raise AssertionError(f"{type(self).__name__}: its arrays are on the host already")
 
     @property
     def device_kind(self) -> Kind:
@@ -180,7 +179,7 @@ class Kind(ABC):
 
     def to_host(self, data: Any, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """A host copy, in storage dtype, of a device array from `view_on_device`."""
-        raise AssertionError(f"{self.name} arrays are on the host already, {spec} too")
+        raise AssertionError(f"{type(self).__name__}: its arrays are on the host already")
 
     @abstractmethod
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any:

@@ -212,7 +212,7 @@ class CupyDevice:
 
     @contextmanager
     def _following(self, pointer: int) -> Iterator[None]:
-        with self._as_current_device(), _as_current(self.adopt(pointer)):
+        with self._as_current_device(), self.adopt(pointer).as_current():
             yield
 
     def event(self) -> CupyEvent:
@@ -236,9 +236,9 @@ class CupyDevice:
         return made
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """As `Device.on`."""
-        with self.here(), _as_current(stream):
+    def on(self, stream: Any) -> Iterator[None]:
+        """As `Device.on`, for a CupyStream."""
+        with self.here(), stream.as_current():
             yield
 
     @cached_property
@@ -355,7 +355,7 @@ class CupyDevice:
         with self.here():
             return CupyStream(self, self.cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
 
-    def adopt(self, stream: Any) -> Stream:
+    def adopt(self, stream: Any) -> CupyStream:
         """As `Device.adopt`."""
         if isinstance(stream, int):
             with self._as_current_device():  # which CuPy takes for the stream's
@@ -482,13 +482,6 @@ def _exchange_capture_mode(mode: int) -> int:
     if driver is not None:
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
     return exchanged.value
-
-
-def _as_current(stream: Stream) -> Any:
-    """A context in which it is the calling thread's current stream."""
-    if not isinstance(stream, CupyStream):
-        raise AssertionError(f"{stream!r} is no stream of CuPy's")
-    return stream.as_current()
 
 
 def _identity(runtime: Any, index: int) -> str:

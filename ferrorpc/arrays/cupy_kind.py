@@ -31,7 +31,6 @@ def is_cupy_array(x: Any) -> bool:
 class CupyKind(Kind):
     """Arrays on one device."""
 
-    name = "cupy"
     on_device = True
 
     def __init__(self, device: int) -> None:

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-NOTHING: Final = np.empty(0, np.uint8)
+_NOTHING: Final = np.empty(0, np.uint8)
 
 
 def kind_of(x: Any) -> Kind:
@@ -94,7 +94,7 @@ def on_one_device(views: Sequence[View]) -> bool:
     return len({each.kind for each in views}) == 1 and not any(is_host(each.data) for each in views)
 
 
-def packed_bytes(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any] = NOTHING) -> Any:
+def packed_bytes(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any] = _NOTHING) -> Any:
     """A copy of arrays as one array of bytes, with a tail. It is on the GPU if all arrays are on it and were viewed with
     `on_device`, without synchronisation; else on the host.
 

@@ -18,8 +18,6 @@ _PYTHON: Final[dict[type, str]] = {bool: "bool", int: "int64", float: "float64",
 class NumpyKind(Kind):
     """NumPy's own. Also what unknown libraries' arrays become."""
 
-    name = "numpy"
-
     def view(self, x: Any) -> View:
         array = x if type(x) is np.ndarray else _as_array(x)
         dtype = dtype_in(array)

@@ -27,8 +27,6 @@ def is_tensor(x: Any) -> bool:
 class TorchKind(Kind):
     """Tensors on one device."""
 
-    name = "torch"
-
     def __init__(self, device: Any) -> None:
         self._device = device
         self._on_host = device.type == "cpu"

@@ -123,7 +123,7 @@ def shares_gpu(peers: Sequence[Peer]) -> bool:
     return None not in gpus and len(set(gpus)) < len(gpus) and len({peer.host for peer in peers}) == 1
 
 
-def make_cuda_ipc(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> Backend:
+def make_cuda_ipc(lanes: MessageBackend, device: CupyDevice) -> Backend:
     """This rank's backend over its host lanes, on its GPU, whose memory it shares with the others.
 
     Raises:
@@ -132,10 +132,9 @@ def make_cuda_ipc(lanes: MessageBackend, asked: int | None, local_rank: int | No
     """
     from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 
-    device = device_for(asked, local_rank)
     device.make_current()
     backend = CudaIpcBackend(lanes, device)
-    if device.takes_turns and lanes.session is not None:
+    if device.takes_turns:
         ranks = ranks_on(device.uuid, lanes.session.membership.assignment.peers)
         if len(ranks) > 1 and ranks[0] == lanes.rank:
             _log.warning(
@@ -151,7 +150,7 @@ def ranks_on(uuid: str, peers: Sequence[Peer]) -> list[int]:
     return [peer.rank for peer in peers if dict(peer.labels).get(_GPU) == uuid]
 
 
-def make_nccl(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> Backend:
+def make_nccl(lanes: MessageBackend, device: CupyDevice) -> Backend:
     """This rank's backend over its host lanes, on its GPU, which becomes CuPy's current one.
 
     Raises:
@@ -160,20 +159,19 @@ def make_nccl(lanes: MessageBackend, asked: int | None, local_rank: int | None) 
     """
     from ferrorpc.backends.nccl.backend import NcclBackend
 
-    return _over_nccl(NcclBackend, lanes, asked, local_rank)
+    return _over_nccl(NcclBackend, lanes, device)
 
 
-def make_hybrid(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> Backend:
+def make_hybrid(lanes: MessageBackend, device: CupyDevice) -> Backend:
     """As `make_nccl`, for GPU arrays alone."""
     from ferrorpc.backends.hybrid import HybridBackend
 
-    return _over_nccl(HybridBackend, lanes, asked, local_rank)
+    return _over_nccl(HybridBackend, lanes, device)
 
 
-def _over_nccl(kind: type[OverNccl], lanes: MessageBackend, asked: int | None, local_rank: int | None) -> Backend:
+def _over_nccl(kind: type[OverNccl], lanes: MessageBackend, device: CupyDevice) -> Backend:
     from ferrorpc.backends.nccl.choose import open_nccl
 
-    device = device_for(asked, local_rank)
     api = open_nccl()
     device.make_current()
     return kind(lanes, device, api)

@@ -66,7 +66,6 @@ class GrpcBackend(MessageBackend):
             undo.pop_all()
         self._asked = asked
         session.activity.set_traffic_source(partial(_traffic, transport, None if control is None else control.calls))
-        self._own_session = session
         self._server = server
         self._path = path
 
@@ -74,8 +73,8 @@ class GrpcBackend(MessageBackend):
         """Closes this generation's streams, takes part in the next one and opens its, on the same server."""
         until = self.clock.now() + timeout
         self.transport.close(min(CLOSE_SECONDS, timeout / 2))
-        self._own_session.rejoin(max(0.0, until - self.clock.now()))
-        return GrpcBackend(self._own_session, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
+        self.session.rejoin(max(0.0, until - self.clock.now()))
+        return GrpcBackend(self.session, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
 
 
 def _traffic(transport: Transport, calls: Calls | None) -> dict[int, tuple[str, int]]:

@@ -68,7 +68,7 @@ class MessageBackend(Backend):
         basis: Tuning = DEFAULT_TUNING,
     ) -> None:
         self.transport = transport
-        self.session: Session | None = session
+        self.session: Session = session
         self.latch = session.membership.latch
         self.clock = session.clock
         self.timeout = timeout
@@ -108,7 +108,6 @@ class MessageBackend(Backend):
 
     def prepare_as_messages(self, call: Call) -> Prepared:
         """As `prepare`, but not in shared memory: for calls that may begin later than calls that follow them."""
-        call = self.basis.applied(call)
         return prepare(call, self.rank, self.size, self._run_plan, self.basis)
 
     def explain(self, call: Call) -> str:
@@ -121,8 +120,7 @@ class MessageBackend(Backend):
 
     def describe(self, ranks: list[int]) -> str:
         """What the coordinator knows of these world ranks."""
-        reports = [] if self.session is None else self.session.describe(ranks, DESCRIBE_SECONDS)
-        return "; ".join(str(report) for report in reports)
+        return "; ".join(map(str, self.session.describe(ranks, DESCRIBE_SECONDS)))
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         return SendExecution(self.transport, self.group_id, self._send_queues, data, spec, self.world_ranks[dst], tag, guard)
@@ -170,8 +168,6 @@ class _Subgroup(MessageBackend):
     """Part of a world, on the world's lanes: closing it frees nothing."""
 
     def __init__(self, parent: MessageBackend, world: Sequence[int], group_id: int) -> None:
-        if parent.session is None:
-            raise AssertionError("a message backend always has a session")
         super().__init__(
             parent.transport,
             parent.session,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ferrorpc.backends import gpu
 from ferrorpc.backends.base import Backend
@@ -16,6 +16,9 @@ from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, ConfigError, NcclError
 from ferrorpc.transports.grpc.server import WorkerServer
+
+if TYPE_CHECKING:
+    from ferrorpc.arrays.cupy_device import CupyDevice
 
 _log = logging.getLogger("ferrorpc.backends")
 TRANSPORTS: Final = ("auto", "grpc", "shared_memory")
@@ -105,7 +108,7 @@ def _auto(place: Place) -> Backend:
         return _factories[best](place)
     lanes = _grpc(place)
     try:
-        return gpu.make_cuda_ipc(lanes, place.device, place.local_rank)
+        return gpu.make_cuda_ipc(lanes, gpu.device_for(place.device, place.local_rank))
     except (BackendUnavailableError, NcclError) as error:
         _log.warning("backend 'auto' is gRPC: %s", error.message)
         return lanes
@@ -143,12 +146,12 @@ def _alone(kind: type[SimulatedBackend], place: Place) -> SimulatedBackend:
     return kind(place.session, Networks(place.session.clock, None, 0), place.timeout)
 
 
-def _on_gpus(over: Callable[[MessageBackend, int | None, int | None], Backend]) -> Factory:
+def _on_gpus(over: Callable[[MessageBackend, CupyDevice], Backend]) -> Factory:
     def make(place: Place) -> Backend:
-        gpu.device_for(place.device, place.local_rank)  # raises what is missing before lanes are made
+        device = gpu.device_for(place.device, place.local_rank)  # raises what is missing before lanes are made
         lanes = _grpc(place)
         try:
-            return over(lanes, place.device, place.local_rank)
+            return over(lanes, device)
         except BaseException:
             lanes.close()
             raise

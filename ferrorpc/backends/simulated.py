@@ -49,7 +49,6 @@ class SimulatedBackend(MessageBackend):
         )
         super().__init__(transport, session, timeout=timeout)
         self._networks = networks
-        self._own_session = session
 
     @staticmethod
     def create_group(
@@ -74,5 +73,5 @@ class SimulatedBackend(MessageBackend):
 
     def renew(self, timeout: float) -> SimulatedBackend:
         self.transport.close(0.0)
-        self._own_session.rejoin(timeout)
-        return type(self)(self._own_session, self._networks, self.timeout)
+        self.session.rejoin(timeout)
+        return type(self)(self.session, self._networks, self.timeout)

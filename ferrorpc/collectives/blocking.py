@@ -208,7 +208,7 @@ class BlockingCollective(BlockingExecution):
         if rules.codec is not None:
             self._storages = {np.dtype(np.uint8)}
         elif rules.kernel is not None:
-            self._storages = {rules.dtype.storage, rules.work_dtype.storage}
+            self._storages = {rules.dtype.storage, rules.work_storage}
         self._key = key
         self._workspace = Workspace(rules, inputs, outputs)
 

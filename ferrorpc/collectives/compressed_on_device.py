@@ -25,7 +25,8 @@ import numpy as np
 from ferrorpc.arrays.device import Device, DeviceArray, Event, is_host
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.arrays.staging import Download, Staging, Upload
-from ferrorpc.collectives.algorithms.plan import Copy, Finish, Fold, FoldOwn, FoldUnder, Load, Quantise, Receive, Region, Send
+from ferrorpc.collectives.algorithms.plan import Copy, Finish, Fold, FoldOwn, FoldUnder, Load, Receive, Region
+from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.executor import Layout, PlanExecution
 from ferrorpc.collectives.fusion import Reduce
 from ferrorpc.collectives.outgoing_message import CODED_VALUES, EncodedMessage
@@ -33,7 +34,7 @@ from ferrorpc.collectives.polling import DevicePolling
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CodecError
 from ferrorpc.guard import Guard
-from ferrorpc.kernels.cuda import codecs
+from ferrorpc.kernels.cuda.codecs import DeviceCodec
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Box
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -42,23 +43,19 @@ from ferrorpc.wire.frames import Frame, Header, Key
 
 OPERATORS: Final = (ReduceOp.SUM, ReduceOp.MEAN)
 """Those that have a kernel."""
-ACTIONS: Final = (Send, Reduce, Quantise, Receive, Copy)
-"""What plans that may compress consist of."""
 AHEAD_CHUNKS: Final = 3
 """Chunks of a message that are encoded and downloaded while the one before them waits to be sent."""
 
 Array = np.ndarray[Any, Any]
 
 
-def suits(layout: Layout, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> bool:
-    """Whether a call with these arrays can run here: compressed, with an operator that has a kernel, all on one device."""
-    rules = layout.rules
-    if rules.codec is None or rules.call.op not in OPERATORS or rules.codec.name not in codecs.NAMES:
-        return False
-    if not all(isinstance(task, ACTIONS) for task in layout.tasks):
-        return False
+def suits(call: Call, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> bool:
+    """Whether a compressed call with these arrays can run here: its operator has a kernel, and all of them are on one device.
+
+    What its plan does has a kernel anyway: every sum in it is fused (a test holds that for all algorithms that compress).
+    """
     arrays = (*inputs, *(outputs or ()))
-    return not any(map(is_host, arrays)) and len({kind_of(array) for array in arrays}) == 1
+    return call.op in OPERATORS and not any(map(is_host, arrays)) and len({kind_of(array) for array in arrays}) == 1
 
 
 def start(
@@ -103,7 +100,7 @@ class DeviceWorkspace(Workspace):
         self._staging = staging
         self._stream = staging.kernels
         self._kernels = self.device.kernels
-        self._device_codec = codecs.DeviceCodec(self._kernels, self._codec.name)
+        self._device_codec = DeviceCodec(self._kernels, self._codec.name)
         self._chunks: dict[tuple[int, int], Encoding] = {}
         self._uploads: dict[tuple[int, int, int], Upload] = {}
         self._begins: Event = self.caller.record()
@@ -176,13 +173,8 @@ class DeviceWorkspace(Workspace):
         return upload.target
 
     def accept(self, action: Receive | Fold | FoldUnder, dtype: DType, first: int, data: Any) -> None:
-        count = self._decoded_count(action, first)
         with self.device.on(self._stream):
-            self._device_codec.decode(data, self._flat(action.region)[first : first + count])
-
-    def _decoded_count(self, action: Receive | Fold | FoldUnder, first: int) -> int:
-        """Elements of the chunk that begins at element `first`."""
-        return min(CODED_VALUES, self.elements(action) - first)
+            self._device_codec.decode(data, self._flat(action.region)[first : first + CODED_VALUES])
 
     def reduce(self, task: Reduce, messages: Sequence[tuple[DType, Any]], first: int, last: int) -> None:
         come = iter(messages)

@@ -68,7 +68,7 @@ def dependencies_of(tasks: Sequence[Task], operation: Operation, rank: int) -> t
     waits: list[tuple[Wait, ...]] = []
     last_fence = -1
     for index, action in enumerate(tasks):
-        if action.region.start == action.region.stop:
+        if action.region.is_empty:
             # It moves nothing and is a fence: it waits for all actions before it, and all after it wait for it.
             found = [_whole(earlier) for earlier in range(max(last_fence, 0), index)]
             last_fence = index

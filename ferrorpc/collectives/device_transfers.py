@@ -80,7 +80,7 @@ class DeviceTransfers:
     """
 
     def __init__(
-        self, inputs: Sequence[Source], outputs: Sequence[Target] | None, out_items: int, in_place: int | None = None
+        self, inputs: Sequence[Source], outputs: Sequence[Target] | None, out_items: int, in_place: int | None
     ) -> None:
         self.sources = [download_of(each) for each in inputs]
         if outputs is not None:

@@ -26,12 +26,25 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ferrorpc.collectives.algorithms.algorithm import Algorithm
-from ferrorpc.collectives.algorithms.catalogue import CHUNK_BYTES
-from ferrorpc.collectives.algorithms.plan import Action, Buffer, Fold, FoldOwn, FoldUnder, Plan, Quantise, Receive, Region, Send
+from ferrorpc.collectives.algorithms.plan import (
+    Buffer,
+    Copy,
+    Finish,
+    Fold,
+    FoldOwn,
+    FoldUnder,
+    Load,
+    Plan,
+    Quantise,
+    Receive,
+    Region,
+    Send,
+)
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.select import bytes_of, seconds
 from ferrorpc.collectives.step_simulation import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, StepSimulation
 from ferrorpc.errors import UsageError
+from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.wire.cost_table import Costs
 
 CHUNKS_MAX: Final = 60_000
@@ -153,7 +166,7 @@ class _Rank:
         self._counts |= {(Buffer.WORK, item): count for item, count in enumerate(plan.work_items)}
         self._fence: tuple[int, ...] = ()
         self._since: list[int] = []
-        """StepSimulation since the last action that moved nothing, that one's included."""
+        """Steps since the last action that moved nothing, that one's included."""
 
     def advance(self, steps: StepSimulation, in_transit: InTransit) -> bool:
         """Turns actions into steps as far as possible. Returns whether there were any."""
@@ -168,7 +181,7 @@ class _Rank:
                 in_transit[self.rank, action.peer, action.slot] = self._send(steps, action)
             else:
                 self._compute(steps, action)
-            if action.region.start == action.region.stop and self._since:
+            if action.region.is_empty and self._since:
                 self._fence = (self._since[-1],)
                 self._since = [self._since[-1]]
             self.at += 1
@@ -190,7 +203,7 @@ class _Rank:
 
     def _order(self, region: Region) -> tuple[int, ...]:
         """The steps an action needs because of fences: all before it if it is one, else the last fence."""
-        return self._fence if region.start != region.stop else tuple(self._since)
+        return tuple(self._since) if region.is_empty else self._fence
 
     def _send(self, steps: StepSimulation, action: Send) -> list[_Chunk]:
         start, stop = self._bounds(action.region)
@@ -214,25 +227,25 @@ class _Rank:
         if region.stop is None:
             self._counts[region.buffer, region.item] = chunks[-1].stop
         after = self._order(region)
-        nothing = region.start == region.stop
         for chunk in chunks:
             first, last = region.start + chunk.start, region.start + chunk.stop
             before = self._before(region, first, last)
             busy = chunk.nbytes * costs.beta_seconds_per_byte + (0.0 if chunk.start else costs.message_seconds)
             # An empty message may arrive at any time; only the wait for it is ordered.
-            made = self._add(steps, INWARDS, busy, () if nothing else after, action.peer, chunk.step, costs.alpha_seconds)
+            needs = () if region.is_empty else after
+            made = self._add(steps, INWARDS, busy, needs, action.peer, chunk.step, costs.alpha_seconds)
             if not isinstance(action, Receive):
                 folding = chunk.nbytes * costs.gamma_seconds_per_byte
                 made = self._add(steps, FOLDING, folding, (made, *before), action.peer)
-            elif before or nothing:
+            elif before or region.is_empty:
                 made = self._add(steps, None, 0.0, (made, *before, *after), action.peer)
             self._write(region, first, last, (made,))
 
-    def _compute(self, steps: StepSimulation, action: Action) -> None:
+    def _compute(self, steps: StepSimulation, action: Load | FoldOwn | Finish | Copy | Quantise) -> None:
         """An action without a message: only folding its own array takes time."""
-        if isinstance(action, Quantise | Send):
+        if isinstance(action, Quantise):
             return
-        source = action.source if not isinstance(action, Receive | Fold | FoldUnder) else action.region
+        source = action.source
         start, stop = self._bounds(source)
         offset = action.region.start - start
         if action.region.stop is None:

@@ -53,7 +53,7 @@ class PlanPrepared(Prepared):
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         layout = self.layout
-        if layout.rules.codec is not None and compressed_on_device.suits(layout, inputs, outputs):
+        if layout.rules.codec is not None and compressed_on_device.suits(self.call, inputs, outputs):
             return compressed_on_device.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
         own = in_place(self.call.operation, self.rank)
         transfers = transfers_for(inputs, outputs, self.plan.out_items, None if own is None else own[1])

@@ -476,5 +476,4 @@ def _begin_anew() -> None:
     _inherited.append(vars(SYSTEM_CLOCK).pop("progress", None))
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_begin_anew)

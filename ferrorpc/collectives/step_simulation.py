@@ -10,6 +10,7 @@ Cost: about 20 us a step.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -119,7 +120,7 @@ class StepSimulation:
             step = self.all[index]
             if step.lane is None or not step.seconds:
                 continue
-            place = 3 * step.rank + step.lane
+            place = step.place
             start = self.starts[index] / MILLISECOND
             stop = start + step.seconds / MILLISECOND
             drawn = spans.setdefault(place, [])
@@ -128,14 +129,10 @@ class StepSimulation:
             latest[place] = step.action
             name = f"rank {step.rank} {_LANE_NAMES[step.lane]} {_WORDS[step.lane]} {step.peer}, action {step.action}"
             text = f"{_WORDS[step.lane]} {step.peer}"
-            drawn.append(Span(name, len(spans), start, stop, _KINDS[step.lane], text))
+            drawn.append(Span(name, place, start, stop, _KINDS[step.lane], text))
         places = sorted(spans)
         lanes = [f"rank {place // 3} {_LANE_NAMES[place % 3]}" for place in places]
-        placed = [
-            Span(each.name, lane, each.start, each.stop, each.kind, each.text)
-            for lane, place in enumerate(places)
-            for each in spans[place]
-        ]
+        placed = [replace(each, lane=lane) for lane, place in enumerate(places) for each in spans[place]]
         return CollectiveTimeline(lanes, placed, title)
 
 

@@ -14,8 +14,6 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError, ConfigError
 from ferrorpc.wire.cost_table import Costs, CostTable, parse
 
-LANE: Final = "grpc"
-"""The row of the cost table for plans. The in-process lane simulates this lane and has no row of its own."""
 _DIRECT: Final = "direct"
 
 
@@ -41,7 +39,7 @@ class Tuning:
 
     def costs(self, size: int) -> Costs:
         """The costs in a group of `size` ranks."""
-        return self.table.costs(LANE, size)
+        return self.table.costs(size)
 
     def algorithms_of(self, operation: Operation) -> tuple[Algorithm, ...]:
         """The algorithms that can run among these hosts."""

@@ -47,7 +47,7 @@ class Rules:
         self.codec: Codec | None = codec(call.wire) if call.wire is not None else None
         self.dtype = call.inputs[0].dtype if call.inputs else DType.UINT8
         self.work_dtype = DType.FLOAT32 if self.dtype.is_half and self.kernel is not None else self.dtype
-        self.work_storage = self.dtype.storage if self.kernel is None else self.kernel.work
+        self.work_storage = self.work_dtype.storage
         self.out_specs: list[TensorSpec | None] = [None] * plan.out_items
         if plan.alike or call.operation in (Operation.ALL_REDUCE, Operation.REDUCE):
             self.out_specs = [call.inputs[0]] * plan.out_items

@@ -34,8 +34,7 @@ from ferrorpc.logs import set_log_origin
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
-from ferrorpc.wire.error_detail import detail_of, encodable
-from ferrorpc.wire.status import error_of
+from ferrorpc.wire.error_detail import detail_of, encodable, restore
 from ferrorpc.wire.token import Token
 
 PROTOCOL_VERSION: Final = 1
@@ -352,7 +351,7 @@ class RemoteSession(Session):
         kind = event.WhichOneof("kind")
         if kind == "broken" and event.broken.generation == self._generation:
             rank = self.membership.assignment.rank
-            self._trip(self.membership.latch, error_on_rank(rank, event.broken.origin_rank, error_of(event.broken.cause)))
+            self._trip(self.membership.latch, error_on_rank(rank, event.broken.origin_rank, restore(event.broken.cause)))
         elif kind == "standings":
             for member in event.standings.members:
                 self._member_changed(member)

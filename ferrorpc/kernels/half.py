@@ -46,7 +46,6 @@ class Converter(ABC):
         wide: the two slots, float32 of shape (block_elements,).
     """
 
-    name: ClassVar[str]
     dtype: ClassVar[DType]
     block_elements: ClassVar[int] = BLOCK_ELEMENTS
 
@@ -96,7 +95,6 @@ class Converter(ABC):
 class NumpyFloat16(Converter):
     """Converts float16 with NumPy only."""
 
-    name = "numpy"
     dtype = DType.FLOAT16
 
     _KEPT_BITS: Final = np.array(-0x7000_2000, np.int32)
@@ -227,7 +225,6 @@ def _float16_values() -> Array:
 class NumpyBFloat16(Converter):
     """Converts bfloat16 with NumPy. If ml_dtypes is given, it widens in half the time; its rounding is not faster."""
 
-    name = "numpy"
     dtype = DType.BFLOAT16
 
     _UPPER: Final = np.array(16, np.uint32)

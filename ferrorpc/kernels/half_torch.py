@@ -37,7 +37,6 @@ _MINUS_INFINITY: Final = 0xFF80
 class TorchFloat16(Converter):
     """Converts float16 with PyTorch. Full blocks are tensors over the array's memory; the tail is a NumPy array."""
 
-    name = "torch"
     dtype = DType.FLOAT16
     block_elements = _BLOCK_ELEMENTS
     half: ClassVar[str] = "float16"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ferrorpc.plans import chrome_trace, png, svg
 from ferrorpc.plans.drawing import Bar, Panel, Row
@@ -125,5 +125,5 @@ class Timeline:
         return svg.render(self._panels(None)) if len(self.spans) <= SPANS_SHOWN_MOST else None
 
     def __repr__(self) -> str:
-        title: Any = f" {self.title}:" if self.title else ""
+        title = f" {self.title}:" if self.title else ""
         return f"<{type(self).__name__}{title} {len(self.lanes)} lanes, {self.summary()}>"

@@ -60,16 +60,6 @@ class CallRecord(NamedTuple):
     last_signature: str
 
 
-class _Everything:
-    """A container of all (source, slot)."""
-
-    def __contains__(self, place: object) -> bool:
-        return True
-
-
-_EVERYTHING: Final = _Everything()
-
-
 def _no_wake() -> None:
     """The `wake` of a box that has no driver yet."""
 
@@ -153,15 +143,13 @@ class Mailbox:
         self._sending: dict[tuple[Key, int, int], Box] = {}
         self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
 
-    def enter(
-        self, key: Key, signature: str, wake: Callable[[], None], expected: Container[tuple[int, int]] | None = None
-    ) -> Box:
+    def enter(self, key: Key, signature: str, wake: Callable[[], None], expected: Container[tuple[int, int]] = ()) -> Box:
         """Enters an operation that this rank has called. Returns its box, with whatever arrived early.
 
         An operation may be entered again, for its next part.
 
         Args:
-            expected: (source, slot) of the messages that it awaits; None for all. Other messages count as unexpected.
+            expected: (source, slot) of the messages that it awaits. Others count as unexpected.
         """
         with self._lock:
             box = self._boxes.get(key)
@@ -169,7 +157,7 @@ class Mailbox:
                 box = self._boxes[key] = Box()
             self._unexpected_bytes -= box.unexpected_bytes
             box.signature, box.wake, box.unexpected_bytes = signature, wake, 0
-            box.expected = _EVERYTHING if expected is None else expected
+            box.expected = expected
             if key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
                 self._last[key.group, key.stream] = key.number, signature
             early = [queue[0] for queue in box.frames.values() if queue and queue[0].header.signature != signature]

@@ -11,8 +11,7 @@ to nearest, ties to even. NaN and infinity are preserved: bf16 and f16 keep them
 to all NaN, so that a check for overflow after the exchange still finds them.
 
 A message may be encoded in pieces, if all but the last contain a multiple of `BLOCK_VALUES` values: decoded values and total
-size are the same as for the whole message. All work uses scratch that fits the cache; `encode_into`, `decode_into` and
-`decoded` allocate nothing.
+size are the same as for the whole message. All work uses scratch that fits the cache.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Codec(ABC):
     def encode(self, values: Array) -> Array:
         """A new uint8 of shape (encoded_bytes(n),) from float32 of shape (n,)."""
         encoded = np.empty(self.encoded_bytes(values.size), np.uint8)
-        self.encode_into(values, encoded)
+        self._encode(values, encoded)
         return encoded
 
     def decode(self, encoded: Array, count: int) -> Array:
@@ -66,52 +65,21 @@ class Codec(ABC):
         Raises:
             CodecError: the bytes are not those of `count` values.
         """
-        values = np.empty(count, np.float32)
-        self.decode_into(encoded, values)
-        return values
-
-    def encode_into(self, values: Array, encoded: Array) -> None:
-        """encoded[:] = values as bytes: uint8 of shape (encoded_bytes(n),) from float32 of shape (n,).
-
-        Raises:
-            CodecError: `encoded` has another size.
-        """
-        self._check(encoded, values.size)
-        self._encode(values, encoded)
-
-    def decode_into(self, encoded: Array, values: Array) -> None:
-        """values[:] = what `encoded` holds: float32 of shape (n,) from uint8 of shape (encoded_bytes(n),).
-
-        Raises:
-            CodecError: the bytes are not those of n values.
-        """
-        for start, piece in self.decoded(encoded, values.size):
-            values[start : start + piece.size] = piece
-
-    def decoded(self, encoded: Array, count: int) -> Iterator[tuple[int, Array]]:
-        """The values piece by piece, to be reduced while in the cache: the index of the first, and float32 of shape (m,).
-
-        A piece is scratch of this thread. It is valid until the next one is requested or anything else is encoded or decoded.
-
-        Raises:
-            CodecError: the bytes are not those of `count` values.
-        """
-        self._check(encoded, count)
-        return self._pieces(encoded, count)
-
-    def _check(self, encoded: Array, count: int) -> None:
         if encoded.size != self.encoded_bytes(count):
             raise CodecError(
                 f"{encoded.size} bytes are not {count} values as {self.name}, which take {self.encoded_bytes(count)}"
             )
+        values = np.empty(count, np.float32)
+        self._decode(encoded, values)
+        return values
 
     @abstractmethod
     def _encode(self, values: Array, encoded: Array) -> None:
-        """As `encode_into`, once the size is known to fit."""
+        """encoded[:] = values as bytes."""
 
     @abstractmethod
-    def _pieces(self, encoded: Array, count: int) -> Iterator[tuple[int, Array]]:
-        """As `decoded`, once the size is known to fit."""
+    def _decode(self, encoded: Array, values: Array) -> None:
+        """values[:] = what `encoded` holds."""
 
 
 class _Half(Codec):
@@ -127,13 +95,8 @@ class _Half(Codec):
     def _encode(self, values: Array, encoded: Array) -> None:
         converter(self._dtype).narrow_all(encoded.view(self._dtype.storage), values)
 
-    def _pieces(self, encoded: Array, count: int) -> Iterator[tuple[int, Array]]:
-        convert = converter(self._dtype)
-        start = 0
-        for block in convert.blocks(encoded.view(self._dtype.storage)):
-            values = convert.widen(block, 0)
-            yield start, values
-            start += values.size
+    def _decode(self, encoded: Array, values: Array) -> None:
+        converter(self._dtype).widen_all(values, encoded.view(self._dtype.storage))
 
 
 class _Blocks(Codec):
@@ -155,15 +118,13 @@ class _Blocks(Codec):
                 integers[start:stop].reshape(shape),
             )
 
-    def _pieces(self, encoded: Array, count: int) -> Iterator[tuple[int, Array]]:
-        scales, integers = _parts(encoded, count)
-        for start, stop, length in _steps(count):
+    def _decode(self, encoded: Array, values: Array) -> None:
+        scales, integers = _parts(encoded, values.size)
+        for start, stop, length in _steps(values.size):
             first = start // BLOCK_VALUES
-            values = THREAD_STATE.scratch["f"][: stop - start]
-            np.copyto(values, integers[start:stop])
-            blocks = values.reshape(-1, length)
+            blocks = values[start:stop].reshape(-1, length)
+            np.copyto(blocks, integers[start:stop].reshape(-1, length))
             THREAD_STATE.run(np.multiply, blocks, scales[first : first + len(blocks), None], out=blocks)
-            yield start, values
 
 
 def _steps(count: int) -> Iterator[tuple[int, int, int]]:

@@ -1,10 +1,10 @@
-"""The cost table: what messages and reductions cost on each lane, as JSON, written by hand or by `ferrorpc bench --fit`.
+"""The cost table: what messages and reductions cost, as JSON, written by hand or by `ferrorpc bench --fit`.
 
     {"version": 2, "name": "four hosts, 10 Gbit/s",
      "lanes": {"grpc": [{"ranks": 4, "alpha_seconds": 9e-5, "message_seconds": 2e-5,
                          "beta_seconds_per_byte": 6.5e-10, "gamma_seconds_per_byte": 1.5e-10}]}}
 
-A lane has a row for every number of ranks that was measured. For other numbers the row of the nearest one (by ratio) is used. A
+There is a row for every number of ranks that was measured. For other numbers the row of the nearest one (by ratio) is used. A
 table for one host says how many "processors" its ranks share. Its figures are then processor times, and how long a rank waits
 for a processor follows from what all ranks do. Without "processors" every rank has its own links. The coordinator publishes one
 table for each generation, so that all ranks select algorithms by the same figures.
@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-LANES: Final = ("grpc",)
-"""Lanes that run plans. In shared memory sizes decide, not the table (collectives.arena.select)."""
+LANE: Final = "grpc"
+"""The one lane of a table. The in-process lane simulates it; in shared memory sizes decide (collectives.arena.select)."""
 VERSION: Final = 2
 TABLE_BYTES_MAX: Final = 16 << 10
 RANKS_MAX: Final = 1 << 20
@@ -62,32 +62,28 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Costs by lane and number of ranks.
+    """Costs by number of ranks.
 
     Attributes:
         name: a description of where it was measured.
-        lanes: lane -> number of ranks -> costs; each lane has at least one row.
+        rows: number of ranks -> costs; at least one.
         processors: number that all ranks share; None where there are enough.
     """
 
     name: str
-    lanes: Mapping[str, Mapping[int, Costs]]
+    rows: Mapping[int, Costs]
     processors: int | None = None
 
-    def costs(self, lane: str, ranks: int) -> Costs:
-        """The costs of a lane in a group of so many ranks, measured with that or the nearest number of ranks."""
-        rows = self.lanes[lane]
-        nearest = min(rows, key=lambda measured: (abs(math.log(measured / max(ranks, 1))), measured))
-        return replace(rows[nearest], processors=self.processors)
+    def costs(self, ranks: int) -> Costs:
+        """The costs in a group of so many ranks, measured with that or the nearest number of ranks."""
+        nearest = min(self.rows, key=lambda measured: (abs(math.log(measured / max(ranks, 1))), measured))
+        return replace(self.rows[nearest], processors=self.processors)
 
     def text(self) -> str:
         """The table as JSON, as `parse` reads it."""
-        lanes = {
-            lane: [{"ranks": ranks, **costs.figures()} for ranks, costs in sorted(rows.items())]
-            for lane, rows in self.lanes.items()
-        }
+        rows = [{"ranks": ranks, **costs.figures()} for ranks, costs in sorted(self.rows.items())]
         shared = {} if self.processors is None else {"processors": self.processors}
-        return json.dumps({"version": VERSION, "name": self.name, **shared, "lanes": lanes}, indent=1) + "\n"
+        return json.dumps({"version": VERSION, "name": self.name, **shared, "lanes": {LANE: rows}}, indent=1) + "\n"
 
 
 def parse(text: str) -> CostTable:
@@ -113,16 +109,16 @@ def parse(text: str) -> CostTable:
     sound = processors is None or (type(processors) is int and 1 <= processors <= RANKS_MAX)
     _expect(sound, f"processors is {processors!r}, not a number of processors")
     lanes = data["lanes"]
-    known = isinstance(lanes, dict) and set(lanes) == set(LANES)
-    _expect(known, f"lanes must be an object with exactly: {', '.join(LANES)}")
-    return CostTable(data["name"], {lane: _rows(lane, rows) for lane, rows in lanes.items()}, processors)
+    known = isinstance(lanes, dict) and set(lanes) == {LANE}
+    _expect(known, f"lanes must be an object with exactly: {LANE}")
+    return CostTable(data["name"], _rows(lanes[LANE]), processors)
 
 
-def _rows(lane: str, rows: Any) -> dict[int, Costs]:
-    _expect(isinstance(rows, list) and bool(rows), f"{lane} must be a list of one row or more")
+def _rows(rows: Any) -> dict[int, Costs]:
+    _expect(isinstance(rows, list) and bool(rows), f"{LANE} must be a list of one row or more")
     found: dict[int, Costs] = {}
     for place, row in enumerate(rows):
-        where = f"row {place} of {lane}"
+        where = f"row {place} of {LANE}"
         _expect(isinstance(row, dict) and set(row) == {"ranks", *_FIGURES}, f"{where} must have ranks, {', '.join(_FIGURES)}")
         ranks = row["ranks"]
         _expect(type(ranks) is int and 1 <= ranks <= RANKS_MAX, f"{where}: ranks is {ranks!r}, not a number of ranks")

@@ -189,7 +189,7 @@ def _read(message: _Bytes) -> tuple[int, _Fields, Header]:
     """Where the frame begins, its fields, and its header. IndexError or struct.error where the bytes end early."""
     start, end = _frame_in(message)
     fields = _Fields(message, start, end)
-    header = fields.header()
+    header = _header(fields.slot, fields.signature, fields.dtype, fields.shape, fields.total)
     first, last = fields.payload
     if last - first > header.total - fields.offset or (first == last) != (header.total == 0):
         raise CodecError(
@@ -323,13 +323,10 @@ class _Fields:
         self.shape = tuple(dimensions)
         return position
 
-    def header(self) -> Header:
-        """The header, once dtype, shape and size agree with each other."""
-        return _header(self.slot, self.signature, self.dtype, self.shape, self.total)
-
 
 @lru_cache(_CACHED_HEADERS)
 def _header(slot: int, signature: bytes, dtype_number: int, shape: tuple[int, ...], total: int) -> Header:
+    """The header. Raises CodecError unless dtype, shape and size agree with each other."""
     if not DType.BOOL <= dtype_number <= DType.COMPLEX128:
         raise CodecError(f"{dtype_number} is the number of no dtype")
     dtype = DType(dtype_number)

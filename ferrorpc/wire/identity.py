@@ -48,7 +48,7 @@ def label(job: str) -> str:
 
 def server_name(job: str, role: Role) -> str:
     """The DNS name in the certificate of a server with this role; a wildcard for EVERY_JOB."""
-    return f"{EVERY_JOB if job == EVERY_JOB else label(job)}.{role}.ferrorpc"
+    return f"{Identity.of(job, role).job}.{role}.ferrorpc"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,16 @@ FLOODS_BOUNDED_SINCE: Final = (1, 82)
 pings cost up to 1 GiB; with 1.81 messages cost 200 MiB."""
 
 
-def _keepalive(silent_ms: int, acknowledged_ms: int, answered_ms: int) -> Options:
-    """Keepalive: ends a connection when sent data is not acknowledged, or a ping is not answered.
+def _keepalive(acknowledged_ms: int, answered_ms: int) -> Options:
+    """Keepalive: ends a connection when sent data is not acknowledged, or a ping, sent after a second of silence, not answered.
 
     Args:
-        silent_ms: silence after which a ping is sent.
         acknowledged_ms: how long the other host's kernel may take to acknowledge. Detects cut cables and vanished hosts.
         answered_ms: how long the answer to a ping may take, which includes the other process and all data that was sent before
             the ping. Detects stopped processes; must allow for links on which much data waits.
     """
     return [
-        ("grpc.keepalive_time_ms", silent_ms),
+        ("grpc.keepalive_time_ms", 1000),
         # In effect TCP_USER_TIMEOUT; gRPC's own timer of this length is never set.
         ("grpc.keepalive_timeout_ms", acknowledged_ms),
         # Its default is 60 s.
@@ -41,14 +40,14 @@ def _keepalive(silent_ms: int, acknowledged_ms: int, answered_ms: int) -> Option
     ]
 
 
-_MEMBER_KEEPALIVE: Final = _keepalive(1000, 1500, 1500)
+_MEMBER_KEEPALIVE: Final = _keepalive(1500, 1500)
 """On the coordinator's server: detects a member that was stopped, or whose host vanished. A member that was only slow resumes
 its session. Members send beats more often than it pings, so it pings only those whose beats do not arrive."""
-_COORDINATOR_KEEPALIVE: Final = _keepalive(1000, 1500, 3000)
+_COORDINATOR_KEEPALIVE: Final = _keepalive(1500, 3000)
 """On a member's channel to the coordinator, which is silent while nothing happens, so pings are sent all the time. On a slow
 link ping and answer both wait behind tensors: with the coordinator's timeout a rank whose beats arrive would lose its
 session."""
-_PEER_KEEPALIVE: Final = _keepalive(1000, 3500, 20_000)
+_PEER_KEEPALIVE: Final = _keepalive(3500, 20_000)
 """Between workers: detects a cut cable within five seconds. Dead and stopped processes are reported sooner by the coordinator.
 A stream between two live ranks must not end, because it cannot be resumed. A ping waits behind the data that was sent before it
 on the same connection: some megabytes, which take 7 s at 10 Mbit/s."""

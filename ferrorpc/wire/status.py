@@ -96,18 +96,16 @@ def to_status(error: FerroError) -> tuple[grpc.StatusCode, str, Trailers]:
     return STATUS_OF[error.code], error.message[:_DETAILS_CHARACTERS_MAX], ((TRAILER, data),)
 
 
-def error_of(source: error_pb2.ErrorDetail | grpc.RpcError, who: str = "the other side") -> FerroError:
-    """The error in a message or at the end of a call.
+def error_of(ended: grpc.RpcError, who: str = "the other side") -> FerroError:
+    """The error at the end of a call.
 
     Args:
         who: subject of the error message where gRPC itself failed, such as "the coordinator at host:29700".
     """
-    if isinstance(source, error_pb2.ErrorDetail):
-        return restore(source)
-    detail = _trailer(source)
+    detail = _trailer(ended)
     if detail is not None:
         return restore(detail)
-    code, text = _status(source)
+    code, text = _status(ended)
     chosen, what = _FOREIGN.get(code, (FerroError, "failed"))
     return chosen(f"{who} {what} ({code.name}: {text})", grpc_status=code.name)
 

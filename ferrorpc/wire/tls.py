@@ -101,8 +101,8 @@ class TlsFiles:
             verifier.verify_mode = ssl.CERT_REQUIRED
             self._trust(verifier)
         try:
-            near.load_cert_chain(self.certificate, self.key, password=lambda: b"")
-            far.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+            self.load_into(near)
+            self.load_into(far)
             return _handshake(near, far, listening=listening)
         except ssl.SSLCertVerificationError as error:
             raise AuthenticationError(
@@ -179,10 +179,14 @@ class TlsFiles:
         return reloaded.made
 
     def _context(self) -> ssl.SSLContext:
-        assert self.certificate is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+        self.load_into(context)
         return context
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Gives a context the certificate (there must be one) and its key. A key with a password is an error, not a prompt."""
+        assert self.certificate is not None
+        context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
 
     def stamps(self) -> tuple[tuple[int, int, int], ...]:
         """A value that changes whenever one of the files does. Raises ConfigError where one is missing."""

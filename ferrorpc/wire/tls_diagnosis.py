@@ -37,7 +37,7 @@ def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroE
         tls.check(listening=False)
         context = ssl.create_default_context(cafile=tls.authority)
         if tls.certificate is not None:
-            context.load_cert_chain(tls.certificate, tls.key, password=lambda: b"")
+            tls.load_into(context)
         context.set_alpn_protocols(["h2"])
         context.verify_flags = (context.verify_flags | ssl.VERIFY_X509_PARTIAL_CHAIN) & ~ssl.VERIFY_X509_STRICT  # as gRPC
     except FerroError as error:

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from ferrorpc.errors import CodecError, CoordinatorUnavailableError, FerroError, UsageError
 from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc.wire import status
+from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.identity import peer_identities
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
@@ -74,7 +75,7 @@ class CoordinatorServicer:
                 request = _parse(request_type, data)
                 answer = await self._driver.call(request, _caller(context))
                 if isinstance(answer, error_pb2.ErrorDetail):
-                    raise status.error_of(answer)
+                    raise restore(answer)
             except FerroError as error:
                 await self._abort(name, context, error)
                 raise

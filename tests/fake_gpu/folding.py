@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.kernels.cuda import fold_reference
+from ferrorpc.types import dtype_named
 
 Array = np.ndarray[Any, Any]
 AWKWARD = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-42, -1e-42, 3e38, -3e38, 1.0, 65520.0, 6e-8], np.float64)
@@ -15,7 +16,7 @@ AWKWARD = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-42, -1e-42, 3e38, -3e
 
 def drawn(element: str, count: int, rank: int) -> Array:
     """Values of every kind, in storage dtype."""
-    storage, chance = fold_reference.storage_of(element), np.random.default_rng(rank)
+    storage, chance = dtype_named(element).storage, np.random.default_rng(rank)
     if element == "bfloat16" or storage.kind in "iu":
         return chance.integers(0, 256, count * storage.itemsize, np.uint8).view(storage)
     values = chance.standard_normal(count)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.kernels.cuda import fold_reference
-from ferrorpc.kernels.cuda.folds import ELEMENTS, FOLDS, OPERATORS, folds_source
+from ferrorpc.kernels.cuda.folds import ELEMENTS, FOLDS, OPERATORS
+from ferrorpc.kernels.cuda.program import source
+from ferrorpc.types import dtype_named
 from tests.fake_gpu.compiler import ARITHMETIC, compiled, machine_code
 from tests.fake_gpu.folding import check_fold, drawn
 from tests.fake_gpu.host_kernels import HostKernels, addresses, build
@@ -17,7 +18,7 @@ from tests.fake_gpu.host_kernels import HostKernels, addresses, build
 @pytest.fixture(scope="module")
 def folds(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     """The kernels, compiled as C++ for the host."""
-    found = build(tmp_path_factory.mktemp("folds"), FOLDS, folds_source())
+    found = build(tmp_path_factory.mktemp("folds"), FOLDS, source("folds.cu"))
     if found is None:
         pytest.skip("there is no C++20 compiler to run the kernels on the host")
     return found
@@ -25,12 +26,12 @@ def folds(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_every_fold_compiles(architecture: str) -> None:
-    image = compiled(architecture, text=folds_source())
+    image = compiled(architecture, text=source("folds.cu"))
     assert sorted(machine_code(image)) == sorted(f".text.{name}" for name in FOLDS)
 
 
 def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic() -> None:
-    text = folds_source()
+    text = source("folds.cu")
     assert machine_code(compiled("sm_90", *ARITHMETIC, text=text)) == machine_code(compiled("sm_90", text=text))
 
 
@@ -39,7 +40,7 @@ def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arith
 @pytest.mark.parametrize("skip", [0, 1])
 def test_a_fold_has_the_bits_of_its_reference(folds: HostKernels, operator: str, element: str, skip: int) -> None:
     """Aligned, so that 16 bytes are read at a time, and not."""
-    storage = fold_reference.storage_of(element)
+    storage = dtype_named(element).storage
     for ranks, count, divisor in [(1, 3, 1.0), (2, 77, 2.0), (3, 301, 3.0)]:
         arrays = [drawn(element, count, rank) for rank in range(ranks)]
         memory: list[Any] = [aligned(64 + array.nbytes) for array in arrays]

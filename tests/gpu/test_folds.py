@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
-from ferrorpc.kernels.cuda import fold_reference
 from ferrorpc.kernels.cuda.folds import ELEMENTS, OPERATORS
+from ferrorpc.types import dtype_named
 from tests.fake_gpu.folding import check_fold, drawn
 from tests.gpu.without import skip_without_gpu
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_fold_has_the_bits_of_its_reference(cupy: Any, operator: str, element: str) -> None:
     folds = device_of(cupy, 0).folds
-    storage = fold_reference.storage_of(element)
+    storage = dtype_named(element).storage
     for ranks, count, skip, divisor in [(1, 5, 0, 1.0), (2, 1000, 3, 2.0), (3, 4099, 0, 3.0), (8, 100_003, 1, 1.0)]:
         arrays = [drawn(element, count, rank) for rank in range(ranks)]
         bases = [cupy.asarray(np.concatenate([np.zeros(64, np.uint8), array.view(np.uint8)])) for array in arrays]

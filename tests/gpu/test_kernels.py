@@ -11,10 +11,10 @@ import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.kernels.cuda import reference
-from ferrorpc.kernels.cuda.codecs import BLOCKS, HALVES, DeviceCodec
+from ferrorpc.kernels.cuda.codecs import DeviceCodec
 from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, ROWS, DeviceKernels
 from ferrorpc.types import DType
-from ferrorpc.wire.codecs import codec
+from ferrorpc.wire.codecs import CODEC_NAMES, codec
 from tests.gpu.without import skip_without_gpu
 
 skip_without_gpu()
@@ -148,7 +148,7 @@ def test_blocks_of_int8_there_and_back(cupy: Any, kernels: DeviceKernels, name: 
     same_but_for_which_nan(cupy.asnumpy(room), expected, DType.FLOAT32)
 
 
-@pytest.mark.parametrize("name", [*HALVES, BLOCKS])
+@pytest.mark.parametrize("name", CODEC_NAMES)
 def test_messages_are_those_of_the_host(cupy: Any, kernels: DeviceKernels, name: str) -> None:
     values, near, host = floats(100_003, 2), DeviceCodec(kernels, name), codec(name)
     wanted = host.encode(values)

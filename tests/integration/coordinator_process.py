@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import grpc
 
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc, store_pb2
-from ferrorpc.wire import options, status
+from ferrorpc.wire import options
+from ferrorpc.wire.error_detail import restore
 from tests.integration.ports import lasting_port
 
 START_SECONDS = 60.0
@@ -175,7 +176,7 @@ class Client:
             raise AssertionError(f"{self.name}: the stream ended: {self.ended}")
         result = self.results[sequence]
         if result.HasField("error"):
-            raise status.error_of(result.error)
+            raise restore(result.error)
         return result
 
     def call(self, seconds=60.0, **body):

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ferrorpc.errors import CoordinatorUnavailableError, StaleGenerationError
 from ferrorpc.v1 import barrier_pb2, identity_pb2, session_pb2, session_pb2_grpc, store_pb2
 from ferrorpc.wire import status
+from ferrorpc.wire.error_detail import restore
 from tests.integration.coordinator_process import (
     Client,
     CoordinatorProcess,
@@ -245,5 +246,5 @@ def test_a_replaced_member_is_fenced():
         with Client(process.address, "m", instance="another") as new:
             assert new.welcome.incarnation == 2
             late = Client(process.address, "m", instance=old.instance, resume=old.welcome.resume_token)
-            assert isinstance(status.error_of(late.event("fenced")), StaleGenerationError)
+            assert isinstance(restore(late.event("fenced")), StaleGenerationError)
             late.drop()

@@ -22,6 +22,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.v1 import barrier_pb2, rendezvous_pb2, session_pb2, session_pb2_grpc, store_pb2
 from ferrorpc.wire import options, status
+from ferrorpc.wire.error_detail import restore
 from tests.integration.coordinator_process import Client, channel_to, coordinator, join_request, joined
 from tests.waiting import eventually
 
@@ -174,7 +175,7 @@ def test_the_death_of_a_member_is_pushed_to_the_others_at_the_end_of_its_grace(j
         members[1].drop()
         for member in (members[0], members[2]):
             broken = member.event("broken", 3.0)
-            cause = status.error_of(broken.cause)
+            cause = restore(broken.cause)
             assert isinstance(cause, PeerLostError)
             assert cause.rank == broken.origin_rank == 1
         for member in members:
@@ -275,7 +276,7 @@ def test_a_token_is_asked_for_on_streams_and_unary_calls(tmp_path, job):
     with coordinator("--token-file", str(secret)) as process:
         for wrong in ("", "wrong", "correct horse battery staplé"):
             client = Client(process.address, "m", job=job, secret=wrong)
-            assert isinstance(status.error_of(client.event("fenced")), AuthenticationError)
+            assert isinstance(restore(client.event("fenced")), AuthenticationError)
             client.until(lambda client=client: client.ended)
             client.drop()
         with (

@@ -12,7 +12,7 @@ from ferrorpc.errors import ConfigError
 from ferrorpc.wire.cost_table import Costs, CostTable, parse
 from tests.integration.service import Service, join_all
 
-TABLE = CostTable("a test's", {"grpc": {2: Costs(1.0, 0.0, 1e-12, 0.0)}})
+TABLE = CostTable("a test's", {2: Costs(1.0, 0.0, 1e-12, 0.0)})
 
 
 def test_every_rank_gets_the_table_of_its_generation(tmp_path: Path) -> None:

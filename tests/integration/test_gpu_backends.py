@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.backends import gpu, registry
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.grpc import GrpcBackend
@@ -66,8 +66,8 @@ class Job:
             for rank, (session, server) in enumerate(zip(self.sessions, self.servers, strict=True))
         ]
 
-        def make(kind: type[DeviceBackend], lanes: Any, asked: int | None, local_rank: int | None) -> NcclBackend:
-            return kind(lanes, gpu.device_for(asked, local_rank), self.nccl.api(lanes.rank))
+        def make(kind: type[DeviceBackend], lanes: Any, device: CupyDevice) -> NcclBackend:
+            return kind(lanes, device, self.nccl.api(lanes.rank))
 
         monkeypatch.setattr(gpu, "_over_nccl", make)
         found = together([lambda place=place: registry.create(backend, place) for place in places])

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.cuda_ipc.connect import SLOT_BYTES, IpcConnector, this_process
-from ferrorpc.backends.device.backend import DeviceBackend, session_of
+from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.device.ending import Ending
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.collectives.call import Call
@@ -52,7 +52,7 @@ class CudaIpcBackend(DeviceBackend):
             )
         process = this_process() if process is None else process
         memory = None if lanes.control is None else lanes.control.memory
-        connector = IpcConnector(device, session_of(lanes), memory, process, slot_bytes)
+        connector = IpcConnector(device, lanes.session, memory, process, slot_bytes)
         super().__init__(lanes, device, connector, stream=stream, ending=ending)
 
     def _suits_device(self, call: Call) -> bool:

@@ -32,6 +32,7 @@ from ferrorpc.backends.device.communicator import Communicator, DataType, Op, St
 from ferrorpc.backends.device.freeing import FREEING
 from ferrorpc.errors import NcclError
 from ferrorpc.guard import Clock
+from ferrorpc.types import dtype_named
 
 FOLD_ALL_RANKS_MAX: Final = 3
 """Up to so many ranks each fold everything: that takes one wait less, and up to 3 ranks fewer bytes."""
@@ -43,18 +44,7 @@ ABORT_SECONDS: Final = 2.0
 """How long a rank waits after an abort: others may be dead."""
 TABLE_SECONDS: Final = 10.0
 """How long the GPU may take to copy a few addresses."""
-_ITEM_BYTES: Final = {
-    DataType.INT8: 1,
-    DataType.UINT8: 1,
-    DataType.INT32: 4,
-    DataType.UINT32: 4,
-    DataType.INT64: 8,
-    DataType.UINT64: 8,
-    DataType.FLOAT16: 2,
-    DataType.FLOAT32: 4,
-    DataType.FLOAT64: 8,
-    DataType.BFLOAT16: 2,
-}
+_ITEM_BYTES: Final = {each: dtype_named(each.name.lower()).itemsize for each in DataType}
 _ROUNDS: Final = "rounds"
 _FOLDS: Final = {Op.SUM: "sum", Op.MEAN: "sum", Op.PRODUCT: "product", Op.MAX: "max", Op.MIN: "min"}
 

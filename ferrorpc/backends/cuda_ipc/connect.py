@@ -60,7 +60,7 @@ class IpcConnector:
         session: Session,
         memory: Memory | None,
         process: str,
-        slot_bytes: int = SLOT_BYTES,
+        slot_bytes: int,
     ) -> None:
         self._device = device
         self._session = session

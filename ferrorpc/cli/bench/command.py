@@ -42,14 +42,14 @@ def _fit(fit: Path, ranks: str) -> None:
     if not os.access(fit.absolute().parent, os.W_OK):
         raise click.BadParameter(f"the directory of {fit} is not writable", param_hint="--fit")
     from ferrorpc.cli.bench.fit import cases, measure, table_of
+    from ferrorpc.wire.cost_table import LANE
 
     if not all(part.strip().isdecimal() and int(part) >= 2 for part in ranks.split(",")):
         raise click.BadParameter("expected numbers of ranks of at least 2, separated by commas", param_hint="--ranks")
     table = table_of(measure({each: cases() for each in sorted({int(part) for part in ranks.split(",")})}))
     fit.write_text(table.text(), encoding="utf-8")
-    for lane, rows in table.lanes.items():
-        for count, costs in rows.items():
-            click.echo(f"{lane}, {count} ranks: {costs}")
+    for count, costs in table.rows.items():
+        click.echo(f"{LANE}, {count} ranks: {costs}")
     click.echo(f"written to {fit}; a coordinator publishes it with --cost-table {fit}")
 
 

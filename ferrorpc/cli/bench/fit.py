@@ -37,7 +37,7 @@ from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost
 from ferrorpc.collectives.algorithms.plan import Buffer, Plan, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.collectives.predict import predict
-from ferrorpc.collectives.tuning import LANE, Tuning
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.config import size_bytes
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.exit_codes import EXIT_INTERRUPTED
@@ -89,7 +89,7 @@ def _round_trip(call: Call, rank: int, size: int) -> Plan:
     """One array from rank 0 to rank 1 and back. Simulated as one chunk: the reply is sent after the whole array has arrived."""
     mine, theirs = Region(Buffer.IN), Region(Buffer.OUT)
     request, reply = (Send(1, 0, mine), Receive(1, 0, theirs)), (Receive(0, 0, theirs), Send(0, 0, theirs))
-    return Plan(ROUND_TRIP, (request, reply, ())[min(rank, 2)])
+    return Plan((request, reply, ())[min(rank, 2)])
 
 
 def measure(worlds: Mapping[int, Sequence[Case]], seconds: float = SECONDS, passes: int = PASSES) -> dict[int, list[float]]:
@@ -206,4 +206,4 @@ def table_of(times: Mapping[int, Sequence[float]]) -> CostTable:
     processors, gamma = len(os.sched_getaffinity(0)), folding_seconds_per_byte()
     rows = {ranks: fit(ranks, cases(), found, gamma, processors) for ranks, found in times.items()}
     name = "fitted on one host, " + ", ".join(map(str, rows)) + " ranks"
-    return CostTable(name, {LANE: rows}, processors)
+    return CostTable(name, rows, processors)

@@ -21,9 +21,10 @@ import grpc
 import grpc.aio
 
 from ferrorpc.cli.launcher.exec_shim import tied_to_this_process
-from ferrorpc.errors import CoordinatorUnavailableError, FerroError
+from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire import options, status
+from ferrorpc.wire.error_detail import restore
 
 BEAT_SECONDS: Final = 1.0
 START_SECONDS: Final = 20.0
@@ -97,7 +98,7 @@ class LoadSession:
                 break
             _raise_if_fenced(frame)
         if frame.result.HasField("error"):
-            raise status.error_of(frame.result.error)
+            raise restore(frame.result.error)
         return frame.result
 
     async def beat(self) -> None:
@@ -184,5 +185,4 @@ async def _beat(members: Iterable[LoadSession]) -> None:
 
 def _raise_if_fenced(frame: session_pb2.ServerFrame) -> None:
     if frame.event.HasField("fenced"):
-        error: FerroError = status.error_of(frame.event.fenced)
-        raise error
+        raise restore(frame.event.fenced)

@@ -22,7 +22,7 @@ def direct(rank: int, size: int) -> Plan:
     """Every rank sends to every other."""
     actions: list[Action] = [Send(peer, 0, _NOTHING) for peer in others(rank, size)]
     actions += [Receive(peer, 0, _NOWHERE) for peer in others(rank, size)]
-    return Plan("direct", tuple(actions), out_items=0)
+    return Plan(tuple(actions), out_items=0)
 
 
 def dissemination(rank: int, size: int) -> Plan:
@@ -32,4 +32,4 @@ def dissemination(rank: int, size: int) -> Plan:
         distance = 1 << step
         actions.append(Send((rank + distance) % size, step, _NOTHING))
         actions.append(Receive((rank - distance) % size, step, _NOWHERE))
-    return Plan("dissemination", tuple(actions), out_items=0)
+    return Plan(tuple(actions), out_items=0)

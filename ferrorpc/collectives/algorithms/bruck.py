@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ferrorpc.collectives.algorithms.partition import copy_plan
+from ferrorpc.collectives.algorithms.partition import COPY_PLAN
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Load, Plan, Receive, Region, Send
 
 _BLOCKS = 0
@@ -30,7 +30,7 @@ _BUNDLE_IN = 2
 def all_gather(count: int, rank: int, size: int) -> Plan:
     """Arrays of `count` elements each, the same shape on every rank."""
     if size == 1:
-        return copy_plan("bruck")
+        return COPY_PLAN
     actions: list[Action] = [Load(Region(Buffer.IN, 0, 0, count), _blocks(count, 0, 1))]
     for step in range((size - 1).bit_length()):
         have = 1 << step
@@ -41,13 +41,13 @@ def all_gather(count: int, rank: int, size: int) -> Plan:
     actions += [
         Copy(_blocks(count, block, block + 1), Region(Buffer.OUT, (rank + block) % size, 0, count)) for block in range(size)
     ]
-    return Plan("bruck", tuple(actions), work_items=(size * count,), out_items=size, alike=True)
+    return Plan(tuple(actions), work_items=(size * count,), out_items=size, alike=True)
 
 
 def all_to_all(count: int, rank: int, size: int) -> Plan:
     """Parts of `count` elements each, the same shape for and on every rank."""
     if size == 1:
-        return copy_plan("bruck")
+        return COPY_PLAN
     actions: list[Action] = [
         Load(Region(Buffer.IN, (rank + block) % size, 0, count), _blocks(count, block, block + 1)) for block in range(size)
     ]
@@ -65,7 +65,7 @@ def all_to_all(count: int, rank: int, size: int) -> Plan:
     actions += [
         Copy(_blocks(count, block, block + 1), Region(Buffer.OUT, (rank - block) % size, 0, count)) for block in range(size)
     ]
-    return Plan("bruck", tuple(actions), work_items=(size * count, largest, largest), out_items=size, alike=True)
+    return Plan(tuple(actions), work_items=(size * count, largest, largest), out_items=size, alike=True)
 
 
 def _blocks(count: int, first: int, last: int) -> Region:

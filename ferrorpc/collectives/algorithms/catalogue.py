@@ -22,9 +22,7 @@ from ferrorpc.collectives.algorithms import (
 )
 from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost, Order
 from ferrorpc.collectives.call import Call, Operation
-
-CHUNK_BYTES: Final = 1 << 20
-"""The executor's chunk, which is what passes through a chain at a time (a test holds the two equal)."""
+from ferrorpc.transports.credit import CHUNK_BYTES
 
 
 def _count(call: Call) -> int:

@@ -27,4 +27,4 @@ def broadcast(rank: int, size: int, root: int) -> Plan:
         actions: list[Action] = [*onward, Copy(Region(Buffer.IN), whole)]
     else:
         actions = [Receive((rank - 1) % size, _DOWN, whole), *onward]
-    return Plan("chain", tuple(actions))
+    return Plan(tuple(actions))

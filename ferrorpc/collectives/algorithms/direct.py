@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.partition import copy_plan, holds, others, slices
+from ferrorpc.collectives.algorithms.partition import COPY_PLAN, holds, others, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -49,15 +49,15 @@ _RESULTS = 1
 def all_reduce_one_shot(count: int, rank: int, size: int) -> Plan:
     """Every rank sends its array to every other and reduces all of them."""
     if size == 1:
-        return copy_plan("one_shot")
+        return COPY_PLAN
     if count == 0:
-        return Plan("one_shot", ())
+        return Plan(())
     own = Region(Buffer.IN, 0, 0, count)
     total = Region(Buffer.WORK, 0, 0, count)
     actions: list[Action] = [Send(peer, _PARTS, own) for peer in others(rank, size)]
     actions += _fold_in_rank_order(own, total, rank, size)
     actions.append(Finish(total, Region(Buffer.OUT, 0, 0, count)))
-    return Plan("one_shot", tuple(actions), work_items=(count,))
+    return Plan(tuple(actions), work_items=(count,))
 
 
 def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = False) -> Plan:
@@ -68,7 +68,7 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
             ranks end with the same bits.
     """
     if size == 1:
-        return copy_plan("two_shot")
+        return COPY_PLAN
     cuts = slices(count, size)
     start, stop = cuts[rank]
     actions: list[Action] = [
@@ -82,28 +82,28 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
         if compressed:
             actions.append(Quantise(result))
     actions += [Receive(peer, _RESULTS, Region(Buffer.OUT, 0, *cuts[peer])) for peer in others(rank, size) if holds(cuts[peer])]
-    return Plan("two_shot", tuple(actions), work_items=(stop - start,))
+    return Plan(tuple(actions), work_items=(stop - start,))
 
 
 def reduce(count: int, rank: int, size: int, root: int) -> Plan:
     """Every rank sends its array to the root, which reduces them."""
     if size == 1:
-        return copy_plan("direct")
+        return COPY_PLAN
     own = Region(Buffer.IN, 0, 0, count)
     if rank != root:
-        return Plan("direct", (Send(root, _PARTS, own),) if count else (), out_items=0)
+        return Plan((Send(root, _PARTS, own),) if count else (), out_items=0)
     if count == 0:
-        return Plan("direct", ())
+        return Plan(())
     total = Region(Buffer.WORK, 0, 0, count)
     actions = _fold_in_rank_order(own, total, rank, size)
     actions.append(Finish(total, Region(Buffer.OUT, 0, 0, count)))
-    return Plan("direct", tuple(actions), work_items=(count,))
+    return Plan(tuple(actions), work_items=(count,))
 
 
 def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
     """Part r of every rank goes to rank r, which reduces it. `counts`: elements of each part, the same on all ranks."""
     if size == 1:
-        return copy_plan("direct")
+        return COPY_PLAN
     actions: list[Action] = [
         Send(peer, _PARTS, Region(Buffer.IN, peer, 0, counts[peer])) for peer in others(rank, size) if counts[peer]
     ]
@@ -112,25 +112,25 @@ def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
         total = Region(Buffer.WORK, 0, 0, count)
         actions += _fold_in_rank_order(Region(Buffer.IN, rank, 0, count), total, rank, size)
         actions.append(Finish(total, Region(Buffer.OUT, 0, 0, count)))
-    return Plan("direct", tuple(actions), work_items=(count,))
+    return Plan(tuple(actions), work_items=(count,))
 
 
 def gather(rank: int, size: int, root: int) -> Plan:
     """Every rank sends its array to the root. Arrays may differ in size."""
     if rank != root:
-        return Plan("direct", (Send(root, _PARTS, Region(Buffer.IN)),), out_items=0)
+        return Plan((Send(root, _PARTS, Region(Buffer.IN)),), out_items=0)
     actions: list[Action] = [Copy(Region(Buffer.IN), Region(Buffer.OUT, rank))]
     actions += [Receive(peer, _PARTS, Region(Buffer.OUT, peer)) for peer in others(rank, size)]
-    return Plan("direct", tuple(actions), out_items=size)
+    return Plan(tuple(actions), out_items=size)
 
 
 def scatter(rank: int, size: int, root: int) -> Plan:
     """The root sends part r to rank r. Parts may differ in size; only the root needs to know them."""
     if rank != root:
-        return Plan("direct", (Receive(root, _PARTS, Region(Buffer.OUT)),))
+        return Plan((Receive(root, _PARTS, Region(Buffer.OUT)),))
     actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN, peer)) for peer in others(rank, size)]
     actions.append(Copy(Region(Buffer.IN, rank), Region(Buffer.OUT)))
-    return Plan("direct", tuple(actions))
+    return Plan(tuple(actions))
 
 
 def all_gather(rank: int, size: int) -> Plan:
@@ -138,7 +138,7 @@ def all_gather(rank: int, size: int) -> Plan:
     actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN)) for peer in others(rank, size)]
     actions.append(Copy(Region(Buffer.IN), Region(Buffer.OUT, rank)))
     actions += [Receive(peer, _PARTS, Region(Buffer.OUT, peer)) for peer in others(rank, size)]
-    return Plan("direct", tuple(actions), out_items=size)
+    return Plan(tuple(actions), out_items=size)
 
 
 def all_to_all(rank: int, size: int) -> Plan:
@@ -146,33 +146,33 @@ def all_to_all(rank: int, size: int) -> Plan:
     actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN, peer)) for peer in others(rank, size)]
     actions.append(Copy(Region(Buffer.IN, rank), Region(Buffer.OUT, rank)))
     actions += [Receive(peer, _PARTS, Region(Buffer.OUT, peer)) for peer in others(rank, size)]
-    return Plan("direct", tuple(actions), out_items=size)
+    return Plan(tuple(actions), out_items=size)
 
 
 def broadcast(rank: int, size: int, root: int) -> Plan:
     """The root sends its array to every other rank."""
     if rank != root:
-        return Plan("direct", (Receive(root, _PARTS, Region(Buffer.OUT)),))
+        return Plan((Receive(root, _PARTS, Region(Buffer.OUT)),))
     actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN)) for peer in others(rank, size)]
     actions.append(Copy(Region(Buffer.IN), Region(Buffer.OUT)))
-    return Plan("direct", tuple(actions))
+    return Plan(tuple(actions))
 
 
 def broadcast_two_shot(count: int, rank: int, size: int, root: int) -> Plan:
     """The root's array of `count` elements: every other rank gets one slice, and sends it to the others."""
     if size == 1:
-        return copy_plan("two_shot")
+        return COPY_PLAN
     receivers = others(root, size)
     pieces = [(peer, cut) for peer, cut in zip(receivers, slices(count, size - 1), strict=True) if holds(cut)]
     if rank == root:
         actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN, 0, *cut)) for peer, cut in pieces]
-        return Plan("two_shot", (*actions, Copy(Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count))), alike=True)
+        return Plan((*actions, Copy(Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count))), alike=True)
     actions = []
     for own in (Region(Buffer.OUT, 0, *cut) for peer, cut in pieces if peer == rank):
         actions.append(Receive(root, _PARTS, own))
         actions += [Send(peer, _RESULTS, own) for peer in others(rank, size) if peer != root]
     actions += [Receive(peer, _RESULTS, Region(Buffer.OUT, 0, *cut)) for peer, cut in pieces if peer != rank]
-    return Plan("two_shot", tuple(actions), alike=True)
+    return Plan(tuple(actions), alike=True)
 
 
 def _fold_in_rank_order(own: Region, total: Region, rank: int, size: int) -> list[Action]:

@@ -75,7 +75,7 @@ class Layout:
 def all_reduce(count: int, rank: int, layout: Layout) -> Plan:
     """Every host may have another number of ranks."""
     if count == 0:
-        return Plan("hierarchical", ())
+        return Plan(())
     local = layout.members[layout.host(rank)]
     place = local.index(rank)
     cuts = slices(count, layout.shards)
@@ -86,9 +86,9 @@ def all_reduce(count: int, rank: int, layout: Layout) -> Plan:
         actions += _fold_inside(Region(Buffer.IN, 0, start, stop), local, rank)
         actions += _exchange(layout.column(place), rank, start, stop)
         actions += [Send(peer, _INSIDE, Region(Buffer.OUT, 0, start, stop)) for peer in local if peer != rank]
-        work_items = (stop - start, _longest(stop - start, len(layout.members)))
+        work_items = (stop - start, -(-(stop - start) // len(layout.members)))
     actions += [Receive(local[shard], _INSIDE, Region(Buffer.OUT, 0, *cut)) for shard, cut in _others(cuts, place)]
-    return Plan("hierarchical", tuple(actions), work_items=work_items)
+    return Plan(tuple(actions), work_items=work_items)
 
 
 def _fold_inside(own: Region, local: Sequence[int], rank: int) -> list[Action]:
@@ -145,13 +145,9 @@ def broadcast(count: int, rank: int, layout: Layout, root: int) -> Plan:
         actions.append(Copy(Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count)))
     else:
         actions += [Receive(local[shard], _INSIDE, Region(Buffer.OUT, 0, *cut)) for shard, cut in _others(cuts, place)]
-    return Plan("hierarchical", tuple(actions), alike=True)
+    return Plan(tuple(actions), alike=True)
 
 
 def _others(cuts: Sequence[tuple[int, int]], place: int) -> list[tuple[int, tuple[int, int]]]:
     """The shards of other places that are not empty."""
     return [(shard, cut) for shard, cut in enumerate(cuts) if shard != place and holds(cut)]
-
-
-def _longest(count: int, pieces: int) -> int:
-    return -(-count // pieces)

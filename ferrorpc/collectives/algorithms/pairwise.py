@@ -22,4 +22,4 @@ def all_to_all(rank: int, size: int) -> Plan:
         target, source = (rank + step) % size, (rank - step) % size
         actions.append(Send(target, _PARTS, Region(Buffer.IN, target)))
         actions.append(Receive(source, _PARTS, Region(Buffer.OUT, source)))
-    return Plan("pairwise", tuple(actions), out_items=size)
+    return Plan(tuple(actions), out_items=size)

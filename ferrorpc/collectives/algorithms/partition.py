@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Final
 
 from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Plan, Region
+
+COPY_PLAN: Final = Plan((Copy(Region(Buffer.IN), Region(Buffer.OUT)),))
+"""The plan of every operation in a group of one: the result is a copy of the input, bit for bit."""
 
 
 def slices(count: int, size: int) -> list[tuple[int, int]]:
@@ -19,11 +23,11 @@ def holds(cut: tuple[int, int]) -> bool:
     return cut[0] < cut[1]
 
 
+def joined(buffer: Buffer, cuts: list[tuple[int, int]], first: int, last: int) -> Region:
+    """The region of the neighbouring runs [first, last)."""
+    return Region(buffer, 0, cuts[first][0], cuts[last - 1][1])
+
+
 def others(rank: int, size: int) -> list[int]:
     """All other ranks, beginning with the next, so that ranks that start together do not all send to rank 0 first."""
     return [(rank + step) % size for step in range(1, size)]
-
-
-def copy_plan(algorithm: str) -> Plan:
-    """The plan of every operation in a group of one: the result is a copy of the input, bit for bit."""
-    return Plan(algorithm, (Copy(Region(Buffer.IN), Region(Buffer.OUT)),))

@@ -1,7 +1,7 @@
 """A plan: what one rank does in one collective, as data.
 
 Every algorithm in this package is a pure function from (rank, size, element counts) to a `Plan`. One executor runs any plan
-on any transport; the validator (validate.py) proves plans correct without running them.
+on any transport; the validator of the tests (tests/unit/collectives/validate.py) proves plans correct without running them.
 
 A rank has three lists of arrays: IN (the caller's input; never written), WORK (accumulators of a reduction, in the
 kernel's work dtype: float32 for halves; in a move, blocks in transit, in the call's dtype) and OUT (results).
@@ -38,6 +38,11 @@ class Region:
     item: int = 0
     start: int = 0
     stop: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements, whatever the size of the array."""
+        return self.start == self.stop
 
     def __str__(self) -> str:
         return f"{self.buffer.value}{self.item}[{self.start}:{'' if self.stop is None else self.stop}]"
@@ -135,7 +140,6 @@ class Plan:
     """One rank's part.
 
     Attributes:
-        algorithm: its name.
         actions: in order.
         work_items: element counts of the WORK arrays (() when there are none).
         out_items: how many OUT arrays there are.
@@ -143,7 +147,6 @@ class Plan:
             describes it.
     """
 
-    algorithm: str
     actions: tuple[Action, ...]
     work_items: tuple[int, ...] = ()
     out_items: int = 1

@@ -15,21 +15,21 @@ by each rank; where p is no power of two, two more rounds, with n more bytes sen
 from __future__ import annotations
 
 from ferrorpc.collectives.algorithms.hypercube import FIRST_ROUND, HAND_BACK, HAND_OVER, Hypercube, hand_over
-from ferrorpc.collectives.algorithms.partition import copy_plan, slices
+from ferrorpc.collectives.algorithms.partition import COPY_PLAN, joined, slices
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Receive, Region, Send
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Any number of ranks; every rank ends with the same bits."""
     if size == 1:
-        return copy_plan("rabenseifner")
+        return COPY_PLAN
     if count == 0:
-        return Plan("rabenseifner", ())
+        return Plan(())
     own, result = Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count)
     cube = Hypercube(size)
     place = cube.place(rank)
     if place is None:
-        return Plan("rabenseifner", hand_over(rank, own, result))
+        return Plan(hand_over(rank, own, result))
     walk = _Walk(cube, place, count)
     actions = walk.halving(Buffer.WORK if cube.is_paired(rank) else Buffer.IN)
     if cube.is_paired(rank):
@@ -38,7 +38,7 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
     actions += walk.doubling()
     if cube.is_paired(rank):
         actions.append(Send(rank + 1, HAND_BACK, result))
-    return Plan("rabenseifner", tuple(actions), work_items=(count,))
+    return Plan(tuple(actions), work_items=(count,))
 
 
 class _Walk:
@@ -60,7 +60,7 @@ class _Walk:
             low, high = kept
 
     def _region(self, buffer: Buffer, run: tuple[int, int]) -> Region:
-        return Region(buffer, 0, self._cuts[run[0]][0], self._cuts[run[1] - 1][1])
+        return joined(buffer, self._cuts, *run)
 
     def _peer(self, step: int) -> tuple[int, bool]:
         """The partner's rank in a step, and whether it is above."""
@@ -75,30 +75,24 @@ class _Walk:
             total = self._region(Buffer.WORK, kept)
             source = first if step == 0 else Buffer.WORK
             outgoing = self._region(source, given)
-            if _holds(outgoing):
+            if not outgoing.is_empty:
                 actions.append(Send(peer, FIRST_ROUND + step, outgoing))
-            if source is Buffer.IN and _holds(total):
+            if source is Buffer.IN and not total.is_empty:
                 actions.append(Load(self._region(source, kept), total))
-            if _holds(total):
+            if not total.is_empty:
                 actions.append((Fold if above else FoldUnder)(peer, FIRST_ROUND + step, total))
         return actions
 
     def doubling(self) -> list[Action]:
         """The way back: what was kept is complete and goes to the partner, for what was given away."""
-        own = self._kept[-1]
-        actions: list[Action] = []
-        if _holds(self._region(Buffer.OUT, own)):
-            actions.append(Finish(self._region(Buffer.WORK, own), self._region(Buffer.OUT, own)))
+        total, result = (self._region(buffer, self._kept[-1]) for buffer in (Buffer.WORK, Buffer.OUT))
+        actions: list[Action] = [] if result.is_empty else [Finish(total, result)]
         for step in reversed(range(self._cube.steps)):
             peer, _ = self._peer(step)
             slot = FIRST_ROUND + self._cube.steps + step
             outgoing, incoming = (self._region(Buffer.OUT, runs[step]) for runs in (self._kept, self._given))
-            if _holds(outgoing):
+            if not outgoing.is_empty:
                 actions.append(Send(peer, slot, outgoing))
-            if _holds(incoming):
+            if not incoming.is_empty:
                 actions.append(Receive(peer, slot, incoming))
         return actions
-
-
-def _holds(region: Region) -> bool:
-    return region.start != region.stop

@@ -14,21 +14,21 @@ power of two, two more rounds, one of them with a fold.
 from __future__ import annotations
 
 from ferrorpc.collectives.algorithms.hypercube import FIRST_ROUND, HAND_BACK, HAND_OVER, Hypercube, hand_over
-from ferrorpc.collectives.algorithms.partition import copy_plan
+from ferrorpc.collectives.algorithms.partition import COPY_PLAN
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Region, Send
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Any number of ranks; every rank ends with the same bits."""
     if size == 1:
-        return copy_plan("recursive_doubling")
+        return COPY_PLAN
     if count == 0:
-        return Plan("recursive_doubling", ())
+        return Plan(())
     own, total, result = (Region(buffer, 0, 0, count) for buffer in (Buffer.IN, Buffer.WORK, Buffer.OUT))
     cube = Hypercube(size)
     place = cube.place(rank)
     if place is None:
-        return Plan("recursive_doubling", hand_over(rank, own, result))
+        return Plan(hand_over(rank, own, result))
     actions: list[Action] = [Load(own, total)]
     if cube.is_paired(rank):
         actions.append(Fold(rank + 1, HAND_OVER, total))
@@ -40,4 +40,4 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
     actions.append(Finish(total, result))
     if cube.is_paired(rank):
         actions.append(Send(rank + 1, HAND_BACK, result))
-    return Plan("recursive_doubling", tuple(actions), work_items=(count,))
+    return Plan(tuple(actions), work_items=(count,))

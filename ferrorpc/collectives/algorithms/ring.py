@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.partition import copy_plan, slices
+from ferrorpc.collectives.algorithms.partition import COPY_PLAN, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -36,7 +36,7 @@ from ferrorpc.collectives.algorithms.plan import (
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """A turn that reduces the slices, then a turn that distributes them."""
     if size == 1:
-        return copy_plan("ring")
+        return COPY_PLAN
     cuts = slices(count, size)
     parts = [Region(Buffer.IN, 0, *cut) for cut in cuts]
     results = [Region(Buffer.OUT, 0, *cut) for cut in cuts]
@@ -48,16 +48,16 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
             actions.append(Send(after, size + step, outgoing))
         if _length(incoming):
             actions.append(Receive(before, size + step, incoming))
-    return Plan("ring", tuple(actions), work_items=(max(map(_length, parts)),))
+    return Plan(tuple(actions), work_items=(max(map(_length, parts)),))
 
 
 def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
     """The first turn alone, on given parts. `counts`: elements of each part, the same on all ranks."""
     if size == 1:
-        return copy_plan("ring")
+        return COPY_PLAN
     parts = [Region(Buffer.IN, item, 0, count) for item, count in enumerate(counts)]
     actions = _reduce_turn(parts, Region(Buffer.OUT, 0, 0, counts[rank]), rank, size)
-    return Plan("ring", tuple(actions), work_items=(max(counts),))
+    return Plan(tuple(actions), work_items=(max(counts),))
 
 
 def all_gather(rank: int, size: int) -> Plan:
@@ -67,7 +67,7 @@ def all_gather(rank: int, size: int) -> Plan:
     for step in range(size - 1):
         actions.append(Send(after, step, Region(Buffer.OUT, (rank - step) % size)))
         actions.append(Receive(before, step, Region(Buffer.OUT, (rank - step - 1) % size)))
-    return Plan("ring", tuple(actions), out_items=size)
+    return Plan(tuple(actions), out_items=size)
 
 
 def _reduce_turn(parts: Sequence[Region], result: Region, rank: int, size: int) -> list[Action]:

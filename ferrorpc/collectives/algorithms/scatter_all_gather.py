@@ -12,7 +12,7 @@ Cost, for n bytes on p ranks: ceil(log2 p) + p-1 rounds; the root sends about 2 
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.partition import copy_plan, slices
+from ferrorpc.collectives.algorithms.partition import COPY_PLAN, holds, joined, slices
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Plan, Receive, Region, Send
 from ferrorpc.collectives.algorithms.tree import parent_and_children
 
@@ -23,22 +23,23 @@ _FIRST_TURN = 1
 def broadcast(count: int, rank: int, size: int, root: int) -> Plan:
     """The root's array of `count` elements, on every rank."""
     if size == 1:
-        return copy_plan("scatter_all_gather")
+        return COPY_PLAN
     place = (rank - root) % size
     cuts = slices(count, size)
     parent, children = parent_and_children(rank, size, root)
     source = Buffer.IN if place == 0 else Buffer.OUT
     actions: list[Action] = []
-    if parent is not None and _length(cuts, _branch(place, size)):
-        actions.append(Receive(parent, _SCATTER, _region(Buffer.OUT, cuts, _branch(place, size))))
+    branch = joined(Buffer.OUT, cuts, *_branch(place, size))
+    if parent is not None and not branch.is_empty:
+        actions.append(Receive(parent, _SCATTER, branch))
     for child in reversed(children):
-        branch = _branch((child - root) % size, size)
-        if _length(cuts, branch):
-            actions.append(Send(child, _SCATTER, _region(source, cuts, branch)))
+        branch = joined(source, cuts, *_branch((child - root) % size, size))
+        if not branch.is_empty:
+            actions.append(Send(child, _SCATTER, branch))
     actions += _ring(cuts, rank, size, root, source)
     if place == 0:
         actions.append(Copy(Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count)))
-    return Plan("scatter_all_gather", tuple(actions), alike=True)
+    return Plan(tuple(actions), alike=True)
 
 
 def _ring(cuts: list[tuple[int, int]], rank: int, size: int, root: int, source: Buffer) -> list[Action]:
@@ -47,10 +48,10 @@ def _ring(cuts: list[tuple[int, int]], rank: int, size: int, root: int, source: 
     actions: list[Action] = []
     for step in range(size - 1):
         outgoing, incoming = (place - step) % size, (place - step - 1) % size
-        if _length(cuts, (outgoing, outgoing + 1)) and not _has(place + 1, outgoing, size):
-            actions.append(Send(after, _FIRST_TURN + step, _region(source, cuts, (outgoing, outgoing + 1))))
-        if _length(cuts, (incoming, incoming + 1)) and not _has(place, incoming, size):
-            actions.append(Receive(before, _FIRST_TURN + step, _region(Buffer.OUT, cuts, (incoming, incoming + 1))))
+        if holds(cuts[outgoing]) and not _has(place + 1, outgoing, size):
+            actions.append(Send(after, _FIRST_TURN + step, Region(source, 0, *cuts[outgoing])))
+        if holds(cuts[incoming]) and not _has(place, incoming, size):
+            actions.append(Receive(before, _FIRST_TURN + step, Region(Buffer.OUT, 0, *cuts[incoming])))
     return actions
 
 
@@ -63,11 +64,3 @@ def _has(place: int, piece: int, size: int) -> bool:
     """Whether a place has a slice once the scatter is over."""
     first, last = _branch(place % size, size)
     return first <= piece < last
-
-
-def _region(buffer: Buffer, cuts: list[tuple[int, int]], run: tuple[int, int]) -> Region:
-    return Region(buffer, 0, cuts[run[0]][0], cuts[run[1] - 1][1])
-
-
-def _length(cuts: list[tuple[int, int]], run: tuple[int, int]) -> int:
-    return cuts[run[1] - 1][1] - cuts[run[0]][0]

@@ -16,7 +16,7 @@ Cost, in rounds, bytes sent (or received) and bytes folded by the busiest rank, 
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.partition import copy_plan
+from ferrorpc.collectives.algorithms.partition import COPY_PLAN
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Finish, Fold, Load, Plan, Receive, Region, Send
 
 _DOWN = 0
@@ -34,28 +34,28 @@ def broadcast(rank: int, size: int, root: int, slot: int = _DOWN) -> Plan:
     else:
         actions = [Receive(parent, slot, whole)]
         actions += [Send(child, slot, whole) for child in reversed(children)]
-    return Plan("tree", tuple(actions))
+    return Plan(tuple(actions))
 
 
 def reduce(count: int, rank: int, size: int, root: int) -> Plan:
     """Partial results go up the tree."""
     if size == 1:
-        return copy_plan("tree")
+        return COPY_PLAN
     if count == 0:
-        return Plan("tree", (), out_items=int(rank == root))
+        return Plan((), out_items=int(rank == root))
     actions = _upwards(count, rank, size, root)
     if rank == root:
         actions.append(Finish(Region(Buffer.WORK, 0, 0, count), Region(Buffer.OUT, 0, 0, count)))
     leaf = not parent_and_children(rank, size, root)[1]
-    return Plan("tree", tuple(actions), work_items=() if leaf else (count,), out_items=int(rank == root))
+    return Plan(tuple(actions), work_items=() if leaf else (count,), out_items=int(rank == root))
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Up the tree of rank 0, and the result down again."""
     if size == 1:
-        return copy_plan("tree")
+        return COPY_PLAN
     if count == 0:
-        return Plan("tree", ())
+        return Plan(())
     result = Region(Buffer.OUT, 0, 0, count)
     parent, children = parent_and_children(rank, size, 0)
     actions = _upwards(count, rank, size, 0)
@@ -64,7 +64,7 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
     else:
         actions.append(Receive(parent, _DOWN, result))
     actions += [Send(child, _DOWN, result) for child in reversed(children)]
-    return Plan("tree", tuple(actions), work_items=(count,) if children else ())
+    return Plan(tuple(actions), work_items=(count,) if children else ())
 
 
 def _upwards(count: int, rank: int, size: int, root: int) -> list[Action]:

@@ -42,6 +42,7 @@ from ferrorpc.collectives.arena.signature_check import SignatureCheck
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.frames import NDIM_MAX
 
 RING_BYTES: Final = 1 << 20
 """The most that a rank publishes at once, all its parts together. Larger parts come in rounds, through as much memory."""
@@ -50,8 +51,7 @@ SLOTS: Final = 2
 CHUNK_BYTES_MIN: Final = 16 << 10
 """A smaller chunk would cost more time to wait for than to copy."""
 _PART_ROUNDS_MAX: Final = 1 << CHUNK_BITS - 2
-_MAX_DIMENSIONS: Final = 32
-_IN_ROUNDS: Final = 3 + _MAX_DIMENSIONS
+_IN_ROUNDS: Final = 3 + NDIM_MAX
 _ENTRY_WORDS: Final = _IN_ROUNDS + 1
 """Offset, dtype, number of dimensions, dimensions, whether the part comes in rounds."""
 _ALIGNMENT: Final = 64
@@ -375,7 +375,7 @@ class Exchange(ArenaPrepared):
             dtype = DType(number)
         except ValueError:
             dimensions = -1
-        shape = shape[:dimensions] if 0 <= dimensions <= _MAX_DIMENSIONS else [-1]
+        shape = shape[:dimensions] if 0 <= dimensions <= NDIM_MAX else [-1]
         if min(shape, default=0) < 0:
             name = channel.bank.peers[other]
             raise CodecError(f"rank {name} describes its part of {self.signature} in a way that no rank does")

@@ -114,7 +114,7 @@ class ArenaExecution(Execution):
         transport, signature = self._arena.transport, self._call.signature
         if not self._entered:
             self._entered = True
-            transport.mailbox.enter(self._key, signature, self.wake, ())
+            transport.mailbox.enter(self._key, signature, self.wake)
         for peer in self.waiting_on():
             transport.probe(peer, self._key, signature)
 

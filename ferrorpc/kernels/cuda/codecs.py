@@ -13,21 +13,19 @@ from ferrorpc.kernels.cuda.launcher import DeviceKernels
 from ferrorpc.kernels.cuda.reference import BLOCK_VALUES
 from ferrorpc.types import DType
 
-HALVES: Final = {"bf16": DType.BFLOAT16, "f16": DType.FLOAT16}
-BLOCKS: Final = "int8"
-NAMES: Final = (*HALVES, BLOCKS)
+_HALVES: Final = {"bf16": DType.BFLOAT16, "f16": DType.FLOAT16}
 
 
 class DeviceCodec:
     """One codec.
 
     Args:
-        name: one of NAMES.
+        name: "bf16", "f16" or "int8".
     """
 
     def __init__(self, kernels: DeviceKernels, name: str) -> None:
         self._kernels = kernels
-        self._half = HALVES.get(name)
+        self._half = _HALVES.get(name)
 
     def encode(self, values: Any, encoded: Any) -> None:
         """encoded (uint8) = the encoded values (float32)."""

@@ -31,11 +31,6 @@ BYTES_PER_THREAD: Final = 32
 BLOCKS_MAX: Final = 4096
 
 
-def folds_source() -> str:
-    """The source text of the kernels."""
-    return source("folds.cu")
-
-
 class Folds:
     """The fold kernels of one process.
 
@@ -45,7 +40,7 @@ class Folds:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._module = cupy.RawModule(code=folds_source(), options=OPTIONS)
+        self._module = cupy.RawModule(code=source("folds.cu"), options=OPTIONS)
         self._module.compile()
         self._functions: dict[str, Any] = {}
 

@@ -16,7 +16,7 @@ from ferrorpc.kernels.cuda.launcher import PEERS_LAYOUT, ROWS_LAYOUT
 from ferrorpc.kernels.cuda.program import KERNELS
 from ferrorpc.testing.gpu.cuda import Driver
 from ferrorpc.testing.gpu.machine import Gpu, GpuFault
-from ferrorpc.types import DType
+from ferrorpc.types import DType, dtype_named
 
 ARGUMENTS_BYTES_MAX: Final = 4096
 DTYPES: Final = {name: dtype for dtype, name in reference.NAMES.items()}
@@ -101,7 +101,7 @@ class Fold:
     def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu = gpu
         _, self._operator, self._element = name.split("_")
-        self._storage: np.dtype[Any] = fold_reference.storage_of(self._element)
+        self._storage: np.dtype[Any] = dtype_named(self._element).storage
 
     def __call__(self, bases: int, size: int, offset: int, count: int, target: int, divisor: float) -> None:
         size_bytes = count * self._storage.itemsize

@@ -8,7 +8,6 @@ can be held up by the frames of another.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
 from typing import Final, Protocol
 
 import grpc
@@ -73,16 +72,16 @@ class IncomingStream:
 
     Attributes:
         received: whether anything arrived after the Open.
+        queue: what goes back to the sender, written by the call's thread until `finish` or the end of the stream.
     """
 
-    def __init__(self, source: int, requests: Iterable[bytes], owner: IncomingStreamOwner) -> None:
+    def __init__(self, source: int, requests: RequestIterator, owner: IncomingStreamOwner) -> None:
         self.source = source
         self.received = False
         self.queue = SendQueue()
         self._requests = requests
         self._owner = owner
-        if isinstance(requests, RequestIterator):
-            requests.intercept = self._intercept
+        requests.intercept = self._intercept
         self._finishing = False
         self._ended = threading.Event()
 
@@ -138,10 +137,6 @@ class IncomingStream:
         elif kind == "open":
             raise CodecError(f"rank {self.source} opened its stream twice")
         return max(message.goodbye.streams, 1) if kind == "goodbye" else 0
-
-    def answers(self) -> Iterator[bytes]:
-        """What goes back to the sender, until `finish` or the end of the stream. Consumed by the call's thread."""
-        return self.queue.messages()
 
     def finish(self) -> None:
         """Says goodbye to the sender and ends the stream. Its end is reported to nobody."""

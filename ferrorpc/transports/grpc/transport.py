@@ -194,7 +194,7 @@ class GrpcTransport(Transport):
         yield transport_pb2.ControlMessage(
             opened=transport_pb2.Opened(generation=self.assignment.generation)
         ).SerializeToString()
-        yield from stream.answers()
+        yield from stream.queue.messages()
 
     def _refuse(self, source: int, lane: int) -> bytes | None:
         """The refusal of a second stream with the same number; None to accept it.

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from ferrorpc.errors import BackendUnavailableError, CodecError, FerroError, PeerLostError
 from ferrorpc.guard import Clock, Latch
+from ferrorpc.transports.shared_memory.handshake import Handshaker, HostPeer, listen
 from ferrorpc.transports.shared_memory.host_identity import HostIdentity, own_identity, unsupported_reason
 from ferrorpc.transports.shared_memory.host_peers import HostPeers
 from ferrorpc.transports.shared_memory.hosts import Hosts, Offer, Verdict, candidate_hosts, confirmed_hosts, separation_reason
+from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, Segment, default_bytes
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
-
-if TYPE_CHECKING:
-    import socket
-
-    from ferrorpc.transports.shared_memory.handshake import Handshaker, HostPeer
-    from ferrorpc.transports.shared_memory.segment import Segment
 
 Exchange = Callable[[str, bytes], list[bytes]]
 """All-gathers a value of at most 4 KiB a rank under a name, in rank order: `Session.barrier`."""
@@ -104,15 +101,13 @@ class _LocalOffer:
 
     def _prepare(self) -> str:
         """Fills the offer. Returns why it cannot; empty when it could."""
-        from ferrorpc.transports.shared_memory import handshake, segment
-
         mine, here = self._assignment, own_identity()
         name = f"ferrorpc/{mine.job[:32]}/{mine.generation}/{mine.rank}/{secrets.token_hex(8)}"
         try:
-            self._listener = handshake.listen(name)
-            nonce = secrets.token_bytes(segment.NONCE_BYTES)
+            self._listener = listen(name)
+            nonce = secrets.token_bytes(NONCE_BYTES)
             label = f"ferrorpc-{mine.generation}-{mine.rank}"
-            self._segment = segment.Segment(label, nonce, segment.default_bytes(mine.size))
+            self._segment = Segment(label, nonce, default_bytes(mine.size))
         except (OSError, BackendUnavailableError) as error:
             return error.message if isinstance(error, FerroError) else f"it cannot listen on a Unix socket: {error.strerror}"
         self.offer.boot_id, self.offer.network_namespace, self.offer.user = here
@@ -125,8 +120,6 @@ class _LocalOffer:
         """Does the handshakes with all ranks that may be on this host. Returns the verdict to send."""
         if self._segment is None or self._listener is None or len(host) == 1:
             return shared_memory_pb2.SharedMemoryVerdict()
-        from ferrorpc.transports.shared_memory.handshake import Handshaker
-
         try:
             handshaker = Handshaker(self._assignment, host, dict(enumerate(offers)), self._listener, self._segment)
         except OSError as error:

@@ -12,18 +12,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from ferrorpc.errors import GroupClosedError, UsageError
 from ferrorpc.guard import Clock, Latch
+from ferrorpc.transports.shared_memory.handshake import HostPeer
 from ferrorpc.transports.shared_memory.hosts import Hosts
 from ferrorpc.transports.shared_memory.reader import Reader
-
-if TYPE_CHECKING:
-    from ferrorpc.transports.shared_memory.handshake import HostPeer
-    from ferrorpc.transports.shared_memory.segment import Segment
+from ferrorpc.transports.shared_memory.segment import Segment
 
 STOP_SECONDS: Final = 0.5
 """How long the goodbyes of an exiting process may take: it has about two seconds for everything."""
@@ -96,8 +94,8 @@ class HostPeers:
     def start(
         self,
         on_link_lost: Callable[[int, str], None],
-        on_message: Callable[[int, bytes], None] | None = None,
-        on_end: Callable[[int], None] | None = None,
+        on_message: Callable[[int, bytes], None],
+        on_end: Callable[[int], None],
     ) -> None:
         """Starts the thread that reads the sockets. To be called once. The callbacks must not block.
 
@@ -107,8 +105,8 @@ class HostPeers:
             on_end: called with (peer) when its socket has ended, for whatever reason.
         """
         self._on_link_lost = on_link_lost
-        self._on_message = _nobody if on_message is None else on_message
-        self._on_end = _nobody if on_end is None else on_end
+        self._on_message = on_message
+        self._on_end = on_end
         if self._reader.sockets:
             self._clock.start(self._reader.run, f"ferrorpc-host-peers-of-{self.rank}")
             self._started = True
@@ -199,6 +197,4 @@ def _say_goodbye() -> None:
 
 
 atexit.register(_say_goodbye)
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)
+os.register_at_fork(after_in_child=_abandon_all)

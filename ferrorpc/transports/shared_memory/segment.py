@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.errors import BackendUnavailableError, CodecError, GroupClosedError, LimitExceededError, UsageError
+from ferrorpc.errors import BackendUnavailableError, CodecError, GroupClosedError, LimitExceededError
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 NONCE_BYTES: Final = 32
@@ -93,10 +93,10 @@ class _FreeRanges:
         self._offsets = [offset]
         self._sizes = [size_bytes]
 
-    def take(self, size_bytes: int, align: int) -> int | None:
-        """Takes `size_bytes` at the lowest free multiple of `align`. Returns their offset; None where there is none."""
+    def take(self, size_bytes: int, unit: int) -> int | None:
+        """Takes `size_bytes` at the lowest free multiple of `unit`. Returns their offset; None where there is none."""
         for place, (start, available) in enumerate(zip(self._offsets, self._sizes, strict=True)):
-            offset = -(-start // align) * align
+            offset = -(-start // unit) * unit
             if offset + size_bytes <= start + available:
                 del self._offsets[place], self._sizes[place]
                 self.give(offset + size_bytes, start + available - offset - size_bytes)
@@ -132,16 +132,14 @@ class Segment:
     Args:
         name: shown in /proc/<pid>/maps.
         nonce: NONCE_BYTES secret bytes, written at the beginning.
-        size_bytes: size of the mapping; halved, down to SIZE_BYTES_MIN, where the system refuses it. None: `default_bytes(1)`.
+        size_bytes: size of the mapping; halved, down to SIZE_BYTES_MIN, where the system refuses it.
 
     Raises:
         BackendUnavailableError: the system refuses even SIZE_BYTES_MIN.
     """
 
-    def __init__(self, name: str, nonce: bytes, size_bytes: int | None = None) -> None:
-        if len(nonce) != NONCE_BYTES:
-            raise UsageError(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
-        mapped, self._descriptor = _make(name, default_bytes(1) if size_bytes is None else size_bytes)
+    def __init__(self, name: str, nonce: bytes, size_bytes: int) -> None:
+        mapped, self._descriptor = _make(name, size_bytes)
         mapped.madvise(mmap.MADV_DONTDUMP)
         self.size_bytes = len(mapped)
         self.memory: Bytes = np.frombuffer(mapped, np.uint8)
@@ -163,22 +161,20 @@ class Segment:
             self._collect()
             return self.size_bytes - CONTROL_OFFSET - CONTROL_BYTES - self._free.free_bytes
 
-    def allocate(self, nbytes: int, align: int = ALIGN_BYTES) -> Block:
-        """Allocates `nbytes` bytes at a multiple of `align` (a power of two; blocks of 1 MiB and more are page-aligned).
+    def allocate(self, nbytes: int) -> Block:
+        """Allocates `nbytes` bytes at a multiple of ALIGN_BYTES, or of a page where PUNCH_HOLE_BYTES_MIN or more.
 
         Raises:
             LimitExceededError: there is no free range of that size.
             GroupClosedError: after `close`, or in a forked child.
         """
-        if nbytes < 0 or align < 1 or align & (align - 1):
-            raise UsageError(f"cannot allocate {nbytes} bytes at a multiple of {align}")
         unit = PAGE_BYTES if nbytes >= PUNCH_HOLE_BYTES_MIN else ALIGN_BYTES
         size_bytes = max(unit, -(-nbytes // unit) * unit)
         with self._lock:
             if self._closed:
                 raise GroupClosedError("this shared memory is closed")
             self._collect()
-            offset = self._free.take(size_bytes, max(align, unit))
+            offset = self._free.take(size_bytes, unit)
             if offset is None:
                 raise LimitExceededError(
                     f"no {nbytes} bytes in a row are free in this rank's shared memory: {self._free.free_bytes} of "

@@ -6,7 +6,6 @@ taken first, because it is still in the processor's cache. So a lane with few fr
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -97,6 +96,6 @@ class Slots:
             room()
 
     def _allocate(self) -> list[Slot]:
-        block = self._segment.allocate(self._count * SLOT_BYTES, mmap.PAGESIZE)
+        block = self._segment.allocate(self._count * SLOT_BYTES)
         places = range(0, block.nbytes, SLOT_BYTES)
         return [Slot(block.offset + place, block.array[place : place + SLOT_BYTES]) for place in reversed(places)]

@@ -83,7 +83,7 @@ def test_the_command_writes_a_table_that_can_be_read(tmp_path, monkeypatch):
     result = CliRunner().invoke(command, ["--fit", str(path), "--ranks", "3,2"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     table = parse(path.read_text())
-    assert sorted(table.lanes["grpc"]) == [2, 3]
+    assert sorted(table.rows) == [2, 3]
     assert f"--cost-table {path}" in result.output
 
 

@@ -15,7 +15,7 @@ from ferrorpc.errors import ConfigError, UsageError
 from ferrorpc.testing import run_world
 from ferrorpc.wire.cost_table import Costs, CostTable
 
-TABLE = CostTable("slow bytes", {"grpc": {2: Costs(1e-9, 0.0, 1e-6, 0.0)}})
+TABLE = CostTable("slow bytes", {2: Costs(1e-9, 0.0, 1e-6, 0.0)})
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_figures_are_those_of_the_model():
     assert figures["algorithm"] == "direct"
     assert direct["messages"] == 2
     assert direct["sent_bytes"] == 2000
-    costs = packaged_table().costs("grpc", 3)
+    costs = packaged_table().costs(3)
     expected = costs.alpha_seconds + 2 * costs.message_seconds + 2000 * costs.beta_seconds_per_byte
     assert direct["seconds"] == pytest.approx(expected)
     assert direct["followed"]

@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from ferrorpc.collectives.algorithms import catalogue
 from ferrorpc.collectives.algorithms.algorithm import Algorithm, Order
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, algorithms_of
 from ferrorpc.collectives.algorithms.plan import Fold, FoldOwn, Load, Quantise, Receive, Send
-from ferrorpc.collectives.algorithms.validate import EAGER_BYTES, blocked_by, findings, formulas
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.transports import credit
 from ferrorpc.types import DType, ReduceOp, TensorSpec
+from tests.unit.collectives.validate import blocked_by, findings, formulas
 
 GROUPS = range(1, 34)
 ALL_COUNTS_UP_TO = 12
@@ -197,11 +195,6 @@ def test_what_a_late_rank_holds_up_depends_on_credit():
     assert blocked_by(*case(Operation.GATHER, gather, 4, 100, 2), late=2) == []
     assert blocked_by(*case(Operation.GATHER, gather, 4, SEVERAL_CHUNKS, 2), late=2) == [0, 1, 3]
     assert blocked_by(*case(Operation.GATHER, gather, 4, 100, 2), late=0) == [2]
-
-
-def test_what_the_models_take_for_a_chunk_and_for_credit_is_what_transports_give():
-    assert catalogue.CHUNK_BYTES == credit.CHUNK_BYTES
-    assert credit.CHUNK_BYTES * credit.EAGER_CHUNKS == EAGER_BYTES
 
 
 @pytest.mark.parametrize("name", ["ring", "recursive_doubling", "rabenseifner", "tree"])

@@ -29,9 +29,9 @@ def test_every_input_is_downloaded_and_every_slice_of_a_result_is_uploaded_by_it
 
 def test_parts_that_overlap_are_uploaded_as_one() -> None:
     parts = (Region(Buffer.OUT, 0, 10, 30), Region(Buffer.OUT, 0, 0, 20))
-    plan = Plan("overlapping", tuple(Receive(1, slot, region) for slot, region in enumerate(parts)))
+    plan = Plan(tuple(Receive(1, slot, region) for slot, region in enumerate(parts)))
     assert with_transfers(plan.actions, 0)[-1] == UploadResult(Region(Buffer.OUT, 0, 0, 30))
-    whole = Plan("open", (Receive(1, 0, Region(Buffer.OUT, 0, 5, 9)), Copy(Region(Buffer.IN), Region(Buffer.OUT))))
+    whole = Plan((Receive(1, 0, Region(Buffer.OUT, 0, 5, 9)), Copy(Region(Buffer.IN), Region(Buffer.OUT))))
     assert with_transfers(whole.actions, 0)[-1] == UploadResult(Region(Buffer.OUT))
 
 

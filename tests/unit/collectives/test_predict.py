@@ -44,7 +44,7 @@ def test_where_there_is_nothing_to_do_it_takes_no_time(name):
 
 def test_a_plan_that_waits_for_ever_is_an_error_and_not_a_wait_for_ever():
     def build(call, rank, size):
-        return Plan("made", (Receive(1 - rank, 0, Region(Buffer.OUT, 0, 0, 4)), Send(1 - rank, 0, Region(Buffer.IN, 0, 0, 4))))
+        return Plan((Receive(1 - rank, 0, Region(Buffer.OUT, 0, 0, 4)), Send(1 - rank, 0, Region(Buffer.IN, 0, 0, 4))))
 
     made = Algorithm("made", build, lambda size, nbytes: Cost(1, nbytes))
     with pytest.raises(UsageError, match="made never ends: 2 ranks wait"):

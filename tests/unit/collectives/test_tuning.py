@@ -14,15 +14,15 @@ from ferrorpc.errors import CodecError, ConfigError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.wire.cost_table import Costs, CostTable
 
-SLOW_STARTS = CostTable("slow starts", {"grpc": {2: Costs(1.0, 0.0, 1e-12, 0.0)}})
-SLOW_BYTES = CostTable("slow bytes", {"grpc": {2: Costs(1e-9, 0.0, 1.0, 0.0)}})
+SLOW_STARTS = CostTable("slow starts", {2: Costs(1.0, 0.0, 1e-12, 0.0)})
+SLOW_BYTES = CostTable("slow bytes", {2: Costs(1e-9, 0.0, 1.0, 0.0)})
 TABLES = (None, SLOW_STARTS, SLOW_BYTES)
-BUSY = CostTable("busy senders", {"grpc": {2: Costs(0.0, 1.0, 0.0, 0.0)}})
+BUSY = CostTable("busy senders", {2: Costs(0.0, 1.0, 0.0, 0.0)})
 
 
 def test_the_packaged_can_be_read_and_supposes_that_no_processor_is_short():
     for ranks in (2, 64):
-        assert packaged_table().costs("grpc", ranks).processors is None
+        assert packaged_table().costs(ranks).processors is None
 
 
 def test_what_the_order_of_summation_refers_to_never_changes():
@@ -85,7 +85,7 @@ def test_a_setting_that_means_nothing_is_refused_by_its_name(text, words):
 def test_hosts_make_hierarchical_possible_where_there_are_several_with_several_ranks():
     asked = Call(Operation.ALL_REDUCE, example("all_reduce", 4096, 4).inputs, algorithm="hierarchical")
     layout = Tuning(hosts=(0, 0, 1, 1))
-    assert plan_for(asked, 0, 4, layout).algorithm == "hierarchical"
+    assert select(asked, 4, layout).name == "hierarchical"
     for hosts in ((), (0, 0, 0, 0), (0, 1, 2, 3)):
         with pytest.raises(UsageError, match="on several hosts"):
             plan_for(asked, 0, 4, Tuning(hosts=hosts))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Finish, Fold, FoldOwn, Load, Plan, Receive, Region, Send
-from ferrorpc.collectives.algorithms.validate import findings
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.types import DType, ReduceOp, TensorSpec
+from tests.unit.collectives.validate import findings
 
 CALL = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (4,)),), ReduceOp.SUM)
 IN, WORK, OUT = (Region(buffer, 0, 0, 4) for buffer in (Buffer.IN, Buffer.WORK, Buffer.OUT))
@@ -20,7 +20,7 @@ def part(buffer: Buffer, start: int, stop: int, item: int = 0) -> Region:
 
 
 def found(first: tuple[Action, ...], second: tuple[Action, ...] = SECOND, out_items: int = 1) -> list[str]:
-    plans = [Plan("made", first, (4,), out_items), Plan("made", second, (4,))]
+    plans = [Plan(first, (4,), out_items), Plan(second, (4,))]
     return findings([CALL, CALL], plans, rank_order=True)
 
 
@@ -67,5 +67,5 @@ def test_a_result_too_many_is_seen() -> None:
 
 def test_a_barrier_that_somebody_leaves_without_word_of_the_others_is_seen() -> None:
     nothing = part(Buffer.IN, 0, 0)
-    plans = [Plan("made", (Send(1, 0, nothing),), (), 0), Plan("made", (Receive(0, 0, part(Buffer.OUT, 0, 0)),), (), 0)]
+    plans = [Plan((Send(1, 0, nothing),), (), 0), Plan((Receive(0, 0, part(Buffer.OUT, 0, 0)),), (), 0)]
     assert findings([Call(Operation.BARRIER)] * 2, plans) == ["rank 0 leaves without word of [1]"]

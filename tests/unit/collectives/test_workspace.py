@@ -14,7 +14,7 @@ from ferrorpc.wire.codecs import codec
 def test_what_was_written_since_it_was_encoded_is_encoded_again() -> None:
     part = Region(Buffer.OUT, 0, 0, 4)
     come = Receive(1, 0, Region(Buffer.OUT, 0, 2, 3))
-    plan = Plan("made", (Send(1, 1, part), Send(2, 1, part), come, Send(1, 2, part), Send(2, 2, part)))
+    plan = Plan((Send(1, 1, part), Send(2, 1, part), come, Send(1, 2, part), Send(2, 2, part)))
     call = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (4,)),), ReduceOp.SUM, wire="bf16")
     x = np.ones(4, np.float32)
     workspace = Workspace(Rules(call, plan, plan.actions, 0, 3), [x], [x])
@@ -29,7 +29,7 @@ def test_what_was_written_since_it_was_encoded_is_encoded_again() -> None:
 def test_halves_are_widened_where_they_are_added_up() -> None:
     """bfloat16 is kept as its bits, which as numbers would be others."""
     come = Receive(1, 0, Region(Buffer.WORK, 0, 0, 2))
-    plan = Plan("made", (come, Send(1, 1, come.region)), (2,))
+    plan = Plan((come, Send(1, 1, come.region)), (2,))
     call = Call(Operation.ALL_REDUCE, (TensorSpec(DType.BFLOAT16, (2,)),), ReduceOp.SUM)
     workspace = Workspace(Rules(call, plan, plan.actions, 0, 2), [np.zeros(2, np.uint16)], None)
     workspace.accept(come, DType.BFLOAT16, 0, np.array([0x3F80, 0x4000], np.uint16))

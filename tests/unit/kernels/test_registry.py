@@ -13,6 +13,7 @@ import pytest
 
 from ferrorpc.kernels import registry
 from ferrorpc.kernels.half import NumpyBFloat16, NumpyFloat16
+from ferrorpc.kernels.half_torch import TorchFloat16
 from ferrorpc.kernels.self_test import is_exact
 from ferrorpc.types import DType, ReduceOp
 
@@ -34,7 +35,7 @@ def test_numpy_is_used_if_nothing_else_is_loaded(fresh, monkeypatch, dtype):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
     assert list(registry.available(dtype)) == ["numpy"]
-    assert registry.converter(dtype).name == "numpy"
+    assert type(registry.converter(dtype)) is NUMPY[dtype]
     assert registry.converter(dtype) is registry.converter(dtype)
 
 
@@ -43,9 +44,9 @@ def test_torch_is_used_as_soon_as_it_is_loaded(fresh, monkeypatch, dtype):
     torch = pytest.importorskip("torch")
     monkeypatch.delitem(sys.modules, "torch")
     first = registry.converter(dtype)
-    assert first.name != "torch"
+    assert not isinstance(first, TorchFloat16)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert registry.converter(dtype).name == "torch"
+    assert isinstance(registry.converter(dtype), TorchFloat16)
 
 
 def test_reductions_import_neither_torch_nor_ml_dtypes():
@@ -68,7 +69,7 @@ def test_a_torch_that_is_being_imported_is_not_touched_yet(fresh, monkeypatch, d
     partial.__spec__._initializing = True
     monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
     monkeypatch.setitem(sys.modules, "torch", partial)
-    assert registry.converter(dtype).name == "numpy"
+    assert type(registry.converter(dtype)) is NUMPY[dtype]
     assert registry._CACHE.found[True][dtype] is None, "it is asked again once the import is done"
 
 
@@ -76,7 +77,7 @@ def test_a_torch_that_is_being_imported_is_not_touched_yet(fresh, monkeypatch, d
 def test_a_torch_without_the_needed_functions_is_skipped(fresh, monkeypatch, dtype):
     monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-    assert registry.converter(dtype).name == "numpy"
+    assert type(registry.converter(dtype)) is NUMPY[dtype]
     assert registry._CACHE.found[True][dtype] is not None
 
 

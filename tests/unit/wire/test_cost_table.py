@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ferrorpc.wire.cost_table import LANES, TABLE_BYTES_MAX, VERSION, Costs, CostTable, parse
+from ferrorpc.wire.cost_table import TABLE_BYTES_MAX, VERSION, Costs, CostTable, parse
 
 ROW = {
     "ranks": 4,
@@ -22,13 +22,13 @@ def text(*rows: object, name: object = "mine", **more: object) -> str:
 
 
 def test_a_table_comes_back_as_it_was_written():
-    table = CostTable("mine", {lane: {2: Costs(1e-4, 1e-5, 1e-9, 0.0), 8: Costs(2e-4, 0.0, 3e-9, 1e-10)} for lane in LANES})
+    table = CostTable("mine", {2: Costs(1e-4, 1e-5, 1e-9, 0.0), 8: Costs(2e-4, 0.0, 3e-9, 1e-10)})
     assert parse(table.text()) == table
 
 
 def test_the_nearest_number_of_ranks_by_ratio_holds():
     table = parse(text({**ROW, "ranks": 2, "alpha_seconds": 2}, {**ROW, "ranks": 16, "alpha_seconds": 16}))
-    chosen = {ranks: table.costs("grpc", ranks).alpha_seconds for ranks in (1, 2, 5, 6, 16, 1000)}
+    chosen = {ranks: table.costs(ranks).alpha_seconds for ranks in (1, 2, 5, 6, 16, 1000)}
     assert chosen == {1: 2, 2: 2, 5: 2, 6: 16, 16: 16, 1000: 16}
 
 
@@ -36,8 +36,8 @@ def test_processors_are_those_that_all_ranks_share_however_many_they_are():
     table = parse(text({**ROW, "ranks": 4}, processors=2))
     assert parse(table.text()) == table
     for ranks in (1, 4, 8):
-        assert table.costs("grpc", ranks) == Costs(1e-4, 0.0, 1e-9, 2e-10, processors=2)
-    assert "2 processors for all" in str(table.costs("grpc", 4))
+        assert table.costs(ranks) == Costs(1e-4, 0.0, 1e-9, 2e-10, processors=2)
+    assert "2 processors for all" in str(table.costs(4))
 
 
 def test_a_table_of_the_first_version_is_read_unless_its_processors_stand_for_another_model():

@@ -13,6 +13,7 @@ from ferrorpc.errors import CodecError, FerroError, LimitExceededError, PeerLost
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.grpc.incoming_stream import IncomingStream, read_message, refusal
 from ferrorpc.transports.grpc.lane import Lane
+from ferrorpc.transports.grpc.request_iterator import RequestIterator
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import Assignment, DType, Peer
@@ -86,7 +87,7 @@ def test_an_incoming_stream_that_reads_damaged_messages_reports_codec_errors_and
         lost: list[int] = []
         transport = transport_of(failures, lost)
         sent = iter([chance.choice(DATA_MESSAGES[:2]), mutate(chance, chance.choice(DATA_MESSAGES))])
-        IncomingStream(0, sent, transport).read()
+        IncomingStream(0, RequestIterator().attach(sent), transport).read()
         assert len(failures) + len(lost) <= 1
         seen.update(type(failure) for failure in failures)
         seen.update("lost" for _ in lost)
@@ -122,12 +123,12 @@ def test_a_message_for_which_there_is_no_memory_ends_the_generation_and_says_why
         raise MemoryError("16 GiB")
 
     failures: list[FerroError] = []
-    stream = IncomingStream(0, too_large(), transport_of(failures, []))
+    stream = IncomingStream(0, RequestIterator().attach(too_large()), transport_of(failures, []))
     stream.read()
     (failure,) = failures
     assert isinstance(failure, LimitExceededError)
     assert "no memory for what rank 0 sends: 16 GiB" in failure.message
-    (answer,) = stream.answers()
+    (answer,) = stream.queue.messages()
     assert restore(transport_pb2.ControlMessage.FromString(answer).refused).message == failure.message
 
 
@@ -151,7 +152,8 @@ def test_a_message_of_a_newer_version_is_passed_over() -> None:
     failures: list[FerroError] = []
     lost: list[int] = []
     transport = transport_of(failures, lost)
-    IncomingStream(0, iter([b"\xaa\x06\x03new", b"", DATA_MESSAGES[2]]), transport).read()
+    sent = iter([b"\xaa\x06\x03new", b"", DATA_MESSAGES[2]])
+    IncomingStream(0, RequestIterator().attach(sent), transport).read()
     assert failures == lost == []
 
 

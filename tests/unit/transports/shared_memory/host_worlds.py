@@ -66,7 +66,11 @@ class HostWorld:
         membership = session.membership
         found = discover_host_peers(membership.assignment, transport, session.barrier, membership.latch, session.clock)
         if self._listening:
-            found.start(lambda peer, reason: self._lose(rank, peer, reason), lambda peer, data: self._receive(rank, peer, data))
+            found.start(
+                lambda peer, reason: self._lose(rank, peer, reason),
+                lambda peer, data: self._receive(rank, peer, data),
+                lambda peer: None,
+            )
         return found
 
     def _lose(self, rank: int, peer: int, reason: str) -> None:

@@ -157,7 +157,7 @@ def test_strangers_on_the_socket_do_no_harm(monkeypatch: pytest.MonkeyPatch, wha
         strangers.append(stranger)
         return listener
 
-    monkeypatch.setattr(handshake, "listen", listen_to_a_stranger)
+    monkeypatch.setattr(discovery, "listen", listen_to_a_stranger)
     with HostWorld(2) as ranks:
         assert ranks[0].ranks == (0, 1)
     for stranger in strangers:
@@ -181,7 +181,7 @@ def test_strangers_with_descriptors_or_in_crowds_do_no_harm_and_leave_nothing_op
         return listener
 
     before = open_descriptors()
-    monkeypatch.setattr(handshake, "listen", listen_to_strangers)
+    monkeypatch.setattr(discovery, "listen", listen_to_strangers)
     with HostWorld(2) as ranks:
         assert ranks[0].ranks == (0, 1)
         os.ftruncate(memory, 0)
@@ -207,7 +207,7 @@ def test_a_process_of_another_user_is_hung_up_on_before_it_can_say_anything(monk
         ended.append(connection)
         return -1 if is_stranger else user_of(connection)
 
-    monkeypatch.setattr(handshake, "listen", listen_to_a_stranger)
+    monkeypatch.setattr(discovery, "listen", listen_to_a_stranger)
     monkeypatch.setattr(handshake, "_user_of", another_for_the_first)
     with HostWorld(2) as ranks:
         assert ranks[0].ranks == (0, 1)
@@ -236,7 +236,7 @@ def test_a_name_that_is_taken_means_no_shared_memory(monkeypatch: pytest.MonkeyP
     def taken(name: str) -> socket.socket:
         raise OSError(98, "Address already in use")
 
-    monkeypatch.setattr(handshake, "listen", taken)
+    monkeypatch.setattr(discovery, "listen", taken)
     with HostWorld(2) as ranks:
         assert "it cannot listen on a Unix socket: Address already in use" in ranks[0].separation_reason
 
@@ -296,7 +296,7 @@ def test_a_host_peer_that_says_much_does_not_keep_the_others_from_being_heard() 
         for peer in (0, 1):
             for _ in range(100):
                 ranks[peer].send(2, b"\x01")
-        ranks[2].start(lambda peer, reason: None, lambda peer, message: heard.append(peer))
+        ranks[2].start(lambda peer, reason: None, lambda peer, message: heard.append(peer), lambda peer: None)
         eventually(lambda: len(heard) == 200)
     assert set(heard[:60]) == {0, 1}
 
