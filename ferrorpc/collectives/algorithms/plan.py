@@ -1,7 +1,7 @@
 """A plan: what one rank does in one collective, as data.
 
 Every algorithm in this package is a pure function from (rank, size, element counts) to a `Plan`. One executor runs any plan
-on any transport; the validator of the tests (tests/unit/collectives/validate.py) proves plans correct without running them.
+on any transport; the validator (validate.py) proves plans correct without running them.
 
 A rank has three lists of arrays: IN (the caller's input; never written), WORK (accumulators of a reduction, in the
 kernel's work dtype: float32 for halves; in a move, blocks in transit, in the call's dtype) and OUT (results).

@@ -10,9 +10,9 @@ import pytest
 from ferrorpc.collectives.algorithms.algorithm import Algorithm, Order
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, algorithms_of
 from ferrorpc.collectives.algorithms.plan import Fold, FoldOwn, Load, Quantise, Receive, Send
+from ferrorpc.collectives.algorithms.validate import blocked_by, findings, formulas
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.types import DType, ReduceOp, TensorSpec
-from tests.unit.collectives.validate import blocked_by, findings, formulas
 
 GROUPS = range(1, 34)
 ALL_COUNTS_UP_TO = 12

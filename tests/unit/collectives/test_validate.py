@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Finish, Fold, FoldOwn, Load, Plan, Receive, Region, Send
+from ferrorpc.collectives.algorithms.validate import findings
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.types import DType, ReduceOp, TensorSpec
-from tests.unit.collectives.validate import findings
 
 CALL = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (4,)),), ReduceOp.SUM)
 IN, WORK, OUT = (Region(buffer, 0, 0, 4) for buffer in (Buffer.IN, Buffer.WORK, Buffer.OUT))

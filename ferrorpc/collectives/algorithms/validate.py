@@ -1,4 +1,4 @@
-"""The validator: proves plans correct without running them: all ranks together, on symbols instead of numbers.
+"""Proves plans correct without running them: all ranks together, on symbols instead of numbers.
 
 Ranks are advanced in turn, each through its actions in order, until none can continue. That finds deadlocks and messages that
 are never sent or never received. The terms in OUT show whether each result holds every rank's part exactly once, in which
@@ -34,10 +34,10 @@ from ferrorpc.collectives.algorithms.plan import (
     Region,
     Send,
 )
+from ferrorpc.collectives.algorithms.symbolic import Run, SymbolicArray, Term, aligned, fold, length
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import UsageError
 from ferrorpc.transports.credit import EAGER_BYTES
-from tests.unit.collectives.symbolic import Run, SymbolicArray, Term, aligned, fold, length
 
 _IN_PLACE: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST, Operation.REDUCE_SCATTER)
 """Operations whose result may be the memory of their input. The others get copies of what overlaps."""
