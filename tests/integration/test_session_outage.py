@@ -135,7 +135,6 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
         session_ended=lambda cause: None,
     )
     connected = connection.Connection(
-        address,
         ChannelFactory(address, "job", Config()),
         listener,
         SYSTEM_CLOCK,
