@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
     """`ferrorpc run` with these arguments, and these variables, in a session of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc.cli.main", "run", *arguments],
+        [sys.executable, "-m", "ferrorpc", "run", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -92,7 +92,7 @@ def test_flags_win_over_variables_and_reach_the_members():
 
 def test_the_command_without_flags_follows_its_variables(tmp_path):
     variables = {"FERRORPC_LISTEN": "127.0.0.1:0", "FERRORPC_DATA_DIR": str(tmp_path / "journal")}
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "coordinator"]
+    command = [sys.executable, "-m", "ferrorpc", "coordinator"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables})
     with process:
         address = process.stdout.readline().split()[1]

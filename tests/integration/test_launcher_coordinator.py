@@ -28,7 +28,7 @@ WAITER = """
 
 def ferrorpc(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "ferrorpc.cli.main", *arguments], capture_output=True, text=True, timeout=30, env=environment()
+        [sys.executable, "-m", "ferrorpc", *arguments], capture_output=True, text=True, timeout=30, env=environment()
     )
 
 
@@ -150,7 +150,7 @@ def test_a_coordinator_that_fails_before_it_listens_ends_the_job_with_75(tmp_pat
 
 def test_a_given_coordinator_is_used_and_none_is_started(tmp_path):
     service = subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc.cli.main", "coordinator", "--listen", "127.0.0.1:0"],
+        [sys.executable, "-m", "ferrorpc", "coordinator", "--listen", "127.0.0.1:0"],
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),
@@ -179,6 +179,6 @@ def test_files_of_the_user_do_not_shadow_what_the_helpers_import(tmp_path):
     script.write_text(
         "import ferrorpc\nwith ferrorpc.init_process_group() as group:\n    print(float(group.all_reduce(1.0)))\n"
     )
-    command = [sys.executable, "-P", "-m", "ferrorpc.cli.main", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-P", "-m", "ferrorpc", "run", "-n", "2", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["0: 2.0", "1: 2.0"]), result.stderr

@@ -231,7 +231,7 @@ def test_a_rank_that_holds_the_gil_for_longer_than_its_lease_is_shown_as_stalled
 
     def is_seen(rank, state):
         status = subprocess.run(
-            [sys.executable, "-m", "ferrorpc.cli.main", "status", "--json", "--addr", address],
+            [sys.executable, "-m", "ferrorpc", "status", "--json", "--addr", address],
             capture_output=True, text=True, timeout=60, env=environment(),
         )  # fmt: skip
         if status.returncode == 0:

@@ -201,7 +201,7 @@ print("spans", *sorted(span.name for span in kept.get_finished_spans()))
 """
     script = tmp_path / "script.py"
     script.write_text(code)
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", "2", str(script)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, env=os.environ | {"FERRORPC_OTEL": "1"}, check=False
     )
