@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.launching import children_of, wait_until_gone
 from tests.integration.service import Service
+from tests.waiting import eventually
 
 RANK = """
 import numpy, ferrorpc
@@ -84,10 +85,7 @@ def test_under_torchrun_rank_0_starts_a_coordinator_that_ends_after_it(port):
     outcomes = [outcome(process) for process in processes]
     assert [code for code, _, _ in outcomes] == [0, 0, 0], outcomes
     assert [output for _, output, _ in outcomes] == [f"{rank} 3 grpc 6.0\n" for rank in range(3)]
-    deadline = time.monotonic() + 20
-    while listens(port):
-        assert time.monotonic() < deadline, "the coordinator outlives the job"
-        time.sleep(0.1)
+    eventually(lambda: not listens(port), "the end of the coordinator with its job")
 
 
 def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others(port):
