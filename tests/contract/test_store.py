@@ -10,7 +10,8 @@ import pytest
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import LimitExceededError, MessageTooLargeError, StoreTimeoutError, UsageError
-from tests.integration.service import Service, join_all, together
+from tests.integration.service import Service, join_all
+from tests.threads import together
 
 _jobs = itertools.count()
 

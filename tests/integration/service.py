@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ferrorpc.config import Config
 from ferrorpc.coordination.session import RemoteSession
 from tests.integration.ports import lasting_port
+from tests.threads import in_threads, results_of
 
 
 class Service:
@@ -78,29 +77,7 @@ def join(address: str, rank: int, size: int | tuple[int, int], **more: Any) -> R
     ).join()
 
 
-def together(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Runs each body on a thread of its own; an outcome is what it returned or raised."""
-    outcomes: list[Any] = [None] * len(bodies)
-
-    def run(index: int) -> None:
-        try:
-            outcomes[index] = bodies[index]()
-        except Exception as error:
-            outcomes[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "it hangs"
-    return outcomes
-
-
 def join_all(address: str, size: int, policy: tuple[int, int] | None = None, **more: Any) -> list[RemoteSession]:
     """A whole world of members in this process, in rank order."""
-    sessions = together([lambda rank=rank: join(address, rank, policy or size, **more) for rank in range(size)])
-    for session in sessions:
-        if isinstance(session, Exception):
-            raise session
+    sessions = results_of(in_threads(size, lambda rank: join(address, rank, policy or size, **more)))
     return sorted(sessions, key=lambda session: session.membership.assignment.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
 from ferrorpc.transports.grpc.server import WorkerServer
 from tests.fake_gpu.operations import every_operation
-from tests.integration.service import Service, join, together
+from tests.integration.service import Service, join
+from tests.threads import results_of, together
 
 SECONDS = 20.0
 RANKS = 2
@@ -70,11 +72,7 @@ class Job:
             return kind(lanes, gpu.device_for(asked, local_rank), self.nccl.api(lanes.rank))
 
         monkeypatch.setattr(gpu, "_over_nccl", make)
-        found = together([lambda place=place: registry.create(backend, place) for place in places])
-        for outcome in found:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return found
+        return results_of(together([partial(registry.create, backend, place) for place in places]))
 
     def close(self) -> None:
         for server in self.servers:

@@ -32,7 +32,8 @@ from ferrorpc.v1.identity_pb2 import Position
 from ferrorpc.v1.session_pb2 import Event, GenerationBroken, Result
 from ferrorpc.versions import own_version
 from ferrorpc.wire.error_detail import detail_of
-from tests.integration.service import Service, join, join_all, together
+from tests.integration.service import Service, join, join_all
+from tests.threads import together
 from tests.waiting import eventually
 
 

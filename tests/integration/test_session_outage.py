@@ -27,8 +27,9 @@ from ferrorpc.errors import (
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.v1 import identity_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire.options import control_server
-from tests.integration.service import Service, join, join_all, together
+from tests.integration.service import Service, join, join_all
 from tests.integration.slow_link import slow_link
+from tests.threads import together
 from tests.waiting import eventually
 
 IMPATIENT = {"lease": 1.0, "heartbeat_interval": 0.2}
