@@ -28,6 +28,7 @@ from ferrorpc.transports.grpc.server import WorkerServer
 from tests.fake_gpu.operations import every_operation
 from tests.integration.service import Service, join
 from tests.threads import results_of, together
+from tests.waiting import eventually
 
 SECONDS = 20.0
 RANKS = 2
@@ -180,15 +181,11 @@ def test_a_member_that_dies_frees_the_others_gpus(service: Service, cupy: StandI
         with cupy.cuda.Device(group.rank):
             if group.rank == 1:
                 return group.session.leave("ValueError: bad batch")
-            work = group.all_reduce(cupy.asarray(np.ones(4)), async_op=True)
-            with pytest.raises(PeerLostError, match="bad batch"):
-                work.wait(host=True)
+            with pytest.raises(PeerLostError, match="bad batch"):  # of the call itself, if the other rank was faster
+                group.all_reduce(cupy.asarray(np.ones(4)), async_op=True).wait(host=True)
             return None
 
     run_groups(groups, body)
-    parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
     (meeting,) = job.nccl.meetings.values()
-    while not meeting.ends[0].aborted:
-        assert SYSTEM_CLOCK.now() < until
-        parker.park(SYSTEM_CLOCK.now() + 0.01)
+    eventually(lambda: meeting.ends[0].aborted, "the end of the communicator")
     job.close()
