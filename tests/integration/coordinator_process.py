@@ -19,17 +19,21 @@ START_SECONDS = 60.0
 
 
 class CoordinatorProcess:
-    """`python -m ferrorpc_coordinator` with the given flags; ready when constructed."""
+    """`python -m ferrorpc_coordinator` with the given flags; ready when constructed. It can be started anew on its address."""
 
     def __init__(self, *flags, listen=None, environment=None):
         self.flags = flags
-        listen = listen or f"127.0.0.1:{lasting_port()}"
+        self.address = listen or f"127.0.0.1:{lasting_port()}"
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
         self.environment.update(environment or {})
+        self.start()
+
+    def start(self):
+        """Starts it, and waits until it listens."""
         # A file, not a pipe: nobody reads it meanwhile, and a process that writes to a full pipe stands still.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the process
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ferrorpc_coordinator", "--listen", listen, *flags],
+            [sys.executable, "-m", "ferrorpc_coordinator", "--listen", self.address, *self.flags],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -49,6 +53,14 @@ class CoordinatorProcess:
     def again(self):
         """Another process with the same flags on the same address."""
         return CoordinatorProcess(*self.flags, listen=self.address, environment=self.environment)
+
+    def pause(self):
+        """SIGSTOP."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self):
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self):
         """SIGKILL."""

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.launching import children_of, wait_until_gone
-from tests.integration.service import Service
 from tests.waiting import eventually
 
 RANK = """
@@ -58,7 +58,7 @@ def port():
 
 @pytest.fixture(scope="module")
 def service():
-    service = Service()
+    service = CoordinatorProcess()
     yield service
     service.stop()
 
