@@ -23,10 +23,10 @@ from tests.waiting import eventually
 SECONDS: Final = 30.0
 
 
-def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, pool_bytes: int = POOL_BYTES, gpus: int = 4) -> Iterator[None]:
+def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, pool_bytes: int = POOL_BYTES) -> Iterator[None]:
     """For a fixture: pinned memory of that size, all of which has to be free again in the end."""
     stagings = [
-        Staging(device_of(cupy, index), slot_bytes=slot_bytes, slots=slots, pool_bytes=pool_bytes) for index in range(gpus)
+        Staging(device_of(cupy, index), slot_bytes=slot_bytes, slots=slots, pool_bytes=pool_bytes) for index in range(4)
     ]
     for index, staging in enumerate(stagings):
         vars(device_of(cupy, index))["staging"] = staging

@@ -132,18 +132,18 @@ class Trial:
                 os.kill(process, signal.SIGUSR1)
 
 
-def run_trials(count: int, transport: str, how: signal.Signals, worlds: int, seed: int = 0) -> list[Outcome]:
+def run_trials(count: int, transport: str, how: signal.Signals, worlds: int) -> list[Outcome]:
     """So many trials, `worlds` at a time; those in which something went wrong."""
     bad: list[Outcome] = []
     for first in range(0, count, TRIALS_OF_A_COORDINATOR):
         numbers = range(first, min(first + TRIALS_OF_A_COORDINATOR, count))
-        bad += _run_some(numbers, transport, how, worlds, seed)
+        bad += _run_some(numbers, transport, how, worlds)
     return bad
 
 
-def _run_some(numbers: Sequence[int], transport: str, how: signal.Signals, worlds: int, seed: int) -> list[Outcome]:
+def _run_some(numbers: Sequence[int], transport: str, how: signal.Signals, worlds: int) -> list[Outcome]:
     def one(number: int) -> Outcome:
-        trial = Trial(nursery, f"{transport}-{how.name}-{number}", transport, how, seed + number)
+        trial = Trial(nursery, f"{transport}-{how.name}-{number}", transport, how, number)
         outcome = trial.run()
         if outcome.complaints:
             trial.stacks()
