@@ -1,6 +1,5 @@
 """A coordinator as a child process, and a bare client for it: frames out, frames in, nothing hidden."""
 
-import os
 import queue
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import grpc
 
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc, store_pb2
 from ferrorpc.wire import options, status
+from tests.integration import launching
 from tests.integration.ports import lasting_port
 
 START_SECONDS = 60.0
@@ -24,8 +24,7 @@ class CoordinatorProcess:
     def __init__(self, *flags, listen=None, environment=None):
         self.flags = flags
         self.address = listen or f"127.0.0.1:{lasting_port()}"
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
-        self.environment.update(environment or {})
+        self.environment = launching.environment(**(environment or {}))
         self.start()
 
     def start(self):
@@ -95,13 +94,12 @@ def coordinator(*flags, **options_):
 
 def refused_start(*flags, environment=None):
     """Runs a coordinator that must not start; returns its exit code and stderr."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
     done = subprocess.run(
         [sys.executable, "-m", "ferrorpc_coordinator", *flags],
         capture_output=True,
         text=True,
         timeout=START_SECONDS,
-        env={**plain, **(environment or {})},
+        env=launching.environment(**(environment or {})),
         check=False,
     )
     return done.returncode, done.stderr

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tests.integration.coordinator_process import coordinator
+from tests.integration.launching import environment
 
 SIZE = 3
 RUNNING_SECONDS = 1.0
@@ -39,7 +40,7 @@ class Nursery:
             [sys.executable, "-m", "tests.integration.fault_worker", address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")},
+            env=environment(),
         )
         self._said: dict[str, queue.Queue[list[str]]] = {}
         self._lock = threading.Lock()

@@ -21,14 +21,12 @@ def write_script(directory: Path, body: str, name: str = "script.py") -> str:
     return str(path)
 
 
-def environment() -> dict[str, str]:
-    """This process's, without what an outer job may have set."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_"))
-        and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
-    }
+def environment(**more: str) -> dict[str, str]:
+    """This process's without what an outer job may have set, and with these."""
+    prefixes = ("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes) and name not in names}
+    return kept | more
 
 
 def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
@@ -38,7 +36,7 @@ def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**environment(), **more},
+        env=environment(**more),
         start_new_session=True,
     )
 
