@@ -206,9 +206,9 @@ def test_an_outage_that_certificates_are_to_blame_for_ends_with_their_error(ours
 
 def test_a_member_that_cannot_come_back_because_its_certificate_has_expired_says_so_at_once(ours, caplog):
     """And not after the outage that it takes for one: until then a renewed certificate would help."""
-    files = ours.issue(Role.WORKER, "a", where="short", lifetime=datetime.timedelta(seconds=4))
-    config = Config({"timeout": 10.0, **settings(files)}, {})
     with coordinator(*flags(ours.issue(Role.COORDINATOR, "a"))) as process:
+        files = ours.issue(Role.WORKER, "a", where="short", lifetime=datetime.timedelta(seconds=4))
+        config = Config({"timeout": 10.0, **settings(files)}, {})
         session = RemoteSession(process.address, job="a", name="m", policy=(1, 1), config=config).join()
         time.sleep(max(0.0, files.ends_at(listening=False) - time.time()) + 1.0)
         process.kill()
