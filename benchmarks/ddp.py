@@ -33,7 +33,7 @@ from typing import Any, Final, Self
 
 from benchmarks.ddp_worker import ALONE, TORCH
 from benchmarks.options import count
-from ferrorpc.cli.bench.rank_processes import LOCAL, Host, free_ports
+from ferrorpc.cli.bench.rank_processes import LOCAL, Host, free_ports, rank_variables
 from ferrorpc.cli.table import table
 
 RANKS: Final = 2
@@ -84,6 +84,7 @@ class Pair:
     ) -> None:
         self.system = system
         ports = free_ports(2)
+        transport = {"FERRORPC_TRANSPORT": system} if system in (SHARED_MEMORY, GRPC) else {}
         options = (
             ["--bucket-mb", str(bucket_mb)]
             + ["--bare", "--device-ms", str(device_ms)] * bare
@@ -95,7 +96,7 @@ class Pair:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=os.environ | _environment(system, rank, ports, hosts),
+                env=os.environ | transport | rank_variables(rank, hosts, ports),
             )
             for rank, host in enumerate(hosts)
         ]
@@ -144,16 +145,6 @@ class Pair:
                 process.wait()
             assert process.stdout is not None
             process.stdout.close()
-
-
-def _environment(system: str, rank: int, ports: Sequence[int], hosts: Sequence[Host]) -> dict[str, str]:
-    transport = {"FERRORPC_TRANSPORT": system} if system in (SHARED_MEMORY, GRPC) else {}
-    together = sum(host.address == hosts[rank].address for host in hosts)
-    return transport | {
-        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(together), "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": str(ports[0]), "FERRORPC_PORT": str(ports[1]), "OMP_NUM_THREADS": "1",
-        "FERRORPC_BIND": hosts[rank].address, "FERRORPC_INSECURE": "1", "GLOO_SOCKET_IFNAME": hosts[rank].interface,
-    }  # fmt: skip
 
 
 @dataclass(slots=True)

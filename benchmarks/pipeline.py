@@ -281,7 +281,7 @@ def main() -> None:
         work(options)
         return
     environment = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", str(RANKS), "-m", "benchmarks.pipeline", *sys.argv[1:]]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", str(RANKS), "-m", "benchmarks.pipeline", *sys.argv[1:]]
     sys.exit(subprocess.run(command, env=environment, check=False).returncode)
 
 

@@ -32,6 +32,8 @@ NAME_BYTES_MAX: Final = 128
 _NAME: Final = re.compile(r"[!-.0-~]+")
 _SIMILARITY_MIN: Final = 0.85
 """Names as similar as this are taken for misspelt settings. Less would match <SERVICE>_PORT, which Kubernetes sets."""
+_TRUE: Final = ("1", "true", "yes", "on")
+_FALSE: Final = ("0", "false", "no", "off", "")
 _NUMBER: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -126,20 +128,9 @@ def world_size(text: str) -> tuple[int, int]:
 
 def boolean(text: str) -> bool:
     """1/0, true/false, yes/no, on/off."""
-    known = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-        "": False,
-    }
-    if text.lower() not in known:
+    if text.lower() not in (*_TRUE, *_FALSE):
         raise ValueError("expected 1 or 0")
-    return known[text.lower()]
+    return text.lower() in _TRUE
 
 
 def choices_by_operation(text: str) -> tuple[tuple[str, str], ...]:

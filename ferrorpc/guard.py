@@ -200,11 +200,6 @@ class Guard:
         self.deadline = self.started + seconds
 
     @property
-    def expired(self) -> bool:
-        """Whether the deadline has passed."""
-        return self.clock.now() >= self.deadline
-
-    @property
     def waited(self) -> float:
         """Seconds since the operation began."""
         return self.clock.now() - self.started

@@ -12,12 +12,10 @@ comparison for each operation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from ferrorpc.errors import BackendUnavailableError
-from ferrorpc.trace import TraceFile
-
-SECONDS: Final = "s"
+from ferrorpc.trace import TraceFile, operation_of
 
 
 class Observer(Protocol):
@@ -26,7 +24,7 @@ class Observer(Protocol):
     def begin(self, label: str, attributes: Mapping[str, Any]) -> Any:
         """An operation begins. Returns its span."""
 
-    def end(self, span: Any, label: str, seconds: float, failure: str = "") -> None:
+    def end(self, span: Any, label: str, seconds: float, failure: str) -> None:
         """The operation has ended; `failure` is the name of its error's class."""
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
@@ -43,7 +41,7 @@ class ObserverPair:
         """Returns the span of each."""
         return [observer.begin(label, attributes) for observer in self._observers]
 
-    def end(self, span: list[Any], label: str, seconds: float, failure: str = "") -> None:
+    def end(self, span: list[Any], label: str, seconds: float, failure: str) -> None:
         """As `Observer`."""
         for observer, own in zip(self._observers, span, strict=True):
             observer.end(own, label, seconds, failure)
@@ -67,15 +65,15 @@ class OpenTelemetryObserver:
         meter = metrics.get_meter("ferrorpc")
         self._tracer = trace.get_tracer("ferrorpc")
         self._error = trace.Status(trace.StatusCode.ERROR)
-        self._operations = meter.create_histogram("ferrorpc.operation.duration", SECONDS, "from an operation's call to its end")
-        self._steps = meter.create_histogram("ferrorpc.step.duration", SECONDS, "parts of training steps")
+        self._operations = meter.create_histogram("ferrorpc.operation.duration", "s", "from an operation's call to its end")
+        self._steps = meter.create_histogram("ferrorpc.step.duration", "s", "parts of training steps")
 
     def begin(self, label: str, attributes: Mapping[str, Any]) -> Any:
         """Starts the span of an operation, as a child of the caller's span."""
         name = f"ferrorpc {operation_of(label)}"
         return self._tracer.start_span(name, attributes={"ferrorpc.operation": label, **attributes})
 
-    def end(self, span: Any, label: str, seconds: float, failure: str = "") -> None:
+    def end(self, span: Any, label: str, seconds: float, failure: str) -> None:
         """The operation has ended; `failure` is the name of its error's class."""
         if failure:
             span.set_status(self._error)
@@ -87,11 +85,6 @@ class OpenTelemetryObserver:
         """A training step has ended."""
         for part, seconds in (("compute", compute_seconds), ("exposed", exposed_seconds), ("hidden", hidden_seconds)):
             self._steps.record(seconds, {"ferrorpc.part": part})
-
-
-def operation_of(label: str) -> str:
-    """ "all_reduce" of "all_reduce(float32[4], sum) #7"."""
-    return label.partition("(")[0].partition(" ")[0]
 
 
 _telemetry: Observer | None = None

@@ -74,12 +74,12 @@ class TraceFile:
             "id2": {"local": str(next(self._numbers))},
             "tid": 0,
             "pid": attributes["ferrorpc.world_rank"],
-            "name": label.partition("(")[0],
+            "name": operation_of(label),
         }
         self._write({**span, "ph": "b", "ts": self._now(), "args": {"operation": label, **attributes}})
         return span
 
-    def end(self, span: Mapping[str, Any], label: str, seconds: float, failure: str = "") -> None:
+    def end(self, span: Mapping[str, Any], label: str, seconds: float, failure: str) -> None:
         """The operation has ended; `failure` is the name of its error's class."""
         self._write({**span, "ph": "e", "ts": self._now(), "args": {"error": failure} if failure else {}})
 
@@ -137,3 +137,8 @@ class TraceFile:
     def _now(self) -> float:
         """Microseconds since 1970."""
         return (self._epoch + time.monotonic()) * MICROSECONDS
+
+
+def operation_of(label: str) -> str:
+    """ "all_reduce" of "all_reduce(op=sum, float32[4]) #7"."""
+    return label.partition("(")[0]

@@ -9,15 +9,13 @@ a step is almost only messages: one for each microbatch, and one back for its gr
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import ferrorpc
-from benchmarks.gpu.timing import note
+from benchmarks.gpu.timing import group_seconds_of, note
 from benchmarks.options import amount, count
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.cli.table import table
@@ -65,20 +63,16 @@ def measure(cupy: Any, group: Any, size_bytes: int, microbatches: int, turns: in
     x, target = cupy.asarray(host), cupy.asarray(host[:, :1])
     stage = FirstStage(x) if group.rank == 0 else CopyStage(x)
     pipe = ferrorpc.Pipeline(stage, group, "1f1b", microbatches)
-    settle = cupy.cuda.get_current_stream().synchronize
-    times = []
-    for _ in range(turns + 1):
+
+    def step() -> None:
         if isinstance(stage, FirstStage):
             stage.grads.clear()
-        settle()
-        group.barrier()
-        begin = time.perf_counter()
         pipe.step(x, target, loss, "sum")
-        settle()
-        times.append(time.perf_counter() - begin)
+
+    seconds = group_seconds_of(group, step, cupy.cuda.get_current_stream().synchronize, turns)
     if isinstance(stage, FirstStage):
         np.testing.assert_array_equal(np.concatenate([cupy.asnumpy(each) for each in stage.grads]), host)
-    return statistics.median(times[1:])
+    return seconds
 
 
 def main() -> None:

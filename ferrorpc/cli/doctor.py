@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from ferrorpc.cli.client import address_of
+from ferrorpc.cli.client import call, channel, connect, token
 from ferrorpc.cli.invalid_settings import split_invalid
 from ferrorpc.config import SETTINGS, Config, unknown_settings
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import ConfigError, FerroError
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire import options as wire_options
 from ferrorpc.wire.address import listen, split_address
@@ -177,20 +177,12 @@ def ports(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def _coordinator(config: Config) -> Findings:
     """Whether a healthy coordinator listens there and accepts this process."""
-    import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from ferrorpc.cli.client import channel
-
-    where = address_of(None, config)
+    where = config["coordinator"]
     with channel(where, config) as opened:
         request = health_pb2.HealthCheckRequest(service="ferrorpc.v1.CoordinatorService")
-        try:
-            answer = health_pb2_grpc.HealthStub(opened).Check(request, timeout=2 * DIAL_SECONDS)
-        except grpc.RpcError as error:
-            from ferrorpc.wire.status import error_of
-
-            raise error_of(error, f"the coordinator at {where}") from None
+        answer = call(health_pb2_grpc.HealthStub(opened).Check, request, where)
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     fix = "" if serving else "wait until it has started, or read its log"
     yield Finding("ok" if serving else "bad", "coordinator", f"{where} {'serves' if serving else 'is stopping'}", fix)
@@ -198,8 +190,6 @@ def _coordinator(config: Config) -> Findings:
 
 
 def _same_version(where: str, config: Config) -> Findings:
-    from ferrorpc.cli.client import call, connect, token
-    from ferrorpc.errors import ConfigError
     from ferrorpc.v1.session_pb2 import StatusRequest
 
     with connect(where, config) as stub:
@@ -283,7 +273,7 @@ def tls(config: Config, environment: Mapping[str, str]) -> Findings:
 
     if read_token(config["token_file"]):
         yield Finding("ok", "token", "this process has one")
-    files: TlsFiles | None = TlsFiles.of(config)
+    files = TlsFiles.of(config)
     if files is None:
         yield Finding("note", "TLS", "off, which is fine on loopback", "`ferrorpc certs init` for other networks")
         return
@@ -299,8 +289,6 @@ def tls(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def _private(files: TlsFiles) -> None:
     """Raises ConfigError if other users may read the key."""
-    from ferrorpc.errors import ConfigError
-
     assert files.key is not None
     if os.stat(files.key).st_mode & 0o007:
         raise ConfigError(f"everybody on this host may read the key {files.key}", hint=f"chmod o= {files.key}")

@@ -74,7 +74,3 @@ def run(arguments: list[str]) -> int:
         click.echo(f"ferrorpc: {where}: {error.strerror}\ntry: check the path, and who may write there", err=True)
         return EXIT_CONFIG
     return result if isinstance(result, int) else 0
-
-
-if __name__ == "__main__":
-    main()

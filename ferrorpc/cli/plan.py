@@ -8,14 +8,13 @@ from typing import Any, Final
 
 import click
 
-from ferrorpc.cli.plan_collective import COMMANDS
+from ferrorpc.cli.plan_collective import COMMANDS, FILE
 from ferrorpc.cli.table import table
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline import schedules
 from ferrorpc.pipeline.schedules import PipelineTimeline, Schedule
 from ferrorpc.pipeline.schedules.simulation import columns
 
-FILE = click.Path(dir_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
 TIME = click.FloatRange(min=0)
 LARGE: Final = 1_000

@@ -22,8 +22,7 @@ from ferrorpc.collectives.predict import Prediction, predict
 from ferrorpc.collectives.select import explain, select
 from ferrorpc.collectives.tuning import Tuning, algorithm_names, parse_algorithms
 from ferrorpc.config import Config, size_bytes
-from ferrorpc.errors import ConfigError
-from ferrorpc.wire.cost_table import CostTable, parse
+from ferrorpc.wire.cost_table import read
 
 FILE: Final = click.Path(dir_okay=False, path_type=Path)
 STEPS_SHOWN: Final = 32
@@ -71,7 +70,8 @@ def command_of(operation: Operation) -> click.Command:
         if hosts > ranks:
             raise click.BadParameter(f"{ranks} ranks cannot be spread over {hosts} hosts", param_hint="--hosts")
         layout = tuple(each * hosts // ranks for each in range(ranks))
-        tuning = Tuning(_table(cost_table), parse_algorithms(Config()["algorithm"] or ()), layout)
+        file = Config({"cost_table": cost_table})["cost_table"]
+        tuning = Tuning(None if file is None else read(file), parse_algorithms(Config()["algorithm"] or ()), layout)
         planned = _PlannedCall(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, tuning)
         if svg or png or trace:
             timeline = planned.prediction.timeline(planned.title)
@@ -88,17 +88,6 @@ def _bytes(size: str) -> int:
         return size_bytes(size)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--size") from None
-
-
-def _table(given: str | None) -> CostTable | None:
-    path = Config({"cost_table": given})["cost_table"]
-    if path is None:
-        return None
-    try:
-        return parse(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        hint = "`ferrorpc bench --fit FILE` writes such a file"
-        raise ConfigError(f"the cost table {path} cannot be used: {error}", hint=hint) from None
 
 
 class _PlannedCall:

@@ -72,8 +72,7 @@ class Connection:
     """A connection that outlives its streams.
 
     Args:
-        address: of the coordinator, for messages.
-        connect: makes a channel to it.
+        connect: makes a channel to the coordinator.
         listener: the owner.
         initial_outage: seconds the coordinator may be unreachable until `joined` is called.
         max_outage: seconds it may be unreachable later.
@@ -82,7 +81,6 @@ class Connection:
 
     def __init__(
         self,
-        address: str,
         connect: ChannelFactory,
         listener: Listener,
         clock: Clock,
@@ -91,7 +89,7 @@ class Connection:
         max_outage: float,
         heartbeat_interval: float,
     ) -> None:
-        self.address = address
+        self.address = connect.address
         self.cluster_id = ""
         self._last_position = identity_pb2.Position()
         """The newest generation and revision that the coordinator sent. They are durable: the same journal never goes back."""
@@ -110,7 +108,7 @@ class Connection:
         self._down_since: float | None = clock.now()
         self._loss_logged = False
         """Its loss was logged as a warning, so its return is, too."""
-        self._failure: FerroError = CoordinatorUnavailableError(f"nobody has answered at {address} yet")
+        self._failure: FerroError = CoordinatorUnavailableError(f"nobody has answered at {connect.address} yet")
         self._outage_limit = initial_outage
         self._max_outage = max_outage
         self._interval = heartbeat_interval
@@ -288,7 +286,7 @@ class Connection:
     def _run_stream(self) -> bool:
         """Opens a stream and reads it to its end. Returns whether it came up."""
         try:
-            stream = SessionStream(self._connect, f"the coordinator at {self.address}")
+            stream = SessionStream(self._connect)
         except FerroError as error:
             if not self._token:
                 self._fail(error)

@@ -15,8 +15,6 @@ PAYLOAD_BYTES_MAX: Final = 4 << 10
 FRAME_BYTES_MAX: Final = 256 << 10
 WRITES_MAX: Final = 128
 """Unanswered writes of a session. A coordinator remembers the results of this many, in case they are sent again."""
-RANKS_PER_ID: Final = 128
-"""How many ranks share one NCCL id, which their leader creates."""
 BINDINGS: Final = ("job", "session", "generation")
 _KEY: Final = re.compile(r"[!-~]+")
 

@@ -17,6 +17,7 @@ from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.condition import Condition
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
+from ferrorpc.coordination.nccl_ids import leaders
 from ferrorpc.errors import (
     BarrierTimeoutError,
     CollectiveTimeoutError,
@@ -356,7 +357,7 @@ class LocalSession(Session):
     ) -> list[bytes]:
         participants = self._participants(ranks)
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
-        exchange = _Exchange(label, participants, -(-len(participants) // limits.RANKS_PER_ID))
+        exchange = _Exchange(label, participants, len(leaders(participants)))
         failure = unique_ids if isinstance(unique_ids, FerroError) else None
         brought = [] if isinstance(unique_ids, FerroError) else list(unique_ids or ())
         with self._condition.lock:

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ferrorpc.coordination.base import Session
-from ferrorpc.coordination.limits import RANKS_PER_ID
 from ferrorpc.errors import FerroError, NcclError
 
 ID_BYTES: Final = 128
+_RANKS_PER_ID: Final = 128
 
 
 def leaders(ranks: Sequence[int]) -> list[int]:
     """The ranks that create ids, one for every 128."""
-    return sorted(ranks)[::RANKS_PER_ID]
+    return sorted(ranks)[::_RANKS_PER_ID]
 
 
 def agree_on_ids(

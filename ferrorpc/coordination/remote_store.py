@@ -13,7 +13,7 @@ from ferrorpc.coordination.condition import Condition
 from ferrorpc.coordination.connection import Connection
 from ferrorpc.coordination.local_store import timed_out
 from ferrorpc.errors import StoreTimeoutError
-from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
+from ferrorpc.guard import SYSTEM_CLOCK, seconds_of
 from ferrorpc.v1 import store_pb2 as wire
 
 _BINDING: Final = {
@@ -36,14 +36,12 @@ class RemoteStore(Store):
     Args:
         connection: the connection to the coordinator.
         timeout: seconds that a request may take; for `get` and `wait` the default.
-        clock: for waits for a turn to write.
     """
 
-    def __init__(self, connection: Connection, timeout: float, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, connection: Connection, timeout: float) -> None:
         self._connection = connection
         self._timeout = timeout
-        self._clock = clock
-        self._turns = Condition(clock)
+        self._turns = Condition(SYSTEM_CLOCK)
         self._writing = 0
         self._request_ids = itertools.count(secrets.randbits(31) << 32 | 1)
 
@@ -102,7 +100,7 @@ class RemoteStore(Store):
     def _write(self, label: str, **operation: Any) -> wire.StoreResponse:
         if self._connection.ended_by is not None:  # as in a forked child, where nobody may ever release the lock
             raise self._connection.ended_by.again()
-        while not self._turns.wait_for(self._take_turn, self._clock.now() + self._timeout):
+        while not self._turns.wait_for(self._take_turn, SYSTEM_CLOCK.now() + self._timeout):
             if not self._connection.outage():
                 others = f"{limits.WRITES_MAX} others have no answer"
                 raise StoreTimeoutError(f"{label} had no turn for {self._timeout:g} s: {others}")

@@ -17,6 +17,7 @@ from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.coordination.connection import Connection
 from ferrorpc.coordination.explain import explain_wait, member_report
+from ferrorpc.coordination.nccl_ids import leaders
 from ferrorpc.coordination.pending_requests import Request
 from ferrorpc.coordination.remote_store import RemoteStore, milliseconds
 from ferrorpc.coordination.session_stream import SessionStream
@@ -115,7 +116,6 @@ class RemoteSession(Session):
         self._leave_callbacks: list[Callable[[], None]] = []
         self.left = False
         self._connection = Connection(
-            address,
             ChannelFactory(address, job, config),
             self,
             self.clock,
@@ -123,7 +123,7 @@ class RemoteSession(Session):
             max_outage=config["max_outage"],
             heartbeat_interval=config["heartbeat_interval"],
         )
-        self.store = RemoteStore(self._connection, self._timeout, self.clock)
+        self.store = RemoteStore(self._connection, self._timeout)
 
     def join(self) -> Self:
         """Joins the job. Returns when the rendezvous is complete and `membership` is set. The timeout bounds all of it:
@@ -280,11 +280,10 @@ class RemoteSession(Session):
             timeout_ms=milliseconds(timeout),
         )
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
-        leaders = participants[:: limits.RANKS_PER_ID]
         if unique_ids is not None:
             self._volatile_requests[label] = {"comm_bootstrap": request}
         response = self._ask_generation(
-            label, timeout, lambda message: CollectiveTimeoutError(leaders, message), comm_bootstrap=request
+            label, timeout, lambda message: CollectiveTimeoutError(leaders(participants), message), comm_bootstrap=request
         )
         return list(response.unique_ids)
 

@@ -23,11 +23,10 @@ class SessionStream:
 
     Args:
         connect: makes the channel.
-        peer: what errors call the coordinator.
     """
 
-    def __init__(self, connect: ChannelFactory, peer: str) -> None:
-        self._peer = peer
+    def __init__(self, connect: ChannelFactory) -> None:
+        self._peer = f"the coordinator at {connect.address}"
         self._outgoing: queue.SimpleQueue[wire.ClientFrame | None] = queue.SimpleQueue()
         self._channel = connect()
         self._stub = CoordinatorServiceStub(self._channel)

@@ -18,7 +18,10 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
+
+from ferrorpc.errors import ConfigError
 
 LANE: Final = "grpc"
 """The one lane of a table. The in-process lane simulates it; in shared memory sizes decide (collectives.arena.select)."""
@@ -84,6 +87,19 @@ class CostTable:
         rows = [{"ranks": ranks, **costs.figures()} for ranks, costs in sorted(self.rows.items())]
         shared = {} if self.processors is None else {"processors": self.processors}
         return json.dumps({"version": VERSION, "name": self.name, **shared, "lanes": {LANE: rows}}, indent=1) + "\n"
+
+
+def read(path: str) -> CostTable:
+    """Reads a table from a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no valid table.
+    """
+    try:
+        return parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        hint = "check --cost-table and FERRORPC_COST_TABLE; `ferrorpc bench --fit FILE` writes such a file"
+        raise ConfigError(f"the cost table {path} cannot be used: {error}", hint=hint) from None
 
 
 def parse(text: str) -> CostTable:

@@ -27,7 +27,7 @@ from ferrorpc.errors import ConfigError
 from ferrorpc.exit_codes import CONFIGURATION_ERRORS, EXIT_CONFIG, EXIT_FAILED
 from ferrorpc.logs import set_up_logging
 from ferrorpc.versions import own_version
-from ferrorpc.wire.cost_table import parse
+from ferrorpc.wire.cost_table import read
 from ferrorpc.wire.identity import Role, described
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.server import Announcement, Options, serve
@@ -170,14 +170,8 @@ def _require_role(tls: TlsFiles | None) -> None:
 
 
 def _cost_table(path: str | None) -> str:
-    """The cost table as compact JSON."""
-    if path is None:
-        return ""
-    try:
-        return json.dumps(json.loads(parse(Path(path).read_text(encoding="utf-8")).text()), separators=(",", ":"))
-    except (OSError, ValueError) as error:
-        hint = "check FERRORPC_COST_TABLE; `ferrorpc bench --fit FILE` writes such a file"
-        raise ConfigError(f"the cost table {path} cannot be used: {error}", hint=hint) from None
+    """The cost table in this file as compact JSON; empty without one."""
+    return "" if path is None else json.dumps(json.loads(read(path).text()), separators=(",", ":"))
 
 
 if __name__ == "__main__":

@@ -73,10 +73,10 @@ class Announcement:
     address: str
     cluster_id: str
     epoch: int
-    http_address: str = ""
+    http_address: str
     """Address of the status page; empty if there is none."""
-    page: str = ""
-    """Its URL."""
+    page: str
+    """Its URL; empty likewise."""
 
 
 def require_safe(options: Options) -> None:
@@ -110,7 +110,7 @@ def warn_of_floods(options: Options, grpcio_version: str) -> None:
     members_only = options.tls is not None and options.tls.authority is not None
     if members_only or is_loopback(_host_of(options)) or wire_options.bounds_floods(grpcio_version):
         return
-    logging.getLogger("ferrorpc.coordinator").warning(
+    _log.warning(
         "anyone who reaches %s can fill this process's memory with pings, because grpcio is %s; try: pip install 'grpcio>=%s'",
         options.listen,
         grpcio_version,

@@ -10,14 +10,16 @@ import pytest
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import LimitExceededError, MessageTooLargeError, StoreTimeoutError, UsageError
-from tests.integration.service import Service, join_all, together
+from tests.integration.coordinator_process import CoordinatorProcess
+from tests.integration.members import join_all
+from tests.threads import together
 
 _jobs = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
-    service = Service()
+def service() -> Iterator[CoordinatorProcess]:
+    service = CoordinatorProcess()
     yield service
     service.stop()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -24,20 +24,13 @@ from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Frame, Header, Key
 from ferrorpc.wire.token import Token
+from tests.integration.lane_ranks import header_of, random_bytes, send
 from tests.unit.transports.shared_memory.host_worlds import HostWorld
 from tests.waiting import eventually
 
 SECONDS = 60.0
 KEY = Key(0, 0, 1)
 SIZES = [0, 1, 17, 12 << 10, (12 << 10) + 1, CHUNK_BYTES, 9 * CHUNK_BYTES + 3]
-
-
-def header_of(total: int, signature: str = "a()", slot: int = 0) -> Header:
-    return Header(slot, signature, DType.UINT8, (total,), total)
-
-
-def random_bytes(size: int) -> np.ndarray:
-    return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
 
 
 class End:
@@ -60,16 +53,10 @@ class End:
 
     def send(self, peer: End, key: Key, data: np.ndarray, slot: int = 0) -> None:
         """Sends a whole message, waiting for room."""
-        header = header_of(data.size, slot=slot)
-        room = threading.Event()
-        for offset in range(0, max(data.size, 1), CHUNK_BYTES):
-            chunk = data[offset : offset + CHUNK_BYTES] if data.size else None
-            while not self.transport.send(peer.rank, key, header, offset, chunk, room.set):
-                assert room.wait(SECONDS), "nobody was told that there is room"
-                room.clear()
+        send(self, peer.rank, key, data, slot)
 
-    def send_one(self, peer: End, number: int, room: Callable[[], None] = lambda: None) -> bool:
-        return self.transport.send(peer.rank, Key(0, 0, number), header_of(1), 0, random_bytes(1), room)
+    def send_one(self, peer: End, number: int) -> bool:
+        return self.transport.send(peer.rank, Key(0, 0, number), header_of(1), 0, random_bytes(1), lambda: None)
 
 
 def received(box: Box, source: End, slot: int = 0) -> list[Frame]:

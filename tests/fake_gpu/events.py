@@ -18,27 +18,24 @@ from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import check_same
 from ferrorpc.transports.inproc import InprocTransport
+from tests.waiting import eventually
 
 SECONDS: Final = 30.0
 
 
-def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, pool_bytes: int = POOL_BYTES, gpus: int = 4) -> Iterator[None]:
+def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, pool_bytes: int = POOL_BYTES) -> Iterator[None]:
     """For a fixture: pinned memory of that size, all of which has to be free again in the end."""
     stagings = [
-        Staging(device_of(cupy, index), slot_bytes=slot_bytes, slots=slots, pool_bytes=pool_bytes) for index in range(gpus)
+        Staging(device_of(cupy, index), slot_bytes=slot_bytes, slots=slots, pool_bytes=pool_bytes) for index in range(4)
     ]
     for index, staging in enumerate(stagings):
         vars(device_of(cupy, index))["staging"] = staging
     yield
     rings = [ring for staging in stagings for ring in (staging.downloads, staging.uploads)]
-    parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
-    while any(taken(ring) for ring in rings) and SYSTEM_CLOCK.now() < until:  # a progress thread may just be ending what failed
-        parker.park(SYSTEM_CLOCK.now() + 0.01)
-    assert [taken(ring) for ring in rings] == [0] * len(rings)
+    # A progress thread may just be ending what failed.
+    eventually(lambda: not any(taken(ring) for ring in rings), "all slots are free", SECONDS)
     gc.collect()  # a failure that a test holds refers to arrays
-    while any(_lent_bytes(cupy, staging) for staging in stagings) and SYSTEM_CLOCK.now() < until:
-        parker.park(SYSTEM_CLOCK.now() + 0.01)
-    assert [_lent_bytes(cupy, staging) for staging in stagings] == [0] * len(stagings)
+    eventually(lambda: not any(_lent_bytes(cupy, staging) for staging in stagings), "no bytes are on loan", SECONDS)
 
 
 def taken(ring: Ring) -> int:
@@ -89,7 +86,8 @@ class Events:
         self.puts_off: dict[str, tuple[int, str]] = {}
         """Event -> how many of it may happen before another one has."""
         self._lock = threading.Lock()
-        cupy.machine.copying = self._copying
+        self._machine = cupy.machine
+        self._machine.copying = self._copying
         send = InprocTransport.send
 
         def sending(transport: InprocTransport, *args: Any) -> bool:
@@ -103,6 +101,15 @@ class Events:
         """From now on."""
         with self._lock:
             self.seen, self.refused, self.puts_off = [], set(), puts_off
+
+    def wait_until_put_off(self, event: str) -> None:
+        """Returns once this event was put off, and rank 0 is in the operation."""
+
+        def is_put_off() -> bool:
+            self._machine.step()
+            return event in self.refused and "down 0" in {*self.seen, *self.refused}
+
+        eventually(is_put_off, f"{event} is put off", SECONDS)
 
     def _copying(self, direction: str, gpu: int, size_bytes: int) -> bool:
         return self._note(f"{direction} {gpu}")

@@ -15,7 +15,7 @@ from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.worlds import nccl_backends
-from tests.unit.transports.shared_memory.host_worlds import in_threads
+from tests.threads import in_threads
 from tests.waiting import eventually
 
 SECONDS = 30.0

@@ -9,7 +9,7 @@ from typing import Any
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from tests.integration.test_grpc_backend import GrpcWorld
-from tests.unit.transports.shared_memory.host_worlds import in_threads
+from tests.threads import in_threads, results_of
 
 
 @contextmanager
@@ -28,8 +28,4 @@ def ipc_backends(
             process = f"process-{rank if apart else 0}"
             return CudaIpcBackend(world.backends[rank], device_of(cupy, 0), slot_bytes=slot_bytes, process=process, **options)
 
-        found = in_threads(size, make)
-        for outcome in found:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        yield found
+        yield results_of(in_threads(size, make))

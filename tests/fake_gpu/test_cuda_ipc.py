@@ -41,7 +41,7 @@ from tests.fake_gpu.shared_worlds import ipc_backends
 from tests.fake_gpu.test_nccl_ending import never
 from tests.fake_gpu.worlds import host_lanes, sessions
 from tests.integration.test_grpc_backend import GrpcWorld
-from tests.unit.transports.shared_memory.host_worlds import in_threads
+from tests.threads import in_threads, results_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.shared_memory
@@ -87,11 +87,7 @@ def groups(cupy: StandIn, size: int, **options: Any) -> Iterator[list[ProcessGro
 
 def on_ranks(found: list[ProcessGroup], body: Callable[[ProcessGroup], Any]) -> list[Any]:
     """What body(group) returns on each rank, or raises there."""
-    outcomes = in_threads(len(found), lambda rank: body(found[rank]))
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes
+    return results_of(in_threads(len(found), lambda rank: body(found[rank])))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

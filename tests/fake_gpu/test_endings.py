@@ -23,7 +23,7 @@ from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.groups import Ranks, end_of
 from tests.fake_gpu.shared_worlds import ipc_backends
 from tests.fake_gpu.worlds import host_lanes, nccl_backends
-from tests.unit.transports.shared_memory.host_worlds import in_threads
+from tests.threads import in_threads
 from tests.waiting import eventually
 
 OPERATIONS = (

@@ -22,8 +22,8 @@ from ferrorpc.backends.nccl.api import Features
 from ferrorpc.backends.nccl.cupy_nccl import CupyNcclApi, open_cupy_nccl
 from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi, open_nccl4py
 from ferrorpc.errors import BackendUnavailableError, NcclError
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.types import DType, ReduceOp
+from tests.waiting import eventually
 
 ID = bytes(range(128))
 FLOAT, SUM = DataType.FLOAT32, Op.SUM
@@ -238,9 +238,7 @@ def cupy_nccl(record: Recorder) -> CupyNcclApi:
 
 
 def complete(end: Any) -> Any:
-    parker = SYSTEM_CLOCK.parker()
-    while end.state() is State.IN_PROGRESS:
-        parker.park(SYSTEM_CLOCK.now() + 0.001)
+    eventually(lambda: end.state() is not State.IN_PROGRESS, "the end of its initialisation")
     return end
 
 

@@ -22,7 +22,7 @@ from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.virtual_clock import VirtualClock
 from tests.fake_gpu.worlds import host_lanes, nccl_backends
-from tests.unit.transports.shared_memory.host_worlds import in_threads
+from tests.threads import in_threads
 
 INIT = 0.4
 VERDICT = 0.5

@@ -17,7 +17,7 @@ from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 from tests.fake_gpu.worlds import SECONDS, nccl_backends
-from tests.unit.transports.shared_memory.host_worlds import in_threads
+from tests.threads import in_threads
 from tests.waiting import eventually
 
 SUM = Call(Operation.REDUCE, (TensorSpec(DType.FLOAT32, (4,)),), op=ReduceOp.SUM, root=0)

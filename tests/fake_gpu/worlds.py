@@ -12,7 +12,7 @@ from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.unit.transports.shared_memory.host_worlds import in_threads
+from tests.threads import in_threads, results_of
 
 SECONDS = 30.0
 
@@ -39,8 +39,4 @@ def nccl_backends(
     def make(rank: int) -> DeviceBackend:
         return kind(lanes[rank], device_of(cupy, rank), nccl.api(rank), **options)
 
-    found = in_threads(size, make)
-    for outcome in found:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return found
+    return results_of(in_threads(size, make))

@@ -1,6 +1,5 @@
 """A coordinator as a child process, and a bare client for it: frames out, frames in, nothing hidden."""
 
-import os
 import queue
 import signal
 import subprocess
@@ -14,23 +13,27 @@ import grpc
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc, store_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.error_detail import restore
+from tests.integration import launching
 from tests.integration.ports import lasting_port
 
 START_SECONDS = 60.0
 
 
 class CoordinatorProcess:
-    """`python -m ferrorpc_coordinator` with the given flags; ready when constructed."""
+    """`python -m ferrorpc_coordinator` with the given flags; ready when constructed. It can be started anew on its address."""
 
     def __init__(self, *flags, listen=None, environment=None):
         self.flags = flags
-        listen = listen or f"127.0.0.1:{lasting_port()}"
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
-        self.environment.update(environment or {})
+        self.address = listen or f"127.0.0.1:{lasting_port()}"
+        self.environment = launching.environment(**(environment or {}))
+        self.start()
+
+    def start(self):
+        """Starts it, and waits until it listens."""
         # A file, not a pipe: nobody reads it meanwhile, and a process that writes to a full pipe stands still.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the process
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ferrorpc_coordinator", "--listen", listen, *flags],
+            [sys.executable, "-m", "ferrorpc_coordinator", "--listen", self.address, *self.flags],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -50,6 +53,14 @@ class CoordinatorProcess:
     def again(self):
         """Another process with the same flags on the same address."""
         return CoordinatorProcess(*self.flags, listen=self.address, environment=self.environment)
+
+    def pause(self):
+        """SIGSTOP."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self):
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self):
         """SIGKILL."""
@@ -84,13 +95,12 @@ def coordinator(*flags, **options_):
 
 def refused_start(*flags, environment=None):
     """Runs a coordinator that must not start; returns its exit code and stderr."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
     done = subprocess.run(
         [sys.executable, "-m", "ferrorpc_coordinator", *flags],
         capture_output=True,
         text=True,
         timeout=START_SECONDS,
-        env={**plain, **(environment or {})},
+        env=launching.environment(**(environment or {})),
         check=False,
     )
     return done.returncode, done.stderr

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tests.integration.coordinator_process import coordinator
+from tests.integration.launching import environment
 
 SIZE = 3
 RUNNING_SECONDS = 1.0
@@ -39,7 +40,7 @@ class Nursery:
             [sys.executable, "-m", "tests.integration.fault_worker", address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")},
+            env=environment(),
         )
         self._said: dict[str, queue.Queue[list[str]]] = {}
         self._lock = threading.Lock()
@@ -132,18 +133,18 @@ class Trial:
                 os.kill(process, signal.SIGUSR1)
 
 
-def run_trials(count: int, transport: str, how: signal.Signals, worlds: int, seed: int = 0) -> list[Outcome]:
+def run_trials(count: int, transport: str, how: signal.Signals, worlds: int) -> list[Outcome]:
     """So many trials, `worlds` at a time; those in which something went wrong."""
     bad: list[Outcome] = []
     for first in range(0, count, TRIALS_OF_A_COORDINATOR):
         numbers = range(first, min(first + TRIALS_OF_A_COORDINATOR, count))
-        bad += _run_some(numbers, transport, how, worlds, seed)
+        bad += _run_some(numbers, transport, how, worlds)
     return bad
 
 
-def _run_some(numbers: Sequence[int], transport: str, how: signal.Signals, worlds: int, seed: int) -> list[Outcome]:
+def _run_some(numbers: Sequence[int], transport: str, how: signal.Signals, worlds: int) -> list[Outcome]:
     def one(number: int) -> Outcome:
-        trial = Trial(nursery, f"{transport}-{how.name}-{number}", transport, how, seed + number)
+        trial = Trial(nursery, f"{transport}-{how.name}-{number}", transport, how, number)
         outcome = trial.run()
         if outcome.complaints:
             trial.stacks()

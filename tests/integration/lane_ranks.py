@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -52,11 +53,9 @@ class Rank:
         return list(box.frames.get((peer, slot), ()))
 
 
-def assignment_of(
-    rank: int, servers: list[WorkerServer], generation: int = 1, cluster: str = "c", job: str = "j"
-) -> Assignment:
+def assignment_of(rank: int, servers: list[WorkerServer], generation: int = 1) -> Assignment:
     peers = tuple(Peer(number, f"member-{number}", address=server.address) for number, server in enumerate(servers))
-    return Assignment(job, cluster, generation, rank, peers)
+    return Assignment("j", "c", generation, rank, peers)
 
 
 @contextlib.contextmanager
@@ -81,8 +80,8 @@ def header_of(total: int, signature: str = "a()", slot: int = 0) -> Header:
     return Header(slot, signature, DType.UINT8, (total,), total)
 
 
-def send(sender: Rank, peer: int, key: Key, data: np.ndarray, slot: int = 0) -> None:
-    """Sends a whole message, waiting for room."""
+def send(sender: Any, peer: int, key: Key, data: np.ndarray, slot: int = 0) -> None:
+    """Sends a whole message by the sender's transport, waiting for room."""
     header = header_of(data.size, slot=slot)
     room = threading.Event()
     for offset in range(0, max(data.size, 1), CHUNK_BYTES):

@@ -11,6 +11,8 @@ import textwrap
 import time
 from pathlib import Path
 
+from tests.waiting import eventually
+
 
 def write_script(directory: Path, body: str, name: str = "script.py") -> str:
     """A worker script."""
@@ -19,24 +21,22 @@ def write_script(directory: Path, body: str, name: str = "script.py") -> str:
     return str(path)
 
 
-def environment() -> dict[str, str]:
-    """This process's, without what an outer job may have set."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_"))
-        and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
-    }
+def environment(**more: str) -> dict[str, str]:
+    """This process's without what an outer job may have set, and with these."""
+    prefixes = ("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes) and name not in names}
+    return kept | more
 
 
 def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
     """`ferrorpc run` with these arguments, and these variables, in a session of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc.cli.main", "run", *arguments],
+        [sys.executable, "-m", "ferrorpc", "run", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**environment(), **more},
+        env=environment(**more),
         start_new_session=True,
     )
 
@@ -60,13 +60,12 @@ def run(*arguments: str, timeout: float = 100, **more: str) -> subprocess.Comple
 
 def read_numbers(directory: Path, pattern: str, count: int, timeout: float = 60) -> list[int]:
     """The numbers in the `count` files that workers write, as soon as all are there."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+
+    def complete() -> list[str] | None:
         texts = [path.read_text() for path in sorted(directory.glob(pattern))]
-        if len(texts) == count and all(text.endswith("\n") for text in texts):
-            return [int(text) for text in texts]
-        time.sleep(0.02)
-    raise AssertionError(f"{pattern}: not {count} files within {timeout} s")
+        return texts if len(texts) == count and all(text.endswith("\n") for text in texts) else None
+
+    return [int(text) for text in eventually(complete, f"{count} files {pattern}", timeout)]
 
 
 def alive(pid: int) -> bool:
@@ -99,13 +98,14 @@ def children_of(pid: int) -> dict[int, str]:
 
 def coordinator_of(launcher: int, timeout: float = 60) -> tuple[int, str]:
     """Process id and address of a launcher's own coordinator, once it runs."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+
+    def running() -> tuple[int, str] | None:
         for pid, command in children_of(launcher).items():
             if "-m ferrorpc_coordinator" in command and "exec_shim.py" not in command:
                 return pid, command.partition("--listen ")[2].split()[0]
-        time.sleep(0.02)
-    raise AssertionError(f"no coordinator within {timeout} s")
+        return None
+
+    return eventually(running, "a coordinator", timeout)
 
 
 def kill_all(pids: list[int]) -> None:

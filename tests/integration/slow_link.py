@@ -19,12 +19,12 @@ class SlowLink:
 
     Attributes:
         bytes_per_second: of what goes to the server.
-        answer_seconds: how long each piece that comes back is kept.
     """
 
-    def __init__(self, target: str, bytes_per_second: int, answer_seconds: float) -> None:
+    def __init__(self, target: str, bytes_per_second: int) -> None:
         self.bytes_per_second = bytes_per_second
-        self.answer_seconds = answer_seconds
+        self.answer_seconds = 0.0
+        """How long each piece that comes back is kept."""
         self._target = split_address(target)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = join_address("127.0.0.1", self._listener.getsockname()[1])
@@ -62,9 +62,9 @@ class SlowLink:
 
 
 @contextlib.contextmanager
-def slow_link(target: str, *, bytes_per_second: int = 1 << 30, answer_seconds: float = 0.0) -> Iterator[SlowLink]:
+def slow_link(target: str, *, bytes_per_second: int = 1 << 30) -> Iterator[SlowLink]:
     """A link to `target`, for as long as it lasts."""
-    link = SlowLink(target, bytes_per_second, answer_seconds)
+    link = SlowLink(target, bytes_per_second)
     try:
         yield link
     finally:

@@ -32,7 +32,7 @@ with ferrorpc.init_process_group() as group:
 def test_barriers_hold_and_sums_are_right_whatever_is_asked_for(tmp_path: Path, asked: str) -> None:
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "--standalone", "-n", "2", str(script), str(out)]
+    command = [sys.executable, "-m", "ferrorpc", "run", "--standalone", "-n", "2", str(script), str(out)]
     variables = {**environment(), "FERRORPC_ALGORITHM": asked}
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=variables, check=False)
     assert result.returncode == 0, result.stderr

@@ -8,7 +8,7 @@ from tests.integration.launching import environment
 
 
 def bench(*arguments, cwd=None):
-    command = [sys.executable, "-P", "-m", "ferrorpc.cli.main", "bench", "all_reduce", "--rounds", "2", "--seconds", "0.01"]
+    command = [sys.executable, "-P", "-m", "ferrorpc", "bench", "all_reduce", "--rounds", "2", "--seconds", "0.01"]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100, env=environment(), cwd=cwd)
 
 

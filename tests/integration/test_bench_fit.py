@@ -20,7 +20,7 @@ CASES = (
 def test_every_case_is_timed_on_real_processes(tmp_path):
     out = tmp_path / "times.json"
     worker = ["-m", "ferrorpc.cli.bench.fit_worker", str(out), "0.01", *CASES]
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "--standalone", "-n", "2", *worker]
+    command = [sys.executable, "-m", "ferrorpc", "run", "--standalone", "-n", "2", *worker]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), check=False)
     assert result.returncode == 0, result.stderr
     times = json.loads(out.read_text())

@@ -9,8 +9,10 @@ import time
 
 import pytest
 
-from tests.integration.launching import children_of, wait_until_gone
-from tests.integration.service import Service
+from tests.integration.coordinator_process import CoordinatorProcess
+from tests.integration.launching import children_of, environment, wait_until_gone
+from tests.integration.ports import lasting_port
+from tests.waiting import eventually
 
 RANK = """
 import numpy, ferrorpc
@@ -20,23 +22,15 @@ print(f"{group.rank} {group.size} {group.backend} {total}\\n", end="", flush=Tru
 """
 
 
-def clean(**variables: str) -> dict[str, str]:
-    """This environment without what launchers set, and with these."""
-    prefixes = ("FERRORPC_", "SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes) and name not in names}
-    return kept | variables
-
-
 def torchrun(rank: int, size: int, port: int) -> dict[str, str]:
     """What torchrun sets on one node; `port` is for the coordinator."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "FERRORPC_PORT": port}
-    return clean(MASTER_ADDR="localhost", MASTER_PORT="29500", **{name: str(value) for name, value in numbers.items()})
+    return environment(MASTER_ADDR="localhost", MASTER_PORT="29500", **{name: str(value) for name, value in numbers.items()})
 
 
-def start(code: str, environment: dict[str, str]) -> subprocess.Popen:
+def start(code: str, variables: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -50,14 +44,12 @@ def outcome(process: subprocess.Popen) -> tuple[int, str, str]:
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return lasting_port()
 
 
 @pytest.fixture(scope="module")
 def service():
-    service = Service()
+    service = CoordinatorProcess()
     yield service
     service.stop()
 
@@ -68,13 +60,13 @@ def listens(port: int) -> bool:
 
 
 def test_a_process_alone_is_a_world_of_one_without_a_socket():
-    code, output, _ = outcome(start(RANK, clean()))
+    code, output, _ = outcome(start(RANK, environment()))
     assert (code, output) == (0, "0 1 simulated 1.0\n")
 
 
 def test_replicas_that_know_only_the_coordinator_and_their_number_are_given_ranks(service):
-    environment = clean(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="3", FERRORPC_JOB="replicas")
-    outcomes = [outcome(process) for process in [start(RANK, environment) for _ in range(3)]]
+    variables = environment(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="3", FERRORPC_JOB="replicas")
+    outcomes = [outcome(process) for process in [start(RANK, variables) for _ in range(3)]]
     assert [code for code, _, _ in outcomes] == [0, 0, 0], outcomes
     assert sorted(output for _, output, _ in outcomes) == [f"{rank} 3 grpc 6.0\n" for rank in range(3)]
 
@@ -84,10 +76,7 @@ def test_under_torchrun_rank_0_starts_a_coordinator_that_ends_after_it(port):
     outcomes = [outcome(process) for process in processes]
     assert [code for code, _, _ in outcomes] == [0, 0, 0], outcomes
     assert [output for _, output, _ in outcomes] == [f"{rank} 3 grpc 6.0\n" for rank in range(3)]
-    deadline = time.monotonic() + 20
-    while listens(port):
-        assert time.monotonic() < deadline, "the coordinator outlives the job"
-        time.sleep(0.1)
+    eventually(lambda: not listens(port), "the end of the coordinator with its job")
 
 
 def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others(port):
@@ -183,7 +172,7 @@ def test_a_port_that_is_taken_is_a_config_error_naming_its_variable(port):
 
 def test_two_runs_of_mpiexec_that_meet_at_one_port_do_not_mix(port):
     """Rank 1 of another run asks at this run's coordinator before its own rank 1 does."""
-    launched = clean(PMI_SIZE="2", MPI_LOCALNRANKS="2", FERRORPC_PORT=str(port))
+    launched = environment(PMI_SIZE="2", MPI_LOCALNRANKS="2", FERRORPC_PORT=str(port))
     stranger = 'PMI_RANK=1 "$0" -c "$1"; true'
     run = 'PMI_RANK=0 "$0" -c "$1" & sleep 2; PMI_RANK=1 "$0" -c "$1"; wait'
     other, own = (
@@ -205,7 +194,7 @@ def test_two_runs_of_mpiexec_that_meet_at_one_port_do_not_mix(port):
 
 def test_two_processes_of_one_launcher_on_a_host_are_one_run(port):
     """As of `mpiexec -hosts localhost,127.0.0.1`: each believes to be alone on its node."""
-    launched = clean(PMI_SIZE="2", MPI_LOCALNRANKS="1", MASTER_ADDR="127.0.0.1", FERRORPC_PORT=str(port))
+    launched = environment(PMI_SIZE="2", MPI_LOCALNRANKS="1", MASTER_ADDR="127.0.0.1", FERRORPC_PORT=str(port))
     commands = [f'PMI_RANK={rank} "$0" -c "$1"; true' for rank in range(2)]
     ranks = [
         subprocess.Popen(["sh", "-c", command, sys.executable, RANK], env=launched, stdout=subprocess.PIPE, text=True)
@@ -222,12 +211,12 @@ def test_where_rank_0_does_not_come_the_others_say_who_starts_the_coordinator(po
 
 
 def test_a_misspelt_variable_is_told_of():
-    _, _, errors = outcome(start(RANK, clean(FERRORPC_TIMOUT="3")))
+    _, _, errors = outcome(start(RANK, environment(FERRORPC_TIMOUT="3")))
     assert "FERRORPC_TIMOUT is set, but no setting is called so: FERRORPC_TIMEOUT is" in errors
 
 
 def test_a_wrong_variable_ends_with_exit_code_64():
-    code, _, errors = outcome(start(RANK, clean(RANK="3", WORLD_SIZE="2")))
+    code, _, errors = outcome(start(RANK, environment(RANK="3", WORLD_SIZE="2")))
     assert code == 64
     assert "RANK=3 is not below WORLD_SIZE=2" in errors
 
@@ -244,7 +233,7 @@ first.close()
 with ferrorpc.init_process_group(world_size=1, job="twice") as second:
     print(second.rank, second.backend)
 """
-    code, output, errors = outcome(start(code, clean(FERRORPC_COORDINATOR=service.address)))
+    code, output, errors = outcome(start(code, environment(FERRORPC_COORDINATOR=service.address)))
     assert code == 0, errors
     assert output == "this process has an open group already\n0 grpc\n"
 
@@ -262,8 +251,8 @@ def test_an_exception_in_the_script_is_the_others_cause(service):
 
 def test_a_script_that_never_closes_ends_soon(service):
     code = RANK + "\nimport sys, time\nsys.stderr.write(str(time.time()))"
-    environment = clean(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="1", FERRORPC_JOB="unclosed")
-    code, _, errors = outcome(start(code, environment))
+    variables = environment(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="1", FERRORPC_JOB="unclosed")
+    code, _, errors = outcome(start(code, variables))
     assert code == 0
     assert time.time() - float(errors) < 10.0
 
@@ -279,8 +268,8 @@ for _ in range(5):
         except ferrorpc.GroupAbortedError as error:
             print(error.rank, error.cause)
 """
-    environment = clean(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="1", FERRORPC_JOB="aborts")
-    code, output, errors = outcome(start(code, environment))
+    variables = environment(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="1", FERRORPC_JOB="aborts")
+    code, output, errors = outcome(start(code, variables))
     assert (code, output) == (0, "0 enough\n" * 5), errors
 
 
@@ -294,7 +283,7 @@ for asked in ({}, {"backend": "simulated"}, {"backend": "hybrid"}):
     except ferrorpc.BackendUnavailableError as error:
         print(error.message)
 """
-    exit_code, output, errors = outcome(start(code, clean(FERRORPC_BACKEND="grpc", CUDA_VISIBLE_DEVICES="")))
+    exit_code, output, errors = outcome(start(code, environment(FERRORPC_BACKEND="grpc", CUDA_VISIBLE_DEVICES="")))
     assert exit_code == 0, errors
     asked_by_variable, asked_for, other = output.splitlines()
     assert (asked_by_variable, asked_for) == ("grpc", "simulated")

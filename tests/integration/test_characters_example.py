@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 def test_it_learns_holds_equal_weights_and_draws_its_loss(tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
     script = [str(ROOT / "examples" / "characters_torch.py"), "--steps", "24", "--out", str(picture)]
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", *script]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", "2", *script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     # It begins at ln 128 = 4.85. Where it ends depends on the text, which is that of each Python's own library.

@@ -16,6 +16,8 @@ from ferrorpc_coordinator.journal import Journal
 from ferrorpc.errors import LimitExceededError
 from ferrorpc.v1 import barrier_pb2, session_pb2, store_pb2
 from tests.integration.coordinator_process import Client, CoordinatorProcess, coordinator, joined, refused_start
+from tests.integration.launching import environment
+from tests.integration.ports import lasting_port
 from tests.waiting import eventually
 
 
@@ -69,8 +71,7 @@ def test_a_short_token_is_refused(tmp_path):
 @pytest.mark.parametrize("stdout", [">&-", ">/dev/full"])
 def test_a_coordinator_that_cannot_say_that_it_listens_serves_all_the_same(stdout):
     line = f'exec "{sys.executable}" -m ferrorpc_coordinator --listen 127.0.0.1:0 --log-level INFO {stdout}'
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
-    with subprocess.Popen(["bash", "-c", line], stderr=subprocess.PIPE, text=True, env=plain) as process:
+    with subprocess.Popen(["bash", "-c", line], stderr=subprocess.PIPE, text=True, env=environment()) as process:
         assert any("epoch 1" in told for told in process.stderr)
         process.terminate()
         process.stderr.read()
@@ -92,7 +93,7 @@ def test_flags_win_over_variables_and_reach_the_members():
 
 def test_the_command_without_flags_follows_its_variables(tmp_path):
     variables = {"FERRORPC_LISTEN": "127.0.0.1:0", "FERRORPC_DATA_DIR": str(tmp_path / "journal")}
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "coordinator"]
+    command = [sys.executable, "-m", "ferrorpc", "coordinator"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables})
     with process:
         address = process.stdout.readline().split()[1]
@@ -135,9 +136,7 @@ def metric(text, name):
 
 @pytest.fixture
 def http_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return lasting_port()
 
 
 def test_metrics_tell_of_members_generations_and_the_store(tmp_path, http_port):

@@ -10,7 +10,8 @@ from ferrorpc_coordinator.__main__ import options_from
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.cost_table import Costs, CostTable, parse
-from tests.integration.service import Service, join_all
+from tests.integration.coordinator_process import CoordinatorProcess
+from tests.integration.members import join_all
 
 TABLE = CostTable("a test's", {2: Costs(1.0, 0.0, 1e-12, 0.0)})
 
@@ -18,7 +19,7 @@ TABLE = CostTable("a test's", {2: Costs(1.0, 0.0, 1e-12, 0.0)})
 def test_every_rank_gets_the_table_of_its_generation(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(TABLE.text())
-    service = Service(None, "--cost-table", str(path))
+    service = CoordinatorProcess("--cost-table", str(path))
     try:
         sessions = join_all(service.address, 2)
         assert [parse(session.membership.assignment.cost_table) for session in sessions] == [TABLE, TABLE]

@@ -27,7 +27,7 @@ def test_the_demo_learns_holds_equal_weights_and_draws_its_loss(tmp_path):
     check_packages()
     out = tmp_path / "pictures" / "loss.png"
     result = subprocess.run(
-        [sys.executable, "-m", "ferrorpc.cli.main", "demo", "-n", "3", "--epochs", "12", "--out", str(out)],
+        [sys.executable, "-m", "ferrorpc", "demo", "-n", "3", "--epochs", "12", "--out", str(out)],
         capture_output=True, text=True, timeout=110, env=environment(), cwd=tmp_path,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -43,7 +43,7 @@ def test_ctrl_c_ends_the_demo_without_a_word_of_its_workers(tmp_path):
     termios.tcsetwinsize(terminal, (25, 80))
     quiet = environment() | {"NO_COLOR": "1", "FERRORPC_LOG_LEVEL": "ERROR"}  # on a slow machine waits are explained
     process = subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc.cli.main", "demo", "-n", "2", "--epochs", "100000", "--out", "loss.png"],
+        [sys.executable, "-m", "ferrorpc", "demo", "-n", "2", "--epochs", "100000", "--out", "loss.png"],
         stdout=subprocess.DEVNULL, stderr=other_end, env=quiet, cwd=tmp_path, start_new_session=True,
     )  # fmt: skip
     os.close(other_end)

@@ -17,7 +17,7 @@ pytest.importorskip("sklearn")
 
 def test_it_learns_and_holds_equal_weights() -> None:
     script = [str(ROOT / "examples" / "digits_jax.py"), "--epochs", "8"]
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", *script]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", "2", *script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert float(re.search(r"test accuracy ([0-9.]+)", result.stdout)[1]) >= 0.95

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 def test_it_learns_holds_equal_weights_and_draws_its_loss(tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
     script = [str(ROOT / "examples" / "digits_stream.py"), "--epochs", "12", "--out", str(picture)]
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "3", *script]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", "3", *script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert float(re.search(r"test accuracy ([0-9.]+)", result.stdout)[1]) >= 0.95

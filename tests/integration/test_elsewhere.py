@@ -50,9 +50,9 @@ def test_a_coordinator_with_a_journal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        (["ferrorpc.cli.main", "run", "-n", "2"], {}),
-        (["ferrorpc.cli.main", "bench", "all_reduce"], {}),
-        (["ferrorpc.cli.main", "bench", "--fit", "table.json"], {}),
+        (["ferrorpc", "run", "-n", "2"], {}),
+        (["ferrorpc", "bench", "all_reduce"], {}),
+        (["ferrorpc", "bench", "--fit", "table.json"], {}),
         ([], {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}),
     ],
     ids=["run", "bench", "fit", "torchrun"],

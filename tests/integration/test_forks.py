@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.launching import environment, run, write_script
-from tests.integration.service import Service
 
 
 def test_a_data_loader_that_forks_works_between_operations(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ except ferrorpc.PeerLostError as error:
 
 
 def test_a_child_that_keeps_the_sockets_of_a_dead_member_delays_the_news_by_no_more_than_a_lease(tmp_path: Path) -> None:
-    service = Service()
+    service = CoordinatorProcess()
     try:
         ranks = [
             subprocess.Popen(

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.token import Token
 from tests.integration.slow_link import SlowLink, slow_link
+from tests.threads import results_of, together
 
 SECONDS = 30.0
 
@@ -75,21 +77,7 @@ class GrpcWorld:
 
 def on_every_rank(backends: list[Backend], body: Callable[[Backend], Any]) -> list[Any]:
     """What `body` returns or raises on every rank, each in a thread."""
-    outcomes: list[Any] = [None] * len(backends)
-
-    def run(place: int) -> None:
-        try:
-            outcomes[place] = body(backends[place])
-        except FerroError as error:
-            outcomes[place] = error
-
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(backends))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * SECONDS)
-        assert not thread.is_alive(), "a rank hangs"
-    return outcomes
+    return together([partial(body, backend) for backend in backends])
 
 
 def values_of(rank: int, size: int) -> np.ndarray:
@@ -210,7 +198,7 @@ def test_a_call_by_messages_learns_that_a_peer_had_another_in_shared_memory_and_
 
 def test_a_rank_that_has_left_is_the_peers_loss_only_where_it_is_needed() -> None:
     with GrpcWorld(3) as world:
-        on_every_rank(world.backends, lambda backend: backend.barrier())
+        results_of(on_every_rank(world.backends, lambda backend: backend.barrier()))
         world.backends[2].close()
         session = world.backends[2].session
         assert session is not None
@@ -228,7 +216,7 @@ def test_the_next_generation_works_on_the_same_servers() -> None:
         return backend.renew(SECONDS)
 
     with GrpcWorld(3) as world:
-        on_every_rank(world.backends, lambda backend: all_reduce(backend, 100_000))
+        results_of(on_every_rank(world.backends, lambda backend: all_reduce(backend, 100_000)))
         world.backends = on_every_rank(world.backends, renewed)
         assert [backend.session.membership.assignment.generation for backend in world.backends] == [2, 2, 2]
         results = on_every_rank(world.backends, lambda backend: all_reduce(backend, 100_000))

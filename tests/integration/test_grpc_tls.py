@@ -22,7 +22,9 @@ from ferrorpc.wire.frames import Key
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.tls import Dialer
 from tests.certificates import Issuer, variables
+from tests.integration.coordinator_process import coordinator
 from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, random_bytes, send
+from tests.integration.launching import environment
 from tests.waiting import eventually
 
 pytest.importorskip("cryptography")
@@ -129,22 +131,15 @@ def test_a_rank_that_is_no_worker_of_the_job_is_not_dialled(authorities: tuple[I
 
 def test_a_job_runs_under_certificates_from_coordinator_to_tensors(authorities: tuple[Issuer, Issuer]) -> None:
     shown, brought = (variables(authorities[0].issue(role, JOB)) for role in (Role.COORDINATOR, Role.WORKER))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
-    command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0"]
-    coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment | shown)
-    try:
-        environment |= brought | {"FERRORPC_JOB": JOB}
-        environment |= {"FERRORPC_COORDINATOR": coordinator.stdout.readline().split()[1], "FERRORPC_WORLD_SIZE": "2"}
+    with coordinator(environment=shown) as service:
+        found = environment(**brought, FERRORPC_JOB=JOB, FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="2")
         script = [
             sys.executable,
             "-c",
             "import ferrorpc\nwith ferrorpc.init_process_group() as g: print(g.all_reduce(g.rank + 1))",
         ]
-        ranks = [subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+        ranks = [subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=found) for _ in range(2)]
         assert [rank.communicate(timeout=60)[0].strip() for rank in ranks] == ["3", "3"]
-    finally:
-        coordinator.terminate()
-        coordinator.communicate(timeout=60)
 
 
 def test_an_authority_is_replaced_while_ranks_run(tmp_path: Path) -> None:

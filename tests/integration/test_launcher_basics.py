@@ -251,7 +251,7 @@ def test_a_restart_goes_without_the_log_that_cannot_be_made(tmp_path):
 
 def test_workers_do_not_share_what_is_typed(tmp_path):
     script = write_script(tmp_path, "import sys; print(repr(sys.stdin.read()))")
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", script]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", "2", script]
     done = subprocess.run(command, env=environment(), input="typed\n", capture_output=True, text=True, timeout=60, check=False)
     assert sorted(done.stdout.splitlines()) == ["0: ''", "1: ''"]
 
@@ -327,7 +327,7 @@ def test_a_reader_that_goes_away_ends_the_job_as_it_ends_any_filter(tmp_path):
     script = write_script(tmp_path, "while True: print('y' * 80)")
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", script],
+        [sys.executable, "-m", "ferrorpc", "run", "-n", "2", script],
         stdout=writer,
         stderr=subprocess.PIPE,
         env=environment(),
@@ -390,7 +390,7 @@ def test_scripts_may_end_as_they_like(tmp_path, body):
 @pytest.mark.parametrize("descriptors", [30, 10], ids=["at a worker", "at the guard process"])
 def test_more_processes_than_the_machine_allows_are_refused_in_words(tmp_path, descriptors):
     script = write_script(tmp_path, "import time; time.sleep(60)")
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "100", script]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", "100", script]
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))  # noqa: E731
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -405,7 +405,7 @@ def test_more_processes_than_the_machine_allows_are_refused_in_words(tmp_path, d
 @pytest.mark.parametrize("missing", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_a_launcher_without_standard_streams_runs_its_job(tmp_path, missing):
     script = write_script(tmp_path, f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').close()")
-    line = f'exec "{sys.executable}" -m ferrorpc.cli.main run -n 2 "{script}" {missing}'
+    line = f'exec "{sys.executable}" -m ferrorpc run -n 2 "{script}" {missing}'
     done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done
     assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}

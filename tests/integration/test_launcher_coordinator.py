@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 
 import pytest
@@ -15,6 +14,7 @@ from ferrorpc.cli.client import connect
 from ferrorpc.config import Config
 from ferrorpc.v1 import session_pb2, store_pb2
 from tests.integration.launching import coordinator_of, environment, read_numbers, run, start, write_script
+from tests.waiting import eventually
 
 WAITER = """
     import os, sys, time
@@ -28,7 +28,7 @@ WAITER = """
 
 def ferrorpc(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "ferrorpc.cli.main", *arguments], capture_output=True, text=True, timeout=30, env=environment()
+        [sys.executable, "-m", "ferrorpc", *arguments], capture_output=True, text=True, timeout=30, env=environment()
     )
 
 
@@ -36,14 +36,8 @@ def position(address):
     return json.loads(ferrorpc("status", "--addr", address, "--job", "night", "--json").stdout)["position"]
 
 
-def wait_healthy(address, timeout=60):
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        result = ferrorpc("health", "--addr", address)
-        if result.returncode == 0:
-            return result.stdout
-        time.sleep(0.1)
-    raise AssertionError(f"not healthy within {timeout} s: {result.stderr}")
+def wait_healthy(address):
+    eventually(lambda: ferrorpc("health", "--addr", address).returncode == 0, f"a healthy coordinator at {address}")
 
 
 def store(address, request_id, **operation):
@@ -65,7 +59,8 @@ def job(tmp_path):
 
 def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
     _, address = coordinator_of(job.pid)
-    assert wait_healthy(address) == f"{address}: SERVING\n"
+    wait_healthy(address)
+    assert ferrorpc("health", "--addr", address).stdout == f"{address}: SERVING\n"
     unknown = ferrorpc("health", "--addr", address, "--service", "nope")
     assert (unknown.returncode, unknown.stdout) == (1, "")
     assert "try: leave --service out" in unknown.stderr
@@ -113,11 +108,8 @@ def test_a_coordinator_that_dies_is_started_again_on_its_address_and_journal(job
     store(address, 1, set=store_pb2.SetOperation(key="k", value=b"kept"))
     before = position(address)
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while (again := coordinator_of(job.pid))[0] == pid and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert again[0] != pid
-    assert again[1] == address
+    eventually(lambda: coordinator_of(job.pid)[0] != pid, "another coordinator")
+    assert coordinator_of(job.pid)[1] == address
     wait_healthy(address)
     after = position(address)
     assert store(address, 2, get=store_pb2.GetOperation(key="k")).value == b"kept"
@@ -150,7 +142,7 @@ def test_a_coordinator_that_fails_before_it_listens_ends_the_job_with_75(tmp_pat
 
 def test_a_given_coordinator_is_used_and_none_is_started(tmp_path):
     service = subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc.cli.main", "coordinator", "--listen", "127.0.0.1:0"],
+        [sys.executable, "-m", "ferrorpc", "coordinator", "--listen", "127.0.0.1:0"],
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),
@@ -159,7 +151,7 @@ def test_a_given_coordinator_is_used_and_none_is_started(tmp_path):
         address = service.stdout.readline().split()[1]
         launcher = start("-n", "2", "--rdzv-endpoint", address, write_script(tmp_path, WAITER), str(tmp_path))
         read_numbers(tmp_path, "ready*", 2)
-        with pytest.raises(AssertionError, match="no coordinator"):
+        with pytest.raises(AssertionError, match="a coordinator"):
             coordinator_of(launcher.pid, timeout=0.5)
         (tmp_path / "go").touch()
         assert launcher.wait(timeout=60) == 0
@@ -179,6 +171,6 @@ def test_files_of_the_user_do_not_shadow_what_the_helpers_import(tmp_path):
     script.write_text(
         "import ferrorpc\nwith ferrorpc.init_process_group() as group:\n    print(float(group.all_reduce(1.0)))\n"
     )
-    command = [sys.executable, "-P", "-m", "ferrorpc.cli.main", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-P", "-m", "ferrorpc", "run", "-n", "2", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["0: 2.0", "1: 2.0"]), result.stderr

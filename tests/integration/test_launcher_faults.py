@@ -42,11 +42,9 @@ def script_of(tmp_path, body):
 
 def notes(tmp_path, name, ranks, timeout=60):
     """What these ranks noted, rank -> value, as soon as all have."""
-    deadline = time.monotonic() + timeout
     paths = {rank: tmp_path / f"{name}{rank}" for rank in ranks}
-    while not all(path.exists() for path in paths.values()):
-        assert time.monotonic() < deadline, f"no note {name!r} of ranks {[r for r, p in paths.items() if not p.exists()]}"
-        time.sleep(0.02)
+    for rank, path in paths.items():
+        eventually(path.exists, f"the note {name!r} of rank {rank}", timeout)
     return {rank: json.loads(path.read_text()) for rank, path in paths.items()}
 
 
@@ -231,7 +229,7 @@ def test_a_rank_that_holds_the_gil_for_longer_than_its_lease_is_shown_as_stalled
 
     def is_seen(rank, state):
         status = subprocess.run(
-            [sys.executable, "-m", "ferrorpc.cli.main", "status", "--json", "--addr", address],
+            [sys.executable, "-m", "ferrorpc", "status", "--json", "--addr", address],
             capture_output=True, text=True, timeout=60, env=environment(),
         )  # fmt: skip
         if status.returncode == 0:

@@ -41,7 +41,7 @@ WHO_COMES_LATE = SUM.replace(
 @pytest.fixture
 def coordinator():
     service = subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc.cli.main", "coordinator", "--listen", "127.0.0.1:0"],
+        [sys.executable, "-m", "ferrorpc", "coordinator", "--listen", "127.0.0.1:0"],
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),
@@ -108,7 +108,7 @@ def test_nodes_without_a_number_are_told_apart_by_their_host_names(tmp_path, coo
     rename = 'hostname "$0"; exec "$@"'
     launchers = [
         subprocess.Popen(
-            ["unshare", "--uts", "sh", "-c", rename, host, sys.executable, "-m", "ferrorpc.cli.main", *flags],
+            ["unshare", "--uts", "sh", "-c", rename, host, sys.executable, "-m", "ferrorpc", *flags],
             stdout=subprocess.PIPE, text=True, env=environment(),
         )
         for host in ("left", "right")

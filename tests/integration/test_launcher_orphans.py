@@ -19,6 +19,7 @@ from tests.integration.launching import (
     wait_until_gone,
     write_script,
 )
+from tests.waiting import eventually
 
 FAMILY = """
     import os, signal, subprocess, sys, time
@@ -94,10 +95,7 @@ def test_kill_9_of_the_launcher_removes_its_temporary_directory(family, tmp_path
     launcher, _ = family("obedient")
     assert list(temporary.glob("ferrorpc-*"))
     launcher.kill()
-    deadline = time.monotonic() + 60
-    while list(temporary.glob("ferrorpc-*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert list(temporary.glob("ferrorpc-*")) == []
+    eventually(lambda: not list(temporary.glob("ferrorpc-*")), "the end of the directory")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])

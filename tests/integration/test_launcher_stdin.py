@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.launching import environment, write_script
 
-RUN = [sys.executable, "-m", "ferrorpc.cli.main", "run"]
+RUN = [sys.executable, "-m", "ferrorpc", "run"]
 ECHO = """
     import sys
     print("waiting", flush=True)
@@ -70,7 +70,7 @@ def test_ctrl_c_ends_a_worker_that_reads_the_terminal(tmp_path, terminal):
 def test_a_launcher_in_the_background_takes_no_input_from_the_terminal(tmp_path, terminal):
     """Otherwise its worker would take what is typed into the shell."""
     _, programs = terminal
-    line = f'set -m; "{sys.executable}" -m ferrorpc.cli.main run -n 1 "{write_script(tmp_path, ECHO)}" & wait $!'
+    line = f'set -m; "{sys.executable}" -m ferrorpc run -n 1 "{write_script(tmp_path, ECHO)}" & wait $!'
     with on_terminal(["bash", "-c", line], programs) as process:
         assert process.stdout.read().splitlines() == ["0: waiting", "0: ''"]
     assert process.returncode == 0

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 def test_it_learns_holds_equal_replicas_and_draws_its_last_step(tmp_path: Path) -> None:
     picture = tmp_path / "pipeline.png"
     script = [str(ROOT / "examples" / "pipeline_characters.py"), "--steps", "5", "--schedule", "zbv", "--out", str(picture)]
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "4", *script, "--replicas", "2"]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", "4", *script, "--replicas", "2"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     first, last = (float(loss) for loss in re.search(r"loss (\S+) at first, (\S+) at last", result.stdout).groups())

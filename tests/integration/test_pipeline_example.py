@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 def test_it_learns_and_draws_its_last_step(tmp_path: Path, processes: int, schedule: str, name: str) -> None:
     picture = tmp_path / name
     script = [str(ROOT / "examples" / "pipeline_digits.py"), "--schedule", schedule, "--epochs", "4", "--out", str(picture)]
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", str(processes), *script]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", str(processes), *script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     first, last = (float(loss) for loss in re.search(r"loss (\S+) at first, (\S+) at last", result.stdout).groups())

@@ -21,6 +21,7 @@ from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.tls import TlsFiles
 from tests.certificates import Issuer, settings, variables
 from tests.integration.coordinator_process import coordinator, refused_start
+from tests.integration.launching import environment
 from tests.waiting import eventually
 
 pytest.importorskip("cryptography")
@@ -205,9 +206,9 @@ def test_an_outage_that_certificates_are_to_blame_for_ends_with_their_error(ours
 
 def test_a_member_that_cannot_come_back_because_its_certificate_has_expired_says_so_at_once(ours, caplog):
     """And not after the outage that it takes for one: until then a renewed certificate would help."""
-    files = ours.issue(Role.WORKER, "a", where="short", lifetime=datetime.timedelta(seconds=4))
-    config = Config({"timeout": 10.0, **settings(files)}, {})
     with coordinator(*flags(ours.issue(Role.COORDINATOR, "a"))) as process:
+        files = ours.issue(Role.WORKER, "a", where="short", lifetime=datetime.timedelta(seconds=4))
+        config = Config({"timeout": 10.0, **settings(files)}, {})
         session = RemoteSession(process.address, job="a", name="m", policy=(1, 1), config=config).join()
         time.sleep(max(0.0, files.ends_at(listening=False) - time.time()) + 1.0)
         process.kill()
@@ -347,12 +348,8 @@ def test_the_status_page_speaks_tls_where_the_coordinator_does(ours, tmp_path):
 
 def test_a_worker_does_not_listen_beyond_loopback_in_the_clear():
     code = "import ferrorpc; ferrorpc.init_process_group(coordinator='127.0.0.1:1', world_size=2, bind='0.0.0.0', timeout=5)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=bare())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment())
     assert "FERRORPC_BIND=0.0.0.0 without TLS" in done.stderr
-
-
-def bare():
-    return {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
 
 
 def listeners(processes):
@@ -380,8 +377,8 @@ def listeners(processes):
 def test_a_default_start_listens_on_loopback_only(tmp_path):
     code = "import ferrorpc, sys; g = ferrorpc.init_process_group(); g.barrier(); print('up', flush=True); sys.stdin.read()"
     with coordinator("--http-port", "0") as process:
-        environment = bare() | {"FERRORPC_COORDINATOR": process.address, "FERRORPC_WORLD_SIZE": "2"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+        found = environment(FERRORPC_COORDINATOR=process.address, FERRORPC_WORLD_SIZE="2")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": found}
         ranks = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
         assert [rank.stdout.readline() for rank in ranks] == ["up\n"] * 2
         found = [listeners([one.pid]) for one in (process.process, *ranks)]
@@ -410,7 +407,7 @@ def test_a_launchers_reports_go_on_when_the_authority_is_replaced(tmp_path):
     report = b'{"name": "nobody", "launch": "", "returncode": 1, "reason": ""}\n'
     with coordinator(*flags(shown)) as process:
         command = [sys.executable, "-m", "ferrorpc.cli.launcher.exit_reporter_main", process.address, "a"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": bare() | variables(mine)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment() | variables(mine)}
         with subprocess.Popen(command, **pipes) as reporter:
 
             def answer():

@@ -32,13 +32,15 @@ from ferrorpc.v1.identity_pb2 import Position
 from ferrorpc.v1.session_pb2 import Event, GenerationBroken, Result
 from ferrorpc.versions import own_version
 from ferrorpc.wire.error_detail import detail_of
-from tests.integration.service import Service, join, join_all, together
+from tests.integration.coordinator_process import CoordinatorProcess
+from tests.integration.members import join, join_all
+from tests.threads import together
 from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
 def service():
-    service = Service()
+    service = CoordinatorProcess()
     yield service
     service.stop()
 
@@ -401,7 +403,7 @@ def test_a_jobs_secret_is_asked_for_and_a_wrong_one_is_refused_at_once(tmp_path)
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("a" * 32)
     wrong.write_text("b" * 32)
-    guarded = Service(None, "--token-file", str(right))
+    guarded = CoordinatorProcess("--token-file", str(right))
     join(guarded.address, 0, 1, token_file=str(right)).leave()
     for settings in ({"token_file": str(wrong)}, {}):
         started = time.monotonic()

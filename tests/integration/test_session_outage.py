@@ -27,8 +27,10 @@ from ferrorpc.errors import (
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.v1 import identity_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire.options import control_server
-from tests.integration.service import Service, join, join_all, together
+from tests.integration.coordinator_process import CoordinatorProcess
+from tests.integration.members import join, join_all
 from tests.integration.slow_link import slow_link
+from tests.threads import together
 from tests.waiting import eventually
 
 IMPATIENT = {"lease": 1.0, "heartbeat_interval": 0.2}
@@ -36,7 +38,7 @@ IMPATIENT = {"lease": 1.0, "heartbeat_interval": 0.2}
 
 @pytest.fixture
 def durable(tmp_path):
-    service = Service(tmp_path / "journal")
+    service = CoordinatorProcess("--data-dir", str(tmp_path / "journal"))
     yield service
     service.stop()
 
@@ -135,7 +137,6 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
         session_ended=lambda cause: None,
     )
     connected = connection.Connection(
-        address,
         ChannelFactory(address, "job", Config()),
         listener,
         SYSTEM_CLOCK,
@@ -199,7 +200,7 @@ def test_additions_are_counted_once_through_restarts(durable):
 
 @pytest.fixture
 def volatile():
-    service = Service()
+    service = CoordinatorProcess()
     yield service
     service.stop()
 
@@ -321,7 +322,7 @@ def test_a_coordinator_that_goes_during_the_rendezvous_is_an_error_after_its_tim
 
 def test_a_pause_of_the_coordinator_fails_nobody():
     """It is longer than keepalives, leases, grace and stall, so members come back on new streams."""
-    service = Service(None, "--grace", "0.5", "--stall", "2")
+    service = CoordinatorProcess("--grace", "0.5", "--stall", "2")
     try:
         sessions = join_all(service.address, 2, **IMPATIENT)
         service.pause()
@@ -364,7 +365,7 @@ def test_waiting_is_explained_after_a_while(durable, caplog, monkeypatch):
 MEMBER = """
 import sys, time
 from ferrorpc.errors import FerroError
-from tests.integration.service import join
+from tests.integration.members import join
 session = join(sys.argv[1], 1, 2)
 print("joined", flush=True)
 {body}
@@ -376,7 +377,7 @@ def member(address: str, body: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", MEMBER.format(body=body), address], stdout=subprocess.PIPE, text=True)
 
 
-def with_member(service: Service, body: str):
+def with_member(service: CoordinatorProcess, body: str):
     process = member(service.address, body)
     session = join(service.address, 0, 2)
     assert process.stdout.readline() == "joined\n"

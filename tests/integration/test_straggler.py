@@ -14,7 +14,7 @@ SCRIPT = """
     import ferrorpc
 
     def status(*more):
-        command = [sys.executable, "-m", "ferrorpc.cli.main", "status", *more]
+        command = [sys.executable, "-m", "ferrorpc", "status", *more]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     with ferrorpc.init_process_group() as group:
@@ -51,7 +51,7 @@ WAITS = """
     import ferrorpc
 
     def waited_ms(rank):
-        command = [sys.executable, "-m", "ferrorpc.cli.main", "status", "--json"]
+        command = [sys.executable, "-m", "ferrorpc", "status", "--json"]
         members = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["members"]
         return next(int(member["operation_ms"]) for member in members if int(member["rank"]) == rank)
 

@@ -112,8 +112,8 @@ class Host:
             case Send(stream, frame):
                 self._deliver(stream, session_pb2.ServerFrame.FromString(frame.SerializeToString()))
             case SendMany():
-                for stream, frame in effect.decoded():
-                    self._deliver(stream, frame)
+                for stream, data in effect.encoded():
+                    self._deliver(stream, session_pb2.ServerFrame.FromString(data))
             case Close(stream):
                 self._simulation.close(stream)
             case Reply() | Persist() | Note():

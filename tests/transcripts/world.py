@@ -97,8 +97,8 @@ class World:
             case Send(stream, frame):
                 self._deliver(stream, session_pb2.ServerFrame.FromString(frame.SerializeToString()))
             case SendMany():
-                for stream, frame in effect.decoded():
-                    self._deliver(stream, frame)
+                for stream, data in effect.encoded():
+                    self._deliver(stream, session_pb2.ServerFrame.FromString(data))
             case Reply(call, message):
                 self.replies[call] = message
             case Close(stream):

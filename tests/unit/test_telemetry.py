@@ -10,8 +10,9 @@ import pytest
 
 import ferrorpc
 from ferrorpc.errors import BackendUnavailableError
-from ferrorpc.telemetry import OpenTelemetryObserver, operation_of, set_up_telemetry, telemetry
+from ferrorpc.telemetry import OpenTelemetryObserver, set_up_telemetry, telemetry
 from ferrorpc.testing import run_world
+from ferrorpc.trace import operation_of
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry import metrics, trace
@@ -170,7 +171,12 @@ def test_importing_ferrorpc_does_not_load_it():
 
 
 @pytest.mark.parametrize(
-    ("label", "name"), [("all_reduce(float32[4], sum) #7", "all_reduce"), ("barrier #1", "barrier"), ("send", "send")]
+    ("label", "name"),
+    [
+        ("all_reduce(op=sum, float32[4]) #7", "all_reduce"),
+        ("barrier() #1", "barrier"),
+        ("send(int8[1] to rank 1, tag=0)", "send"),
+    ],
 )
 def test_names_are_few(label, name):
     assert operation_of(label) == name
@@ -195,7 +201,7 @@ print("spans", *sorted(span.name for span in kept.get_finished_spans()))
 """
     script = tmp_path / "script.py"
     script.write_text(code)
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-m", "ferrorpc", "run", "-n", "2", str(script)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, env=os.environ | {"FERRORPC_OTEL": "1"}, check=False
     )

@@ -161,18 +161,22 @@ WRONG |= {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_it_is_a_usage_error_that_says_what_to_pass(case: str) -> None:
-    make, said = WRONG[case]
+def check(make: Callable[[ferrorpc.ProcessGroup], object], said: str, ends_the_group: bool) -> None:
+    """It is a UsageError that says what to pass. Where others may wait, within a step, it ends the group."""
 
     def body(group: ferrorpc.ProcessGroup) -> None:
         with pytest.raises(UsageError, match=said) as caught:
             make(group)
         assert "see the docstring" not in str(caught.value)
-        if not case.startswith("within"):  # where others may wait, and the group is over
+        if not ends_the_group:
             group.barrier()
 
     run_world(1, body)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_it_is_a_usage_error_that_says_what_to_pass(case: str) -> None:
+    check(*WRONG[case], ends_the_group=case.startswith("within"))
 
 
 TORCHS = {

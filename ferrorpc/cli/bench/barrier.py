@@ -99,7 +99,3 @@ def describe(results: dict[str, Any]) -> str:
         if "tcp_store" in results:
             lines.append(f"  {count:5} torch TCPStore clients {torch_baseline.describe(results['tcp_store'][kind])}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    command()

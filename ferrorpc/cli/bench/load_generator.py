@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 
 from ferrorpc.cli.launcher.exec_shim import tied_to_this_process
+from ferrorpc.coordination.session import PROTOCOL_VERSION
 from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire import options, status
@@ -30,7 +31,6 @@ BEAT_SECONDS: Final = 1.0
 START_SECONDS: Final = 20.0
 CONNECT_SECONDS: Final = 60.0
 """For all sessions together. On a busy machine thousands of handshakes take longer than gRPC gives a single attempt."""
-PROTOCOL_VERSION: Final = 1
 TIMEOUT_MS: Final = 60_000
 
 

@@ -28,6 +28,7 @@ START_SECONDS: Final = 90.0
 REPLY_SECONDS: Final = 120.0
 END_SECONDS: Final = 5.0
 STDERR_LINES: Final = 8
+_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 _WORKER: Final = "ferrorpc.cli.bench.worker"
 _JOB_VARIABLES: Final = ("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_", "GLOO_", "MPICH_", "HYDRA_")
 
@@ -188,19 +189,12 @@ class RankProcesses:
 
     def _commands(self, worker: list[str], ranks: int) -> Iterator[tuple[list[str], dict[str, str]]]:
         base = {name: value for name, value in os.environ.items() if not name.startswith(_JOB_VARIABLES)}
-        base |= {"OMP_NUM_THREADS": "1"}
         if self.system.through_mpiexec:
-            yield [mpiexec(), "-n", str(ranks), *worker], base
+            yield [mpiexec(), "-n", str(ranks), *worker], base | _ONE_THREAD
             return
-        port, coordinator_port = free_ports(2)
+        ports = free_ports(2)
         for rank, host in enumerate(self._hosts):
-            together = sum(other.address == host.address for other in self._hosts)
-            variables = {
-                "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": self._hosts[0].address, "MASTER_PORT": str(port),
-                "LOCAL_WORLD_SIZE": str(together), "FERRORPC_PORT": str(coordinator_port), "FERRORPC_BIND": host.address,
-                "FERRORPC_INSECURE": "1", "GLOO_SOCKET_IFNAME": host.interface,
-            }  # fmt: skip
-            yield [*host.prefix, *worker], base | variables
+            yield [*host.prefix, *worker], base | rank_variables(rank, self._hosts, ports)
 
     def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
         """The next rank's connection. Checks twice a second that all processes still run."""
@@ -276,6 +270,21 @@ def mpiexec() -> str:
     if found is None:
         raise BackendUnavailableError("there is no mpiexec", "pip install mpich")
     return found
+
+
+def rank_variables(rank: int, hosts: Sequence[Host], ports: Sequence[int]) -> dict[str, str]:
+    """The variables by which a rank that computes in one thread finds the others.
+
+    Args:
+        hosts: of all ranks.
+        ports: a free one of the first host for MASTER_PORT, and one for the coordinator.
+    """
+    host = hosts[rank]
+    return _ONE_THREAD | {
+        "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(ports[0]),
+        "LOCAL_WORLD_SIZE": str(sum(other.address == host.address for other in hosts)), "FERRORPC_PORT": str(ports[1]),
+        "FERRORPC_BIND": host.address, "FERRORPC_INSECURE": "1", "GLOO_SOCKET_IFNAME": host.interface,
+    }  # fmt: skip
 
 
 def free_ports(count: int) -> list[int]:

@@ -76,7 +76,3 @@ def describe(results: dict[str, Any]) -> str:
     if "c10d" in results:
         lines.append(f"  torch c10d rendezvous {torch_baseline.describe(results['c10d'])}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    command()

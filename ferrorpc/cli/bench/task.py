@@ -127,10 +127,8 @@ class AllReduce(Repeated):
         self._array[...] = 1
 
     def check(self, count: int) -> None:
-        last = len(self._array) - 1
         expected = np.full(3, float(self._runner.size) ** count)
-        found = np.array([float(self._array[index]) for index in (0, last // 2, last)])
-        _equal(found, expected, self._tolerance * count or _rounding(self._runner.size))
+        _equal(_some_of(self._array), expected, self._tolerance * count or _rounding(self._runner.size))
 
     def verify(self) -> None:
         _write(self._runner, self._array, self._runner.rank + 1)
@@ -164,10 +162,7 @@ class Exchange(Repeated):
         self._source[...] = self._runner.rank + 1
 
     def check(self, count: int) -> None:
-        last = len(self._target) - 1
-        places = (0, last // 2, last)
-        found = np.array([float(self._target[place]) for place in places])
-        _equal(found, np.array([float(self._factor(place)) for place in places]), 0.0)
+        _equal(_some_of(self._target), np.array([float(self._factor(place)) for place in _places(self._target)]), 0.0)
 
     def verify(self) -> None:
         self._target[...] = 0
@@ -215,9 +210,7 @@ class Send(Task):
             self._once(1 if self._each else count)
 
     def check(self, count: int) -> None:
-        last = len(self._received) - 1
-        found = np.array([float(self._received[index]) for index in (0, last // 2, last)])
-        _equal(found, np.full(3, float(self._value())), 0.0)
+        _equal(_some_of(self._received), np.full(3, float(self._value())), 0.0)
 
     def verify(self) -> None:
         _write(self._runner, self._array, 1 if self._runner.rank == 0 else 0)
@@ -254,6 +247,16 @@ def make(runner: Runner, case: Case, memory: str, wire: str | None) -> Task:
 def _rounding(ranks: int) -> float:
     """Relative tolerance: powers of the number of ranks are exact if it is a power of two, else rounded at each step."""
     return 0.0 if ranks & (ranks - 1) == 0 else 0.05
+
+
+def _places(array: Any) -> tuple[int, int, int]:
+    """The three elements that are checked after a block."""
+    last = len(array) - 1
+    return 0, last // 2, last
+
+
+def _some_of(array: Any) -> np.ndarray[Any, Any]:
+    return np.array([float(array[place]) for place in _places(array)])
 
 
 def _pieces(length: int, origin: int = 0) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
@@ -54,6 +55,7 @@ _ANSWER_SECONDS: Final = 1.0
 long the launcher's own exit waits for that."""
 
 
+@dataclass(slots=True)
 class Worker:
     """One worker: its process and its output.
 
@@ -61,16 +63,12 @@ class Worker:
         launch: random id of this start, by which an exit report names the process.
     """
 
-    def __init__(
-        self, child: Child, launch: str, out: WorkerStream, err: WorkerStream, log: IO[bytes] | None, log_path: str | None
-    ) -> None:
-        self.child = child
-        self.launch = launch
-        self.out = out
-        self.err = err
-        self.log = log
-        self.log_path = log_path
-        self.seen_exit = False
+    child: Child
+    launch: str
+    err: WorkerStream
+    log: IO[bytes] | None
+    log_path: str | None
+    seen_exit: bool = False
 
 
 def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
@@ -280,7 +278,7 @@ class _Launch:
         err = WorkerStream(self._console, 2, prefix, shown=shown, log=log)
         self._pipes.listen(child.stdout, out.feed)
         self._pipes.listen(child.stderr, err.feed)
-        return Worker(child, launch, out, err, log, path)
+        return Worker(child, launch, err, log, path)
 
     def _open_log(self, number: int, attempt: int) -> tuple[IO[bytes] | None, str | None]:
         """A new file for a worker's output, and its path. A restarted worker does without one if it cannot be made."""

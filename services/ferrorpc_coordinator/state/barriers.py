@@ -43,6 +43,10 @@ class Key(NamedTuple):
     name: str
     ordinal: int
 
+    def __str__(self) -> str:
+        """Its key in the journal."""
+        return f"{self.generation}/{self.ordinal}/{self.name}"
+
 
 class Participants(NamedTuple):
     """The participants: these world ranks, or (in generation 0) any `size` clients."""
@@ -250,7 +254,7 @@ class Barriers:
         row = journal_pb2.BarrierRow(
             response=response, ranks=barrier.participants.ranks, count=barrier.participants.size, revision=revision
         )
-        self._context.put(TABLE, f"{key.generation}/{key.ordinal}/{key.name}", row)
+        self._context.put(TABLE, str(key), row)
         self._finish(key, barrier, response)
 
     def _record_last(self, key: Key, barrier: Barrier) -> None:
@@ -308,7 +312,7 @@ class Barriers:
         _, outcome = self._outcomes.pop(key)
         self._outcome_bytes -= outcome.ByteSize()
         if isinstance(outcome, barrier_pb2.BarrierResponse):
-            self._context.remove(TABLE, f"{key.generation}/{key.ordinal}/{key.name}")
+            self._context.remove(TABLE, str(key))
 
     def erase(self) -> None:
         """Removes all outcomes and their rows."""

@@ -28,8 +28,7 @@ class EffectBuffer:
 
     def send_many(self, job: HasGeneration, frame: session_pb2.ServerFrame, recipients: list[tuple[int, bytes]]) -> None:
         """Sends one frame to many streams, each with its own overlay."""
-        if recipients:
-            self._effects.append((job, SendMany(frame, tuple(recipients))))
+        self._effects.append((job, SendMany(frame, tuple(recipients))))
 
     def reply(self, job: HasGeneration | None, call: int, message: UnaryResponse | error_pb2.ErrorDetail) -> None:
         """Answers a unary call."""

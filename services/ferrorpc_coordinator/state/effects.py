@@ -41,11 +41,6 @@ class SendMany:
         for stream, overlay in self.recipients:
             yield stream, shared + overlay if overlay else shared
 
-    def decoded(self) -> Iterator[tuple[int, session.ServerFrame]]:
-        """Each stream with the frame that its reader will parse."""
-        for stream, data in self.encoded():
-            yield stream, session.ServerFrame.FromString(data)
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:

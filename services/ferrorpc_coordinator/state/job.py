@@ -241,24 +241,29 @@ class Job:
         self.members.mark_gone(member)
         self.rendezvous.withdraw(member)
 
-    def _break_generation_of(self, member: Member, reason: str) -> None:
+    def _open_generation_of(self, member: Member) -> Generation | None:
+        """The newest generation, if the member has a rank in it and it is not over."""
         newest = self.generations.newest
-        if newest is not None and newest.includes(member) and not newest.over:
+        return newest if newest is not None and newest.includes(member) and not newest.over else None
+
+    def _break_generation_of(self, member: Member, reason: str) -> None:
+        generation = self._open_generation_of(member)
+        if generation is not None:
             text = f"{member.display_name} was lost: {reason}"
-            self._break(newest, detail_of(PeerLostError(member.rank, reason, text)), member.rank)
+            self._break(generation, detail_of(PeerLostError(member.rank, reason, text)), member.rank)
 
     def _clean_up_after(self, member: Member) -> None:
         """Removes what a dead or departed member held: keys, arrivals and its place in the generation."""
         self._liveness_changed(member)
+        generation = self._open_generation_of(member)
+        if generation is not None:
+            generation.departed.add(member.rank)
         self.barriers.member_gone(member)
-        newest = self.generations.newest
-        if newest is not None and newest.includes(member) and not newest.over:
-            newest.departed.add(member.rank)
-            self.barriers.member_gone(member)
-            self.nccl_ids.member_gone(newest)
-            if len(newest.departed) == len(newest.members):
-                self._fail_pending_as_stale(newest, "all its members left")
-                self.generations.end(newest, "all its members left")
+        if generation is not None:
+            self.nccl_ids.member_gone(generation)
+            if len(generation.departed) == len(generation.members):
+                self._fail_pending_as_stale(generation, "all its members left")
+                self.generations.end(generation, "all its members left")
         self.store.client_gone(member.client)
         member.open_requests.clear()
         self.rendezvous.review()
@@ -284,8 +289,7 @@ class Job:
     def _liveness_changed(self, member: Member) -> None:
         """A member's state changed: tells the others of its open generation, and reviews the round if the member can now
         join."""
-        newest = self.generations.newest
-        if newest is not None and newest.includes(member) and not newest.over:
+        if self._open_generation_of(member) is not None:
             self._changed_members[member.name] = member
             self._state_changes.notify()
         if member.liveness is Liveness.PRESENT and self.rendezvous.joining(member):

@@ -12,7 +12,7 @@ from ferrorpc.errors import GroupClosedError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.shared_memory import host_peers
-from tests.unit.transports.shared_memory.host_worlds import in_threads
+from tests.threads import in_threads
 
 
 @pytest.mark.parametrize("last", ["server", "memory"])

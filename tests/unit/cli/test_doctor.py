@@ -54,7 +54,7 @@ def test_a_coordinator_that_is_not_there_is_bad_and_the_exit_code_says_so(nobody
 
 
 def test_what_listens_but_is_no_coordinator_is_bad(monkeypatch):
-    monkeypatch.setattr("ferrorpc.cli.doctor.DIAL_SECONDS", 0.3)
+    monkeypatch.setattr("ferrorpc.cli.client.CALL_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         told = {one.topic: one.state for one in run_checks(Config({"coordinator": address}, {}), {})}

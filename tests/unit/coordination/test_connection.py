@@ -21,11 +21,11 @@ from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
 
 
 def connection(clock: Clock = SYSTEM_CLOCK) -> Connection:
-    nobody: Any = None
+    nobody: Any = SimpleNamespace(address="nowhere:1")
     listener: Any = SimpleNamespace(
         welcomed=lambda: None, result=lambda position, result: None, session_ended=lambda cause: None
     )
-    return Connection("nowhere:1", nobody, listener, clock, initial_outage=1.0, max_outage=1.0, heartbeat_interval=1.0)
+    return Connection(nobody, listener, clock, initial_outage=1.0, max_outage=1.0, heartbeat_interval=1.0)
 
 
 def welcomed(connection: Connection) -> Connection:

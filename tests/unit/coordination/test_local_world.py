@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,25 +25,12 @@ from ferrorpc.errors import (
     StoreTimeoutError,
     UsageError,
 )
+from tests.threads import together
 
 
 def on_all(world: LocalWorld, body: Callable[[LocalSession], Any], ranks: list[int]) -> list[Any]:
     """Runs `body(session)` on a thread per rank; an outcome is what it returned or raised."""
-    outcomes: dict[int, Any] = {}
-
-    def run(rank: int, session: LocalSession) -> None:
-        try:
-            outcomes[rank] = body(session)
-        except Exception as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank, world.session(rank))) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return [outcomes[rank] for rank in ranks]
+    return together([partial(body, world.session(rank)) for rank in ranks])
 
 
 def test_every_member_starts_with_its_rank_and_knows_the_others():

@@ -14,8 +14,10 @@ from tests.waiting import eventually
 class Nowhere:
     """A way to a coordinator that is not there."""
 
+    address = "127.0.0.1:1"
+
     def __call__(self) -> grpc.Channel:
-        return grpc.insecure_channel("127.0.0.1:1")
+        return grpc.insecure_channel(self.address)
 
     def diagnose(self) -> None:
         return None
@@ -24,7 +26,7 @@ class Nowhere:
 def test_a_stream_that_is_closed_leaves_no_thread_and_says_that_it_is_closed() -> None:
     """A session makes one for every attempt to reach its coordinator."""
     before = set(threading.enumerate())
-    stream = SessionStream(Nowhere(), "the coordinator at 127.0.0.1:1")
+    stream = SessionStream(Nowhere())
     with pytest.raises(CoordinatorUnavailableError, match=r"the coordinator at 127\.0\.0\.1:1 cannot be reached"):
         list(stream.frames())
     for _ in range(2):

@@ -17,7 +17,8 @@ def test_an_overlay_completes_the_shared_frame() -> None:
     own = session_pb2.ServerFrame()
     own.result.sequence = 3
     own.result.join.rank = 2
-    frames = dict(SendMany(shared, ((1, own.SerializeToString()), (2, b""))).decoded())
+    sent = SendMany(shared, ((1, own.SerializeToString()), (2, b""))).encoded()
+    frames = {stream: session_pb2.ServerFrame.FromString(data) for stream, data in sent}
     assert (frames[1].result.sequence, frames[1].result.join.generation, frames[1].result.join.rank) == (3, 7, 2)
     assert [peer.name for peer in frames[1].result.join.peers] == ["a"]
     assert frames[2] == shared

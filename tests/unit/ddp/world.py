@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ferrorpc.backends.base import Backend
 from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.group import ProcessGroup
+from ferrorpc.testing import run_groups
 
 
 class WatchedGroup(ProcessGroup):
@@ -33,10 +33,4 @@ class WatchedGroup(ProcessGroup):
 
 def run_world(size: int, body: Callable[[WatchedGroup], Any]) -> list[Any]:
     """Runs body(group) on every rank, each on its own thread. Returns the results in rank order."""
-    groups = [WatchedGroup(backend) for backend in SimulatedBackend.create_group(size)]
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(body, group) for group in groups]
-        results = [future.result(60) for future in futures]
-    for group in groups:
-        group.close()
-    return results
+    return run_groups([WatchedGroup(backend) for backend in SimulatedBackend.create_group(size)], body)

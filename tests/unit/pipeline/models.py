@@ -28,11 +28,6 @@ class Joint(Layer):
         y, context = super().forward(reduce(mul, factors))
         return ((y,) * self._outputs if self._outputs > 1 else y), (factors, context)
 
-    def backward(self, context, grad_y):
-        grad_x = self.backward_input(context, grad_y)
-        self.backward_weight(context, grad_y)
-        return grad_x
-
     def backward_input(self, context, grad_y):
         factors, inner = context
         grad = super().backward_input(inner, self._added(grad_y))

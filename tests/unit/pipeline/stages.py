@@ -95,8 +95,8 @@ def gradients(stages: Sequence[Any]) -> list[np.ndarray]:
     return [parameter.grad for stage in stages for parameter in stage.parameters()]
 
 
-def descend(stages: Sequence[Any], rate: float = 0.1) -> None:
+def descend(stages: Sequence[Any]) -> None:
     """Takes a step of gradient descent, and clears the gradients."""
     for parameter in (parameter for stage in stages for parameter in stage.parameters()):
-        parameter.data -= rate * parameter.grad
+        parameter.data -= 0.1 * parameter.grad
         parameter.grad = None

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import nn  # noqa: E402
 
 from ferrorpc.torch import DistributedDataParallel, Stage, ZeroOptimizer, cut, with_gradient  # noqa: E402
-from tests.unit.test_wrong_arguments import Model  # noqa: E402
+from tests.unit.test_wrong_arguments import Model, check  # noqa: E402
 
 
 def layer() -> nn.Linear:
@@ -153,16 +153,7 @@ WRONG |= {
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
 @pytest.mark.parametrize("case", WRONG)
 def test_it_is_a_usage_error_that_says_what_to_pass(case: str) -> None:
-    make, said = WRONG[case]
-
-    def body(group: ferrorpc.ProcessGroup) -> None:
-        with pytest.raises(UsageError, match=said) as caught:
-            make(group)
-        assert "see the docstring" not in str(caught.value)
-        if not case.startswith("within"):  # where others may wait, and the group is over
-            group.barrier()
-
-    run_world(1, body)
+    check(*WRONG[case], ends_the_group=case.startswith("within"))
 
 
 def test_a_loss_of_torch_is_told_how_to_come_with_its_gradient() -> None:

@@ -6,32 +6,13 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.transports.shared_memory.discovery import discover_host_peers
 from ferrorpc.transports.shared_memory.host_peers import HostPeers
+from tests.threads import in_threads
 
 SECONDS = 30.0
-
-
-def in_threads(count: int, body: Callable[[int], Any]) -> list[Any]:
-    """What `body` returns or raises for each number."""
-    outcomes: list[Any] = [None] * count
-
-    def run(number: int) -> None:
-        try:
-            outcomes[number] = body(number)
-        except Exception as error:
-            outcomes[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * SECONDS)
-        assert not thread.is_alive(), "a rank hangs"
-    return outcomes
 
 
 def in_a_forked_child(body: Callable[[], bool]) -> int:
