@@ -126,8 +126,13 @@ def _packed_on_device(staging: Staging, parts: Sequence[tuple[slice, View]], end
 
 def split(data: Any, size: int) -> list[Any]:
     """An array of any library cut along axis 0, as views of it, as np.array_split cuts."""
-    least, more = divmod(data.shape[0], size)
-    return [data[start:stop] for start, stop in pairwise(place * least + min(place, more) for place in range(size + 1))]
+    return [data[cut] for cut in _cuts(data.shape[0], size)]
+
+
+@lru_cache(maxsize=256)
+def _cuts(length: int, size: int) -> list[slice]:
+    least, more = divmod(length, size)
+    return [slice(start, stop) for start, stop in pairwise(place * least + min(place, more) for place in range(size + 1))]
 
 
 def to_kind(kind: Kind, data: Any, spec: TensorSpec) -> Any:

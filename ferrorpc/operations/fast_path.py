@@ -14,7 +14,7 @@ import numpy as np
 
 from ferrorpc.arrays.kinds import NUMPY, split, to_kind
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
+from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Operation
 from ferrorpc.operations.dispatch import Dispatch
@@ -28,9 +28,12 @@ GENERAL_PATH: Final = object()
 """Returned in place of a result: the operation has not begun, and must take the general path."""
 UNKNOWN: Final[Any] = object()
 """In place of a prepared call or None: not in the cache."""
+NOTHING_GIVEN: Final[Any] = []
+"""In place of an array or parts, off a root that alone gives some."""
 NATIVE: Final = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
 """The dtypes that NumPy itself has."""
 REDUCING: Final = frozenset(("all_reduce", "reduce", "reduce_scatter"))
+OF_PARTS: Final = frozenset(("scatter", "reduce_scatter", "all_to_all"))
 ROOTED: Final = frozenset(("broadcast", "reduce", "gather", "scatter"))
 CACHED_CALLS: Final = 256
 """How many calls are cached. All others take the general path."""
@@ -74,7 +77,7 @@ class FastPath:
         except TypeError:  # an operator that cannot be hashed is invalid
             return GENERAL_PATH
         if prepared is UNKNOWN:
-            prepared = self._learn(key, "all_reduce", (x,), None, op)
+            prepared = self._learn(key, "all_reduce", x, None, op)
         if prepared is None:
             return GENERAL_PATH
         flags = x.flags
@@ -85,7 +88,7 @@ class FastPath:
             return GENERAL_PATH
         elif out is None:
             out = np.empty(x.shape, x.dtype)
-        elif not _takes(out, (x,), x):
+        elif not _takes(out, x, x):
             return GENERAL_PATH
         self._run(prepared, (x,), (out,))
         return out
@@ -95,72 +98,86 @@ class FastPath:
         prepared = self._of(x, "reduce", root, op)
         if prepared is None:
             return GENERAL_PATH
-        return self._one(prepared, (x,), x, out) if root == self._rank else self._none(prepared, x, out)
+        return self._one(prepared, (x,), x, x, out) if root == self._rank else self._none(prepared, x, out)
 
     def gather(self, x: Any, root: Any, out: Any) -> Any:
         """The results, None off the root, or GENERAL_PATH."""
         prepared = self._of(x, "gather", root, None)
         if prepared is None:
             return GENERAL_PATH
-        return self._all(prepared, (x,), out) if root == self._rank else self._none(prepared, x, out)
+        return self._all(prepared, (x,), x, out) if root == self._rank else self._none(prepared, x, out)
 
     def broadcast(self, x: Any, root: Any, out: Any) -> Any:
         """The result, or GENERAL_PATH."""
         if type(root) is int and root == self._rank:
             prepared = self._of(x, "broadcast", root, None)
-            return GENERAL_PATH if prepared is None else self._one(prepared, (x,), x, out)
+            return GENERAL_PATH if prepared is None else self._one(prepared, (x,), x, x, out)
         return self._from_root("broadcast", root, out) if x is None or x is out else GENERAL_PATH
 
     def scatter(self, parts: Any, root: Any, out: Any) -> Any:
         """The result, or GENERAL_PATH."""
         if type(root) is int and root == self._rank:
-            return self._of_parts(parts, "scatter", root, None, out)
+            return self._one_of_parts(parts, "scatter", root, None, out)
         return self._from_root("scatter", root, out) if parts is None else GENERAL_PATH
 
     def all_gather(self, x: Any, out: Any) -> Any:
         """The results, or GENERAL_PATH."""
         prepared = self._of(x, "all_gather", None, None)
-        return GENERAL_PATH if prepared is None else self._all(prepared, (x,), out)
+        return GENERAL_PATH if prepared is None else self._all(prepared, (x,), x, out)
 
     def reduce_scatter(self, parts: Any, op: Any, out: Any) -> Any:
         """The result, or GENERAL_PATH."""
-        return self._of_parts(parts, "reduce_scatter", None, op, out)
+        return self._one_of_parts(parts, "reduce_scatter", None, op, out)
 
     def all_to_all(self, parts: Any, out: Any) -> Any:
         """The results, or GENERAL_PATH."""
-        inputs = self._split(parts)
-        prepared = None if inputs is None else self._known_by("all_to_all", inputs, None, None)
-        return GENERAL_PATH if inputs is None or prepared is None else self._all(prepared, inputs, out)
+        prepared = self._of(parts, "all_to_all", None, None)
+        return GENERAL_PATH if prepared is None else self._all(prepared, self._parts(parts), parts, out)
 
-    # By input. `prepared` is None for the general path.
+    # By what is given: an array, or one part for each rank.
 
-    def _of(self, x: Any, name: str, root: Any, op: Any) -> ArenaPrepared | None:
-        if type(x) is not np.ndarray or not x.flags.c_contiguous:
-            return None
-        return self._known_by(name, (x,), root, op)
-
-    def _of_parts(self, parts: Any, name: str, root: Any, op: Any, out: Any) -> Any:
-        """This rank's result of an operation on one part for each rank, or GENERAL_PATH."""
-        inputs = self._split(parts)
-        prepared = None if inputs is None else self._known_by(name, inputs, root, op)
-        return GENERAL_PATH if inputs is None or prepared is None else self._one(prepared, inputs, inputs[self._rank], out)
-
-    def _split(self, parts: Any) -> Sequence[Array] | None:
-        if type(parts) is np.ndarray:
-            return split(parts, self._size) if parts.ndim and parts.flags.c_contiguous else None
-        if type(parts) is not list or len(parts) != self._size:
-            return None
-        for part in parts:
-            if type(part) is not np.ndarray or not part.flags.c_contiguous:
+    def _of(self, given: Any, name: str, root: Any, op: Any) -> ArenaPrepared | None:
+        """The prepared call; None for the general path."""
+        key: tuple[Any, ...]
+        if type(given) is np.ndarray:
+            if not given.flags.c_contiguous:
                 return None
-        return parts
+            key = name, given.dtype, given.shape, root, op
+        elif type(given) is list and len(given) == self._size and name in OF_PARTS:
+            for part in given:
+                if type(part) is not np.ndarray or not part.flags.c_contiguous:
+                    return None
+            key = name, tuple([(part.dtype, part.shape) for part in given]), root, op
+        elif given is NOTHING_GIVEN:
+            key = name, root
+        else:
+            return None
+        if root is not None and type(root) is not int:
+            return None
+        try:
+            found = self._known.get(key, UNKNOWN)
+        except TypeError:  # an operator that cannot be hashed is invalid
+            return None
+        return self._learn(key, name, given, root, op) if found is UNKNOWN else found
+
+    def _parts(self, given: Any) -> Sequence[Array]:
+        """One array for each rank."""
+        return split(given, self._size) if type(given) is np.ndarray else given
+
+    def _one_of_parts(self, given: Any, name: str, root: Any, op: Any, out: Any) -> Any:
+        """This rank's result of an operation on one part for each rank, or GENERAL_PATH."""
+        prepared = self._of(given, name, root, op)
+        if prepared is None:
+            return GENERAL_PATH
+        parts = self._parts(given)
+        return self._one(prepared, parts, given, parts[self._rank], out)
 
     def _from_root(self, name: str, root: Any, out: Any) -> Any:
         """The result off the root, which only the root describes, or GENERAL_PATH."""
-        prepared = self._known_by(name, (), root, None)
-        if prepared is None or not (out is None or _takes(out, (), None)):
+        prepared = self._of(NOTHING_GIVEN, name, root, None)
+        if prepared is None or not (out is None or _takes(out, NOTHING_GIVEN, None)):
             return GENERAL_PATH
-        (result,), (spec,) = self._outcome(prepared, (), None if out is None else (out,))
+        (result,), (spec,) = self._run(prepared, (), None if out is None else (out,))[0]
         if out is None:
             return to_kind(NUMPY, result, spec)
         if result is out and spec.dtype is NATIVE[out.dtype]:
@@ -170,88 +187,66 @@ class FastPath:
     # By result.
 
     def _none(self, prepared: ArenaPrepared, x: Array, out: Any) -> Any:
-        if out is not None and out is not x:
+        if out is not None and not (type(out) is np.ndarray and out.dtype in NATIVE):
             return GENERAL_PATH
         self._run(prepared, (x,), None)
         return None
 
-    def _one(self, prepared: ArenaPrepared, inputs: Sequence[Array], like: Array, out: Any) -> Any:
+    def _one(self, prepared: ArenaPrepared, inputs: Sequence[Array], given: Any, like: Array, out: Any) -> Any:
         """One result like `like`, or GENERAL_PATH."""
         if out is None:
-            return self._outcome(prepared, inputs, None)[0][0]
-        if not _takes(out, inputs, like):
+            out = np.empty(like.shape, like.dtype)
+        elif not _takes(out, given, like):
             return GENERAL_PATH
         self._run(prepared, inputs, (out,))
         return out
 
-    def _all(self, prepared: ArenaPrepared, inputs: Sequence[Array], out: Any) -> Any:
+    def _all(self, prepared: ArenaPrepared, inputs: Sequence[Array], given: Any, out: Any) -> Any:
         """A result from every rank, or GENERAL_PATH."""
         if out is None:
-            return self._outcome(prepared, inputs, None)[0]
-        if not _takes(out, inputs, None) or not out.ndim or out is inputs[0]:
+            return self._run(prepared, inputs, None)[0][0]
+        if not _takes(out, given, None) or not out.ndim:
             return GENERAL_PATH
         targets = split(out, self._size)
-        results, specs = self._outcome(prepared, inputs, targets)
-        for result, target in zip(results, targets, strict=True):
-            if result is not target:
-                return IntoWhole(out, self._size).give(results, specs, prepared.signature)
-        return out
+        results, specs = self._run(prepared, inputs, targets)[0]
+        return out if results is targets else IntoWhole(out, self._size).give(results, specs, prepared.signature)
 
-    def _outcome(self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> Outcome:
-        """The results and their specs."""
-        found: list[Outcome] = []
-        self._run(prepared, inputs, outputs, found)
-        return found[0]
-
-    def _run(
-        self,
-        prepared: ArenaPrepared,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array] | None,
-        found: list[Outcome] | None = None,
-    ) -> None:
+    def _run(self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> list[Outcome]:
+        """Runs a call. Returns its results and their specs."""
         dispatch = self._dispatch
         if dispatch.refuses or self._latch.cause is not None:
             dispatch.check_open()
+        found: list[Outcome] = []
         try:
             number = dispatch.next_number()
             if self._activity is not None:
                 self._activity.note(prepared.signature)
             channel, before, base = prepared.claim(self._bank, number)
-            steps = prepared.steps(channel, before, base, inputs, outputs)
-            if found is not None:
-                steps = _kept(steps, found)
+            steps = prepared.steps(channel, before, base, inputs, outputs, found)
             try:
                 if self._spin(steps):
-                    return
+                    return found
             except BaseException as error:  # noqa: BLE001  the general path reports it and raises the first cause
                 steps = _failed(error)
-            key = Key(dispatch.backend.group_id, 0, number)
-            dispatch.run(ArenaExecution(self._arena, prepared.call, key, channel, steps, dispatch.guard(dispatch.timeout)))
+            key, guard = Key(dispatch.backend.group_id, 0, number), dispatch.guard(dispatch.timeout)
+            dispatch.run(ArenaExecution(self._arena, prepared.call, key, channel, steps, guard, found))
+            return found
         except KeyboardInterrupt:
             dispatch.interrupted(prepared.signature)
             raise
 
-    def _known_by(self, name: str, inputs: Sequence[Array], root: Any, op: Any) -> ArenaPrepared | None:
-        """The prepared call; None for the general path."""
-        if root is not None and type(root) is not int:
-            return None
-        key = name, root, op, tuple([(each.dtype, each.shape) for each in inputs])
-        try:
-            found = self._known.get(key, UNKNOWN)
-        except TypeError:  # a root or an operator that cannot be hashed is invalid
-            return None
-        return self._learn(key, name, inputs, root, op) if found is UNKNOWN else found
-
-    def _learn(
-        self, key: tuple[Any, ...], name: str, inputs: Sequence[Array], root: int | None, op: Any
-    ) -> ArenaPrepared | None:
+    def _learn(self, key: tuple[Any, ...], name: str, given: Any, root: int | None, op: Any) -> ArenaPrepared | None:
         if self._observed or len(self._known) >= CACHED_CALLS:
             return None
         if name in ROOTED and (root is None or not 0 <= root < self._size):
             return None
         if name in REDUCING and not isinstance(op, str | ReduceOp):
             return None
+        inputs = given
+        if type(given) is np.ndarray:
+            if name in OF_PARTS and not given.ndim:
+                return None
+            inputs = self._parts(given) if name in OF_PARTS else [given]
         dtypes = {each.dtype for each in inputs}
         if len(dtypes) > 1 or any(dtype.isbuiltin != 1 or dtype not in NATIVE for dtype in dtypes):
             return None
@@ -273,30 +268,24 @@ class FastPath:
         return found if isinstance(found, ArenaPrepared) else None
 
 
-def _takes(out: Any, inputs: Sequence[Array], like: Array | None) -> bool:
+def _takes(out: Any, given: Any, like: Array | None) -> bool:
     """Whether results can be written straight to `out`: it has dtype and shape of `like`, where that is known, and shares no
-    memory with the inputs, except as a single input that is reduced in place.
+    memory with what is given (an array or a list of them), except where it is the array itself and so is `like`.
     """
     if type(out) is not np.ndarray:
         return False
     flags = out.flags
     if not flags.carray:
         return False
-    if out is like:
-        return len(inputs) == 1
+    if out is given:
+        return like is given
     if out.dtype not in NATIVE if like is None else (out.dtype != like.dtype or out.shape != like.shape):
         return False
-    for each in inputs:
-        if not (flags.owndata and each.flags.owndata and each is not out) and np.may_share_memory(out, each):
+    owned = flags.owndata
+    for each in given if type(given) is list else (given,):
+        if not (owned and each.flags.owndata and each is not out) and np.may_share_memory(out, each):
             return False
     return True
-
-
-def _kept(steps: Steps, found: list[Outcome]) -> Steps:
-    outcome = yield from steps
-    if outcome is not None:
-        found.append(outcome)
-    return outcome
 
 
 def _failed(error: BaseException) -> Generator[int, None, Any]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -55,6 +56,9 @@ CASES: dict[str, Case] = {
     "reduce": lambda g, k: g.reduce(line(g), 1, **k),
     "reduce max into": lambda g, k: into(lambda out: g.reduce(line(g), 1, "max", out=out, **k), np.zeros(5, np.float32)),
     "reduce in place": lambda g, k: into(lambda out: g.reduce(out, 1, out=out, **k), line(g)),
+    "reduce of a grid": lambda g, k: g.reduce(rows(g), 1, **k),
+    "reduce of a single": lambda g, k: g.reduce(np.array(g.rank + 1.0), 1, **k),
+    "reduce into objects": lambda g, k: g.reduce(line(g), 1, out=np.array([None] * 5), **k),
     "reduce to no rank": lambda g, k: g.reduce(line(g), 9, **k),
     "reduce to a float": lambda g, k: g.reduce(line(g), 1.0, **k),
     "reduce to numpy's 1": lambda g, k: g.reduce(line(g), np.int64(1), **k),
@@ -63,6 +67,10 @@ CASES: dict[str, Case] = {
     "broadcast in place": lambda g, k: into(lambda out: g.broadcast(out, 1, out=out, **k), rows(g)),
     "broadcast into": lambda g, k: into(
         lambda out: g.broadcast(at_root(g, rows(g)), 1, out=out, **k), np.zeros((g.size, 3), "f4")
+    ),
+    "broadcast of bfloat16": lambda g, k: g.broadcast(at_root(g, line(g).astype(ml_dtypes.bfloat16)), 1, **k),
+    "broadcast of bfloat16 into its bits": lambda g, k: g.broadcast(
+        at_root(g, line(g).astype(ml_dtypes.bfloat16)), 1, out=None if g.rank == 1 else np.zeros(5, np.uint16), **k
     ),
     "broadcast into another shape": lambda g, k: into(
         lambda out: g.broadcast(at_root(g, line(g)), 1, out=out, **k), np.zeros(5 if g.rank == 1 else 6, np.float32)
@@ -78,6 +86,10 @@ CASES: dict[str, Case] = {
     ),
     "gather": lambda g, k: g.gather(line(g, 2 + g.rank), 1, **k),
     "gather into": lambda g, k: into(lambda out: g.gather(rows(g)[0], 1, out=out, **k), np.zeros(3 * g.size, np.float32)),
+    "gather into a list": lambda g, k: g.gather(line(g), 1, out=[np.zeros(5, np.float32) for _ in range(g.size)], **k),
+    "gather into objects": lambda g, k: g.gather(line(g), 1, out=np.array([None] * 5 * g.size), **k),
+    "gather of out": lambda g, k: into(lambda out: g.gather(out, 1, out=out, **k), line(g)),
+    "gather of nothing into itself": lambda g, k: into(lambda out: g.gather(out, 1, out=out, **k), line(g, 0)),
     "scatter": lambda g, k: g.scatter(at_root(g, list(rows(g))), 1, **k),
     "scatter of one array": lambda g, k: g.scatter(at_root(g, rows(g).reshape(-1)), 1, **k),
     "scatter of uneven": lambda g, k: g.scatter(at_root(g, [line(g, 1 + to) for to in range(g.size)]), 1, **k),
@@ -104,6 +116,7 @@ CASES: dict[str, Case] = {
         lambda out: g.all_gather(out[5 * g.rank : 5 * g.rank + 5], out=out, **k), np.arange(5 * g.size) + 1000.0 * g.rank
     ),
     "all_gather of out": lambda g, k: into(lambda out: g.all_gather(out, out=out, **k), line(g)),
+    "all_gather of nothing into itself": lambda g, k: into(lambda out: g.all_gather(out, out=out, **k), line(g, 0)),
     "all_to_all": lambda g, k: g.all_to_all(list(rows(g)), **k),
     "all_to_all of a tuple": lambda g, k: g.all_to_all(tuple(rows(g)), **k),
     "all_to_all of one": lambda g, k: g.all_to_all(rows(g, "complex64"), **k),
@@ -111,10 +124,14 @@ CASES: dict[str, Case] = {
     "all_to_all of strided": lambda g, k: g.all_to_all([line(g, 6)[::2] for _ in range(g.size)], **k),
     "all_to_all into": lambda g, k: into(lambda out: g.all_to_all(rows(g), out=out, **k), np.zeros((g.size, 3), np.float32)),
     "all_to_all in place": lambda g, k: into(lambda out: g.all_to_all(out, out=out, **k), rows(g)),
+    "all_to_all of nothing in place": lambda g, k: into(lambda out: g.all_to_all(out, out=out, **k), rows(g, width=0)),
     "all_to_all of parts of out": lambda g, k: into(lambda out: g.all_to_all(list(out)[::-1], out=out, **k), rows(g)),
     "reduce_scatter": lambda g, k: g.reduce_scatter(rows(g), **k),
     "reduce_scatter of a list": lambda g, k: g.reduce_scatter(list(rows(g)), "min", **k),
     "reduce_scatter of halves": lambda g, k: g.reduce_scatter(rows(g, "float16"), "mean", **k),
+    "reduce_scatter of grids": lambda g, k: g.reduce_scatter([rows(g)] * g.size, "max", **k),
+    "reduce_scatter of singles": lambda g, k: g.reduce_scatter([np.array(g.rank + 1.0)] * g.size, **k),
+    "reduce_scatter in place": lambda g, k: into(lambda out: g.reduce_scatter(out, out=out, **k), rows(g)),
     "reduce_scatter into": lambda g, k: into(
         lambda out: g.reduce_scatter(list(rows(g)), out=out, **k), np.zeros(3, np.float32)
     ),
@@ -185,7 +202,16 @@ def test_the_short_way_is_taken(world: list[ProcessGroup], monkeypatch: pytest.M
 
         monkeypatch.setattr(FastPath, name, seen)
     usual = ["all_reduce", "all_reduce mean into", "all_reduce in place", "reduce", "reduce in place", "broadcast"]
-    usual += ["broadcast in place", "broadcast into", "gather", "scatter", "scatter of one array", "scatter into", "all_gather"]
+    usual += [
+        "broadcast in place",
+        "broadcast into",
+        "gather",
+        "gather into",
+        "scatter",
+        "scatter of one array",
+        "scatter into",
+        "all_gather",
+    ]
     usual += ["all_gather into one", "all_to_all", "all_to_all of one", "all_to_all into"]
     usual += ["reduce_scatter", "reduce_scatter of a list", "reduce_scatter into"]
     run_groups(world, lambda group: [CASES[name](group, {}) for name in usual])

@@ -23,7 +23,7 @@ from typing import Any, Final
 from ferrorpc.collectives.algorithms.partition import slices
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.control_blocks import LEFT, REDUCED, RESULT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
-from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
+from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
@@ -51,7 +51,13 @@ class OneShot(ArenaPrepared):
         return self._nbytes
 
     def steps(
-        self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
+        self,
+        channel: Channel,
+        before: int,
+        base: int,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array] | None,
+        found: list[Outcome],
     ) -> Steps:
         block, done, digest = channel.block, base | 1, self._digest
         checks_pending = False
@@ -73,7 +79,7 @@ class OneShot(ArenaPrepared):
         results = outputs or self.room(None)
         self._fold(sources, results[0] if self._is_flat else results[0].reshape(-1))
         block[LEFT] = done
-        return None if outputs else (results, self.specs)
+        found.append((results, self.specs))
 
     def _look(self, channel: Channel) -> tuple[Array, list[Array]]:
         """Views of this rank's slot, and of all slots in rank order."""
@@ -112,8 +118,9 @@ class TwoShot(ArenaPrepared):
         place = transfers.host_memory(0, self.specs[0])
         here = [each for each in transfers.outputs or () if each is not None] if place is None else [place]
         channel, before, base = self.claim(self.arena.bank(key.stream), key.number)
-        steps = self.steps(channel, before, base, transfers.inputs, here, transfers)
-        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, transfers=transfers)
+        found: list[Outcome] = []
+        steps = self.steps(channel, before, base, transfers.inputs, here, found, transfers)
+        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, found, transfers)
 
     def steps(
         self,
@@ -122,6 +129,7 @@ class TwoShot(ArenaPrepared):
         base: int,
         inputs: Sequence[Array],
         outputs: Sequence[Array] | None,
+        found: list[Outcome],
         transfers: DeviceTransfers | None = None,
     ) -> Steps:
         yield from channel.enter(before)
@@ -153,7 +161,7 @@ class TwoShot(ArenaPrepared):
             yield from channel.await_others(LEFT, base + chunks)
         # What was read in place from a rank that failed meanwhile may not be what it brought: its control block says so.
         yield from channel.await_others(STAGED, base + chunks)
-        return results, self.specs
+        found.append((results, self.specs))
 
     def _wait_for_input(self, transfers: DeviceTransfers | None, chunk: int) -> Iterator[int]:
         """Waits until a chunk has been copied from a device."""

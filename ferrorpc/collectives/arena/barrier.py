@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ferrorpc.collectives.arena.control_blocks import LEFT, SIGNATURE, STAGED, Array, Channel
-from ferrorpc.collectives.arena.execution import Steps
+from ferrorpc.collectives.arena.execution import Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 
 
@@ -21,7 +21,13 @@ class Barrier(ArenaPrepared):
         return 0
 
     def steps(
-        self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
+        self,
+        channel: Channel,
+        before: int,
+        base: int,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array] | None,
+        found: list[Outcome],
     ) -> Steps:
         block, done, digest = channel.block, base | 1, self._digest
         checks_pending = False
@@ -37,4 +43,4 @@ class Barrier(ArenaPrepared):
         if checks_pending:
             channel.bank.settle()
         block[LEFT] = done
-        return None
+        found.append(((), []))

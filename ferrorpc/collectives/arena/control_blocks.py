@@ -14,7 +14,6 @@ Idea. Single-writer flags whose values only grow, instead of states that are set
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import threading
 from collections import Counter, deque
@@ -243,15 +242,11 @@ class SlotUser(Protocol):
         """Drops them."""
 
 
-class PendingCheck(Protocol):
-    """An operation whose call has not been compared with that of every peer yet (`signature_check`)."""
+class Check(Protocol):
+    """The check of a call that is not compared with those of all peers otherwise (`signature_check`)."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it has been compared with all."""
-
-    def settle(self) -> None:
-        """Compares with the peers that have come so far. Raises CollectiveMismatchError."""
+    def settle(self, channel: Channel, base: int) -> bool:
+        """Compares with the peers that have come so far, and returns whether all have. Raises CollectiveMismatchError."""
 
 
 class Calls:
@@ -294,7 +289,8 @@ class Bank:
         memories: their segments, in the same order.
         channels: in order.
         is_over: whether it has ended on every rank, so that its memory is freed.
-        pending_checks: operations whose calls have not been compared with that of every peer yet.
+        pending_checks: operations whose calls have not been compared with those of all peers yet, by the start value of their
+            progress words.
     """
 
     def __init__(
@@ -306,7 +302,7 @@ class Bank:
         self.peers = tuple(rank for rank in ranks if rank != control.rank)
         self.memories = [control.memory.memory(peer) for peer in self.peers]
         self.channels = [Channel(self, number) for number in range(channels)]
-        self.pending_checks: list[PendingCheck] = []
+        self.pending_checks: dict[int, tuple[Check, Channel]] = {}
         self._ranks = tuple(ranks)
         self._places = {control.rank: own}
         for channel in self.channels:
@@ -346,11 +342,10 @@ class Bank:
         Raises:
             CollectiveMismatchError: a peer was in another call.
         """
-        for check in tuple(self.pending_checks):
-            check.settle()
-            if check.is_over:
-                with contextlib.suppress(ValueError):  # another thread has removed it already
-                    self.pending_checks.remove(check)
+        for base in list(self.pending_checks):  # another thread may add to them or remove some
+            pending = self.pending_checks.get(base)
+            if pending is not None and pending[0].settle(pending[1], base):
+                self.pending_checks.pop(base, None)
         if self.pending_checks:
             for channel in self.channels:
                 channel.signed = 0

@@ -17,7 +17,7 @@ fold. Memory beyond the arrays: the ring, about RING_BYTES (among dozens of rank
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ from ferrorpc.collectives.arena.control_blocks import (
     Wait,
     words_of,
 )
-from ferrorpc.collectives.arena.execution import Steps
+from ferrorpc.collectives.arena.execution import Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.arena.signature_check import SignatureCheck
 from ferrorpc.collectives.call import Call, Operation
@@ -53,10 +53,11 @@ CHUNK_BYTES_MIN: Final = 16 << 10
 _PART_ROUNDS_MAX: Final = 1 << CHUNK_BITS - 2
 _IN_ROUNDS: Final = 3 + NDIM_MAX
 _ENTRY_WORDS: Final = _IN_ROUNDS + 1
+_ENTRY_BYTES: Final = _ENTRY_WORDS * 8
 """Offset, dtype, number of dimensions, dimensions, whether the part comes in rounds."""
 _ALIGNMENT: Final = 64
-ENTRIES_MAX: Final = 1024
-"""Entries of peers' tables that a call caches: one for each rank and channel, and more where their rings move."""
+PARTS_MAX: Final = 1024
+"""Parts of peers that a call caches: one for each rank and channel, and more where shapes differ or rings move."""
 
 
 class _Part(NamedTuple):
@@ -69,7 +70,8 @@ class _Part(NamedTuple):
     """Elements of a round; all of them, and at least 1, where the part comes whole."""
     elements: Array
     """The elements, flat; in a ring SLOTS chunks of them."""
-    in_ring: bool
+    whole: Array | None
+    """The elements in the part's shape; None in a ring."""
 
     @property
     def rounds(self) -> int:
@@ -83,7 +85,7 @@ class _Part(NamedTuple):
 
     def piece(self, first: int, last: int) -> Array:
         """Elements [first, last), of one round."""
-        begin = first // self.chunk % SLOTS * self.chunk if self.in_ring else first
+        begin = first // self.chunk % SLOTS * self.chunk if self.whole is None else first
         return self.elements[begin : begin + last - first]
 
 
@@ -98,28 +100,17 @@ class _Place(NamedTuple):
     """Bytes of a round; 0 where the part comes whole."""
 
 
-class _Entry:
-    """An entry of a peer's table, and the part that it described when it was last read."""
-
-    __slots__ = ("part", "place", "text")
-
-    def __init__(self, place: memoryview) -> None:
-        self.place = place
-        self.text = b""
-        self.part: _Part | None = None
-
-
 class _SlotLayout(NamedTuple):
     """The places of small parts in the slot of a channel."""
 
     start: int
     """Offset of the slot in this rank's segment."""
-    table: Array
+    table: memoryview[int]
     """The table with its offsets."""
-    front: Array
+    front: memoryview[int]
     """The memory of the table in the slot."""
     stages: list[tuple[int, Array]]
-    """For each of the call's parts that is sent: its index, and its memory in the slot."""
+    """For each of the call's parts that is sent: its index, and its memory in the slot, in its shape."""
 
 
 class Exchange(ArenaPrepared):
@@ -127,8 +118,6 @@ class Exchange(ArenaPrepared):
 
     chunks = (1 << CHUNK_BITS) - 1
     """More than any number of rounds, which ranks that do not know the peers' shapes do not know."""
-    _own: tuple[TensorSpec, int, int]
-    """The first fields of the `_Part` that this rank has for itself, where it reads parts."""
 
     def __init__(self, arena: Arena, call: Call) -> None:
         super().__init__(arena, call)
@@ -141,7 +130,8 @@ class Exchange(ArenaPrepared):
             self._sources = (root,)
         elif to_root and rank != root:
             self._sources = ()
-        self._to_check = self._peers_to_check(from_root)
+        to_check = self._peers_to_check(from_root)
+        self._check = SignatureCheck(to_check, self._signed, self.signature) if to_check else None
         self._has_part_for_each = operation in (Operation.SCATTER, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
         self._mine = rank if self._has_part_for_each else 0
         self._fold = fold_of(call, arena.size) if call.op is not None and self._sources else None
@@ -154,22 +144,22 @@ class Exchange(ArenaPrepared):
         parts = max(arena.size - 1, 1) if self._has_part_for_each else 1
         self._chunk_bytes = max(RING_BYTES // (SLOTS * parts), CHUNK_BYTES_MIN) // _ALIGNMENT * _ALIGNMENT
         self._places, self._room_bytes = self._plan() if self._sends else ([], 0)
-        self._is_small = self._room_bytes <= SLOT_BYTES and not any(place.chunk_bytes for place in self._places)
+        self._fits_slot = self._room_bytes <= SLOT_BYTES and not any(place.chunk_bytes for place in self._places)
         self._slot_layouts: dict[Channel, _SlotLayout] = {}
-        self._entries: dict[tuple[int, int], _Entry] = {}
+        self._entry_offset = self._mine * _ENTRY_BYTES
+        self._parts: dict[tuple[int, bytes], _Part] = {}
         self._table = self._describe()
-        if rank in self._sources:
-            self._own = self._describe_own()
+        self._own_place = self._sources.index(rank) if rank in self._sources else None
 
-    def _peers_to_check(self, from_root: bool) -> frozenset[int]:
+    def _peers_to_check(self, from_root: bool) -> tuple[int, ...]:
         """The places of the peers whose calls this rank cannot compare with its own by reading their parts.
 
         Each rank compares with the root that it knows, so all agree if the roots do.
         """
         rank, root = self.arena.rank, self.call.root
         if root is None or (root == rank) != from_root:
-            return frozenset()
-        return frozenset(range(self.arena.size - 1)) if from_root else frozenset((root - (root > rank),))
+            return ()
+        return tuple(range(self.arena.size - 1)) if from_root else (root - (root > rank),)
 
     def _plan(self) -> tuple[list[_Place], int]:
         """The places of the parts for other ranks, behind the table; and the size of everything."""
@@ -193,11 +183,11 @@ class Exchange(ArenaPrepared):
             entry[3 : 3 + len(spec.shape)] = spec.shape
         return words_of(table.reshape(-1).view(np.uint8))
 
-    def _describe_own(self) -> tuple[TensorSpec, int, int]:
+    def _own_part(self, inputs: Sequence[Array]) -> _Part:
         """The part that this rank has for itself. Where it is large it is processed in the rounds of the other parts."""
-        spec = self.call.inputs[self._mine]
-        length = math.prod(spec.shape)
-        return spec, length, self._chunk_of(spec.nbytes) // spec.dtype.itemsize if spec.nbytes > RING_BYTES else max(length, 1)
+        spec, whole = self.call.inputs[self._mine], inputs[self._mine]
+        chunk = self._chunk_of(spec.nbytes) // spec.dtype.itemsize if spec.nbytes > RING_BYTES else max(whole.size, 1)
+        return _Part(spec, whole.size, chunk, whole.reshape(-1), whole)
 
     def _chunk_of(self, nbytes: int) -> int:
         """Bytes of a round, for a part of `nbytes`: the same on all ranks."""
@@ -209,64 +199,118 @@ class Exchange(ArenaPrepared):
         return self.call.inputs[peer if self._has_part_for_each else 0].nbytes
 
     def steps(
-        self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
+        self,
+        channel: Channel,
+        before: int,
+        base: int,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array] | None,
+        found: list[Outcome],
     ) -> Steps:
-        block, done = channel.block, base | self.chunks
+        block, digest, done = channel.block, self._digest, base | self.chunks
         if not channel.is_free(before):
             yield from channel.enter(before)
-        staged, must_stay = self._publish(channel, inputs) if self._sends else ((), False)
-        self.publish_signature(channel, base)
-        bank = channel.bank
-        if self._to_check:
-            bank.pending_checks.append(SignatureCheck(channel, self._to_check, base, self._signed, self.signature))
-        block[STAGED] = base + 1
-        found = yield from self._found(channel, base, inputs)
-        specs = [part.spec for part in found] if self._fold is None else self.specs
-        results = [self.room_for(item, spec, outputs) for item, spec in enumerate(specs)]
-        flat = [result.reshape(-1) for result in results]
-        if staged or True in [part.in_ring for part in found]:
-            yield from self._in_rounds(channel, base, staged, found, flat)
-        else:
-            self._take([part.elements for part in found], flat)
-        block[STAGED] = block[LEFT] = done
-        if must_stay:
-            yield from channel.await_others(LEFT, done)
-        # What was read in place from a rank that failed meanwhile may not be what it brought: its control block says so.
-        for other in channel.others:
-            while other[STAGED] < 0:
-                yield done
-        if bank.pending_checks:
-            bank.settle()
-        return results, specs
-
-    def _found(self, channel: Channel, base: int, inputs: Sequence[Array]) -> Generator[int, None, list[_Part]]:
-        """Waits for the ranks that have a part for this one. Returns the parts in rank order."""
-        found: list[_Part] = []
-        for source in self._sources:
-            if source == self.arena.rank:
-                found.append(_Part(*self._own, inputs[self._mine].reshape(-1), False))
-                continue
-            other = source - (source > self.arena.rank)
-            owner = channel.others[other]
+        staged, must_stay = self._begin(channel, base, inputs)
+        specs: list[TensorSpec] = []
+        wholes: list[Array] = []
+        in_rounds = bool(staged)
+        for place in self._owner_places:
+            owner = channel.others[place]
             while owner[STAGED] <= base:
                 yield base + 1
-            if owner[SIGNATURE] != self._digest:
+            if owner[SIGNATURE] != digest:
                 raise self.mismatch(channel, base)
-            found.append(self._read(channel, other))
-        return found
+            part = self._read(channel, place)
+            specs.append(part.spec)
+            if part.whole is None:
+                in_rounds = True
+            else:
+                wholes.append(part.whole)
+        if in_rounds:
+            yield from self._take_in_rounds(channel, base, staged, inputs, outputs, found)
+        else:
+            found.append(self._take_whole(specs, wholes, inputs, outputs))
+        block[STAGED] = block[LEFT] = done
+        while not self._may_end(channel, done, must_stay):
+            yield done
+        if channel.bank.pending_checks:
+            channel.bank.settle()
 
-    def _in_rounds(
+    def _begin(self, channel: Channel, base: int, inputs: Sequence[Array]) -> tuple[Sequence[tuple[Array, _Part]], bool]:
+        """Publishes what this rank sends, and its call.
+
+        Returns:
+            The large parts with their sources, whose first round is staged; whether this rank must wait until peers have
+            read its arrays.
+        """
+        staged: Sequence[tuple[Array, _Part]] = ()
+        must_stay = False
+        if self._sends and self._fits_slot:
+            start, table, front, stages = self._slot_layouts.get(channel) or self._lay_out_slot(channel)
+            front[:] = table
+            for item, place in stages:
+                place[...] = inputs[item]
+            channel.block[SOURCE] = start
+        elif self._sends:
+            staged, must_stay = self._publish(channel, inputs)
+        if channel.signed != self._digest:
+            self.publish_signature(channel, base)
+        if self._check is not None:
+            self._check.note(channel, base)
+        channel.block[STAGED] = base + 1
+        return staged, must_stay
+
+    def _take_whole(
+        self, specs: list[TensorSpec], wholes: list[Array], inputs: Sequence[Array], outputs: Sequence[Array] | None
+    ) -> Outcome:
+        """Folds or copies parts of which all elements are here. `specs`, `wholes`: of the peers' parts."""
+        if self._own_place is not None:
+            specs.insert(self._own_place, self.call.inputs[self._mine])
+            wholes.insert(self._own_place, inputs[self._mine])
+        if self._fold is not None:
+            results = outputs or self.room(None)
+            self._fold([_flat(whole) for whole in wholes], _flat(results[0]))
+            return results, self.specs
+        if outputs is None:
+            return [whole.copy() for whole in wholes], specs
+        results = outputs
+        for item, whole in enumerate(wholes):
+            given = outputs[item]
+            if given is whole:
+                continue
+            if given.shape == whole.shape and given.dtype == whole.dtype:
+                given[...] = whole
+            else:
+                results = [*results[:item], whole.copy(), *results[item + 1 :]]
+        return results, specs
+
+    def _may_end(self, channel: Channel, done: int, must_stay: bool) -> bool:
+        """Whether peers have read what must stay, and none has failed: what was read in place from a rank that failed meanwhile
+        may not be what it brought."""
+        for other in channel.others:  # noqa: SIM110  as in `Channel.is_free`
+            if other[STAGED] < 0 or (must_stay and other[LEFT] < done):
+                return False
+        return True
+
+    def _take_in_rounds(
         self,
         channel: Channel,
         base: int,
         staged: Sequence[tuple[Array, _Part]],
-        found: Sequence[_Part],
-        results: Sequence[Array],
+        inputs: Sequence[Array],
+        outputs: Sequence[Array] | None,
+        found: list[Outcome],
     ) -> Wait:
         """Stages and takes round after round. All ranks have staged the first already."""
         block = channel.block
-        self._land(found, results, 0)
-        for number in range(1, max(part.rounds for part in (*found, *(part for _, part in staged)))):
+        parts = [self._read(channel, place) for place in self._owner_places]
+        if self._own_place is not None:
+            parts.insert(self._own_place, self._own_part(inputs))
+        specs = [part.spec for part in parts] if self._fold is None else self.specs
+        results = [self.room_for(item, spec, outputs) for item, spec in enumerate(specs)]
+        flat = [result.reshape(-1) for result in results]
+        self._land(parts, flat, 0)
+        for number in range(1, max(part.rounds for part in (*parts, *(part for _, part in staged)))):
             block[LEFT] = base + number
             if number >= SLOTS and staged:
                 yield from channel.await_others(LEFT, base + number + 1 - SLOTS, self._reader_places)
@@ -274,37 +318,23 @@ class Exchange(ArenaPrepared):
                 _stage(source, part, number)
             block[STAGED] = base + number + 1
             yield from channel.await_others(STAGED, base + number + 1, self._owner_places)
-            self._land(found, results, number)
+            self._land(parts, flat, number)
+        found.append((results, specs))
 
-    def _land(self, found: Sequence[_Part], results: Sequence[Array], number: int) -> None:
+    def _land(self, parts: Sequence[_Part], results: Sequence[Array], number: int) -> None:
         """Takes the elements of a round. A reduction has equal rounds from all ranks, except from those whose part is whole."""
-        alike = None if self._fold is None else min(found, key=lambda part: part.chunk).bounds(number)
-        bounds = [alike or part.bounds(number) for part in found]
-        pieces = [part.piece(*each) for part, each in zip(found, bounds, strict=True)]
-        self._take(pieces, [result[first:last] for result, (first, last) in zip(results, bounds, strict=False)])
-
-    def _take(self, pieces: Sequence[Array], results: Sequence[Array]) -> None:
-        """Folds the pieces into the one result, or copies each to its own."""
+        alike = None if self._fold is None else min(parts, key=lambda part: part.chunk).bounds(number)
+        bounds = [alike or part.bounds(number) for part in parts]
+        pieces = [part.piece(*each) for part, each in zip(parts, bounds, strict=True)]
         if self._fold is not None:
-            self._fold(pieces, results[0])
+            self._fold(pieces, results[0][slice(*bounds[0])])
             return
-        for result, piece in zip(results, pieces, strict=True):
-            result[...] = piece
+        for result, piece, (first, last) in zip(results, pieces, bounds, strict=True):
+            result[first:last] = piece
 
     def _publish(self, channel: Channel, inputs: Sequence[Array]) -> tuple[Sequence[tuple[Array, _Part]], bool]:
-        """Publishes the table, and stages what peers cannot read in place: in the slot if all of it is small, else in the
-        ring, where large parts have their first round.
-
-        Returns:
-            The large parts with their sources; whether this rank must wait until peers have read its arrays.
-        """
-        if self._is_small:
-            layout = self._slot_layouts.get(channel) or self._lay_out_slot(channel)
-            layout.front[...] = layout.table
-            for item, place in layout.stages:
-                place[...] = inputs[item].reshape(-1)
-            channel.block[SOURCE] = layout.start
-            return (), False
+        """Publishes in the ring: the table, and of what peers cannot read in place small parts and the first round of large
+        ones. Returns as `_begin`."""
         locate = channel.bank.control.memory.own.locate
         channel.widen(self._room_bytes)
         ring, start = channel.ring, channel.block[RING]
@@ -321,7 +351,7 @@ class Exchange(ArenaPrepared):
             place = ring[offset : offset + (SLOTS * chunk or nbytes)].view(source.dtype)
             if chunk:
                 table[entry + _IN_ROUNDS] = 1
-                part = _Part(self.call.inputs[item], source.size, chunk // source.itemsize, place, in_ring=True)
+                part = _Part(self.call.inputs[item], source.size, chunk // source.itemsize, place, None)
                 staged.append((source, part))
                 _stage(source, part, 0)
             else:
@@ -335,12 +365,13 @@ class Exchange(ArenaPrepared):
         start = channel.bank.control.memory.own.locate(slot)
         if start is None:
             raise AssertionError("a slot lies in its rank's segment")
-        table = np.array(self._table)
+        table = words_of(np.array(self._table).view(np.uint8))
         stages = []
         for item, offset, nbytes, _ in self._places:
+            spec = self.call.inputs[item]
             table[item * _ENTRY_WORDS] = start + offset
-            stages.append((item, slot[offset : offset + nbytes].view(self.call.inputs[item].dtype.storage)))
-        found = self._slot_layouts[channel] = _SlotLayout(start, table, slot[: table.nbytes].view(np.int64), stages)
+            stages.append((item, slot[offset : offset + nbytes].view(spec.dtype.storage).reshape(spec.shape)))
+        found = self._slot_layouts[channel] = _SlotLayout(start, table, words_of(slot[: table.nbytes]), stages)
         channel.slot_users.add(self)
         return found
 
@@ -348,28 +379,19 @@ class Exchange(ArenaPrepared):
         """Drops the layout for a channel's slots, which are freed."""
         self._slot_layouts.pop(channel, None)
 
-    def _read(self, channel: Channel, other: int) -> _Part:
-        """The part of a peer for this rank, from the peer's table, or from the cache if the entry is unchanged.
+    def _read(self, channel: Channel, place: int) -> _Part:
+        """The part of a peer for this rank, from the peer's table, or from the cache if the entry is a known one.
 
         Raises:
             CodecError: the entry is invalid.
         """
-        start = channel.others[other][SOURCE] + self._mine * _ENTRY_WORDS * 8
-        entry = self._entries.get((other, start)) or self._find(channel, other, start)
-        text = bytes(entry.place)
-        if text != entry.text or entry.part is None:
-            entry.part, entry.text = self._described(channel, other, text), text
-        return entry.part
+        start = channel.others[place][SOURCE] + self._entry_offset
+        text = channel.bank.memories[place][start : start + _ENTRY_BYTES].tobytes()
+        return self._parts.get((place, text)) or self._learn(channel, place, start)
 
-    def _find(self, channel: Channel, other: int, start: int) -> _Entry:
-        """The entry at an offset in a peer's segment."""
-        if len(self._entries) >= ENTRIES_MAX:
-            self._entries.clear()
-        found = self._entries[other, start] = _Entry(self.part(channel, other, start, _ENTRY_WORDS * 8).data)
-        return found
-
-    def _described(self, channel: Channel, other: int, text: bytes) -> _Part:
-        """The part that an entry of a peer's table describes. Raises CodecError if it is invalid."""
+    def _learn(self, channel: Channel, place: int, start: int) -> _Part:
+        """The part that an entry at an offset in a peer's segment describes. Raises CodecError if it is invalid."""
+        text = self.part(channel, place, start, _ENTRY_BYTES).tobytes()
         offset, number, dimensions, *shape, in_rounds = memoryview(text).cast("q").tolist()
         try:
             dtype = DType(number)
@@ -377,15 +399,25 @@ class Exchange(ArenaPrepared):
             dimensions = -1
         shape = shape[:dimensions] if 0 <= dimensions <= NDIM_MAX else [-1]
         if min(shape, default=0) < 0:
-            name = channel.bank.peers[other]
+            name = channel.bank.peers[place]
             raise CodecError(f"rank {name} describes its part of {self.signature} in a way that no rank does")
         spec, length = TensorSpec(dtype, tuple(shape)), math.prod(shape)
         if self._fold is not None and spec != self.specs[0]:
-            raise CodecError(f"rank {channel.bank.peers[other]} brought {spec} to {self.signature}")
+            raise CodecError(f"rank {channel.bank.peers[place]} brought {spec} to {self.signature}")
         nbytes = length * dtype.itemsize
         chunk = self._chunk_of(nbytes) if in_rounds else 0
-        elements = self.part(channel, other, offset, SLOTS * chunk or nbytes).view(dtype.storage)
-        return _Part(spec, length, chunk // dtype.itemsize or max(length, 1), elements, chunk > 0)
+        elements = self.part(channel, place, offset, SLOTS * chunk or nbytes).view(dtype.storage)
+        if len(self._parts) >= PARTS_MAX:
+            self._parts.clear()
+        found = self._parts[place, text] = _Part(
+            spec, length, chunk // dtype.itemsize or max(length, 1), elements, None if chunk else elements.reshape(shape)
+        )
+        return found
+
+
+def _flat(array: Array) -> Array:
+    """The array itself if it has one dimension, because a view of it would cost as much as a copy of 1 KiB."""
+    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _stage(source: Array, part: _Part, number: int) -> None:

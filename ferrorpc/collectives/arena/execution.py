@@ -17,9 +17,8 @@ from ferrorpc.wire.frames import Key
 
 Outcome: TypeAlias = tuple[Sequence[Array], list[TensorSpec]]
 """Results and their specs."""
-Steps: TypeAlias = Generator[int, None, Outcome | None]
-"""A running operation: yields whenever it has to wait, and returns its results. Where they are known before, it returns None,
-which costs a generator a fraction of the time."""
+Steps: TypeAlias = Generator[int, None, None]
+"""A running operation: yields whenever it has to wait."""
 
 
 class ArenaExecution(Execution):
@@ -27,7 +26,7 @@ class ArenaExecution(Execution):
 
     Args:
         steps: the operation.
-        expected: its results, where the steps return none.
+        found: where it puts its outcome.
         transfers: copies its arrays where some are on a device.
     """
 
@@ -39,7 +38,7 @@ class ArenaExecution(Execution):
         channel: Channel,
         steps: Steps,
         guard: Guard,
-        expected: Outcome = ((), []),
+        found: list[Outcome],
         transfers: DeviceTransfers | None = None,
     ) -> None:
         self.guard = guard
@@ -53,7 +52,7 @@ class ArenaExecution(Execution):
         self._key = key
         self._channel = channel
         self._steps = steps
-        self._expected = expected
+        self._found = found
         self._complete = False
         self._reached = 0
         self._entered = False
@@ -73,8 +72,8 @@ class ArenaExecution(Execution):
         if not self._complete:
             try:
                 self.position = self._reached = next(self._steps)
-            except StopIteration as end:
-                results, self.specs = end.value or self._expected
+            except StopIteration:
+                results, self.specs = self._found[0]
                 self.results = list(results)
                 self._complete = True
         return self._complete if transfers is None else self._finish_uploads(transfers)

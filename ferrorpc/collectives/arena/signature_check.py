@@ -14,6 +14,7 @@ Cost: three words for an operation that only sends, and nothing for any other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, NOTES, STAGED, Channel, Signature
@@ -25,52 +26,51 @@ _TEXT: Final = 2
 
 
 class SignatureCheck:
-    """The check of one operation with the peers whose calls have not been compared with this rank's.
+    """The check of one call with the peers whose calls are not compared with it otherwise.
 
     Args:
-        channel: where it runs; its control block has no newer note yet.
-        peers: their places among the others of the channel.
-        base: of the operation's progress words.
+        peers: their places among the others of a channel.
         signed: the call's signature, in this rank's segment.
         signature: its text.
     """
 
-    def __init__(self, channel: Channel, peers: frozenset[int], base: int, signed: Signature, signature: str) -> None:
-        self._channel = channel
-        self._peers = set(peers)
-        self._base = base
-        self._digest = signed.digest
+    def __init__(self, peers: Sequence[int], signed: Signature, signature: str) -> None:
+        self._peers = peers
+        self._signed = signed
         self._signature = signature
-        block, note = channel.block, NOTES[channel.noted % len(NOTES)]
+
+    def note(self, channel: Channel, base: int) -> None:
+        """Notes the call in the control block of its channel, and leaves the check pending.
+
+        Args:
+            base: of the operation's progress words.
+        """
+        block, note, signed = channel.block, NOTES[channel.noted % len(NOTES)], self._signed
         channel.noted += 1
         block[note + _DIGEST], block[note + _TEXT] = signed.digest, signed.offset
         channel.signatures[note] = signed
         block[note + _TICKET] = base >> CHUNK_BITS
+        channel.bank.pending_checks[base] = self, channel
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it has been compared with all peers."""
-        return not self._peers
-
-    def settle(self) -> None:
-        """Compares with the peers that have come so far. Two threads may do so at once, each in an operation of the stream.
+    def settle(self, channel: Channel, base: int) -> bool:
+        """Compares with the peers that have come so far. Returns whether all of them have.
 
         Raises:
             CollectiveMismatchError: of this operation, which may have ended here long ago.
         """
-        channel, ticket = self._channel, self._base >> CHUNK_BITS
-        control, differing = channel.bank.control, {}
-        for peer in tuple(self._peers):
+        ticket, digest, differing, have_come = base >> CHUNK_BITS, self._signed.digest, {}, True
+        for peer in self._peers:
             block = channel.others[peer]
-            if block[STAGED] <= self._base:
+            if block[STAGED] <= base:
+                have_come = False
                 continue
-            self._peers.discard(peer)
-            note = next((note for note in NOTES if block[note + _TICKET] == ticket), None)
-            if note is not None and block[note + _DIGEST] != self._digest:
-                rank = channel.bank.peers[peer]
-                differing[rank] = control.read_text(rank, block[note + _TEXT])
+            for note in NOTES:
+                if block[note + _TICKET] == ticket and block[note + _DIGEST] != digest:
+                    rank = channel.bank.peers[peer]
+                    differing[rank] = channel.bank.control.read_text(rank, block[note + _TEXT])
         if differing:
-            raise mismatch({control.rank: self._signature} | differing, ticket - 1)
+            raise mismatch({channel.bank.control.rank: self._signature} | differing, ticket - 1)
+        return have_come
 
 
 def mismatch(signatures: dict[int, str], number: int) -> CollectiveMismatchError:

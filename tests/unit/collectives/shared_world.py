@@ -10,6 +10,7 @@ import numpy as np
 
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.control_blocks import Bank, ControlBlocks
+from ferrorpc.collectives.arena.execution import Outcome
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
@@ -45,8 +46,8 @@ class Running:
     def __init__(self, prepared: ArenaPrepared, bank: Bank, number: int, inputs, outputs=None) -> None:
         self.prepared = prepared
         self.channel, before, base = prepared.claim(bank, number)
-        self.steps = prepared.steps(self.channel, before, base, inputs, outputs)
-        self.expected = outputs or [], prepared.specs
+        self.found: list[Outcome] = []
+        self.steps = prepared.steps(self.channel, before, base, inputs, outputs, self.found)
         self.results: list[Array] | None = None
         self.specs = None
         self.error: BaseException | None = None
@@ -60,8 +61,8 @@ class Running:
             return
         try:
             next(self.steps)
-        except StopIteration as end:
-            self.results, self.specs = end.value or self.expected
+        except StopIteration:
+            self.results, self.specs = self.found[0]
         except Exception as error:
             self.error = error
 

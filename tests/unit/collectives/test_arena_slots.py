@@ -82,8 +82,10 @@ def test_the_largest_that_fits_a_slot_needs_no_ring_and_one_byte_more_does():
             assert bool(block[RING]) == bool(ring)
 
 
-def test_what_a_rank_remembers_of_others_is_what_they_say_now():
+@pytest.mark.parametrize("parts_max", [exchange.PARTS_MAX, 3])
+def test_what_a_rank_remembers_of_others_is_what_they_say_now(parts_max, monkeypatch):
     """One call on rank 0, run again and again on every channel; rank 1's shape changes in between, and its elements always."""
+    monkeypatch.setattr(exchange, "PARTS_MAX", parts_max)
     with SharedWorld(2) as world:
         mine = np.arange(3, dtype=np.float32)
         first = laid_out(world, 0, Call(Operation.ALL_GATHER, (spec_of(mine),)))
@@ -100,6 +102,20 @@ def test_what_a_rank_remembers_of_others_is_what_they_say_now():
                 assert result[0].tolist() == [0, 1, 2]
                 assert result[1].tobytes() == array.tobytes()
                 assert all(part.flags.owndata and part.flags.writeable for part in result)
+            assert len(first._parts) <= parts_max
+
+
+@pytest.mark.parametrize("shapes", [[(3,), (3,)], [(2, 2), (3,)], [(3,), (2, 2)], [(3,), (0,)]])
+def test_the_callers_arrays_are_used_where_they_fit(shapes):
+    with SharedWorld(2) as world:
+        calls = [Call(Operation.ALL_GATHER, (TensorSpec(DType.FLOAT32, shape),)) for shape in shapes]
+        arrays = [np.full(shape, rank, np.float32) for rank, shape in enumerate(shapes)]
+        given = [[np.full(3, 9, np.float32) for _ in range(2)] for _ in range(2)]
+        for result, outputs in zip(world.run(calls, [[array] for array in arrays], given), given, strict=True):
+            for shape, found, out, array in zip(shapes, result, outputs, arrays, strict=True):
+                assert (found is out) == (shape == (3,))
+                assert found.tobytes() == array.tobytes()
+                assert found is out or out.tolist() == [9, 9, 9]
 
 
 def test_an_all_reduce_in_between_uses_the_same_slots():
