@@ -111,13 +111,14 @@ class Work(Generic[Result]):
             CollectiveTimeoutError: it still runs after `timeout`. It continues, and wait may be called again.
             FerroError: the error of the operation.
         """
-        until = self._clock.now() + seconds_of(timeout, FOREVER)
+        seconds = seconds_of(timeout, FOREVER)
+        until = self._clock.now() + seconds
         if not self._done:
             began = self._clock.now()
             if self.meter is not None:
                 self.meter.operating(began)
             try:
-                self._park(until, timeout)
+                self._park(until, seconds)
             finally:
                 if self.meter is not None:
                     self.meter.operated(self._clock.now() - began)
@@ -142,14 +143,14 @@ class Work(Generic[Result]):
             elif self._order_stream is not None:
                 self._order_stream()
 
-    def _park(self, until: float, timeout: float | None) -> None:
+    def _park(self, until: float, seconds: float) -> None:
         parker = self._clock.parker()
         self.on_done(parker.unpark)
         try:
             while not self._done:
                 if not parker.park(until) and not self._done:
                     raise CollectiveTimeoutError(
-                        [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
+                        [], f"{self.label} still runs after {seconds:g} s", hint="call wait() again: nothing was lost"
                     )
         finally:
             self._forget(parker.unpark)

@@ -130,7 +130,7 @@ class SendExecution(_PointToPoint):
     def explain(self) -> str:
         if self.transfers is not None and not self.transfers.has_all_inputs:
             return f"{self.label} waits for this rank's own GPU"
-        return f"{self.label} waits for rank {self._peer} to call recv(src={self._transport.rank}, tag={self._tag})"
+        return f"{self.label} waits for rank {self._peer} to receive from rank {self._transport.rank} with tag {self._tag}"
 
     def timeout_error(self) -> FerroError:
         hint = "where both ranks send first, send with async_op=True, receive, then wait; or pass a larger timeout="
@@ -240,7 +240,7 @@ class RecvExecution(_PointToPoint):
     def explain(self) -> str:
         if self.awaited is not None:
             return f"this rank waits for {self.awaited} of rank {self._peer}"
-        return f"{self.label} waits for rank {self._peer} to call send(dst={self._transport.rank}, tag={self._tag})"
+        return f"{self.label} waits for rank {self._peer} to send to rank {self._transport.rank} with tag {self._tag}"
 
     def timeout_error(self) -> FerroError:
         return CollectiveTimeoutError(

@@ -37,9 +37,10 @@ def check_key(key: str) -> None:
 
 def check_keys(keys: str | Iterable[str]) -> list[str]:
     """Several keys, or a single one. Raises as `check_key`."""
-    if not isinstance(keys, Iterable):
-        raise UsageError(f"{keys!r} is no list of keys", hint="pass one, such as ['run/lr']")
-    found = [keys] if isinstance(keys, str) else list(keys)
+    try:
+        found = [keys] if isinstance(keys, str) else list(keys)
+    except TypeError:  # an array without dimensions, too
+        raise UsageError(f"{keys!r} is no list of keys", hint="pass one, such as ['run/lr']") from None
     for key in found:
         check_key(key)
     return found

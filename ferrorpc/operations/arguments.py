@@ -19,9 +19,11 @@ OutResult: TypeAlias = Into | IntoList | IntoWhole
 
 def ranks_of(ranks: Iterable[Any], size: int) -> list[int]:
     """The ranks of a subgroup, each once. Raises InvalidRankError or UsageError."""
-    if not isinstance(ranks, Iterable):
-        raise UsageError(f"ranks={ranks!r} is no list of ranks", hint="give one, such as [0, 2]")
-    chosen = [rank_of(rank, size, "a subgroup's rank") for rank in ranks]
+    try:
+        given = list(ranks)
+    except TypeError:  # an array without dimensions, too
+        raise UsageError(f"ranks={ranks!r} is no list of ranks", hint="give one, such as [0, 2]") from None
+    chosen = [rank_of(rank, size, "a subgroup's rank") for rank in given]
     if not chosen or len(set(chosen)) != len(chosen):
         hint = "give at least one rank, and none twice"
         raise UsageError(f"ranks={chosen!r} must name each member of the subgroup once", hint=hint)

@@ -96,6 +96,18 @@ def _shown(part: Any) -> str:
     return "None" if part is None else str(spec_of(part))
 
 
+def check_reduction(reduction: str, weight: Callable[[Any], float] | None) -> None:
+    """Raises UsageError if there is no such reduction, or if it has no use for `weight`."""
+    if reduction not in ("mean", "sum"):
+        raise UsageError(f"there is no reduction {reduction!r}", hint='use "mean" or "sum", as loss_fn does')
+    if weight is None:
+        return
+    if reduction == "sum":
+        raise UsageError('weights mean nothing with reduction="sum"', hint='use reduction="mean"')
+    if not callable(weight):
+        raise UsageError(f"weight={weight!r} is no function", hint="weight(target) -> what it counts, such as its tokens")
+
+
 def loss_weights(targets: Sequence[Any], reduction: str, weight: Callable[[Any], float] | None) -> list[float]:
     """The factor of each microbatch's loss in the batch's: its share of the batch for "mean", 1 for "sum".
 
@@ -103,16 +115,10 @@ def loss_weights(targets: Sequence[Any], reduction: str, weight: Callable[[Any],
         weight: gives what a microbatch counts from its target, such as the number of tokens; None for the number of rows.
 
     Raises:
-        UsageError: there is no such reduction, or weights are negative, or all zero.
+        UsageError: weights are negative, or all zero.
     """
     if reduction == "sum":
-        if weight is not None:
-            raise UsageError('weights mean nothing with reduction="sum"', hint='use reduction="mean"')
         return [1.0] * len(targets)
-    if reduction != "mean":
-        raise UsageError(f"there is no reduction {reduction!r}", hint='use "mean" or "sum", as loss_fn does')
-    if weight is not None and not callable(weight):
-        raise UsageError(f"weight={weight!r} is no function", hint="weight(target) -> what it counts, such as its tokens")
     weights = [rows(target, "target") if weight is None else weight(target) for target in targets]
     try:
         numbers = [float(each) for each in weights]

@@ -16,7 +16,7 @@ from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
-from ferrorpc.pipeline.batch import check_like, cut, join, loss_weights, rows, shapes_of, split
+from ferrorpc.pipeline.batch import check_like, check_reduction, cut, join, loss_weights, rows, shapes_of, split
 from ferrorpc.pipeline.batch_io import BatchIO, InferenceBatch, LossFunction, TrainingBatch
 from ferrorpc.pipeline.device_lanes import open_lanes
 from ferrorpc.pipeline.exchange import Exchange
@@ -149,6 +149,7 @@ class Pipeline:
             FerroError: the generation was ended, by this cause. An exception of a stage, of loss_fn or of on_gradients ends it,
                 too, and is raised here as it is.
         """
+        check_reduction(reduction, weight)
         batch = TrainingBatch(split(x, self.schedule.microbatches, "x") if self._is_first else [])
         if self._is_last:
             loss = _loss_given(loss_fn)

@@ -70,6 +70,24 @@ def test_a_timeout_in_a_subgroup_names_world_ranks_and_breaks_the_world() -> Non
     assert run_world(3, body) == [1, [2], 1]
 
 
+def test_waits_of_send_and_recv_in_a_subgroup_ask_for_no_call_with_numbers_of_the_world() -> None:
+    """Who has to make the call makes it in the subgroup, where ranks have other numbers."""
+
+    def body(group: ProcessGroup) -> str:
+        sub = group.subgroup([3, 1])
+        if sub is None:
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            sub.recv(1, tag=4, timeout=1.0) if sub.rank == 0 else sub.send(np.zeros(1 << 20), 0, tag=5, timeout=2.0)
+        if sub.rank == 0:
+            group.session.clock.parker().park(3.0)
+        return raised.value.message
+
+    outcomes = run_world(4, body)
+    assert outcomes[3] == "after 1 s, recv(from rank 1, tag=4) waits for rank 1 to send to rank 3 with tag 4"
+    assert outcomes[1].endswith("waits for rank 3 to receive from rank 1 with tag 5")
+
+
 def test_a_mismatch_in_a_subgroup_is_told_with_world_ranks() -> None:
     def body(group: ProcessGroup) -> Any:
         sub = group.subgroup([2, 3])

@@ -34,9 +34,9 @@ def nothing_left_by_other_tests() -> None:
 
 def test_wait_may_time_out_any_number_of_times_without_consuming_the_result() -> None:
     handle = work()
-    for _ in range(3):
-        with pytest.raises(CollectiveTimeoutError, match="still runs"):
-            handle.wait(timeout=0.01)
+    for timeout in (0.01, 0, "0.01"):  # what any other call takes as a number of seconds
+        with pytest.raises(CollectiveTimeoutError, match=f"still runs after {timeout} s"):
+            handle.wait(timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="timeout"):
         handle.wait(timeout="1 s")
     handle.complete(7)

@@ -44,7 +44,7 @@ class DeviceWork(Work[Any]):
         if not self._execution.is_awaited:
             self._execution.context.hurry(self._execution)
 
-    def _park(self, until: float, timeout: float | None) -> None:
+    def _park(self, until: float, seconds: float) -> None:
         """Polls the GPU on this thread, which waits anyway: the watcher polls seldom, to leave the GIL to other threads."""
         if self._execution.end_event is not None:
             parker = self._clock.parker()
@@ -54,7 +54,7 @@ class DeviceWork(Work[Any]):
                 parker.park(min(until, now + min(nap_seconds(now - began), NOTIFY_SECONDS)))
                 now = self._clock.now()
             self._forget(parker.unpark)
-        super()._park(until, timeout)
+        super()._park(until, seconds)
 
     def _is_settled(self) -> bool:
         """Whether this thread can stop polling: the operation is complete, or has failed, which its watcher will report."""

@@ -65,19 +65,10 @@ def test_a_mean_counts_rows_or_what_weight_says_and_a_sum_counts_all_alike():
     assert loss_weights(targets, "sum", None) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("reduction", "weight", "message"),
-    [
-        ("max", None, "no reduction 'max'"),
-        ("sum", len, "mean nothing"),
-        ("mean", lambda _: 0, "no share of a batch"),
-        ("mean", lambda _: 10**400, "no share of a batch"),
-        ("mean", lambda target: len(target) - 2, "no share of a batch"),
-    ],
-)
-def test_shares_that_make_no_sense_are_refused(reduction, weight, message: str):
-    with pytest.raises(UsageError, match=message):
-        loss_weights([np.zeros(1), np.zeros(3)], reduction, weight)
+@pytest.mark.parametrize("weight", [lambda _: 0, lambda _: 10**400, lambda target: len(target) - 2])
+def test_shares_that_make_no_sense_are_refused(weight):
+    with pytest.raises(UsageError, match="no share of a batch"):
+        loss_weights([np.zeros(1), np.zeros(3)], "mean", weight)
 
 
 def test_scaling_reaches_into_tuples_and_leaves_what_counts_whole():

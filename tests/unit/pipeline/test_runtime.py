@@ -441,7 +441,6 @@ def test_a_pipeline_that_cannot_be_is_refused(stage, schedule, microbatches, mes
         ((batch(4)[0], None, half_square), "target is None"),
         ((*batch(4), None), "needs loss_fn"),
         ((*batch(3), half_square), "too few for 4"),
-        ((*batch(4), half_square, "median"), "no reduction 'median'"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_and_the_group_stays_open(arguments, message: str):
@@ -452,6 +451,19 @@ def test_a_batch_that_does_not_fit_is_refused_and_the_group_stays_open(arguments
         return pipe.step(*batch(4), half_square)
 
     assert run_world(1, body)[0] > 0
+
+
+@pytest.mark.parametrize("options", [{"reduction": "median"}, {"reduction": "sum", "weight": len}, {"weight": 2.0}])
+def test_options_that_every_rank_gives_are_refused_on_every_rank(options):
+    """Also where no loss is computed: a rank that went on would wait for one that refused."""
+
+    def body(group):
+        pipe = Pipeline(Layer(group.rank), group, "1f1b", 4)
+        with pytest.raises(UsageError, match=r"no reduction|mean nothing|no function"):
+            pipe.step(*batch(4), half_square, **options)
+        return pipe.step(*batch(4), half_square)
+
+    assert run_world(3, body)[2] > 0
 
 
 class Forgetful(Layer):
