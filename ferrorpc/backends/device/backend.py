@@ -42,7 +42,6 @@ from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.call import Call, Operation, in_ranks
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import progress_of
-from ferrorpc.coordination.base import Session
 from ferrorpc.errors import CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
@@ -81,7 +80,7 @@ class DeviceBackend(RawOperations, Backend):
         communicator = connector.connect(WORLD, lanes.world_ranks)
         program = LaunchQueue(communicator, own)
         ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
-        self._set_up(GroupContext(lanes, device, program, Departures(session_of(lanes))), connector, stream, ending, [])
+        self._set_up(GroupContext(lanes, device, program, Departures(lanes.session)), connector, stream, ending, [])
         ending.add(communicator)
 
     def _set_up(
@@ -360,13 +359,6 @@ class RoutedPrepared(Prepared):
 def _joined(contexts: Sequence[GroupContext]) -> list[InFlightExecution]:
     """The operations in flight whose results callers have."""
     return [execution for context in contexts for execution in context.in_flight() if execution.is_joined]
-
-
-def session_of(lanes: MessageBackend) -> Session:
-    """The session with the coordinator, which a message backend always has."""
-    if lanes.session is None:
-        raise AssertionError("a message backend always has a session")
-    return lanes.session
 
 
 def _stream(device: Device, given: Any) -> Stream:

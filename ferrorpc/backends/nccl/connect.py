@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.backends.device.backend import session_of
 from ferrorpc.backends.device.communicator import Communicator, Connector, State, failed
 from ferrorpc.backends.device.ending import on_own_thread
 from ferrorpc.backends.message import MessageBackend
@@ -56,7 +55,7 @@ def introduced(lanes: MessageBackend, device: Device, api: NcclApi, connector: C
     Raises:
         BackendUnavailableError: two ranks have one GPU, or their versions of NCCL differ; all of them are named.
     """
-    session = session_of(lanes)
+    session = lanes.session
     exchange(session, own_identity(device.uuid, api.version, api.name), lanes.timeout)
     return NcclConnector(api, session, device.here) if connector is None else connector
 
