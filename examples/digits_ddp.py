@@ -11,6 +11,7 @@ processes take the same optimizer step, and their weights stay identical bit for
 from __future__ import annotations
 
 import argparse
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/digits_loss.png"), help="where the loss curve goes")
     options = parser.parse_args()
     xp = array_module(options.device)
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # its own is shared with other processes: Python 3.14 warns of it after Ctrl-C
 
     with ferrorpc.init_process_group() as group:
         if group.rank == 0:
