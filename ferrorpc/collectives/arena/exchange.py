@@ -53,8 +53,8 @@ CHUNK_BYTES_MIN: Final = 16 << 10
 _PART_ROUNDS_MAX: Final = 1 << CHUNK_BITS - 2
 _IN_ROUNDS: Final = 3 + NDIM_MAX
 _ENTRY_WORDS: Final = _IN_ROUNDS + 1
-_ENTRY_BYTES: Final = _ENTRY_WORDS * 8
 """Offset, dtype, number of dimensions, dimensions, whether the part comes in rounds."""
+_ENTRY_BYTES: Final = _ENTRY_WORDS * 8
 _ALIGNMENT: Final = 64
 PARTS_MAX: Final = 1024
 """Parts of peers that a call caches: one for each rank and channel, and more where shapes differ or rings move."""
