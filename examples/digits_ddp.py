@@ -160,14 +160,15 @@ def main() -> None:
         reached = accuracy(ddp, data, group, xp)
         ddp.check_weights()  # raises CollectiveMismatchError if any two ranks have different weights
         if group.rank == 0:
-            plot(curve, reached, group.size, options.out)
             nbytes = sum(parameter.data.nbytes for parameter in model.parameters())
             print(f"trained {options.epochs} epochs in {seconds:.1f} s, backend {group.backend}")
             print(f"gradients travel as {group.explain('all_reduce', nbytes).splitlines()[0]}")
             print(f"test accuracy {reached:.3f}")
             print(f"identical weights on {group.size} ranks")
-            print(f"loss curve: {options.out}")
         group.barrier()  # no rank exits early: if one is lost until now, all still run and can start again together
+    if group.rank == 0:  # the other ranks need not wait for it
+        plot(curve, reached, group.size, options.out)
+        print(f"loss curve: {options.out}")
 
 
 if __name__ == "__main__":
