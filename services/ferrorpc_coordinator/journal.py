@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Final
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.guard import start_thread
 
 Row = tuple[str, str, bytes | None]
 """Table, key and value; a value of None removes the row."""
@@ -114,9 +115,14 @@ class Journal:
         return [(table, key, value) for table, key, value, _ in found]
 
     def start(self, failed: Callable[[Exception], None]) -> None:
-        """Starts the writer thread. It calls `failed`, once, when a group cannot be written."""
-        self._thread = threading.Thread(target=self._write_groups, args=(failed,), name="ferrorpc-journal", daemon=True)
-        self._thread.start()
+        """Starts the writer thread. It calls `failed`, once, when a group cannot be written.
+
+        Raises:
+            LimitExceededError: the system refuses the thread.
+        """
+        thread = threading.Thread(target=self._write_groups, args=(failed,), name="ferrorpc-journal", daemon=True)
+        start_thread(thread)
+        self._thread = thread
 
     def write(self, group: Sequence[Row], done: Callable[[], None]) -> None:
         """Queues one group; the writer thread calls `done` once it is durable. Never blocks."""

@@ -12,7 +12,7 @@ import time
 import pytest
 from ferrorpc_coordinator.journal import RESERVE_BYTES, Journal
 
-from ferrorpc.errors import ConfigError
+from ferrorpc.errors import ConfigError, LimitExceededError
 from tests.waiting import eventually
 
 
@@ -470,4 +470,15 @@ def test_removed_rows_make_room_on_a_full_volume(small_disk):
         written(journal, [("t", key, None)])
     eventually(lambda: not journal.full)
     assert (mount / "reserve").stat().st_size == RESERVE_BYTES
+    journal.close()
+
+
+def test_a_journal_without_a_thread_says_so_and_closes(tmp_path, monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    journal = opened(tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(LimitExceededError, match=r"refuses a thread \(ferrorpc-journal\)"):
+        journal.start(lambda error: None)
     journal.close()
