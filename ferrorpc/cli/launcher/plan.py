@@ -231,9 +231,10 @@ def free_port(besides: str = "") -> int:
         ConfigError: this machine has no loopback address, as in some sandboxes.
     """
     while True:
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket(type=socket.SOCK_DGRAM) as route:
             try:
                 probe.bind((LOOPBACK, 0))
+                route.connect(probe.getsockname())  # sends nothing, but fails if the interface is down
             except OSError as error:
                 hint = "bring the loopback interface up (ip link set lo up), with its IPv4 address"
                 raise ConfigError(f"nothing can listen on {LOOPBACK}: {error.strerror}", hint=hint) from None
