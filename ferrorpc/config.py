@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,6 +69,11 @@ def plain_name(text: str) -> str:
     if len(text) > NAME_BYTES_MAX or not _NAME.fullmatch(text):
         raise ValueError(f"expected at most {NAME_BYTES_MAX} characters of printable ASCII, without blanks and slashes")
     return text
+
+
+def host_name() -> str:
+    """This machine's name, with a dash for each character that no name may have: members are named after their hosts."""
+    return "".join(letter if _NAME.fullmatch(letter) else "-" for letter in socket.gethostname())
 
 
 def whole_number(text: str) -> int:

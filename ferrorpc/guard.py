@@ -7,9 +7,10 @@ thread that holds the baton runs, so that a seed replays an interleaving.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 from ferrorpc.errors import FerroError, LimitExceededError, UsageError
@@ -99,11 +100,18 @@ class SystemClock:
 
 def start_thread(thread: threading.Thread) -> None:
     """Starts a thread. Raises LimitExceededError where the system refuses it."""
-    try:
+    with thread_needed(thread.name):
         thread.start()
+
+
+@contextlib.contextmanager
+def thread_needed(name: str) -> Iterator[None]:
+    """Around what starts a thread, here or in gRPC. Raises LimitExceededError where the system refuses it."""
+    try:
+        yield
     except RuntimeError as refusal:
         raise LimitExceededError(
-            f"the system refuses a thread ({thread.name}) beside the {threading.active_count()} of this process: {refusal}",
+            f"the system refuses a thread ({name}) beside the {threading.active_count()} of this process: {refusal}",
             hint="raise the limit of processes (`ulimit -u`, a container's pids limit), or give the host fewer ranks",
         ) from None
 

@@ -16,7 +16,6 @@ import itertools
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import weakref
@@ -24,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ferrorpc.config import host_name
 from ferrorpc.errors import ConfigError
 
 MICROSECONDS: Final = 1e6
@@ -44,7 +44,7 @@ class TraceFile:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self.path = Path(directory) / f"{socket.gethostname()}-{os.getpid()}.json"
+        self.path = Path(directory) / f"{host_name()}-{os.getpid()}.json"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", encoding="utf-8")

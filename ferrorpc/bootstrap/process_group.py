@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from typing import Any, Final
 
 from ferrorpc.backends import registry
@@ -14,7 +13,7 @@ from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, job_named_after, member_name, own_coordinator_address
 from ferrorpc.bootstrap.launcher_process import launcher_process_id
 from ferrorpc.collectives.tuning import parse_algorithms
-from ferrorpc.config import LAUNCH_VARIABLE, Config, unknown_settings
+from ferrorpc.config import LAUNCH_VARIABLE, Config, host_name, unknown_settings
 from ferrorpc.coordination import process_exit
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
@@ -129,7 +128,7 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
         raise ConfigError(f"nobody can reach a coordinator at {address}: 0 asks for any free port", hint=hint)
     if starts_own and launch.pinned_rank == 0:
         start_coordinator(address, config, os.environ)
-    host = socket.gethostname()
+    host = host_name()
     advertised = advertised_host(address, config)
     tls = TlsFiles.of(config)
     require_authentication(config, tls)

@@ -118,10 +118,12 @@ def names(config: Config, environment: Mapping[str, str]) -> Findings:
         began = time.monotonic()
         try:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             own = what.startswith("this")
             fix = "an entry in /etc/hosts, or FERRORPC_ADVERTISE" if own else "check FERRORPC_COORDINATOR and the name server"
-            yield Finding("note" if own else "bad", "names", f"{what}, {host}, cannot be resolved: {error.strerror}", fix)
+            why = error.strerror if isinstance(error, OSError) else "it is not the name of a host"
+            shown = host.encode(errors="backslashreplace").decode()
+            yield Finding("note" if own else "bad", "names", f"{what}, {shown}, cannot be resolved: {why}", fix)
             continue
         seconds = time.monotonic() - began
         slow = seconds > SLOW_LOOKUP_SECONDS

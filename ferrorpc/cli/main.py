@@ -50,6 +50,13 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code. Errors are shown as their message, without a traceback."""
     try:
+        return _run(arguments)
+    except BrokenPipeError:  # nobody reads standard error either, as in `2>&1 | head`
+        return EXIT_PIPE
+
+
+def _run(arguments: list[str]) -> int:
+    try:
         result = cli.main(arguments, prog_name="ferrorpc", standalone_mode=False)
     except _NO_ARGUMENTS as error:
         click.echo(error.format_message())

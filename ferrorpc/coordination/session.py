@@ -6,11 +6,10 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Self
 
-from ferrorpc.config import Config
+from ferrorpc.config import Config, host_name
 from ferrorpc.coordination import limits, process_exit
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
@@ -99,7 +98,7 @@ class RemoteSession(Session):
             name=name,
             instance_id=f"{launch}.{secrets.token_hex(8)}",
             lease_ms=0 if config.source("lease") == "default" else milliseconds(config["lease"]),
-            host=host or socket.gethostname(),
+            host=host or host_name(),
             address=worker_address,
             labels=[identity_pb2.Label(name=label, value=value) for label, value in all_labels.items()],
         )

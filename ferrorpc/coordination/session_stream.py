@@ -12,6 +12,7 @@ from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import session_pb2 as wire
 from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
+from ferrorpc.wire.call_threads import call_threads
 from ferrorpc.wire.keep_at_exit import keep_at_exit
 from ferrorpc.wire.status import error_of
 
@@ -23,6 +24,9 @@ class SessionStream:
 
     Args:
         connect: makes the channel.
+
+    Raises:
+        LimitExceededError: the system refuses the threads that gRPC needs for the call.
     """
 
     def __init__(self, connect: ChannelFactory) -> None:
@@ -30,7 +34,8 @@ class SessionStream:
         self._outgoing: queue.SimpleQueue[wire.ClientFrame | None] = queue.SimpleQueue()
         self._channel = connect()
         self._stub = CoordinatorServiceStub(self._channel)
-        self._call: Any = self._stub.Session(iter(self._outgoing.get, None))
+        with call_threads(self._channel, "the session"):
+            self._call: Any = self._stub.Session(iter(self._outgoing.get, None))
         keep_at_exit(self)
 
     def send(self, frame: wire.ClientFrame) -> None:

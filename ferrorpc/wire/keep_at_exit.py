@@ -21,9 +21,14 @@ def keep_at_exit(holder: object) -> None:
     _holders.add(holder)
 
 
+def keep_for_ever(holder: object) -> None:
+    """From now on, `holder` and whatever it refers to is not collected."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))
+
+
 def _keep() -> None:
     for holder in list(_holders):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))
+        keep_for_ever(holder)
 
 
 atexit.register(_keep)

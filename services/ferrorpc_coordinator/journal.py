@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Final
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.guard import start_thread
 
 Row = tuple[str, str, bytes | None]
 """Table, key and value; a value of None removes the row."""
@@ -38,6 +39,7 @@ Row = tuple[str, str, bytes | None]
 SCHEMA_VERSION: Final = 2
 """Format 1 had no checksums; it is converted when it is opened."""
 RESERVE_BYTES: Final = 4 << 20
+_DATABASE: Final = "journal.sqlite"
 _RESERVE: Final = "reserve"
 _RETRY_SECONDS: Final = 0.25
 _SHRINK_PAGES: Final = 64
@@ -69,6 +71,8 @@ class Journal:
         """Whether the disk is full: what was decided is still written, requests that write must be refused."""
         self._check_room_at = 0.0
         """When to look next whether a full disk has room again, on the monotonic clock."""
+        self._removed = False
+        """Whether the database was seen to be removed."""
         self.commits = 0
         """Groups written since opening."""
 
@@ -89,7 +93,7 @@ class Journal:
         try:
             if not _has_room(directory):
                 _empty(directory / _RESERVE)
-            connection = _connect(directory / "journal.sqlite")
+            connection = _connect(directory / _DATABASE)
         except BaseException:
             os.close(lock)
             raise
@@ -114,9 +118,14 @@ class Journal:
         return [(table, key, value) for table, key, value, _ in found]
 
     def start(self, failed: Callable[[Exception], None]) -> None:
-        """Starts the writer thread. It calls `failed`, once, when a group cannot be written."""
-        self._thread = threading.Thread(target=self._write_groups, args=(failed,), name="ferrorpc-journal", daemon=True)
-        self._thread.start()
+        """Starts the writer thread. It calls `failed`, once, when a group cannot be written.
+
+        Raises:
+            LimitExceededError: the system refuses the thread.
+        """
+        thread = threading.Thread(target=self._write_groups, args=(failed,), name="ferrorpc-journal", daemon=True)
+        start_thread(thread)
+        self._thread = thread
 
     def write(self, group: Sequence[Row], done: Callable[[], None]) -> None:
         """Queues one group; the writer thread calls `done` once it is durable. Never blocks."""
@@ -161,10 +170,21 @@ class Journal:
                 group, done = item
                 if not self._commit_with_retries(group):
                     return
+                self._look_for_files()
                 done()
         except Exception as error:  # noqa: BLE001  without this thread nothing is answered any more
             _log.critical("the journal in %s cannot be written: %s: %s", self._directory, type(error).__name__, error)
             failed(error)
+
+    def _look_for_files(self) -> None:
+        """Tells once when somebody has removed the files. SQLite goes on writing to what no longer has a name."""
+        if not self._removed and not (self._directory / _DATABASE).exists():
+            self._removed = True
+            _log.error(
+                "somebody has removed the journal in %s: this coordinator goes on, but after a restart it will know nothing of "
+                "its jobs, and their members will fail; let the jobs end, or start them anew, before it restarts",
+                self._directory,
+            )
 
     def _next_group(self) -> tuple[Sequence[Row], Callable[[], None]] | None:
         """The next group; None to stop. While the disk is full, checks for room every _RETRY_SECONDS, also between groups."""

@@ -6,11 +6,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.integration.lane_processes import PeerHandle, peers
-from tests.integration.launching import environment
+from tests.integration.launching import environment, write_script
 
 pytestmark = [
     pytest.mark.root,
@@ -94,3 +95,19 @@ def test_a_world_that_is_reached_by_ipv6(namespaces: tuple[str, str]) -> None:
         for rank, name in enumerate(namespaces)
     ]
     assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["[1, 3, 5]\n"] * 2
+
+
+def test_a_launcher_where_the_loopback_interface_is_down_says_so_at_once(tmp_path: Path) -> None:
+    """An address of an interface that is down can be bound all the same."""
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("this machine gives no network namespaces")
+    script = write_script(tmp_path, "import ferrorpc\nferrorpc.init_process_group()")
+    result = subprocess.run(
+        ["unshare", "--net", sys.executable, "-m", "ferrorpc", "run", "-n", "2", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert result.returncode == 64
+    assert "127.0.0.1: Network is unreachable\ntry: bring the loopback interface up" in result.stderr

@@ -1,11 +1,22 @@
 """Settings: where a value comes from, and what is refused."""
 
+import socket
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from ferrorpc.config import LAUNCH_VARIABLE, SETTINGS, Config, seconds, size_bytes, unknown_settings, world_size
+from ferrorpc.config import (
+    LAUNCH_VARIABLE,
+    SETTINGS,
+    Config,
+    host_name,
+    plain_name,
+    seconds,
+    size_bytes,
+    unknown_settings,
+    world_size,
+)
 from ferrorpc.errors import ConfigError
 
 
@@ -145,3 +156,12 @@ def test_variables_that_are_called_like_settings_and_are_none_come_with_what_is_
     }
     others = dict.fromkeys([LAUNCH_VARIABLE, "PATH", "NCCL_DEBUG", *(setting.variable for setting in SETTINGS)], "1")
     assert unknown_settings(given | others) == sorted(given.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("node7.lan", "node7.lan"), ("Jürgens Rechner", "J-rgens-Rechner"), ("h\udcf4te/1", "h-te-1")]
+)
+def test_a_host_whose_name_no_member_may_have_gets_a_plain_one(monkeypatch: pytest.MonkeyPatch, name: str, plain: str) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert host_name() == plain
+    assert plain_name(f"{plain}-0")

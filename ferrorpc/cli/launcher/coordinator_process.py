@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ _RESTART_SECONDS: Final = 0.1
 _RESTART_SECONDS_MAX: Final = 2.0
 _FAILED_STARTS_MAX: Final = 3
 """After this many exits in a row before it listened, the coordinator is not started again."""
+_CRASHES: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""Signals by which a process fails by itself, as gRPC does where it gets no thread."""
 
 
 class CoordinatorProcess:
@@ -70,7 +73,7 @@ class CoordinatorProcess:
         if self.restart_at != NO_DEADLINE or self.child.poll() is None:
             return None
         assert self.child.returncode is not None
-        if self.child.returncode > 0:  # it failed by itself; one that was killed may well run the next time
+        if self.child.returncode > 0 or -self.child.returncode in _CRASHES:  # one that was killed may well run the next time
             misconfigured = self.child.returncode == EXIT_CONFIG and not self.has_listened
             self._failed_starts = _FAILED_STARTS_MAX if misconfigured else self._failed_starts + 1
         self.restart_at = now + self._delay

@@ -14,7 +14,7 @@ from typing import Final
 
 from ferrorpc.cli.launcher.worker_group import FailurePolicy
 from ferrorpc.cli.system import available_cpus
-from ferrorpc.config import host_port, world_size
+from ferrorpc.config import host_name, host_port, world_size
 from ferrorpc.errors import ConfigError
 
 LOOPBACK: Final = "127.0.0.1"
@@ -215,7 +215,7 @@ def node_placement(
         hint = "leave it out, or say with --nnodes how many there are" if single else f"use 0 to {nodes[1] - 1}"
         raise ConfigError(f"--node-rank {node_rank} with --nnodes {nodes[1]}", hint=hint)
     rank = 0 if single else node_rank
-    name = socket.gethostname() if node_rank is None else f"node{node_rank}"
+    name = host_name() if node_rank is None else f"node{node_rank}"
     if coordinator is None or standalone:
         return rank, name, f"{LOOPBACK}:{free_port()}", True
     try:
@@ -231,9 +231,10 @@ def free_port(besides: str = "") -> int:
         ConfigError: this machine has no loopback address, as in some sandboxes.
     """
     while True:
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket(type=socket.SOCK_DGRAM) as route:
             try:
                 probe.bind((LOOPBACK, 0))
+                route.connect(probe.getsockname())  # sends nothing, but fails if the interface is down
             except OSError as error:
                 hint = "bring the loopback interface up (ip link set lo up), with its IPv4 address"
                 raise ConfigError(f"nothing can listen on {LOOPBACK}: {error.strerror}", hint=hint) from None

@@ -16,12 +16,13 @@ from typing import Any, Final, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, LimitExceededError
 from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc.send_queue import SendQueue
 from ferrorpc.transports.grpc.server import METHOD
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.address import split_address
+from ferrorpc.wire.call_threads import call_threads
 from ferrorpc.wire.keep_at_exit import keep_at_exit
 
 REDIAL_SECONDS: Final = 0.25
@@ -112,7 +113,8 @@ class Lane:
             reason = self._dial_and_read()
         finally:
             self.queue.finish(discard=True)
-            self._channel.close()
+            if not isinstance(self.fault, LimitExceededError):  # it cannot be closed
+                self._channel.close()
             self._ended.set()
             self._owner.lane_ended(self, "" if self._finishing else reason)
 
@@ -135,7 +137,12 @@ class Lane:
     def _run_call(self) -> str:
         """One attempt: dials and reads answers until the stream ends. Returns why it ended."""
         stub: Any = self._channel.stream_stream(METHOD)
-        call = self._call = stub(self._messages())
+        try:
+            with call_threads(self._channel, f"the lane to rank {self.peer}"):
+                call = self._call = stub(self._messages())
+        except LimitExceededError as error:
+            self.fault, self._committed = error, True
+            return error.message
         if self._cancelled.is_set():
             call.cancel()
         try:

@@ -9,6 +9,7 @@ behind other names can reach each other.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -25,11 +26,12 @@ from ferrorpc.errors import (
     ConfigError,
     FerroError,
     GroupClosedError,
+    LimitExceededError,
     PermissionDeniedError,
     StaleGenerationError,
     VersionMismatchError,
 )
-from ferrorpc.guard import Clock
+from ferrorpc.guard import Clock, thread_needed
 from ferrorpc.transports.grpc.incoming_stream import refusal
 from ferrorpc.transports.grpc.malloc_tuning import keep_freed_memory
 from ferrorpc.transports.grpc.pending_streams import PendingStreams
@@ -136,8 +138,17 @@ class WorkerServer:
         )
         self._server.add_generic_rpc_handlers((_Method(self._stream),))
         self.address = join_address(advertise_host, self._listen(bind_host))
-        self._server.start()
+        self._start()
         _open_servers.add(self)
+
+    def _start(self) -> None:
+        try:
+            with thread_needed("of gRPC's server"):
+                self._server.start()
+        except LimitExceededError:
+            with contextlib.suppress(RuntimeError):
+                self._server.stop(0.0)  # else gRPC waits for its thread when the process exits
+            raise
 
     def _listen(self, bind_host: str) -> int:
         listen = join_address(bind_host, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -36,6 +37,20 @@ def unsupported_reason() -> str:
         return f"shared memory needs Python {wanted}, whose os.sched_yield lets other threads run; this is {found}"
     if not Path(_BOOT_ID).is_file() or not os.path.exists(_NETWORK) or not os.path.exists("/proc/self/fd"):
         return f"shared memory needs {_BOOT_ID} and /proc/self, which are hidden here"
+    return _refused_call()
+
+
+def _refused_call() -> str:
+    """Which of the system calls that are needed a sandbox refuses to this process; empty if none."""
+    calls: dict[str, Callable[[], int]] = {
+        "memfd_create": lambda: os.memfd_create("ferrorpc"),
+        "eventfd": lambda: os.eventfd(0),
+    }
+    for name, call in calls.items():
+        try:
+            os.close(call())
+        except OSError as error:
+            return f"shared memory needs {name}, and the system refuses it: {error.strerror}"
     return ""
 
 

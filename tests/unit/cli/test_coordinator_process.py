@@ -42,7 +42,10 @@ def ends_three_times(coordinator: CoordinatorProcess, children: ChildProcesses, 
         coordinator.restart()
 
 
-@pytest.mark.parametrize(("returncode", "hopeless"), [(64, True), (70, True), (-signal.SIGKILL, False), (0, False)])
+@pytest.mark.parametrize(
+    ("returncode", "hopeless"),
+    [(64, True), (70, True), (-signal.SIGSEGV, True), (-signal.SIGABRT, True), (-signal.SIGKILL, False), (0, False)],
+)
 def test_one_that_gives_up_three_times_cannot_start_and_one_that_is_killed_can(children, returncode, hopeless):
     coordinator = CoordinatorProcess(children, "127.0.0.1:29700", Path("journal"), {})
     ends_three_times(coordinator, children, returncode)

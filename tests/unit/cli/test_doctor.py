@@ -79,6 +79,15 @@ def test_a_bad_value_is_one_finding_among_the_others(monkeypatch, capsys):
     assert any("shared memory" in line for line in lines)
 
 
+@pytest.mark.parametrize("name", ["a" * 64, "h\udcf4te"])
+def test_a_host_name_that_no_name_server_could_know(name, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    (one,) = found("names")
+    assert one.state == "note"
+    assert "this host's own name, " in one.text
+    assert "cannot be resolved: " in one.text
+
+
 def test_names_that_lead_nowhere():
     (one,) = [one for one in found("names", coordinator="coordinator.invalid:29700") if "coordinator.invalid" in one.text]
     assert one.state == "bad"

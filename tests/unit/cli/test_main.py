@@ -201,6 +201,14 @@ def test_a_reader_that_goes_away_is_no_error(arguments):
     assert (result.returncode, result.stderr) == (128 + 13, b"")
 
 
+def test_an_error_that_nobody_reads_is_one_of_a_closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as nobody:
+        command = [sys.executable, "-m", "ferrorpc", "run", "absent.py"]
+        assert subprocess.run(command, stdout=nobody, stderr=nobody, timeout=60).returncode == 141
+
+
 def test_a_shell_gets_its_completion(monkeypatch, capfd):
     monkeypatch.setenv("_FERRORPC_COMPLETE", "bash_source")
     assert run([]) == 0

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 import pytest
 from ferrorpc_coordinator.journal import RESERVE_BYTES, Journal
 
-from ferrorpc.errors import ConfigError
+from ferrorpc.errors import ConfigError, LimitExceededError
 from tests.waiting import eventually
 
 
@@ -470,4 +471,29 @@ def test_removed_rows_make_room_on_a_full_volume(small_disk):
         written(journal, [("t", key, None)])
     eventually(lambda: not journal.full)
     assert (mount / "reserve").stat().st_size == RESERVE_BYTES
+    journal.close()
+
+
+def test_a_journal_whose_files_were_removed_says_so_once_and_goes_on(tmp_path, caplog):
+    journal = opened(tmp_path)
+    done = [threading.Event() for _ in range(3)]
+    journal.start(lambda error: None)
+    journal.write([("store", "a", b"1")], done[0].set)
+    assert done[0].wait(30.0)
+    shutil.rmtree(tmp_path)
+    for released in done[1:]:
+        journal.write([("store", "a", b"2")], released.set)
+        assert released.wait(30.0)
+    journal.close()
+    assert caplog.text.count(f"somebody has removed the journal in {tmp_path / 'data'}") == 1
+
+
+def test_a_journal_without_a_thread_says_so_and_closes(tmp_path, monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    journal = opened(tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(LimitExceededError, match=r"refuses a thread \(ferrorpc-journal\)"):
+        journal.start(lambda error: None)
     journal.close()

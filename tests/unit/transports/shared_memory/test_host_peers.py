@@ -111,6 +111,17 @@ def test_a_platform_that_cannot_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+@pytest.mark.parametrize("name", ["memfd_create", "eventfd"])
+def test_a_sandbox_that_refuses_a_system_call_is_a_reason_to_use_grpc(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def refused(*arguments: object) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, name, refused)
+    assert f"needs {name}, and the system refuses it: Function not implemented" in host_identity.unsupported_reason()
+    with HostWorld(2) as ranks:
+        assert ranks[0].ranks == (0,)
+
+
 def test_a_rank_that_does_not_know_the_secret_is_no_host_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks still agree, and the honest ones share."""
     greet = handshake.Handshaker._greet
