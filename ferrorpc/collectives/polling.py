@@ -15,10 +15,15 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from ferrorpc.guard import SYSTEM_CLOCK
+
 SPINS_MAX: Final = 400
 SPINS_MIN: Final = 16
 YIELDS: Final = 400
 LOOKS: Final = 100
+YIELD_SECONDS: Final = 10e-3
+"""The time after which no further yield begins. On a busy processor one may take a tenth of a second, and until then nobody
+looks at the latch and the deadline."""
 NAP_SECONDS_MIN: Final = 50e-6
 NAP_SECONDS_MAX: Final = 4e-3
 NAP_SHARE: Final = 16
@@ -49,10 +54,10 @@ class Polling:
             return True
         if self._spins > SPINS_MIN:
             self._spins //= 2
-        left = YIELDS
+        left, until = YIELDS, SYSTEM_CLOCK.now() + YIELD_SECONDS
         for _ in steps:
             left -= 1
-            if left < 0:
+            if left < 0 or SYSTEM_CLOCK.now() >= until:
                 return False
             os.sched_yield()
         return True
@@ -71,10 +76,10 @@ class DevicePolling:
 
     def spin(self, steps: Iterable[object]) -> bool:
         """As `Polling.spin`."""
-        left = LOOKS
+        left, until = LOOKS, SYSTEM_CLOCK.now() + YIELD_SECONDS
         for _ in steps:
             left -= 1
-            if left < 0 or not self._pending():
+            if left < 0 or SYSTEM_CLOCK.now() >= until or not self._pending():
                 return False
             os.sched_yield()
         return True

@@ -289,5 +289,8 @@ def _takes(out: Any, given: Any, like: Array | None) -> bool:
 
 
 def _failed(error: BaseException) -> Generator[int, None, Any]:
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # a frame that refers to the error it raises is a reference cycle that keeps the arrays alive
     yield 0

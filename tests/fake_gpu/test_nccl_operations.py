@@ -53,6 +53,7 @@ def test_a_refused_operation_leaves_its_rank_in_step_with_the_others(
         with cupy.cuda.Device(group.rank):
             x = cupy.asarray(np.full(4, group.rank + 1, np.float32))
             group.all_reduce(x, out=cupy.asarray(np.zeros(4, np.float32)))
+            group.session.barrier("begun")  # there is memory for what the other rank needs
             if group.rank == 0:
                 refused(group, x)
             group.session.barrier("refused")
@@ -60,3 +61,17 @@ def test_a_refused_operation_leaves_its_rank_in_step_with_the_others(
         assert found == [[1.0] * 4, [2.0] * 4]
 
     run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, 2, kind=HybridBackend)], body)
+
+
+def test_a_rank_without_elements_to_receive_stays_in_step_with_the_others(cupy: StandIn) -> None:
+    """It launches nothing for such an operation, unlike the others."""
+    groups = [ProcessGroup(backend, timeout=30.0) for backend in nccl_backends(cupy, 3)]
+
+    def body(group: ProcessGroup) -> list[float]:
+        with cupy.cuda.Device(group.rank):
+            parts = [cupy.asarray(np.ones(count, np.float32)) for count in (2, 0, 1)]
+            part = group.scatter(parts if group.rank == 0 else None)
+            total = group.all_reduce(cupy.asarray(np.full(1, part.size, np.float32)))
+            return cupy.asnumpy(total).tolist()
+
+    assert run_groups(groups, body) == [[3.0]] * 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import CollectiveMismatchError, FerroError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.operations.fast_path import GENERAL_PATH, FastPath
 from ferrorpc.testing import run_groups
@@ -216,3 +219,21 @@ def test_the_short_way_is_taken(world: list[ProcessGroup], monkeypatch: pytest.M
     usual += ["reduce_scatter", "reduce_scatter of a list", "reduce_scatter into"]
     run_groups(world, lambda group: [CASES[name](group, {}) for name in usual])
     assert sorted(taken) == sorted(name.split()[0] for name in usual for _ in world)
+
+
+def test_a_call_that_fails_keeps_no_arrays_until_the_next_garbage_collection(world: list[ProcessGroup]) -> None:
+    """They may be large, and a program that forms its group again makes new ones."""
+
+    def body(group: ProcessGroup) -> bool:
+        x = np.ones(4 + group.rank, np.float32)
+        kept = weakref.ref(x)
+        with contextlib.suppress(CollectiveMismatchError):
+            group.all_reduce(x)
+        del x
+        return kept() is None
+
+    gc.disable()
+    try:
+        assert all(run_groups(world, body))
+    finally:
+        gc.enable()

@@ -6,9 +6,9 @@ What is modelled:
   version and each a GPU of its own.
 - After each operation a communicator is IN_PROGRESS for some queries, more after the first one, when NCCL connects. Another
   thread of NCCL's launches meanwhile, so the operation is in its stream only when the state says so.
-- Operations run in streams, in the order of their communicator. Operations that do not match on all ranks never complete. If
-  the communicator is aborted, they end without a result: they leave anything in the memory that they were to write. So do
-  those that NCCL's thread launches until it hears of the abort.
+- Operations run in streams, in the order of their communicator. Collectives that do not match on all ranks never complete, nor
+  do sends without their receives. If the communicator is aborted, they end without a result: they leave anything in the memory
+  that they were to write. So do those that NCCL's thread launches until it hears of the abort.
 - A communicator that is IN_PROGRESS refuses all other calls. It is so during a split, and after it is finalized until its
   operations have completed. It cannot be split while operations are outstanding, and the child does not exist until all ranks
   have called split.
@@ -166,7 +166,8 @@ class FakeCommunicator:
         self.stuck: threading.Event | None = None
         self.splits = 0
         self._completes = completes
-        self._operations = 0
+        self._launches = 0
+        self._collectives = 0
         self._running = 0
         self._looks = 0
         """How many state queries return IN_PROGRESS from now on."""
@@ -317,11 +318,14 @@ class FakeCommunicator:
             if (part.source or part.target) and part.count * itemsize > 1 << 40:
                 raise failed(part.kind, State.INVALID_ARGUMENT, "count")
         with self._machine.lock:
-            number, self._operations = self._operations, self._operations + 1
+            number = self._collectives
+            if any(part.kind not in ("send", "recv") for part in parts):  # those concern two ranks alone
+                self._collectives += 1
             fake: FakeStream = self.api.gpu.stream(stream)
             self._running += 1
             self._launching.append((fake, _Task(self, number, parts)))
-            if number == 0:
+            self._launches += 1
+            if self._launches == 1:
                 self._looks = LOOKS_TO_CONNECT
             elif self.size > 1:
                 self._looks = LOOKS_TO_LAUNCH
