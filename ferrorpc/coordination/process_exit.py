@@ -106,7 +106,13 @@ def unregister(session: MemberSession) -> None:
 
 
 def refuse_in_child() -> None:
-    """Raises UsageError in a process that was forked from a member."""
+    """Raises UsageError in a process that was forked from a member, or that multiprocessing has not finished starting."""
+    starting = sys.modules.get("multiprocessing.process")
+    if starting is not None and getattr(starting.current_process(), "_inheriting", False):
+        raise UsageError(
+            f"this process ({os.getpid()}) is still being started by multiprocessing, which imports the main script for it",
+            hint='put what the script does itself, this call included, under if __name__ == "__main__":',
+        )
     if _forked_from_member:
         raise UsageError(
             f"this process ({os.getpid()}) was forked from one that had been a member, where gRPC does not survive",
