@@ -18,7 +18,14 @@ from ferrorpc.config import LAUNCH_VARIABLE, Config, unknown_settings
 from ferrorpc.coordination import process_exit
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.errors import ConfigError, CoordinatorUnavailableError, GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.errors import (
+    ConfigError,
+    CoordinatorUnavailableError,
+    GroupAbortedError,
+    PeerLostError,
+    RendezvousTimeoutError,
+    UsageError,
+)
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
@@ -155,6 +162,8 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
         server.close()
         if isinstance(error, CoordinatorUnavailableError) and starts_own:
             raise error.again(_OWN) from None
+        if isinstance(error, RendezvousTimeoutError) and starts_own:
+            raise error.again(f"{error.hint}; or, if this process is to run alone, unset {launch.source}") from None
         raise
     session.on_leave(server.close)
     return session, server

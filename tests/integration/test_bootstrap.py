@@ -210,6 +210,13 @@ def test_where_rank_0_does_not_come_the_others_say_who_starts_the_coordinator(po
     assert "try: rank 0 starts the coordinator there" in errors
 
 
+def test_a_process_that_waits_alone_is_told_which_variables_say_that_there_are_others(port):
+    code, _, errors = outcome(start(RANK.replace("30.0", "1.0"), torchrun(0, 2, port)))
+    assert code != 0
+    assert "missing: rank 1" in errors
+    assert "or, if this process is to run alone, unset RANK and WORLD_SIZE" in errors
+
+
 def test_a_misspelt_variable_is_told_of():
     _, _, errors = outcome(start(RANK, environment(FERRORPC_TIMOUT="3")))
     assert "FERRORPC_TIMOUT is set, but no setting is called so: FERRORPC_TIMEOUT is" in errors
