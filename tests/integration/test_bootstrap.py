@@ -79,6 +79,15 @@ def test_under_torchrun_rank_0_starts_a_coordinator_that_ends_after_it(port):
     eventually(lambda: not listens(port), "the end of the coordinator with its job")
 
 
+def test_rank_0s_coordinator_serves_the_others_until_they_have_left_too(port):
+    longer = "\nif group.rank == 1:\n    import time; time.sleep(3); group.store.set('late', b'yes'); print(group.store.keys())"
+    processes = [start(RANK + longer, torchrun(rank, 2, port)) for rank in range(2)]
+    outcomes = [outcome(process) for process in processes]
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+    assert outcomes[1][1] == "1 2 grpc 3.0\n['late']\n"
+    eventually(lambda: not listens(port), "the end of the coordinator with its job")
+
+
 def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others(port):
     code = RANK + "\nif group.rank == 0:\n    import time; time.sleep(60)\ngroup.recv(0, timeout=30)"
     processes = [start(code, torchrun(rank, 2, port)) for rank in range(2)]
