@@ -254,11 +254,12 @@ with ferrorpc.init_process_group(world_size=1, job="twice") as second:
     assert output == "this process has an open group already\n0 grpc\n"
 
 
-def test_an_exception_in_the_script_is_the_others_cause(service):
-    code = RANK + "\nif group.rank == 1:\n    raise ValueError('bad batch')\ngroup.recv(1)"
+@pytest.mark.parametrize("hook", ["", "import sys; sys.excepthook = sys.__excepthook__"], ids=["", "shown by a later hook"])
+def test_an_exception_in_the_script_is_the_others_cause(service, hook):
+    code = RANK + f"\nif group.rank == 1:\n    {hook}\n    raise ValueError('bad batch')\ngroup.recv(1)"
     processes = []
     for rank in range(2):
-        more = {"FERRORPC_COORDINATOR": service.address, "FERRORPC_JOB": "raises"}
+        more = {"FERRORPC_COORDINATOR": service.address, "FERRORPC_JOB": f"raises{bool(hook)}"}
         processes.append(start(code, torchrun(rank, 2, 1) | more))
     outcomes = [outcome(process) for process in processes]
     assert [code for code, _, _ in outcomes] == [75, 1], outcomes
