@@ -26,12 +26,13 @@ def escape_unprintable(text: str) -> str:
 
 
 def set_up_logging(config: Mapping[str, Any]) -> None:
-    """Sets the level of the loggers `ferrorpc.*`, and adds a handler unless the program has set up logging itself."""
-    logger = logging.getLogger("ferrorpc")
+    """Sets the level of the loggers `ferrorpc.*`, and adds a handler that is silent once the program sets up logging itself."""
+    logger, root = logging.getLogger("ferrorpc"), logging.getLogger()
     logger.setLevel(config["log_level"])
-    if logger.handlers or logging.getLogger().handlers:
+    if logger.handlers or root.handlers:
         return
     handler = logging.StreamHandler()
+    handler.addFilter(lambda _record: not root.handlers)  # those get the record as well
     handler.setFormatter(JsonFormatter() if config["log_format"] == "json" else TextFormatter())
     logger.addHandler(handler)
 

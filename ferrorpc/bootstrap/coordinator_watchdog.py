@@ -4,7 +4,7 @@
 
 The starter holds the other end of this process's standard input. If that closes, the starter has died: the coordinator runs on
 for LINGER_SECONDS, to notice the death and tell the other members. If a byte comes first, the starter exited normally, and the
-coordinator only waits for the Leave of members that exit at the same time.
+coordinator ends itself (SIGUSR1) once the other members have left, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 from typing import Final
 
 LINGER_SECONDS: Final = 5.0
-CLEAN_LINGER_SECONDS: Final = 1.0
 STOP_SECONDS: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -32,8 +31,10 @@ def main() -> int:
     starter_pipe = sys.stdin.fileno()
     readable, _, _ = select.select([starter_pipe, ended], [], [])
     if ended not in readable:
-        clean = bool(os.read(starter_pipe, 1))
-        select.select([ended], [], [], CLEAN_LINGER_SECONDS if clean else LINGER_SECONDS)
+        if os.read(starter_pipe, 1):
+            child.send_signal(signal.SIGUSR1)
+            return child.wait()
+        select.select([ended], [], [], LINGER_SECONDS)
         child.terminate()
         if not select.select([ended], [], [], STOP_SECONDS)[0]:
             child.kill()

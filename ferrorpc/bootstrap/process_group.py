@@ -17,7 +17,14 @@ from ferrorpc.config import LAUNCH_VARIABLE, Config, host_name, unknown_settings
 from ferrorpc.coordination import process_exit
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.errors import ConfigError, CoordinatorUnavailableError, GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.errors import (
+    ConfigError,
+    CoordinatorUnavailableError,
+    GroupAbortedError,
+    PeerLostError,
+    RendezvousTimeoutError,
+    UsageError,
+)
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
@@ -59,7 +66,8 @@ def init_process_group(
 
     Raises:
         ConfigError: a setting or a variable is wrong; the message names it.
-        UsageError: this process has an open group already, or was forked from one that had been a member.
+        UsageError: this process has an open group already, was forked from one that had been a member, or is a helper that
+            imports the main script (which needs `if __name__ == "__main__":`).
         CoordinatorUnavailableError: no coordinator answered at its address in time.
         RendezvousTimeoutError: naming the missing members.
         BackendUnavailableError: the backend cannot work here.
@@ -153,6 +161,8 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
         server.close()
         if isinstance(error, CoordinatorUnavailableError) and starts_own:
             raise error.again(_OWN) from None
+        if isinstance(error, RendezvousTimeoutError) and starts_own:
+            raise error.again(f"{error.hint}; or, if this process is to run alone, unset {launch.source}") from None
         raise
     session.on_leave(server.close)
     return session, server

@@ -132,6 +132,19 @@ def out_of_memory(label: str, error: MemoryError) -> LimitExceededError:
     )
 
 
+def unexpected(label: str, error: Exception) -> FerroError:
+    """The failure of an operation by an error of another library or of Python. It is a bug in this one, or was raised by the
+    user's code: a signal handler, which Python calls wherever it is, or a third party's send or recv."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    hint = FerroError.default_hint
+    if trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] != __name__.partition(".")[0]:
+        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        hint = f"see {place}, where it was raised; if that is not your code, {hint}"
+    return FerroError(f"{label}: {error!r}", hint=hint)
+
+
 def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.ndarray[Any, Any]]:
     """Drives one execution on this thread; returns its results.
 
@@ -156,7 +169,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     except MemoryError as error:
         raise _first_cause(guard, out_of_memory(execution.label, error), abort, parker) from None
     except Exception as bug:
-        abort(FerroError(f"{execution.label}: {bug!r}"))
+        abort(unexpected(execution.label, bug))
         raise
     finally:
         execution.finish()
@@ -175,7 +188,7 @@ def drive_apart(execution: Execution, abort: Callable[[FerroError], None], conve
         except FerroError as error:
             work.fail(error)
         except Exception as bug:  # noqa: BLE001  a third party's send or recv may raise anything
-            work.fail(FerroError(f"{execution.label}: {bug!r}"))
+            work.fail(unexpected(execution.label, bug))
 
     clock.start(body, "ferrorpc-operation")
     return work
@@ -379,7 +392,7 @@ class Progress:
         except MemoryError as error:
             self._fail(entry, out_of_memory(entry.execution.label, error))
         except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
-            self._fail(entry, FerroError(f"{entry.execution.label}: {bug!r}"))
+            self._fail(entry, unexpected(entry.execution.label, bug))
 
     def _move_to(self, device: Device | None) -> None:
         """Makes the GPU of an execution current on this thread, so that its arrays are freed there."""

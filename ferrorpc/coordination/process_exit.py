@@ -48,7 +48,7 @@ def install_hooks() -> None:
     if _installed:
         return
     _installed = True
-    atexit.register(leave_all)
+    atexit.register(_leave_at_exit)
     os.register_at_fork(after_in_child=_abandon_all)
     previous = sys.excepthook
 
@@ -106,7 +106,13 @@ def unregister(session: MemberSession) -> None:
 
 
 def refuse_in_child() -> None:
-    """Raises UsageError in a process that was forked from a member."""
+    """Raises UsageError in a process that was forked from a member, or that multiprocessing has not finished starting."""
+    starting = sys.modules.get("multiprocessing.process")
+    if starting is not None and getattr(starting.current_process(), "_inheriting", False):
+        raise UsageError(
+            f"this process ({os.getpid()}) is still being started by multiprocessing, which imports the main script for it",
+            hint='put what the script does itself, this call included, under if __name__ == "__main__":',
+        )
     if _forked_from_member:
         raise UsageError(
             f"this process ({os.getpid()}) was forked from one that had been a member, where gRPC does not survive",
@@ -129,6 +135,13 @@ def leave_all(reason: str = "") -> None:
     for session in list(_sessions):
         if time.monotonic() < deadline:
             session.leave(reason)
+
+
+def _leave_at_exit() -> None:
+    """Leaves every session. The reason is an exception that nobody caught, if a later hook than this module's has shown it; in
+    an interactive session that may be an old one."""
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    leave_all("" if error is None else reason_of(error))
 
 
 def _abandon_all() -> None:

@@ -75,6 +75,8 @@ _FOREIGN: Final[dict[grpc.StatusCode, tuple[type[FerroError], str]]] = {
     grpc.StatusCode.FAILED_PRECONDITION: (UsageError, "refused the request in its present state"),
 }
 """Errors for statuses without a trailer, from gRPC itself or other servers. Statuses not listed become the root class."""
+_HTTP_NOT_FOUND: Final = "Received http2 header with status: 404"
+"""gRPC's text where a server does not speak its protocol. It reports UNIMPLEMENTED, as a server of another version does."""
 
 Trailers: TypeAlias = tuple[tuple[str, bytes], ...]
 
@@ -107,6 +109,8 @@ def error_of(ended: grpc.RpcError, who: str = "the other side") -> FerroError:
         return restore(detail)
     code, text = _status(ended)
     chosen, what = _FOREIGN.get(code, (FerroError, "failed"))
+    if text.startswith(_HTTP_NOT_FOUND):
+        chosen, what = CoordinatorUnavailableError, "cannot be reached: a proxy or another HTTP server answers"
     return chosen(f"{who} {what} ({code.name}: {text})", grpc_status=code.name)
 
 

@@ -42,8 +42,12 @@ DRAIN_SECONDS: Final = 1.0
 """How long streams may take to be written out and closed before they are cancelled."""
 HANDLERS_SECONDS: Final = 1.0
 """How long the handlers of calls may take to return after the calls have ended."""
+ALONE_SECONDS: Final = 1.0
+"""After SIGUSR1: how long no stream may have been open for the members to count as gone."""
+_POLL_SECONDS: Final = 0.1
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS: Final = (*_STOP_SIGNALS, *(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name)))
 _log = logging.getLogger("ferrorpc.coordinator")
 
 
@@ -121,6 +125,8 @@ def warn_of_floods(options: Options, grpcio_version: str) -> None:
 async def serve(options: Options, announce: Callable[[Announcement], None]) -> None:
     """Runs a coordinator until SIGTERM or SIGINT, then drains it. The process ignores these signals afterwards.
 
+    SIGUSR1 stops it as soon as all its members have left.
+
     Raises:
         ConfigError: it cannot start with these options.
     """
@@ -156,10 +162,10 @@ class _Service:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._stopping = asyncio.Event()
         self._http: HttpServer | None = None
-        self._tokens: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self, announce: Callable[[Announcement], None]) -> None:
-        for number in _STOP_SIGNALS:
+        for number in _SIGNALS:
             signal.signal(number, self._stop_soon)
         try:
             self._driver.tick()
@@ -169,25 +175,38 @@ class _Service:
             await self._server.start()
             self._http = self._start_http()
             if self._options.token_file is not None:
-                self._tokens = asyncio.create_task(TokenFile(self._options.token_file, self._access).watch())
+                self._start(TokenFile(self._options.token_file, self._access).watch())
             http_address = join_address(_host_of(self._options), self._http.port) if self._http is not None else ""
             page = f"{'http' if self._options.tls is None else 'https'}://{http_address}" if http_address else ""
             announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_address, page))
             await self._or_failure(self._stopping.wait())
             await self._drain()
         finally:
-            _ignore_stop_signals()
-            if self._tokens is not None:
-                self._tokens.cancel()
+            _ignore_signals()
+            for task in self._tasks:
+                task.cancel()
             if self._http is not None:
                 await self._http.stop()
             self._driver.close()
             await self._server.stop(grace=DRAIN_SECONDS)
             await _other_tasks_ended()
 
-    def _stop_soon(self, *_: object) -> None:
+    def _stop_soon(self, number: int, _frame: object) -> None:
         """Handles a signal: between two instructions of the event loop's thread."""
-        self._loop.call_soon_threadsafe(self._stopping.set)
+        at_once = number in _STOP_SIGNALS
+        self._loop.call_soon_threadsafe(self._stopping.set if at_once else lambda: self._start(self._stop_when_alone()))
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        """Starts a task that ends with this service."""
+        self._tasks.append(self._loop.create_task(work))
+
+    async def _stop_when_alone(self) -> None:
+        alone_since = self._loop.time()
+        while self._loop.time() < alone_since + ALONE_SECONDS:
+            await asyncio.sleep(_POLL_SECONDS)
+            if self._driver.sessions:
+                alone_since = self._loop.time()
+        self._stopping.set()
 
     async def _first(self, *awaited: Coroutine[None, None, object]) -> None:
         """Waits until one of them is done, and cancels the others."""
@@ -236,12 +255,12 @@ class _Service:
         )
 
 
-def _ignore_stop_signals() -> None:
+def _ignore_signals() -> None:
     """Makes this process ignore signals from now on: it ends already, and another would end it with another exit code.
 
     asyncio's own handlers would not do: with its loop they end too, and the end of the interpreter and of gRPC takes a while.
     """
-    for number in _STOP_SIGNALS:
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -79,6 +79,15 @@ def test_under_torchrun_rank_0_starts_a_coordinator_that_ends_after_it(port):
     eventually(lambda: not listens(port), "the end of the coordinator with its job")
 
 
+def test_rank_0s_coordinator_serves_the_others_until_they_have_left_too(port):
+    longer = "\nif group.rank == 1:\n    import time; time.sleep(3); group.store.set('late', b'yes'); print(group.store.keys())"
+    processes = [start(RANK + longer, torchrun(rank, 2, port)) for rank in range(2)]
+    outcomes = [outcome(process) for process in processes]
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+    assert outcomes[1][1] == "1 2 grpc 3.0\n['late']\n"
+    eventually(lambda: not listens(port), "the end of the coordinator with its job")
+
+
 def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others(port):
     code = RANK + "\nif group.rank == 0:\n    import time; time.sleep(60)\ngroup.recv(0, timeout=30)"
     processes = [start(code, torchrun(rank, 2, port)) for rank in range(2)]
@@ -210,6 +219,13 @@ def test_where_rank_0_does_not_come_the_others_say_who_starts_the_coordinator(po
     assert "try: rank 0 starts the coordinator there" in errors
 
 
+def test_a_process_that_waits_alone_is_told_which_variables_say_that_there_are_others(port):
+    code, _, errors = outcome(start(RANK.replace("30.0", "1.0"), torchrun(0, 2, port)))
+    assert code != 0
+    assert "missing: rank 1" in errors
+    assert "or, if this process is to run alone, unset RANK and WORLD_SIZE" in errors
+
+
 def test_a_misspelt_variable_is_told_of():
     _, _, errors = outcome(start(RANK, environment(FERRORPC_TIMOUT="3")))
     assert "FERRORPC_TIMOUT is set, but no setting is called so: FERRORPC_TIMEOUT is" in errors
@@ -238,11 +254,12 @@ with ferrorpc.init_process_group(world_size=1, job="twice") as second:
     assert output == "this process has an open group already\n0 grpc\n"
 
 
-def test_an_exception_in_the_script_is_the_others_cause(service):
-    code = RANK + "\nif group.rank == 1:\n    raise ValueError('bad batch')\ngroup.recv(1)"
+@pytest.mark.parametrize("hook", ["", "import sys; sys.excepthook = sys.__excepthook__"], ids=["", "shown by a later hook"])
+def test_an_exception_in_the_script_is_the_others_cause(service, hook):
+    code = RANK + f"\nif group.rank == 1:\n    {hook}\n    raise ValueError('bad batch')\ngroup.recv(1)"
     processes = []
     for rank in range(2):
-        more = {"FERRORPC_COORDINATOR": service.address, "FERRORPC_JOB": "raises"}
+        more = {"FERRORPC_COORDINATOR": service.address, "FERRORPC_JOB": f"raises{bool(hook)}"}
         processes.append(start(code, torchrun(rank, 2, 1) | more))
     outcomes = [outcome(process) for process in processes]
     assert [code for code, _, _ in outcomes] == [75, 1], outcomes

@@ -60,6 +60,38 @@ def test_a_child_of_a_member_is_refused_a_seat_of_its_own_at_once(tmp_path: Path
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_without_a_main_guard_is_told_that_its_helpers_import_it(tmp_path: Path, method: str) -> None:
+    """Such a helper asked for its parent's place, was refused it for 15 s, and heard of a name that is used twice."""
+    body = f"""
+    import multiprocessing
+    import ferrorpc
+
+    group = ferrorpc.init_process_group(timeout=15)
+    helper = multiprocessing.get_context("{method}").Process(target=print)
+    helper.start()
+    helper.join()
+    """
+    result = run("-n", "1", write_script(tmp_path, body))
+    assert "is still being started by multiprocessing" in result.stderr
+    assert 'if __name__ == "__main__":' in result.stderr
+
+
+def test_a_subprocess_that_has_a_ranks_variables_is_told_to_do_without_them(tmp_path: Path) -> None:
+    body = """
+    import subprocess
+    import sys
+    import ferrorpc
+
+    with ferrorpc.init_process_group(timeout=30.0 if len(sys.argv) == 1 else 1.0) as group:
+        subprocess.run([sys.executable, __file__, "evaluate"])
+    """
+    result = run("-n", "1", write_script(tmp_path, body))
+    assert result.returncode == 0, result.stderr
+    assert "is used by a living process" in result.stderr
+    assert "such as a rank's subprocess, without the launcher's variables" in result.stderr
+
+
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
 @pytest.mark.parametrize(
     "end", ["sys.exit(7)", "group.close(); os._exit(7)", "raise SystemExit(7)"], ids=["exit", "close", "raise"]

@@ -50,3 +50,17 @@ def test_what_others_say_of_themselves_can_neither_begin_a_line_nor_command_a_te
     first, *others = TextFormatter().format(told).split("\n")
     assert first.endswith("WARNING ferrorpc.test: it is \\x1b[2Jgone\\r")
     assert others == ["    2026-01-01 CRITICAL all is lost\\x07"]
+
+
+def test_a_program_that_sets_up_logging_later_sees_no_line_twice(monkeypatch, capsys):
+    logger = logging.getLogger("ferrorpc")
+    for each in (logging.getLogger(), logger):
+        monkeypatch.setattr(each, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+    logs.set_up_logging({"log_level": "WARNING", "log_format": "text"})
+    logger.warning("before")
+    logging.basicConfig(format="mine: %(message)s")
+    logger.warning("after")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("WARNING ferrorpc: before")
+    assert second == "mine: after"

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import IO, Final
 
 TAIL_LINES: Final = 20
+_TAIL_LINE_BYTES_MAX: Final = 1000
 _LINE_BYTES_MAX: Final = 64 * 1024
 """Longer lines are split, so that a worker that never writes a newline cannot fill the launcher's memory."""
 _PROGRESS_SECONDS: Final = 10.0
@@ -59,6 +60,11 @@ class LineBuffer:
 def _visible(line: bytes) -> bytes:
     written = [part for part in line.split(b"\r") if part]
     return written[-1] if written else b""
+
+
+def _beginning(line: bytes) -> bytes:
+    more = len(line) - _TAIL_LINE_BYTES_MAX
+    return line if more <= 0 else b"%b [%d bytes more]" % (line[:_TAIL_LINE_BYTES_MAX], more)
 
 
 class Console:
@@ -193,14 +199,14 @@ class WorkerStream:
 
     @property
     def tail(self) -> list[str]:
-        """Its last lines."""
+        """Its last lines; of long ones the beginning."""
         return [line.decode(errors="replace") for line in self._tail]
 
     def feed(self, data: bytes, now: float) -> None:
         """New bytes; b"" for the end of the stream."""
         self._keep(data)
         lines = self._buffer.feed(data) if data else self._buffer.finish()
-        self._tail.extend(line for line in lines if line.strip(b" ^~"))  # no ^~~~ lines of tracebacks
+        self._tail.extend(_beginning(line) for line in lines if line.strip(b" ^~"))  # no ^~~~ lines of tracebacks
         if self._shown:
             self._console.lines(self._descriptor, self._prefix, lines)
             self._console.progress(self._descriptor, self._prefix, self._buffer.progress, now)

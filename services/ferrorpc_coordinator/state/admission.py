@@ -95,7 +95,8 @@ class Admission:
                     if holder.recovered
                     else f"a living process{where}, heard of {silent} ago"
                 ),
-                hint="give every process its own FERRORPC_NAME (launchers: --node-rank), or wait until the other one ends",
+                hint="give every process its own FERRORPC_NAME (launchers: --node-rank); start what is no rank, such as a "
+                "rank's subprocess, without the launcher's variables; or wait until the other one ends",
                 retryable=True,
                 holder=str(holder),
                 incarnation=holder.incarnation,

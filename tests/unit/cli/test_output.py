@@ -146,6 +146,17 @@ def test_elsewhere_a_progress_bar_is_printed_now_and_then(sinks):
     assert err.text() == b"0: 100%\n"
 
 
+def test_the_tail_repeats_of_long_lines_only_how_they_begin(sinks):
+    """Such as the keys that load_state_dict misses: the line itself was shown in full."""
+    out, err = sinks(), sinks()
+    stream = WorkerStream(Console(out, err, {}), 2, b"1: ", shown=True, log=None)
+    stream.feed(b"KeyError: " + b"k" * 30_000 + b"\nnext\n", 0.0)
+    first, second = stream.tail
+    assert (first[:12], second) == ("KeyError: kk", "next")
+    assert first.endswith(" [29010 bytes more]")
+    assert len(first) < 1_100
+
+
 def test_the_tail_keeps_the_last_lines_even_of_workers_that_are_not_shown(sinks):
     out, err = sinks(), sinks()
     log = io.BytesIO()

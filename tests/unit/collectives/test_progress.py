@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -422,3 +423,34 @@ def test_a_forked_child_drives_the_operations_of_its_own_groups() -> None:
 
     assert result() == 7
     assert in_a_forked_child(lambda: result() == 7) == 0
+
+
+@both
+def test_an_error_of_the_users_own_is_no_bug_of_the_librarys(way: str) -> None:
+    """Such as what a signal handler raises, which Python calls wherever it is."""
+
+    class Alarmed(Never):
+        def advance(self) -> bool:
+            raise TimeoutError("the batch took too long")
+
+    reported, report = reporter(latch := Latch())
+    with pytest.raises((TimeoutError, FerroError)):
+        run(way, Alarmed(latch), report)
+    (told,) = reported
+    assert "TimeoutError('the batch took too long')" in told.message
+    assert told.hint.startswith(f"see {__file__}:")
+    assert "if that is not your code" in told.hint
+
+
+@both
+def test_an_error_within_the_library_is_a_bug(way: str) -> None:
+    class Broken(Never):
+        def advance(self) -> bool:
+            nothing: Any = None
+            Latch.check(nothing)
+            return True
+
+    reported, report = reporter(latch := Latch())
+    with pytest.raises((AttributeError, FerroError)):
+        run(way, Broken(latch), report)
+    assert reported[0].hint == "report this as a bug in ferrorpc, with the lines above"

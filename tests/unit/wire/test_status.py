@@ -139,6 +139,22 @@ def test_a_bare_rpc_error_means_that_the_caller_went_away() -> None:
     assert isinstance(error_of(grpc.RpcError()), errors.CoordinatorUnavailableError)
 
 
+def test_a_server_that_answers_by_http_status_404_speaks_another_protocol_not_another_version() -> None:
+    """A proxy or an ingress does so while what is behind it is away; gRPC takes that for a call that is not known."""
+
+    class NotFound(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNIMPLEMENTED
+
+        def details(self) -> str:
+            return "Received http2 header with status: 404"
+
+    error = error_of(NotFound(), "the coordinator at gate:443")
+    assert type(error) is errors.CoordinatorUnavailableError
+    assert error.retryable
+    assert error.message.startswith("the coordinator at gate:443 cannot be reached: a proxy or another HTTP server answers")
+
+
 def test_a_trailer_that_is_none_of_ours_leaves_what_grpc_says() -> None:
     class Strange(grpc.RpcError):
         def code(self) -> grpc.StatusCode:
