@@ -22,6 +22,8 @@ from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import join_address
 
 Environment = Mapping[str, str]
+NO_LAUNCHER: Final = "nothing"
+"""The source of a world of one whose environment says nothing about ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def detect_launch(environment: Environment, config: Mapping[str, Any]) -> Launch
         )
     if config["coordinator"] is not None:
         raise ConfigError("a coordinator is named, but not how many members its job has", hint="set FERRORPC_WORLD_SIZE")
-    return LaunchInfo("nothing", (1, 1))
+    return LaunchInfo(NO_LAUNCHER, (1, 1))
 
 
 def member_name(environment: Environment, config: Mapping[str, Any], launch: LaunchInfo, host: str, process: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from typing import Any, Final
 
@@ -10,7 +11,14 @@ from ferrorpc.backends import registry
 from ferrorpc.backends.gpu import join_labels
 from ferrorpc.bootstrap.address import advertised_host, require_authentication
 from ferrorpc.bootstrap.coordinator import start_coordinator
-from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, job_named_after, member_name, own_coordinator_address
+from ferrorpc.bootstrap.environment import (
+    NO_LAUNCHER,
+    LaunchInfo,
+    detect_launch,
+    job_named_after,
+    member_name,
+    own_coordinator_address,
+)
 from ferrorpc.bootstrap.launcher_process import launcher_process_id
 from ferrorpc.collectives.tuning import parse_algorithms
 from ferrorpc.config import LAUNCH_VARIABLE, Config, host_name, unknown_settings
@@ -41,6 +49,10 @@ _OWN: Final = (
 _NO_GROUP: Final = "no group was made: call ferrorpc.init_process_group() again, or let the launcher start the ranks again"
 _TORCHS_BACKENDS: Final = ("gloo", "mpi", "ucc")
 """Backends of torch.distributed for arrays on the host."""
+_SPAWNED: Final = (
+    "no launcher has set this process's rank, so it is a world of one, although multiprocessing started it: for several "
+    "ranks start the script with `ferrorpc run -n N` and call its main function directly; world_size=1 says that one is meant"
+)
 _open: list[LocalSession | RemoteSession] = []
 """The session of this process's group. The next `init_process_group` checks whether it was left."""
 
@@ -92,6 +104,8 @@ def init_process_group(
     asked = parse_algorithms(config["algorithm"] or ())
     launch = detect_launch(os.environ, config)
     _log.info("rank and world taken from %s: %s", launch.source, launch)
+    if launch.source == NO_LAUNCHER and multiprocessing.parent_process() is not None:
+        _log.warning(_SPAWNED)
     session, server = _local_session(config) if _is_world_of_one(config, launch) else _remote_session(config, launch)
     _open[:] = [session]
     try:

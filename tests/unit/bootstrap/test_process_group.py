@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -47,3 +48,15 @@ def test_port_0_is_no_port_that_ranks_could_dial(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:0:(.|\n)*FERRORPC_COORDINATOR.*FERRORPC_PORT"):
         ferrorpc.init_process_group(timeout=0.2, **settings)
+
+
+@pytest.mark.parametrize(("settings", "warned"), [({}, True), ({"world_size": 1}, False)])
+def test_a_rank_that_a_script_spawns_itself_is_told_that_it_is_alone(
+    capfd: pytest.CaptureFixture[str], settings: dict[str, Any], warned: bool
+) -> None:
+    """As by torch.multiprocessing.spawn: every one of these ranks would train the whole model for itself."""
+    child = multiprocessing.get_context("spawn").Process(target=ferrorpc.init_process_group, kwargs=settings)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert ("world of one" in capfd.readouterr().err) is warned
