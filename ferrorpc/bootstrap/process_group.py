@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
+import sys
 from typing import Any, Final
 
 from ferrorpc.backends import registry
@@ -104,7 +104,8 @@ def init_process_group(
     asked = parse_algorithms(config["algorithm"] or ())
     launch = detect_launch(os.environ, config)
     _log.info("rank and world taken from %s: %s", launch.source, launch)
-    if launch.source == NO_LAUNCHER and multiprocessing.parent_process() is not None:
+    processes = sys.modules.get("multiprocessing.process")  # not loaded where nothing was started by it
+    if launch.source == NO_LAUNCHER and processes is not None and processes.parent_process() is not None:
         _log.warning(_SPAWNED)
     session, server = _local_session(config) if _is_world_of_one(config, launch) else _remote_session(config, launch)
     _open[:] = [session]

@@ -47,7 +47,7 @@ ALONE_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.1
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-_SIGNALS: Final = (*_STOP_SIGNALS, *(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name)))
+_SIGNALS: Final = (*_STOP_SIGNALS, signal.SIGUSR1)
 _log = logging.getLogger("ferrorpc.coordinator")
 
 
