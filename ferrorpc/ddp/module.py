@@ -163,9 +163,11 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
                 or on none.
 
         Raises:
-            UsageError: parameters were added to the module since it was wrapped. Nothing was sent then.
+            UsageError: parameters were added to the module since it was wrapped, or a weight is given within `no_sync`. Nothing
+                was sent then.
             TensorMismatchError: a gradient's dtype, shape or GPU is not its parameter's. Nothing was sent then.
         """
+        self._replica.check_weight(weight)
         if not self._replica.syncs:
             return
         self._replica.check_parameters()

@@ -138,6 +138,15 @@ class Replica:
                 yield index
         yield count - 1
 
+    def check_weight(self, weight: float | None) -> None:
+        """Raises UsageError if it is that of a part that is not averaged: parts are added, and only their sum has a weight."""
+        if weight is not None and not self.syncs:
+            raise UsageError(
+                f"weight {weight} would have no effect: this part of a step is not averaged",
+                hint="give the weight of all parts together, with the last one or by weighted() around all parts, and scale "
+                "each part's loss by its share",
+            )
+
     # One step: begin, contribute each gradient that is ready, finish.
 
     def begin(self, weight: float | None) -> Reduction:

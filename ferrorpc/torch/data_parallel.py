@@ -127,7 +127,12 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     @contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
         """Backward passes within it have this weight in the mean, such as this rank's number of tokens or samples:
-        sum(weight * grad) / sum(weight). On all ranks or on none."""
+        sum(weight * grad) / sum(weight). On all ranks or on none. Around all parts of a step, with the weight of the whole.
+
+        Raises:
+            UsageError: it is begun within `no_sync`.
+        """
+        self._replica.check_weight(weight)
         before, self._hooks.weight = self._hooks.weight, weight
         try:
             yield

@@ -52,6 +52,14 @@ class Stage:
 
 WEIGHTS = {"a": np.zeros(3)}
 RULE = rules.SGD(0.1)
+
+
+def weigh_a_part(group: ferrorpc.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(Model(), group)
+    for part in ddp.accumulate(2):
+        ddp.sync_gradients(weight=3 + part)
+
+
 WRONG: dict[str, tuple[Callable[[ferrorpc.ProcessGroup], object], str]] = {
     "ddp: a class": (lambda g: DistributedDataParallel(Model, g), r"module=Model is a class\ntry: .*Model\(\.\.\.\)"),
     "ddp: parameters without names": (lambda g: DistributedDataParallel(Unnamed(), g), r"gave a Parameter\ntry: .*\(name, "),
@@ -61,6 +69,7 @@ WRONG: dict[str, tuple[Callable[[ferrorpc.ProcessGroup], object], str]] = {
     "ddp: bucket_cap_mb is a flag": (lambda g: DistributedDataParallel(Model(), g, True), "bucket_cap_mb=True"),
     "ddp: bucket_cap_mb is beyond floats": (lambda g: DistributedDataParallel(Model(), g, 10**400), "bucket_cap_mb=1000"),
     "ddp: bucket_cap_mb is beyond bytes": (lambda g: DistributedDataParallel(Model(), g, 1e308), r"bucket_cap_mb=1e\+308"),
+    "ddp: the weight of a part": (weigh_a_part, r"weight 3.*is not averaged.*\ntry: .*with the last one"),
     "ddp: check_every is text": (lambda g: DistributedDataParallel(Model(), g, check_every="x"), "check_every='x'"),
     "ddp: check_every is None": (lambda g: DistributedDataParallel(Model(), g, check_every=None), "check_every=None"),
     "ddp: check_every is a half": (lambda g: DistributedDataParallel(Model(), g, check_every=0.5), "check_every=0.5"),

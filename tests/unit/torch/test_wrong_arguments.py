@@ -28,6 +28,13 @@ def layers() -> nn.Sequential:
     return nn.Sequential(layer(), layer())
 
 
+def weigh_a_part(group: ferrorpc.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(layer(), group)
+    for part in ddp.accumulate(2):
+        with ddp.weighted(3 + part):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+
 SGD = torch.optim.SGD
 WRONG: dict[str, tuple[Callable[[ferrorpc.ProcessGroup], object], str]] = {
     "ddp: a number": (lambda g: DistributedDataParallel(3, g), r"module=3 is no torch module\ntry: "),
@@ -37,6 +44,7 @@ WRONG: dict[str, tuple[Callable[[ferrorpc.ProcessGroup], object], str]] = {
     "ddp: a class": (lambda g: DistributedDataParallel(nn.Linear, g), r"is no torch module\ntry: .*an instance"),
     "ddp: a list": (lambda g: DistributedDataParallel([layer()], g), r"is no torch module\ntry: .*nn\.ModuleList"),
     "ddp: a NumPy model": (lambda g: DistributedDataParallel(Model(), g), "ferrorpc.DistributedDataParallel"),
+    "ddp: the weight of a part": (weigh_a_part, r"weight 3.*is not averaged.*\ntry: .*around all parts"),
     "ddp: check_every": (lambda g: DistributedDataParallel(layer(), g, check_every="x"), "check_every='x'"),
     "ddp: wrapped": (lambda g: DistributedDataParallel(DistributedDataParallel(layer(), g), g), "wrapped already"),
     "ddp: wrapped by NumPy's": (
