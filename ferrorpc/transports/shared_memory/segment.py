@@ -97,9 +97,12 @@ class _FreeRanges:
         """Takes `size_bytes` at the lowest free multiple of `unit`. Returns their offset; None where there is none."""
         for place, (start, available) in enumerate(zip(self._offsets, self._sizes, strict=True)):
             offset = -(-start // unit) * unit
-            if offset + size_bytes <= start + available:
-                del self._offsets[place], self._sizes[place]
-                self.give(offset + size_bytes, start + available - offset - size_bytes)
+            left = start + available - offset - size_bytes
+            if left >= 0:
+                if left:  # shortened in place: an interrupt loses what is taken, not the whole range
+                    self._offsets[place], self._sizes[place] = offset + size_bytes, left
+                else:
+                    del self._offsets[place], self._sizes[place]
                 self.give(start, offset - start)
                 return offset
         return None

@@ -18,9 +18,11 @@ from ferrorpc.transports.shared_memory.segment import (
     CONTROL_BYTES,
     CONTROL_OFFSET,
     NONCE_BYTES,
+    PAGE_BYTES,
     PUNCH_HOLE_BYTES_MIN,
     SIZE_BYTES_MIN,
     Segment,
+    _FreeRanges,
     default_bytes,
     map_peer,
 )
@@ -195,6 +197,20 @@ def test_a_finaliser_may_run_while_the_allocator_works(segment: Segment) -> None
     with segment._lock:
         block.free()
     assert segment.used_bytes == 0
+
+
+def test_an_interrupt_while_memory_is_taken_does_not_take_the_rest(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing could be allocated any more, until the end of the generation."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    free = segment.size_bytes - segment.used_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(_FreeRanges, "give", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            segment.empty((100,), np.dtype(np.uint8))
+    assert segment.size_bytes - segment.used_bytes >= free - PAGE_BYTES
 
 
 def test_threads_may_allocate_and_free(segment: Segment) -> None:
