@@ -95,6 +95,7 @@ def test_a_rank_that_never_comes_is_named_with_the_gradients_it_owes() -> None:
             with pytest.raises(FerroError) as caught:
                 ddp(batch(0)).sum().backward()
             assert "rank 1" in str(caught.value)
+            assert "raise FERRORPC_TIMEOUT" in str(caught.value)  # backward() takes no timeout=
             assert any("4.bias" in note for note in caught.value.__notes__)
         else:
             group.session.clock.parker().park(group.session.clock.now() + 100)
