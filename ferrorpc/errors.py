@@ -211,7 +211,7 @@ class CollectiveTimeoutError(FerroError, TimeoutError):
     """An operation's deadline passed on this rank. `waiting_on`: world ranks it still waited for."""
 
     code = ErrorCode.COLLECTIVE_TIMEOUT
-    default_hint = "look at what the ranks named above are doing (`ferrorpc status`); or raise FERRORPC_TIMEOUT, or pass timeout="
+    default_hint = "look at what the ranks named above are doing (`ferrorpc status`), or raise FERRORPC_TIMEOUT or timeout="
 
     def __init__(self, waiting_on: Iterable[int], message: str | None = None, **more: Any) -> None:
         ranks = sorted(waiting_on)
