@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any, Final
+
+from ferrorpc.config import Config
 
 ORIGIN_FIELDS: Final = ("job", "rank", "generation")
 """Attributes of a log record that say where it comes from. A record without them (`extra`) gets those of this process."""
 _origin: dict[str, Any] = {}
+_level = logging.NOTSET
+"""The level that `set_up_logging` gave last."""
 
 
 def set_log_origin(job: str, rank: int, generation: int) -> None:
@@ -25,10 +28,16 @@ def escape_unprintable(text: str) -> str:
     return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
 
 
-def set_up_logging(config: Mapping[str, Any]) -> None:
-    """Sets the level of the loggers `ferrorpc.*`, and adds a handler that is silent once the program sets up logging itself."""
+def set_up_logging(config: Config) -> None:
+    """Sets the level of the loggers `ferrorpc.*`, and adds a handler that is silent once the program sets up logging itself.
+
+    A level that the program has given them stays, unless the setting is given too.
+    """
+    global _level
     logger, root = logging.getLogger("ferrorpc"), logging.getLogger()
-    logger.setLevel(config["log_level"])
+    if logger.level in (logging.NOTSET, _level) or config.source("log_level") != "default":
+        logger.setLevel(config["log_level"])
+        _level = logger.level
     if logger.handlers or root.handlers:
         return
     handler = logging.StreamHandler()

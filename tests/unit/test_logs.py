@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from ferrorpc import logs
+from ferrorpc.config import Config
 from ferrorpc.logs import JsonFormatter, TextFormatter, set_log_origin
 
 
@@ -57,10 +58,23 @@ def test_a_program_that_sets_up_logging_later_sees_no_line_twice(monkeypatch, ca
     for each in (logging.getLogger(), logger):
         monkeypatch.setattr(each, "handlers", [])
     monkeypatch.setattr(logger, "level", logger.level)
-    logs.set_up_logging({"log_level": "WARNING", "log_format": "text"})
+    logs.set_up_logging(Config(environment={}))
     logger.warning("before")
     logging.basicConfig(format="mine: %(message)s")
     logger.warning("after")
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("WARNING ferrorpc: before")
     assert second == "mine: after"
+
+
+def test_a_level_that_the_program_has_set_stays_unless_the_setting_is_given(monkeypatch):
+    logger = logging.getLogger("ferrorpc")
+    monkeypatch.setattr(logs, "_level", logging.NOTSET)
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
+    levels = []
+    for level, arguments in ((logging.ERROR, {}), (logging.ERROR, {"log_level": "DEBUG"}), (None, {})):
+        if level is not None:
+            monkeypatch.setattr(logger, "level", level)
+        logs.set_up_logging(Config(arguments, environment={}))
+        levels.append(logging.getLevelName(logger.level))
+    assert levels == ["ERROR", "DEBUG", "WARNING"]  # the last is the default, as after an earlier call of its own
