@@ -80,7 +80,7 @@ def test_handlers_that_still_run_when_the_last_call_has_ended_are_waited_for(mon
             self.tasks.append(asyncio.create_task(handle()))
 
     monkeypatch.setattr(server.grpc.aio, "server", Server)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in server._SIGNALS}
     try:
         asyncio.run(server.serve(replace(OPTIONS, data_dir=None), lambda announcement: signal.raise_signal(signal.SIGTERM)))
     finally:
