@@ -32,7 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import IntEnum, unique
-from typing import Any, ClassVar
+from types import FrameType
+from typing import Any, ClassVar, Final
+
+_PACKAGE: Final = __name__.partition(".")[0]
 
 
 @unique
@@ -393,6 +396,11 @@ def require(what: str, amount: int, limit: str, most: int, error: type[LimitExce
     """
     if amount > most:
         raise error(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
+
+
+def is_own_frame(frame: FrameType) -> bool:
+    """Whether a frame of a traceback is of this library's code, and not of its callers' or of another library."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
 
 
 type_of[ErrorCode.INTERNAL] = FerroError

@@ -33,7 +33,7 @@ def main() -> int:
     if ended not in readable:
         if os.read(starter_pipe, 1):
             child.send_signal(signal.SIGUSR1)
-            return child.wait()
+            return child.wait()  # as long as any member lives: it evicts those that are gone
         select.select([ended], [], [], LINGER_SECONDS)
         child.terminate()
         if not select.select([ended], [], [], STOP_SECONDS)[0]:

@@ -24,6 +24,7 @@ from ferrorpc.cli.client import call, channel, connect, token
 from ferrorpc.cli.invalid_settings import split_invalid
 from ferrorpc.config import SETTINGS, Config, unknown_settings
 from ferrorpc.errors import ConfigError, FerroError
+from ferrorpc.logs import escape_unprintable
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire import options as wire_options
 from ferrorpc.wire.address import listen, split_address
@@ -122,7 +123,7 @@ def names(config: Config, environment: Mapping[str, str]) -> Findings:
             own = what.startswith("this")
             fix = "an entry in /etc/hosts, or FERRORPC_ADVERTISE" if own else "check FERRORPC_COORDINATOR and the name server"
             why = error.strerror if isinstance(error, OSError) else "it is not the name of a host"
-            shown = host.encode(errors="backslashreplace").decode()
+            shown = escape_unprintable(host)
             yield Finding("note" if own else "bad", "names", f"{what}, {shown}, cannot be resolved: {why}", fix)
             continue
         seconds = time.monotonic() - began

@@ -23,7 +23,7 @@ import numpy as np
 from ferrorpc.arrays.device import Device
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
-from ferrorpc.errors import FerroError, LimitExceededError, UsageError
+from ferrorpc.errors import FerroError, LimitExceededError, UsageError, is_own_frame
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock, Guard, Parker
 from ferrorpc.work import Work
 
@@ -139,7 +139,7 @@ def unexpected(label: str, error: Exception) -> FerroError:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     hint = FerroError.default_hint
-    if trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] != __name__.partition(".")[0]:
+    if trace is not None and not is_own_frame(trace.tb_frame):
         place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         hint = f"see {place}, where it was raised; if that is not your code, {hint}"
     return FerroError(f"{label}: {error!r}", hint=hint)

@@ -13,10 +13,10 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Final, Protocol
 
-from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.errors import FerroError, UsageError, is_own_frame
 from ferrorpc.exit_codes import exit_code_of
 
 LEAVE_ALL_SECONDS: Final = 2.0
@@ -80,16 +80,12 @@ def _callers_part(trace: TracebackType | None) -> tuple[TracebackType | None, in
     while trace is not None:
         entries.append(trace)
         trace = trace.tb_next
-    others = [number for number, entry in enumerate(entries, 1) if not _is_own(entry.tb_frame)]
+    others = [number for number, entry in enumerate(entries, 1) if not is_own_frame(entry.tb_frame)]
     kept = others[-1] if others else len(entries)
     part = None
     for entry in reversed(entries[:kept]):
         part = TracebackType(part, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return part, len(entries) - kept
-
-
-def _is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
 
 
 def register(session: MemberSession) -> None:

@@ -200,13 +200,13 @@ class WorkerStream:
     @property
     def tail(self) -> list[str]:
         """Its last lines; of long ones the beginning."""
-        return [line.decode(errors="replace") for line in self._tail]
+        return [_beginning(line).decode(errors="replace") for line in self._tail]
 
     def feed(self, data: bytes, now: float) -> None:
         """New bytes; b"" for the end of the stream."""
         self._keep(data)
         lines = self._buffer.feed(data) if data else self._buffer.finish()
-        self._tail.extend(_beginning(line) for line in lines if line.strip(b" ^~"))  # no ^~~~ lines of tracebacks
+        self._tail.extend(line for line in lines if line.strip(b" ^~"))  # no ^~~~ lines of tracebacks
         if self._shown:
             self._console.lines(self._descriptor, self._prefix, lines)
             self._console.progress(self._descriptor, self._prefix, self._buffer.progress, now)
