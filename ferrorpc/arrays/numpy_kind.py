@@ -19,7 +19,7 @@ class NumpyKind(Kind):
     """NumPy's own. Also what unknown libraries' arrays become."""
 
     def view(self, x: Any) -> View:
-        array = x if type(x) is np.ndarray else _as_array(x)
+        array = _as_array(x)
         dtype = dtype_in(array)
         origin = array.view(np.uint16) if dtype is DType.BFLOAT16 else array
         data = contiguous(origin)
@@ -30,7 +30,7 @@ class NumpyKind(Kind):
         return TensorSpec(dtype_in(array), array.shape)
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
-        array = x if type(x) is np.ndarray else _as_array(x)
+        array = _as_array(x)
         dtype = dtype_in(array)
         check_spec(TensorSpec(dtype, array.shape), spec)
         check_writable(array)
@@ -79,6 +79,8 @@ def dtype_in(array: Any) -> DType:
 
 
 def _as_array(x: Any) -> np.ndarray[Any, Any]:
+    if type(x) is np.ndarray:  # as most often
+        return x
     if isinstance(x, np.ma.MaskedArray):
         raise UsageError("a masked array would lose its mask", hint="pass x.filled(value)")
     if isinstance(x, np.ndarray | np.generic):

@@ -21,6 +21,7 @@ from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.progress import drive, drive_apart
 from ferrorpc.collectives.select import explain
+from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, FerroError, UsageError
@@ -127,6 +128,11 @@ class Backend(ABC):
     @property
     def arena(self) -> Arena | None:
         """The shared-memory operations of this group; None where its ranks do not share memory."""
+        return None
+
+    @property
+    def small_messages(self) -> SmallMessages | None:
+        """This group's sends and recvs that need no execution; None where it has no such."""
         return None
 
     def empty(self, spec: TensorSpec) -> np.ndarray[Any, Any]:

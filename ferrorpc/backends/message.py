@@ -22,6 +22,7 @@ from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.ranks_and_tags import BACKEND_TAG_MAX, peer_of, tag_of
 from ferrorpc.collectives.select import DEFAULT_TUNING, explain
+from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
 from ferrorpc.guard import Guard, seconds_of
@@ -83,6 +84,7 @@ class MessageBackend(Backend):
             self._arena = Arena(control, transport, group_id, self.world_ranks, self.describe)
             transport.mailbox.register_lookup(group_id, self._arena.entered)
         self._send_queues = SendQueues()
+        self._small_messages = SmallMessages(transport, group_id, self.world_ranks, self._send_queues, self.abort)
         self._barriers = itertools.count(1)
 
     @property
@@ -92,6 +94,10 @@ class MessageBackend(Backend):
     @property
     def arena(self) -> Arena | None:
         return self._arena
+
+    @property
+    def small_messages(self) -> SmallMessages:
+        return self._small_messages
 
     def empty(self, spec: TensorSpec) -> Array:
         if self.control is None:

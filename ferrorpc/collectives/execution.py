@@ -54,6 +54,9 @@ class Execution(ABC):
     awaited: object = None
     """What the caller of a recv calls its message, for explanations: a pipeline's tags say nothing to its user."""
 
+    has_polled = False
+    """Whether its caller has polled the lane for it before, so that its driver should sleep at once."""
+
     timeout_breaks = True
     """Whether its deadline ends the generation; a recv's does not."""
 
@@ -71,9 +74,9 @@ class Execution(ABC):
                 UsageError, which concerns this rank alone.
         """
 
-    def busy_poll(self) -> None:
-        """Called when the driver is about to sleep: reads what can be read of its messages on this thread at once."""
-        return
+    def busy_poll(self) -> bool:
+        """Called when the driver is about to sleep: reads its messages on this thread, for a moment. Whether all have come."""
+        return False
 
     @property
     @abstractmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,6 +28,19 @@ from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 
 Array = np.ndarray[Any, Any]
 
+SEND: Final = "send"
+"""The signature of every message of a send."""
+
+
+def label_of_send(spec: TensorSpec, peer: int, tag: int) -> str:
+    """The text for a send to a world rank."""
+    return f"send({spec} to rank {peer}, tag={tag})"
+
+
+def label_of_recv(peer: int, tag: int) -> str:
+    """The text for a recv from a world rank."""
+    return f"recv(from rank {peer}, tag={tag})"
+
 
 class SendQueues:
     """The sends of one group that have not begun, in a queue for each (target, tag)."""
@@ -42,6 +55,11 @@ class SendQueues:
         with self._lock:
             self._waiting.setdefault(send.destination, deque()).append(send)
             return next(self._numbers)
+
+    def number_at_once(self, peer: int, tag: int) -> int:
+        """The number of a message that is sent before its caller returns; 0 where others to that peer and tag wait."""
+        with self._lock:
+            return 0 if (peer, tag) in self._waiting else next(self._numbers)
 
     def is_first(self, send: SendExecution) -> bool:
         """Whether a send may begin."""
@@ -92,13 +110,13 @@ class SendExecution(_PointToPoint):
         self._tag = tag
         self._box: Box | None = None
         here = data if self.transfers is None else self.transfers.inputs[0]
-        self._outgoing = OutgoingMessage(peer, Header(tag, "send", spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
+        self._outgoing = OutgoingMessage(peer, Header(tag, SEND, spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
         self._spec = spec
         self._key = Key(group, POINT_TO_POINT, queues.join(self))
 
     @property
     def label(self) -> str:
-        return f"send({self._spec} to rank {self._peer}, tag={self._tag})"
+        return label_of_send(self._spec, self._peer, self._tag)
 
     def step(self) -> bool:
         box, outgoing = self._box, self._outgoing
@@ -172,7 +190,7 @@ class RecvExecution(_PointToPoint):
 
     @property
     def label(self) -> str:
-        return f"recv(from rank {self._peer}, tag={self._tag})"
+        return label_of_recv(self._peer, self._tag)
 
     def step(self) -> bool:
         post = self._post
@@ -227,8 +245,9 @@ class RecvExecution(_PointToPoint):
         self._taken[frame.offset : end] = frame.payload
         self._received = end
 
-    def busy_poll(self) -> None:
+    def busy_poll(self) -> bool:
         self._transport.busy_poll(self._peer, lambda: self._ended)
+        return self._ended
 
     def waiting_on(self) -> list[int]:
         return [self._peer]

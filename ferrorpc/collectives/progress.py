@@ -159,8 +159,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
         if execution.polling is not None:
             if not execution.polling.spin(iter(execution.advance, True)):
                 _poll(execution, parker)
-        elif not execution.advance():
-            execution.busy_poll()
+        elif not execution.advance() and (execution.has_polled or not execution.busy_poll() or not execution.advance()):
             _wait(execution, parker)
     except FerroError as error:
         if not breaks(execution, error):

@@ -204,7 +204,7 @@ class Dispatch:
         """The result (blocking), or a Work for it."""
         if async_op:
             return self.submit(execution, result)
-        self._note(execution.label)
+        self.note(execution.label)
         self.run(execution)
         return result.of(execution)
 
@@ -320,13 +320,20 @@ class Dispatch:
         if not async_op or self.telemetry is not None or not self.begin(execution):
             return self.finish(execution, NOTHING, async_op)
         execution.finish()
-        work: Work[Any] = Work(self.backend.clock, execution.label)
+        return self.sent(execution.label, async_op)
+
+    def sent(self, label: str, async_op: bool) -> Work[None] | None:
+        """What a send returns that is over."""
+        self.note(label)
+        if not async_op:
+            return None
+        work: Work[None] = Work(self.backend.clock, label)
         work.complete(None)
         return work
 
     def alone(self, sources: Sequence[View], result: Result) -> Any:
         """The result in a group of one: every operation returns its input."""
-        self._note("a group of one")
+        self.note("a group of one")
         into_own = result.targets is not None
         arrays = [source.data if into_own or not source.borrowed else copy_of(source.data) for source in sources]
         return result.give(arrays, [source.spec for source in sources], "an operation of one rank")
@@ -334,7 +341,8 @@ class Dispatch:
     def _settle(self, result: Any, until: float) -> None:
         settle(self.backend.clock, result, until)
 
-    def _note(self, activity: str) -> None:
+    def note(self, activity: str) -> None:
+        """Counts an operation that begins, for the next heartbeat."""
         if self._activity is not None:
             self._activity.note(activity)
 

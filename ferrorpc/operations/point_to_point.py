@@ -6,9 +6,11 @@ from typing import Any, Unpack, overload
 
 from numpy.typing import NDArray
 
+from ferrorpc.arrays.device import is_host
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.ranks_and_tags import peer_of, tag_of
+from ferrorpc.collectives.small_messages import SmallReceive
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import Arguments
 from ferrorpc.operations.device_fast_path import DeviceFastPath
@@ -35,6 +37,7 @@ class PointToPoint:
         self._size = backend.size
         self._arguments = Arguments(backend.capabilities.device_arrays)
         self._fast_path = None if backend.arena is None else FastPath(self._dispatch, backend.arena)
+        self._small_messages = None if self._dispatch.telemetry is not None else backend.small_messages
         self._device_fast_path = DeviceFastPath(self._dispatch) if backend.capabilities.device_moves else None
 
     @property
@@ -58,9 +61,13 @@ class PointToPoint:
             SelfSendError: `dst` is this rank.
         """
         peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._arguments.view_to_send(x)
-        guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
+        seconds = seconds_of(timeout, self.timeout)
         self._dispatch.check_open()
+        small = self._small_messages
         try:
+            if small is not None and small.send(source.data, source.spec, peer, tag):
+                return self._dispatch.sent(small.label_of_send(source.spec, peer, tag), async_op)
+            guard = self._dispatch.guard(seconds)
             return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
         except KeyboardInterrupt:
             self._dispatch.interrupted(f"send(dst={dst}, tag={tag})")
@@ -92,10 +99,25 @@ class PointToPoint:
         """
         peer, tag = peer_of(src, self._rank, self._size, "src"), tag_of(tag)
         result = self._arguments.one_result(out, NUMPY, None, [])
-        guard = self._dispatch.guard_of_recv(seconds_of(timeout, self.timeout))
+        seconds = seconds_of(timeout, self.timeout)
         self._dispatch.check_open()
         target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
+        messages = None if async_op or not (target is None or is_host(target)) else self._small_messages
+        if messages is not None:
+            small = SmallReceive(messages, peer, tag)
+            try:
+                if small.has_come(spec):
+                    self._dispatch.note(small.label)
+                    found = result.give([small.copy(target)], [small.spec], small.label)
+                    small.take()
+                    return found
+                small.put_back()
+            except BaseException:
+                small.put_back()
+                raise
+        guard = self._dispatch.guard_of_recv(seconds)
         execution = self._backend.start_recv(peer, tag, target, spec, guard)
+        execution.has_polled = messages is not None
         if async_op:
             self._dispatch.let_events_advance(execution)  # it takes its place in the queue now
         try:

@@ -392,6 +392,14 @@ class Mailbox:
                 del self._inbound[group, source, tag]
         _wake(woken)
 
+    def put_back(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
+        """Withdraws a recv that has read its message where it is. The message, also if it was taken, is for the next recv."""
+        message = post.message
+        self.unpost(group, source, tag, post)  # clears `post.message`, unless the message was taken
+        if message is not None and post.message is message:
+            post.message = None
+            self.restore(group, source, tag, post.number, message)
+
     def _inbound_of(self, group: int, source: int, tag: int) -> ReceiveQueue:
         place = (group, source, tag)
         inbound = self._inbound.get(place)

@@ -19,6 +19,8 @@ from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.transports.mailbox import Mailbox
 
 X = np.ones(3, np.float32)
+LONG = np.ones(1 << 19, np.float32)
+"""More than one chunk."""
 
 
 def interrupt_the_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +90,7 @@ def noting(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
         monkeypatch.undo()
         raise error
 
-    for step in ("_note", "begin", "submit"):
+    for step in ("note", "begin", "submit"):
         monkeypatch.setattr(Dispatch, step, interrupted)
 
 
@@ -123,7 +125,7 @@ def test_a_collective_that_finds_no_memory_as_it_begins_can_be_called_again(monk
     ("owner", "name", "call"),
     [
         (prepared, "Workspace", lambda group: group.stream().all_reduce(X, 0).wait()),
-        (InprocTransport, "send", lambda group: group.send(X, 1 - group.rank, async_op=True).wait()),
+        (InprocTransport, "send", lambda group: group.send(LONG, 1 - group.rank, async_op=True).wait()),
     ],
     ids=["the arrays of a numbered operation", "a chunk of a send"],
 )
@@ -220,24 +222,22 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: 
     monkeypatch.setattr(owner, name, failing)
 
 
+MAILBOX_STEPS = [("post", True), ("take", False), ("take", True)]
 RECEIVE = {
-    "new": (New, lambda group: group.recv(0)),
-    "out": (Into, lambda group: group.recv(0, out=np.zeros(3, np.float32))),
-    "expected": (New, lambda group: group.expect(0).take()),
+    "new": (New, lambda group, like: group.recv(0)),
+    "out": (Into, lambda group, like: group.recv(0, out=np.zeros_like(like))),
+    "expected": (New, lambda group, like: group.expect(0).take()),
 }
 
 
 @pytest.mark.parametrize(("result", "receive"), RECEIVE.values(), ids=RECEIVE)
 @pytest.mark.parametrize(
-    ("owner", "name", "after"),
+    ("owner", "name", "after", "x"),
     [
-        (RecvExecution, "advance", True),
-        (RecvExecution, "leave", True),
-        (Mailbox, "post", True),
-        (Mailbox, "take", False),
-        (Mailbox, "take", True),
-        (None, "give", False),
-        (None, "give", True),
+        (RecvExecution, "advance", True, LONG),
+        (RecvExecution, "leave", True, LONG),
+        *[(Mailbox, name, after, x) for name, after in MAILBOX_STEPS for x in (X, LONG)],
+        *[(None, "give", after, x) for after in (False, True) for x in (X, LONG)],
     ],
 )
 def test_a_message_is_not_lost_where_its_recv_was_interrupted_before_it_returned(
@@ -245,22 +245,23 @@ def test_a_message_is_not_lost_where_its_recv_was_interrupted_before_it_returned
     owner: Any,
     name: str,
     after: bool,
+    x: np.ndarray,
     result: type[Result],
-    receive: Callable[[ProcessGroup], Any],
+    receive: Callable[[ProcessGroup, np.ndarray], Any],
 ) -> None:
     """Messages stay in their order, too."""
 
     def body(group: ProcessGroup) -> None:
         if group.rank == 0:
             for number in range(3):
-                group.send(X * number, 1)
+                group.send(x * number, 1)
         group.barrier()
         if group.rank == 1:
             failing_once(monkeypatch, owner or result, name, KeyboardInterrupt, after=after)
             with pytest.raises(KeyboardInterrupt):
-                receive(group)
+                receive(group, x)
             for number in range(3):
-                np.testing.assert_array_equal(group.recv(0), X * number)
+                np.testing.assert_array_equal(group.recv(0), x * number)
         group.barrier()
 
     run_world(2, body, timeout=10.0)

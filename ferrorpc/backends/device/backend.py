@@ -42,6 +42,7 @@ from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.call import Call, Operation, in_ranks
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import progress_of
+from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.errors import CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
@@ -113,6 +114,10 @@ class DeviceBackend(RawOperations, Backend):
     @property
     def arena(self) -> Arena | None:
         return self.lanes.arena
+
+    @property
+    def small_messages(self) -> SmallMessages | None:
+        return self.lanes.small_messages
 
     def prepare(self, call: Call) -> Prepared:
         if call.operation is Operation.BARRIER:

@@ -56,6 +56,8 @@ class PeerSocket:
         Drops it as well when the socket has ended, which the reader reports.
         """
         with self._lock:
+            if not self._queue and self._sent(message):
+                return True
             if len(self._queue) >= CONTROL_MAX:
                 return False
             self._queue.append(message)
@@ -75,7 +77,11 @@ class PeerSocket:
                 if room not in self._waiting:
                     self._waiting.append(room)
                 return False
-        return self.send(message)
+            if self._sent(message):
+                return True
+            self._queue.append(message)
+        self._wake()
+        return True
 
     def flush(self) -> None:
         """Writes as many waiting messages as the kernel accepts."""
@@ -94,17 +100,22 @@ class PeerSocket:
         self.flush()
 
     def _write(self) -> None:
-        while self._queue and not self._over:
+        while self._queue:
             message = self._queue.popleft()  # before it is sent: an interrupt between the two must not send it twice
+            if not self._sent(message):
+                self._queue.appendleft(message)
+                return
+
+    def _sent(self, message: bytes) -> bool:
+        """Whether the kernel accepts a message now. It is dropped when the socket has ended, which counts as sent."""
+        if not self._over:
             try:
                 self.connection.send(message)
             except BlockingIOError:
-                self._queue.appendleft(message)
-                return
+                return False
             except OSError:
                 self._over = True
-        if self._over:
-            self._queue.clear()
+        return True
 
     def receive(self) -> bytes | None:
         """The next message; empty at the end of the socket, None where there is none yet.

@@ -391,7 +391,7 @@ def test_what_an_operation_held_is_free_as_soon_as_it_is_over() -> None:
     """Without waiting for the garbage collector, which would let arrays and messages pile up."""
 
     def body(group: ProcessGroup) -> bool:
-        x = numbers(1024, group.rank)
+        x = numbers(1 << 19, group.rank)  # more than a small message
         seen: list[weakref.ref[Any]] = []
         backend = group._backend
         honest = backend.run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,39 +11,10 @@ from ferrorpc.collectives.point_to_point import RecvExecution, SendExecution, Se
 from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
-from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES
-from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
-
-
-class Lane(Transport):
-    """Has room for `room` chunks; those of the tag 9 never find any."""
-
-    rank, size = 0, 2
-
-    def __init__(self, room: int) -> None:
-        self.mailbox = Mailbox(0, lambda error: None)
-        self.room = room
-        self.gone: list[tuple[int, int]] = []
-        """Tag and first byte of each chunk's payload."""
-
-    def send(
-        self, peer: int, key: Key, header: Header, offset: int, payload: np.ndarray[Any, Any] | None, room: Callable[[], None]
-    ) -> bool:
-        if not self.room or header.slot == 9:
-            return False
-        assert payload is not None
-        self.room -= 1
-        self.gone.append((header.slot, int(payload[0])))
-        return True
-
-    def grant(self, peer: int, key: Key, slot: int) -> None: ...
-
-    def probe(self, peer: int, key: Key, signature: str) -> None: ...
-
-    def close(self, timeout: float) -> None: ...
+from tests.unit.collectives.lane import Lane
 
 
 class Sender:

@@ -1,0 +1,143 @@
+"""Messages of one chunk without an execution: a send that its lane takes at once, a recv whose message is here or comes soon.
+
+An execution, its driver and its deadline cost several times as much as such a message. So send and recv are tried here first.
+What has to wait for anything takes the general path (point_to_point.py), which finds everything as if this had not been tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.arrays.device import is_host
+from ferrorpc.collectives.point_to_point import SEND, SendQueues, label_of_recv, label_of_send
+from ferrorpc.collectives.progress import unexpected
+from ferrorpc.errors import FerroError
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.point_to_point import PostedReceive
+from ferrorpc.types import TensorSpec
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
+
+Array = np.ndarray[Any, Any]
+
+
+class SmallMessages:
+    """Those of one group.
+
+    Args:
+        transport: its lanes.
+        group: its id.
+        world_ranks: world rank of each group rank.
+        queues: its sends that have not begun.
+        abort: ends the generation.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: int,
+        world_ranks: Sequence[int],
+        queues: SendQueues,
+        abort: Callable[[FerroError], None],
+    ) -> None:
+        self.transport = transport
+        self.group = group
+        self.world_ranks = world_ranks
+        self.abort = abort
+        self._queues = queues
+
+    def send(self, data: Array, spec: TensorSpec, dst: int, tag: int) -> bool:
+        """Sends an array to a group rank. False, and nothing was sent, where it must take the general path.
+
+        Args:
+            data: C-contiguous, in storage dtype; on the host or on a device.
+        """
+        if not is_host(data) or data.nbytes > CHUNK_BYTES:
+            return False
+        peer = self.world_ranks[dst]
+        number = self._queues.number_at_once(peer, tag)
+        if number == 0:
+            return False
+        header = Header(tag, SEND, spec.dtype, spec.shape, data.nbytes)
+        payload = data.reshape(-1).view(np.uint8) if data.size else None
+        try:
+            return self.transport.send(peer, Key(self.group, POINT_TO_POINT, number), header, 0, payload, _nobody)
+        except (FerroError, MemoryError):  # comes before anything is sent: the general path meets it again, and reports it
+            return False
+        except Exception as error:
+            self.abort(unexpected(self.label_of_send(spec, dst, tag), error))  # nobody knows whether it was sent
+            raise
+
+    def label_of_send(self, spec: TensorSpec, dst: int, tag: int) -> str:
+        """The text for a send to a group rank."""
+        return label_of_send(spec, self.world_ranks[dst], tag)
+
+
+class SmallReceive(PostedReceive):
+    """One recv from a group rank. Whoever gives it up, for whatever reason, calls `put_back`."""
+
+    __slots__ = ("_mailbox", "_messages", "_place")
+
+    def __init__(self, messages: SmallMessages, src: int, tag: int) -> None:
+        super().__init__(_nobody)
+        self._messages = messages
+        self._mailbox = messages.transport.mailbox
+        self._place = messages.group, messages.world_ranks[src], tag
+
+    def has_come(self, spec: TensorSpec | None) -> bool:
+        """Whether all of the message is here, or comes within a moment, and is of this spec (None: of any)."""
+        self._mailbox.post(*self._place, self)
+        if self.message is None:
+            try:
+                self._messages.transport.busy_poll(self._place[1], self._is_matched)
+            except Exception as error:
+                self._messages.abort(unexpected(self.label, error))  # a message that was just read may be lost
+                raise
+        message = self.message
+        if message is None or not message.frames:
+            return False
+        first, header = message.frames[0], message.header
+        return len(first.payload) == header.total and (spec is None or spec == (header.dtype, header.shape))
+
+    def _is_matched(self) -> bool:
+        return self.message is not None
+
+    @property
+    def _frame(self) -> Frame:
+        assert self.message is not None
+        return self.message.frames[0]
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Dtype and shape of the message that has come."""
+        header = self._frame.header
+        return TensorSpec(header.dtype, header.shape)
+
+    def copy(self, out: Array | None) -> Array:
+        """The elements of the message that has come, in storage dtype: in `out`, or in a new array."""
+        header = self._frame.header
+        found = np.ndarray(header.shape, header.dtype.storage, self._frame.payload)
+        if out is None:
+            return found.copy()
+        out[...] = found
+        return out
+
+    @property
+    def label(self) -> str:
+        """Its text."""
+        return label_of_recv(*self._place[1:])
+
+    def take(self) -> None:
+        """Takes the message: it is over."""
+        self._mailbox.take(*self._place, self)
+
+    def put_back(self) -> None:
+        """Leaves the message, taken or not, for the next recv."""
+        self._mailbox.put_back(*self._place, self)
+
+
+def _nobody() -> None:
+    """What to wake, where nobody waits."""

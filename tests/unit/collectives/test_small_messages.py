@@ -1,0 +1,270 @@
+"""What needs no waiting is sent and received at once; all else is left to the general path as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc import ProcessGroup
+from ferrorpc.collectives.point_to_point import SEND, SendExecution, SendQueues
+from ferrorpc.collectives.small_messages import SmallMessages, SmallReceive
+from ferrorpc.errors import FerroError, GroupClosedError
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
+from ferrorpc.testing import run_world
+from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.inproc import InprocTransport
+from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
+from tests.unit.collectives.lane import Lane
+
+U8 = DType.UINT8
+PEER, TAG = 1, 5
+
+
+class Small:
+    """The small messages of rank 0 of two."""
+
+    def __init__(self, room: int = 100) -> None:
+        self.lane = Lane(room)
+        self.queues = SendQueues()
+        self.aborted: list[FerroError] = []
+        self.messages = SmallMessages(self.lane, 0, (0, PEER), self.queues, self.aborted.append)
+
+    def send(self, number: int, size: int = 1, tag: int = TAG) -> bool:
+        return self.messages.send(np.full(size, number, np.uint8), TensorSpec(U8, (size,)), PEER, tag)
+
+    def general(self, number: int, tag: int = TAG) -> SendExecution:
+        guard = Guard(SYSTEM_CLOCK, Latch(), 30.0)
+        return SendExecution(self.lane, 0, self.queues, np.full(1, number, np.uint8), TensorSpec(U8, (1,)), PEER, tag, guard)
+
+    def arrive(self, number: int, data: bytes, total: int | None = None, offset: int = 0) -> None:
+        size = len(data) if total is None else total
+        header = Header(TAG, SEND, U8, (size,), size)
+        self.lane.mailbox.deliver(Frame(Key(0, POINT_TO_POINT, number), PEER, header, offset, memoryview(data)))
+
+    def recv(self) -> SmallReceive:
+        return SmallReceive(self.messages, PEER, TAG)
+
+    def take(self) -> bytes:
+        """The next message."""
+        small = self.recv()
+        assert small.has_come(None)
+        found = small.copy(None).tobytes()
+        small.take()
+        return found
+
+
+@pytest.fixture
+def small() -> Small:
+    return Small()
+
+
+# Sends.
+
+
+@pytest.mark.parametrize("size", [1, CHUNK_BYTES])
+def test_what_fits_a_chunk_is_sent_at_once(small: Small, size: int) -> None:
+    assert small.send(7, size)
+    assert small.lane.gone == [(TAG, 7)]
+
+
+def test_more_than_a_chunk_is_left_to_the_general_path(small: Small) -> None:
+    assert not small.send(7, CHUNK_BYTES + 1)
+    assert small.lane.gone == []
+
+
+def test_nothing_is_sent_where_the_lane_is_full() -> None:
+    small = Small(room=0)
+    assert not small.send(7)
+    assert small.lane.gone == []
+
+
+def test_none_overtakes_a_send_to_the_same_place_that_has_not_begun(small: Small) -> None:
+    waiting = small.general(1)
+    assert not small.send(2)
+    assert small.send(3, tag=TAG + 1)
+    waiting.wake = lambda: None
+    assert waiting.advance()
+    assert small.send(2)
+    assert small.lane.gone == [(TAG + 1, 3), (TAG, 1), (TAG, 2)]
+
+
+@pytest.mark.parametrize("error", [GroupClosedError("it has closed"), MemoryError("8 TiB")])
+def test_an_error_that_comes_before_anything_is_sent_is_left_to_the_general_path(
+    small: Small, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*_: Any) -> bool:
+        raise error
+
+    monkeypatch.setattr(Lane, "send", failing)
+    assert not small.send(7)
+    assert small.aborted == []
+
+
+def failing_in(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The lane's method raises what a signal handler may raise, which Python calls wherever it is."""
+
+    def failing(*_: Any) -> bool:
+        raise ArithmeticError("of a signal handler")
+
+    monkeypatch.setattr(Lane, name, failing)
+
+
+def test_where_nobody_knows_whether_it_was_sent_the_generation_ends(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_in(monkeypatch, "send")
+    with pytest.raises(ArithmeticError):
+        small.send(7)
+    assert [str(error).splitlines()[0] for error in small.aborted] == [
+        "send(uint8[1] to rank 1, tag=5): ArithmeticError('of a signal handler')"
+    ]
+
+
+# Recvs.
+
+
+@pytest.mark.parametrize("data", [b"", b"\1", b"\1\2\3"])
+def test_a_message_that_is_here_is_taken_at_once(small: Small, data: bytes) -> None:
+    small.arrive(1, data)
+    assert small.take() == data
+    assert not small.lane.mailbox._inbound
+
+
+def test_a_message_of_which_a_part_is_missing_is_left_to_the_general_path(small: Small) -> None:
+    small.arrive(1, b"\1\2", total=3)
+    recv = small.recv()
+    assert not recv.has_come(None)
+    recv.put_back()
+    small.arrive(1, b"\3", total=3, offset=2)
+    general = small.recv()
+    small.lane.mailbox.post(0, PEER, TAG, general)
+    assert general.message is not None
+    assert [bytes(frame.payload) for frame in general.message.frames] == [b"\1\2", b"\3"]
+
+
+@pytest.mark.parametrize("wanted", [TensorSpec(DType.INT8, (1,)), TensorSpec(U8, (2,)), TensorSpec(U8, ())])
+def test_a_message_that_does_not_fit_stays(small: Small, wanted: TensorSpec) -> None:
+    small.arrive(1, b"\1")
+    recv = small.recv()
+    assert not recv.has_come(wanted)
+    recv.put_back()
+    assert small.take() == b"\1"
+
+
+def test_none_is_taken_before_those_that_were_posted_earlier(small: Small) -> None:
+    earlier, later = small.recv(), small.recv()
+    small.lane.mailbox.post(0, PEER, TAG, earlier)
+    small.arrive(1, b"\1")
+    assert not later.has_come(None)
+    later.put_back()
+    assert earlier.message is not None
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_is_put_back_is_the_next_recvs_and_before_those_that_follow(small: Small, taken: bool) -> None:
+    small.arrive(1, b"\1")
+    small.arrive(2, b"\2")
+    recv = small.recv()
+    assert recv.has_come(None)
+    if taken:
+        recv.take()
+    for _ in range(2):  # an interrupt may let it be called twice
+        recv.put_back()
+    assert [small.take(), small.take()] == [b"\1", b"\2"]
+    assert not small.lane.mailbox._inbound
+    assert not small.lane.mailbox._unexpected_bytes
+
+
+def test_one_that_never_came_leaves_nothing(small: Small) -> None:
+    recv = small.recv()
+    assert not recv.has_come(None)
+    recv.put_back()
+    assert not small.lane.mailbox._inbound
+
+
+def test_a_message_goes_into_the_callers_array(small: Small) -> None:
+    small.arrive(1, b"\1\2")
+    recv, out = small.recv(), np.zeros(2, np.uint8)
+    assert recv.has_come(TensorSpec(U8, (2,)))
+    assert recv.copy(out) is out
+    assert out.tolist() == [1, 2]
+
+
+def test_where_a_message_that_was_read_may_be_lost_the_generation_ends(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_in(monkeypatch, "busy_poll")
+    with pytest.raises(ArithmeticError):
+        small.recv().has_come(None)
+    assert [str(error).splitlines()[0] for error in small.aborted] == [
+        "recv(from rank 1, tag=5): ArithmeticError('of a signal handler')"
+    ]
+
+
+# Within a group.
+
+
+def test_long_and_short_messages_of_one_tag_come_in_their_order() -> None:
+    sizes = [1, 3 * CHUNK_BYTES, 0, 5 * CHUNK_BYTES + 1, 2, 2 * CHUNK_BYTES, 1]
+
+    def body(group: ProcessGroup) -> list[tuple[int, int]]:
+        other = 1 - group.rank
+        works = [group.send(np.full(size, number, np.uint8), other, async_op=True) for number, size in enumerate(sizes)]
+        found = [group.recv(other) for _ in sizes]
+        for work in works:
+            work.wait()
+        return [(each.size, int(each[0]) if each.size else -1) for each in found]
+
+    expected = [(size, number if size else -1) for number, size in enumerate(sizes)]
+    for seed in range(5):
+        assert run_world(2, body, seed=seed) == [expected, expected]
+
+
+def test_a_send_that_finds_no_memory_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The general path gets some: nothing was sent before."""
+    honest, calls = InprocTransport.send, list[int]()
+
+    def full(*arguments: Any) -> bool:
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError("8 TiB")
+        return honest(*arguments)
+
+    def body(group: ProcessGroup) -> list[Any]:
+        if group.rank == 0:
+            return [group.send(np.arange(3), 1), group.send(np.arange(4), 1)]
+        return [group.recv(0).tolist(), group.recv(0).tolist()]
+
+    monkeypatch.setattr(InprocTransport, "send", full)
+    assert run_world(2, body) == [[None, None], [[0, 1, 2], [0, 1, 2, 3]]]
+
+
+def test_no_execution_is_made_for_a_message_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this is for: so that a change which makes all calls take the general path is seen."""
+
+    def body(group: ProcessGroup) -> list[int]:
+        if group.rank == 0:
+            group.send(np.arange(3), 1)
+        group.barrier()
+        monkeypatch.setattr(group._backend, "start_send", None)
+        monkeypatch.setattr(group._backend, "start_recv", None)
+        if group.rank == 0:
+            group.send(2.5, 1, tag=8)
+            assert group.send(np.arange(2), 1, tag=9, async_op=True).wait() is None
+            return []
+        found = group.recv(0).tolist()
+        group.session.clock.parker().park(1.0)
+        out = np.zeros(2, np.int64)
+        return [*found, float(group.recv(0, tag=8)), group.recv(0, tag=9, out=out) is out, *out]
+
+    assert run_world(2, body) == [[], [0, 1, 2, 2.5, True, 0, 1]]
+
+
+def test_the_last_operation_of_a_rank_is_shown_with_its_arguments() -> None:
+    def body(group: ProcessGroup) -> str:
+        if group.rank == 0:
+            group.send(np.arange(3), 1, tag=4)
+        else:
+            group.recv(0, tag=4)
+        return group.session.activity.last
+
+    assert run_world(2, body) == ["send(int64[3] to rank 1, tag=4)", "recv(from rank 0, tag=4)"]
