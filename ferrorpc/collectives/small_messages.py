@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.device import is_host
+from ferrorpc.collectives.driver import unexpected
 from ferrorpc.collectives.point_to_point import SEND, SendQueues, label_of_recv, label_of_send
-from ferrorpc.collectives.progress import unexpected
 from ferrorpc.errors import FerroError
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES

@@ -16,9 +16,9 @@ from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import copy_of
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.driver import out_of_memory, verdict
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
-from ferrorpc.collectives.progress import out_of_memory, verdict
 from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError, LimitExceededError, UsageError
 from ferrorpc.guard import FOREVER, Guard, seconds_of
 from ferrorpc.operations.arguments import check_sendable

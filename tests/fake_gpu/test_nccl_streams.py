@@ -14,7 +14,8 @@ from ferrorpc.backends.device.completion import CompletionWatcher
 from ferrorpc.backends.device.launch import Launch
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.progress import PROBE_SECONDS, Progress
+from ferrorpc.collectives.driver import PROBE_SECONDS
+from ferrorpc.collectives.progress import Progress
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, NcclError, TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ferrorpc import FerroError, GroupAbortedError, LimitExceededError, ProcessGroup
-from ferrorpc.collectives import prepared, progress
+from ferrorpc.collectives import driver, prepared
 from ferrorpc.collectives.point_to_point import RecvExecution
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Into, New, Result
@@ -30,7 +30,7 @@ def interrupt_the_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress, "_wait", interrupted)
+    monkeypatch.setattr(driver, "_wait", interrupted)
 
 
 def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

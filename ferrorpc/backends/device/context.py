@@ -15,9 +15,10 @@ from ferrorpc.backends.device.in_flight import InFlightExecution
 from ferrorpc.backends.device.kept_buffers import KeptBuffers
 from ferrorpc.backends.device.launch_queue import LaunchQueue, NumberedLaunchQueue
 from ferrorpc.backends.message import MessageBackend
+from ferrorpc.collectives.driver import drive
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
-from ferrorpc.collectives.progress import drive, progress_of
+from ferrorpc.collectives.progress import progress_of
 from ferrorpc.errors import FerroError
 from ferrorpc.wire.frames import Key
 

@@ -15,7 +15,7 @@ from ferrorpc.backends.device.communicator import Communicator, Connector, DataT
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.execution import ImmediateExecution
 from ferrorpc.backends.device.launch import BYTES
-from ferrorpc.collectives.progress import verdict
+from ferrorpc.collectives.driver import verdict
 from ferrorpc.errors import GroupAbortedError, InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, ReduceOp, dtype_named

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from ferrorpc.collectives.driver import drive
 from ferrorpc.collectives.event_driven import EventDrivenExecution
-from ferrorpc.collectives.progress import Progress, drive
+from ferrorpc.collectives.progress import Progress
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 

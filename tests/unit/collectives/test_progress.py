@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.collectives import progress as progressing
+from ferrorpc.collectives import driver, progress as progress_module
+from ferrorpc.collectives.driver import EXPLAINED_AT_ONCE, drive
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import DevicePolling, Polling
-from ferrorpc.collectives.progress import EXPLAINED_AT_ONCE, PROBES_AT_ONCE, Progress, drive, progress_of
+from ferrorpc.collectives.progress import PROBES_AT_ONCE, Progress, progress_of
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch, Parker, SystemClock
 from ferrorpc.testing import ManualClock
@@ -178,7 +179,8 @@ def test_the_end_of_the_generation_ends_the_wait_of_one_that_is_polled(way: str)
 
 @pytest.fixture
 def no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progressing, "VERDICT_SECONDS", 0.01)
+    for module in (driver, progress_module):
+        monkeypatch.setattr(module, "VERDICT_SECONDS", 0.01)
 
 
 @both

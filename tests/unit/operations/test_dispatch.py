@@ -13,8 +13,8 @@ import pytest
 from ferrorpc import PeerLostError, ProcessGroup, UsageError
 from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.driver import drive
 from ferrorpc.collectives.execution import Prepared
-from ferrorpc.collectives.progress import drive
 from ferrorpc.guard import Latch
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
 from ferrorpc.testing import ManualClock, run_world

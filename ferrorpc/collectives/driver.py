@@ -1,0 +1,241 @@
+"""Drives one execution on the caller's thread, for a blocking call; the waits, timers and failures of all executions.
+
+A driver advances an execution, and parks until it is woken, its generation ends, or a timer is due. After PROBE_SECONDS without
+progress the peers waited for are asked where they are, after EXPLAIN_SECONDS the wait is explained in the log, and at the
+deadline the operation fails. A failure is reported first. What is raised is the first cause that the coordinator kept, so every
+rank raises the same. The driver of asynchronous executions is in progress.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.polling import nap_seconds
+from ferrorpc.errors import FerroError, LimitExceededError, UsageError, is_own_frame
+from ferrorpc.guard import FOREVER, Guard, Parker
+from ferrorpc.work import Work
+
+PROBE_SECONDS: Final = 0.25
+EXPLAIN_SECONDS: Final = 5.0
+EXPLAINED_AT_ONCE: Final = 8
+"""How many asynchronous operations are explained within EXPLAIN_SECONDS."""
+VERDICT_SECONDS: Final = 1.5
+"""How long a failed operation waits for the coordinator's first cause before it raises the rank's own error."""
+
+_log = logging.getLogger("ferrorpc.collectives")
+
+
+class Allowance:
+    """Lets the first `count` of those who ask within `seconds` go ahead. For one thread."""
+
+    def __init__(self, count: int, seconds: float) -> None:
+        self._count = count
+        self._seconds = seconds
+        self._until = -FOREVER
+        self.asked = 0
+        """How many have asked in the present interval."""
+
+    def grants(self, now: float) -> bool:
+        """Whether the one who asks may go ahead."""
+        if now >= self._until:
+            self._until, self.asked = now + self._seconds, 0
+        self.asked += 1
+        return self.asked <= self._count
+
+
+class WaitTimers:
+    """The timers of a waiting execution: probe, explanation, deadline.
+
+    Args:
+        probes, explanations: shared by all operations of a thread; None for an operation that has its thread for itself.
+    """
+
+    __slots__ = ("_execution", "_explain_at", "_explanations", "_probe_at", "_probes", "_step")
+
+    def __init__(self, execution: Execution, probes: Allowance | None = None, explanations: Allowance | None = None) -> None:
+        guard = execution.guard
+        self._execution = execution
+        self._probes = probes
+        self._explanations = explanations
+        self._step = min(PROBE_SECONDS, guard.seconds / 2)
+        self._probe_at = guard.started + self._step
+        self._explain_at = guard.started + EXPLAIN_SECONDS
+
+    def due(self) -> float:
+        """Clock time of the next timer."""
+        return min(self._execution.guard.deadline, self._probe_at, self._explain_at)
+
+    def progressed(self) -> None:
+        """There was progress: postpones the next probe. The guard may be a new one since then (`Expected.take`)."""
+        guard = self._execution.guard
+        self._probe_at = guard.clock.now() + self._step
+        self._explain_at = max(self._explain_at, guard.started + EXPLAIN_SECONDS)
+
+    def act(self) -> None:
+        """Acts on the timers that are due.
+
+        Raises:
+            FerroError: the deadline has passed.
+        """
+        execution, now = self._execution, self._execution.guard.clock.now()
+        if now >= execution.guard.deadline:
+            raise execution.timeout_error()
+        if now >= self._probe_at:
+            if self._probes is None or self._probes.grants(now):
+                execution.probe()
+            self._probe_at = now + max(self._step, (now - execution.guard.started) / 4)
+        if now >= self._explain_at:
+            self._explain(now)
+            self._explain_at = now + 2 * execution.guard.waited
+
+    def _explain(self, now: float) -> None:
+        execution, allowance = self._execution, self._explanations
+        if allowance is None or allowance.grants(now):
+            _log.warning("after %.0f s, %s", execution.guard.waited, "; ".join((execution.explain(), *_unwell(execution))))
+        elif allowance.asked == EXPLAINED_AT_ONCE + 1:
+            _log.warning("after %.0f s, more operations wait than the %d above", execution.guard.waited, EXPLAINED_AT_ONCE)
+
+
+def _unwell(execution: Execution) -> list[str]:
+    """What the coordinator reported of ranks that the execution waits for and that are not well."""
+    told = execution.guard.latch.unhealthy
+    found = [told.get(rank) for rank in execution.waiting_on()] if told else []
+    return [each for each in found if each is not None]
+
+
+def breaks(execution: Execution, error: FerroError) -> bool:
+    """Whether this failure ends the generation, or concerns this rank alone."""
+    if isinstance(error, UsageError):
+        return False
+    return execution.timeout_breaks or not isinstance(error, TimeoutError)
+
+
+def out_of_memory(label: str, error: MemoryError) -> LimitExceededError:
+    """The failure of an operation whose arrays do not fit this process's memory. Peers decide how large they are."""
+    return LimitExceededError(
+        f"{label}: this process has no memory for what the operation brings: {error}",
+        hint="send smaller arrays, give ranks more memory, or fewer of them a host",
+    )
+
+
+def unexpected(label: str, error: Exception) -> FerroError:
+    """The failure of an operation by an error of another library or of Python. It is a bug in this one, or was raised by the
+    user's code: a signal handler, which Python calls wherever it is, or a third party's send or recv."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    hint = FerroError.default_hint
+    if trace is not None and not is_own_frame(trace.tb_frame):
+        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        hint = f"see {place}, where it was raised; if that is not your code, {hint}"
+    return FerroError(f"{label}: {error!r}", hint=hint)
+
+
+def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.ndarray[Any, Any]]:
+    """Drives one execution on this thread; returns its results.
+
+    Raises:
+        FerroError: the first cause of the generation's end, this rank's timeout, or a UsageError of this call.
+    """
+    guard = execution.guard
+    parker = guard.clock.parker()
+    execution.wake = parker.unpark
+    try:
+        guard.latch.check()
+        if execution.polling is not None:
+            if not execution.polling.spin(iter(execution.advance, True)):
+                _poll(execution, parker)
+        elif not execution.advance() and (execution.has_polled or not execution.busy_poll() or not execution.advance()):
+            _wait(execution, parker)
+    except FerroError as error:
+        if not breaks(execution, error):
+            raise
+        raise _first_cause(guard, error, abort, parker) from None
+    except MemoryError as error:
+        raise _first_cause(guard, out_of_memory(execution.label, error), abort, parker) from None
+    except Exception as bug:
+        abort(unexpected(execution.label, bug))
+        raise
+    finally:
+        execution.finish()
+    return execution.results
+
+
+def drive_apart(execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any]) -> Work[Any]:
+    """Drives an execution on a thread of its own, which ends with it. The Work's result is `convert(execution)`."""
+    clock = execution.guard.clock
+    work: Work[Any] = Work(clock, execution.label)
+
+    def body() -> None:
+        try:
+            drive(execution, abort)
+            work.complete(convert(execution))
+        except FerroError as error:
+            work.fail(error)
+        except Exception as bug:  # noqa: BLE001  a third party's send or recv may raise anything
+            work.fail(unexpected(execution.label, bug))
+
+    clock.start(body, "ferrorpc-operation")
+    return work
+
+
+def _first_cause(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
+    """The error that a failed operation raises. A function of its own: a frame that refers to the error it raises is a
+    reference cycle that keeps the arrays alive."""
+    cause = guard.latch.cause
+    return verdict(guard, error, abort, parker) if cause is None else cause.again()
+
+
+def _wait(execution: Execution, parker: Parker) -> None:
+    latch = execution.guard.latch
+    patience = WaitTimers(execution)
+    ticket = latch.watch(parker.unpark)
+    try:
+        while True:
+            woken = parker.park(patience.due())
+            latch.check()
+            if not woken:
+                patience.act()
+            elif execution.advance():
+                return
+            else:
+                patience.progressed()
+    finally:
+        latch.forget(ticket)
+
+
+def _poll(execution: Execution, parker: Parker) -> None:
+    clock, latch = execution.guard.clock, execution.guard.latch
+    patience = WaitTimers(execution)
+    ticket = latch.watch(parker.unpark)
+    position, moved_at = execution.position, clock.now()
+    try:
+        while True:
+            now = clock.now()
+            parker.park(min(patience.due(), now + nap_seconds(now - moved_at)))
+            latch.check()
+            if execution.advance():
+                return
+            if execution.position != position:
+                position, moved_at = execution.position, clock.now()
+                patience.progressed()
+            elif clock.now() >= patience.due():
+                patience.act()
+    finally:
+        latch.forget(ticket)
+
+
+def verdict(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
+    """Reports a failure and returns what to raise: the first cause as soon as it is known, else the failure itself."""
+    latch, until = guard.latch, guard.clock.now() + VERDICT_SECONDS
+    ticket = latch.watch(parker.unpark)
+    abort(error)
+    while latch.cause is None and parker.park(until):
+        pass
+    latch.forget(ticket)
+    return error if latch.cause is None else latch.cause.again()
