@@ -15,6 +15,8 @@ from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
 from ferrorpc.guard import FOREVER, Clock, Parker, seconds_of
 
 Result = TypeVar("Result")
+ASSIST_SECONDS: Final = 10e-3
+"""How long `assist` may take: threads that wait no longer do not assist."""
 TURN_MIN_SECONDS: Final = 1e-5
 TURN_MAX_SECONDS: Final = 1e-2
 """How long an event loop waits at a time, on a clock whose threads take turns: minutes should not take too many turns."""
@@ -54,6 +56,8 @@ class Work(Generic[Result]):
     of a later waiter after it."""
     settle: Callable[[Any, float], None] | None = None
     """For the driver, likewise: waits until the GPU has computed the result, or until that clock time."""
+    assist: Callable[[], None] | None = None
+    """For the driver, likewise: advances the operation for a moment, on a thread that waits for it."""
     _order_stream: Callable[[], None] | None = None
     _done = False
     _observed = False
@@ -118,7 +122,11 @@ class Work(Generic[Result]):
             if self.meter is not None:
                 self.meter.operating(began)
             try:
-                self._park(until, seconds)
+                assist = self.assist  # it is gone as soon as another thread ends the operation
+                if assist is not None and seconds > ASSIST_SECONDS:
+                    assist()
+                if not self._done:
+                    self._park(until, seconds)
             finally:
                 if self.meter is not None:
                     self.meter.operated(self._clock.now() - began)
@@ -226,14 +234,19 @@ class Work(Generic[Result]):
     def _end(self) -> None:
         with self._lock:
             self._done = True
-            callbacks, self._callbacks = self._callbacks, []
+        self.assist = None
         if self._register is not None:
             self._register.pop(id(self), None)
-        for callback in callbacks:
+        while (callback := self._first_callback()) is not None:
             try:
                 callback()
             except Exception:  # noqa: BLE001  a failing callback must not affect other callbacks or the driver's other operations
                 _log.exception("%s is done, but one who was to be told of it failed", self.label)
+            self._forget(callback)  # only now: an interrupt leaves it to a second call
+
+    def _first_callback(self) -> Callable[[], None] | None:
+        with self._lock:
+            return self._callbacks[0] if self._callbacks else None
 
     def __del__(self) -> None:
         error = self._error

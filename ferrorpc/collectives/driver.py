@@ -136,6 +136,12 @@ def unexpected(label: str, error: Exception) -> FerroError:
     return FerroError(f"{label}: {error!r}", hint=hint)
 
 
+def interrupted(label: str, interrupt: BaseException) -> FerroError:
+    """The failure of an operation that an interrupt has struck, on a thread which may be another than its driver's."""
+    hint = "form the group again with group.reform(), or end the process"
+    return FerroError(f"{label}: {type(interrupt).__name__} interrupted it", hint=hint)
+
+
 def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.ndarray[Any, Any]]:
     """Drives one execution on this thread; returns its results.
 

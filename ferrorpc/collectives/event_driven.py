@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.collectives.device_transfers import DeviceTransfers
+from ferrorpc.collectives.driver import interrupted
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 
@@ -81,6 +81,11 @@ class EventDrivenExecution(Execution):
             return False
         self.results = results
         return True
+
+    @property
+    def has_ended(self) -> bool:  # type: ignore[override]
+        """Whether a step has completed it."""
+        return self._ended
 
     @property
     def position(self) -> int:  # type: ignore[override]
@@ -142,9 +147,7 @@ class EventDrivenExecution(Execution):
             self._failure, self._ended = error, True
         except BaseException as interrupt:
             # Ctrl-C, or an exit, is for this thread, which may be another than the driver's. What the step left is unknown.
-            hint = "form the group again with group.reform(), or end the process"
-            self._failure = FerroError(f"{self.label}: {type(interrupt).__name__} interrupted it", hint=hint)
-            self._ended = True
+            self._failure, self._ended = interrupted(self.label, interrupt), True
             raise
 
     def moved(self) -> bool:

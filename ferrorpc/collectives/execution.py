@@ -54,6 +54,12 @@ class Execution(ABC):
     awaited: object = None
     """What the caller of a recv calls its message, for explanations: a pipeline's tags say nothing to its user."""
 
+    has_begun = False
+    """Whether it was advanced before its driver got it, and goes on with its events."""
+
+    has_ended = False
+    """Whether an event that came before its driver has completed it."""
+
     has_polled = False
     """Whether its caller has polled the lane for it before, so that its driver should sleep at once."""
 
@@ -64,6 +70,11 @@ class Execution(ABC):
     def nap_seconds(self) -> float:
         """The shortest sleep of the progress thread between two polls."""
         return NAP_SECONDS_MIN
+
+    @property
+    def can_be_assisted(self) -> bool:
+        """Whether the thread that waits for it may advance it: it polls what it waits for, and that is not on a device."""
+        return self.polling is not None and self.device is None
 
     @abstractmethod
     def advance(self) -> bool:

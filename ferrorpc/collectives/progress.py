@@ -2,11 +2,16 @@
 
 It does for each of them what driver.py does for one: it advances those that were woken, and acts on the timers that are due.
 Where thousands of operations wait, only the oldest ask their peers and explain their wait: more would flood peers and the log.
+
+A thread that waits for a Work assists: for a moment it advances that operation itself, because to wake this thread and then the
+waiting one takes several times as long as a small operation. One thread at a time has an operation, by the entry's `turn`. What
+the progress thread leaves alone because another thread has it, that thread hands back when it stops.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import os
 import threading
 from collections import deque
@@ -23,15 +28,18 @@ from ferrorpc.collectives.driver import (
     Allowance,
     WaitTimers,
     breaks,
+    interrupted,
     out_of_memory,
     unexpected,
 )
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.polling import nap_seconds
+from ferrorpc.collectives.polling import NAP_SECONDS_MAX, nap_seconds
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock
 from ferrorpc.work import Work
 
+TURN_SECONDS: Final = 1e-3
+"""How long a thread that waits for an operation waits for its turn to assist."""
 PROBES_AT_ONCE: Final = 64
 """How many asynchronous operations probe their peers within PROBE_SECONDS."""
 
@@ -41,6 +49,7 @@ class _Entry:
 
     __slots__ = (
         "abort",
+        "assisted",
         "convert",
         "execution",
         "failure",
@@ -48,7 +57,9 @@ class _Entry:
         "patience",
         "queued",
         "scheduled",
+        "serial",
         "ticket",
+        "turn",
         "verdict_by",
         "work",
     )
@@ -60,16 +71,22 @@ class _Entry:
         convert: Callable[[Execution], Any],
         work: Work[Any],
         patience: WaitTimers,
+        serial: int,
     ) -> None:
         self.execution = execution
         self.abort = abort
         self.convert = convert
         self.work = work
         self.patience = patience
+        self.serial = serial
         self.over = False
         self.queued = False
         self.scheduled = False
         self.ticket = 0
+        self.turn = threading.RLock()
+        """Held by the thread that advances it. It knows its owner, which an interrupted thread does not."""
+        self.assisted = False
+        """Whether a waiting thread has it, which needs nobody to be woken."""
         self.failure: FerroError | None = None
         self.verdict_by = FOREVER
 
@@ -78,6 +95,14 @@ class _Entry:
         self.over = True
         self.failure = None  # its traceback refers to the execution
         del self.execution, self.abort, self.convert, self.patience, self.work
+
+    def nap_seconds(self) -> float:
+        """The shortest sleep until its next poll."""
+        if not self.turn.acquire(blocking=False):
+            return NAP_SECONDS_MAX
+        seconds = 0.0 if self.over else self.execution.nap_seconds
+        self.turn.release()
+        return seconds
 
     def due(self) -> float:
         """Clock time of its next timer."""
@@ -97,7 +122,9 @@ class Progress:
         self._probes = Allowance(PROBES_AT_ONCE, PROBE_SECONDS)
         self._explanations = Allowance(EXPLAINED_AT_ONCE, EXPLAIN_SECONDS)
         self._moved_at = 0.0
-        self._count = 0
+        self._count = itertools.count()
+        self._sleeps_until = FOREVER
+        """Clock time at which the thread looks at the timers next; FOREVER also while it is awake and may have done so."""
         self._lock = threading.Lock()
         self._started = False
         self._device: Device | None = None
@@ -117,20 +144,31 @@ class Progress:
         """
         if work is None:
             work = Work(self._clock, execution.label)
-        entry = _Entry(execution, abort, convert, work, WaitTimers(execution, self._probes, self._explanations))
+        entry = _Entry(
+            execution, abort, convert, work, WaitTimers(execution, self._probes, self._explanations), next(self._count)
+        )
         wake = partial(self._wake, entry)
         with self._lock:
             if not self._started:
                 self._clock.start(self._run, "ferrorpc-progress")
                 self._started = True
+        if execution.can_be_assisted and not self._clock.one_at_a_time:
+            work.assist = partial(self._assist, entry)
+        entry.scheduled = execution.has_begun and execution.polling is None
+        has_only_timers, due = entry.scheduled, entry.due()  # events advance it already
         # The ticket is set before others can wake the entry: from then on it may end at any time, and needs its ticket.
         entry.ticket = execution.guard.latch.watch(wake)
         execution.wake = wake
-        self._wake(entry)
+        if has_only_timers:
+            self._schedule(entry, due)
+        if not has_only_timers or execution.has_ended:
+            self._wake(entry)
+        elif due < self._sleeps_until:
+            self._parker.unpark()
         return work
 
     def _wake(self, entry: _Entry) -> None:
-        if not entry.queued:
+        if not entry.queued and not entry.assisted:
             entry.queued = True
             self._ready.append(entry)
             self._parker.unpark()
@@ -143,16 +181,20 @@ class Progress:
                 self._guarded(entry, self._step)
             now = self._clock.now()
             while self._timers and self._timers[0][0] <= now:
-                self._guarded(heapq.heappop(self._timers)[2], self._fire)
+                entry = heapq.heappop(self._timers)[2]
+                if not self._guarded(entry, self._fire):
+                    self._schedule(entry, now + NAP_SECONDS_MAX)
             if not self._ready:
-                until = self._timers[0][0] if self._timers else FOREVER
-                self._parker.park(min(until, self._next_poll(now)))
+                until = min(self._timers[0][0] if self._timers else FOREVER, self._next_poll(now))
+                self._sleeps_until = until
+                self._parker.park(until)
+                self._sleeps_until = FOREVER
             if self._polled:
                 self._poll()
 
     def _next_poll(self, now: float) -> float:
         """Clock time of the next poll."""
-        least_seconds = [queue[0].execution.nap_seconds for queue in self._polled.values() if not queue[0].over]
+        least_seconds = [queue[0].nap_seconds() for queue in self._polled.values()]
         return now + nap_seconds(now - self._moved_at, min(least_seconds, default=0.0)) if self._polled else FOREVER
 
     def _poll(self) -> None:
@@ -166,18 +208,70 @@ class Progress:
             else:
                 del self._polled[key]
 
-    def _guarded(self, entry: _Entry, act: Callable[[_Entry], None]) -> None:
-        if entry.over:
-            return
+    def _guarded(self, entry: _Entry, act: Callable[[_Entry], None]) -> bool:
+        """Acts on an entry that is not over. False, and nothing was done, where another thread has it."""
+        if not entry.turn.acquire(blocking=False):
+            return False
         try:
-            self._move_to(entry.execution.device)
-            act(entry)
+            if not entry.over:
+                self._move_to(entry.execution.device)
+                act(entry)
         except FerroError as error:
             self._fail(entry, error)
         except MemoryError as error:
             self._fail(entry, out_of_memory(entry.execution.label, error))
         except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
             self._fail(entry, unexpected(entry.execution.label, bug))
+        finally:
+            entry.turn.release()
+        return True
+
+    def _assist(self, entry: _Entry) -> None:
+        """Advances an operation on the calling thread, which waits for it, for a moment."""
+        try:
+            if entry.turn.acquire(timeout=TURN_SECONDS):
+                entry.assisted = True
+                self._advance_here(entry)
+                self._hand_back(entry)
+        except BaseException:  # wherever an interrupt strikes, the entry must not be left to nobody
+            self._hand_back(entry)
+            raise
+
+    def _hand_back(self, entry: _Entry) -> None:
+        """Leaves an entry to the progress thread, if this thread has it."""
+        entry.assisted = False
+        try:
+            entry.turn.release()
+        except RuntimeError:  # another thread has it, or none
+            return
+        if not entry.over:
+            self._wake(entry)
+
+    def _advance_here(self, entry: _Entry) -> None:
+        if entry.over or entry.failure is not None:
+            return
+        execution = entry.execution
+        try:
+            execution.guard.latch.check()
+            if execution.polling is not None:
+                over = execution.polling.spin(iter(execution.advance, True))
+            else:
+                over = execution.advance() or (execution.busy_poll() and execution.advance())
+        except FerroError as error:
+            self._fail(entry, error)
+            return
+        except MemoryError as error:
+            self._fail(entry, out_of_memory(execution.label, error))
+            return
+        except Exception as error:
+            self._fail(entry, unexpected(execution.label, error))
+            raise
+        except BaseException as interrupt:
+            if execution.polling is not None:  # a step that it struck cannot be repeated; those of events see to it themselves
+                self._fail(entry, interrupted(execution.label, interrupt))
+            raise
+        if over:
+            self._end(entry, None)
 
     def _move_to(self, device: Device | None) -> None:
         """Makes the GPU of an execution current on this thread, so that its arrays are freed there."""
@@ -202,10 +296,18 @@ class Progress:
             self._schedule(entry)
             if execution.polling is not None:
                 self._moved_at = self._clock.now()
-                self._polled.setdefault(execution.queue, deque()).append(entry)
+                self._queue_up(entry)
         elif execution.polling is None or execution.position != position:
             self._moved_at = self._clock.now()
             entry.patience.progressed()
+
+    def _queue_up(self, entry: _Entry) -> None:
+        """Adds an entry to those that are polled, in the order of submission: an assisted one may come late."""
+        queue = self._polled.setdefault(entry.execution.queue, deque())
+        place = len(queue)
+        while place and queue[place - 1].serial > entry.serial:
+            place -= 1
+        queue.insert(place, entry)
 
     def _fire(self, entry: _Entry) -> None:
         """A timer of the entry is due, or was due before it made progress."""
@@ -217,9 +319,9 @@ class Progress:
             entry.patience.act()
         self._schedule(entry)
 
-    def _schedule(self, entry: _Entry) -> None:
-        self._count += 1
-        heapq.heappush(self._timers, (entry.due(), self._count, entry))
+    def _schedule(self, entry: _Entry, due: float | None = None) -> None:
+        """Adds a timer, for the entry's own time or another. One operation of the heap, which other threads do not divide."""
+        heapq.heappush(self._timers, (entry.due() if due is None else due, next(self._count), entry))
 
     def _fail(self, entry: _Entry, error: FerroError) -> None:
         if not breaks(entry.execution, error):
@@ -245,11 +347,13 @@ class Progress:
                 error = problem
                 execution.give_back()
         work = entry.work
-        entry.release()
-        if error is not None:
-            work.fail(error)
-        else:
-            work.complete(result)
+        end = partial(work.complete, result) if error is None else partial(work.fail, error)
+        try:
+            entry.release()
+            end()
+        except BaseException:  # an interrupt of a thread that assists: nobody else would end it
+            end()
+            raise
 
 
 _create = threading.Lock()

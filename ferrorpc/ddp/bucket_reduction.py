@@ -68,6 +68,12 @@ class BucketReduction:
                     self.ended = min(self.ended, self._clock.now())  # `has_ended` is true before on_done callbacks run
             return self._work is None
 
+    def assist(self) -> None:
+        """Advances the collective that is in flight on this thread, for a moment, where that is faster than to wait for it."""
+        assist = None if self._work is None else self._work.assist
+        if assist is not None:
+            assist()
+
     def join(self) -> None:
         """Makes the current stream wait for the first collective. The host waits until that is in its stream."""
         self._wait(host=False)

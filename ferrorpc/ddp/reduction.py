@@ -148,6 +148,7 @@ class Reduction:
                     memory.fetch()
                     totals.append(self._finish_bucket(memory))
             if len(pending) == len(self._in_flight):
+                pending[0].assist()
                 self._parker.park(FOREVER)  # each collective has its own deadline
             self._in_flight = pending
         return totals

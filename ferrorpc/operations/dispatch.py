@@ -299,7 +299,7 @@ class Dispatch:
         """
         if not isinstance(execution, EventDrivenExecution):
             return False
-        execution.wake = _wake_nobody
+        execution.wake, execution.has_begun = _wake_nobody, True
         try:
             return execution.advance()
         except Exception:  # noqa: BLE001  a transport may raise anything
@@ -308,7 +308,7 @@ class Dispatch:
     def let_events_advance(self, execution: Execution) -> None:
         """Lets the threads that bring its messages advance an execution before its driver has it."""
         if isinstance(execution, EventDrivenExecution):
-            execution.wake = _wake_nobody
+            execution.wake, execution.has_begun = _wake_nobody, True
             try:
                 execution.notify()
             except BaseException:  # an interrupt: nobody will have it, so it must not keep its place

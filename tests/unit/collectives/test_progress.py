@@ -160,7 +160,7 @@ def test_the_end_of_the_generation_ends_the_wait(way: str) -> None:
 
 @both
 def test_the_end_of_the_generation_ends_the_wait_of_one_that_is_polled(way: str) -> None:
-    latch, last = Latch(), 900 if way == "drive" else 20  # a driver looks 800 times before it sleeps between looks
+    latch, last = Latch(), 900  # who waits looks 800 times before it sleeps between looks
 
     class Polled(Never):
         polling = Polling(1)

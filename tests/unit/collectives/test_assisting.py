@@ -1,0 +1,308 @@
+"""A thread that waits for a Work advances the operation itself, and never leaves it to nobody."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from ferrorpc import work as work_module
+from ferrorpc.collectives import progress as progress_module
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.polling import Polling
+from ferrorpc.collectives.progress import Progress
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, LimitExceededError, PeerLostError, TensorMismatchError
+from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from ferrorpc.work import Work
+from tests.unit.collectives.test_progress import Never, Scripted, reporter
+from tests.waiting import eventually
+
+MODULES = [progress_module.__file__, work_module.__file__]
+SECONDS = 20.0
+
+
+class Polled(Scripted):
+    """Complete at its poll number `steps`. Knows the threads that advanced it."""
+
+    def __init__(self, latch: Latch, **arguments: Any) -> None:
+        super().__init__(latch, **arguments)
+        self.polling = Polling(1)
+        self.threads: list[str] = []
+
+    def advance(self) -> bool:
+        self.threads.append(threading.current_thread().name)
+        self.advances += 1
+        if self.advances <= self._steps:
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class Busy(Scripted):
+    """Keeps the progress thread until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(Latch())
+        self.is_kept, self.may_go = threading.Event(), threading.Event()
+
+    def advance(self) -> bool:
+        self.is_kept.set()
+        return self.may_go.wait(SECONDS)
+
+
+@pytest.fixture
+def progress() -> Progress:
+    return Progress(SYSTEM_CLOCK)
+
+
+@pytest.fixture
+def busy(progress: Progress) -> Busy:
+    made = Busy()
+    submit(progress, made)
+    made.is_kept.wait(SECONDS)
+    return made
+
+
+def submit(progress: Progress, execution: Execution, report: Callable[[FerroError], None] = lambda error: None) -> Work[Any]:
+    return progress.submit(execution, report, lambda done: 7)
+
+
+def test_who_waits_completes_it_without_the_progress_thread(progress: Progress, busy: Busy) -> None:
+    execution = Polled(Latch(), steps=5)
+    work = submit(progress, execution)
+    done: list[int] = []
+    work.on_done(lambda: done.append(1))
+    assert work.wait() == 7
+    assert (set(execution.threads), execution.finished, done) == ({"MainThread"}, 1, [1])
+    busy.may_go.set()
+
+
+def test_who_does_not_wait_long_leaves_it_alone(progress: Progress, busy: Busy) -> None:
+    execution = Polled(Latch(), steps=5)
+    work = submit(progress, execution)
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait(timeout=0.001)
+    assert execution.threads == []
+    busy.may_go.set()
+    assert work.wait(timeout=SECONDS) == 7
+
+
+def test_what_takes_longer_is_the_progress_threads_again(progress: Progress) -> None:
+    execution = Polled(Latch(), steps=2000)
+    assert submit(progress, execution).wait(timeout=SECONDS) == 7
+    assert {execution.threads[0], execution.threads[-1]} <= {"MainThread", "ferrorpc-progress"}
+    assert "ferrorpc-progress" in execution.threads
+
+
+def test_what_wakes_nobody_and_cannot_be_polled_is_not_assisted(progress: Progress, busy: Busy) -> None:
+    execution = Scripted(Latch())
+    work = submit(progress, execution)
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait(timeout=0.05)
+    assert execution.advances == 0
+    busy.may_go.set()
+
+
+def test_what_is_polled_later_because_it_was_assisted_keeps_its_place(progress: Progress, busy: Busy) -> None:
+    """Only the oldest of a queue is polled, and the second cannot end before the first."""
+
+    class InTurn(Polled):
+        queue = "the channel"  # type: ignore[assignment]
+
+        def __init__(self, before: InTurn | None = None) -> None:
+            super().__init__(Latch())
+            self.before = before
+            self.is_assisted, self.may_go = threading.Event(), threading.Event()
+
+        def advance(self) -> bool:
+            if threading.current_thread().name == "ferrorpc-progress":
+                return self.before is None or self.before.finished > 0
+            self.is_assisted.set()
+            self.may_go.wait(SECONDS)
+            return False
+
+    first = InTurn()
+    works = [submit(progress, first), submit(progress, InTurn(first))]
+    waiting = threading.Thread(target=works[0].wait)
+    waiting.start()
+    first.is_assisted.wait(SECONDS)
+    busy.may_go.set()
+    eventually(lambda: len(progress._polled) == 1, "the second is polled")
+    first.may_go.set()
+    eventually(lambda: all(work.done() for work in works), "both are done")
+    waiting.join()
+
+
+# Failures.
+
+
+@pytest.mark.parametrize(
+    ("raised", "found"),
+    [(PeerLostError(2, "mine"), PeerLostError), (MemoryError("8 TiB"), LimitExceededError)],
+    ids=["its own", "memory"],
+)
+def test_a_failure_is_reported_once_and_raised(
+    progress: Progress, busy: Busy, raised: Exception, found: type[FerroError]
+) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+    work = submit(progress, Polled(latch, steps=3, error=raised), report)
+    busy_goes = threading.Timer(0.05, busy.may_go.set)
+    busy_goes.start()
+    with pytest.raises(found):
+        work.wait(timeout=SECONDS)
+    assert [type(error) for error in reported] == [found]
+
+
+def test_a_mistake_of_this_rank_concerns_it_alone(progress: Progress, busy: Busy) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+    with pytest.raises(TensorMismatchError):
+        submit(progress, Polled(latch, error=TensorMismatchError("no fit")), report).wait()
+    assert (reported, latch.cause) == ([], None)
+    busy.may_go.set()
+
+
+def test_what_a_signal_handler_raises_ends_the_generation_and_reaches_its_caller(progress: Progress) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+    work = submit(progress, Polled(latch, steps=3, error=ArithmeticError("of a handler")), report)
+    with pytest.raises((ArithmeticError, FerroError), match="of a handler"):
+        work.wait(timeout=SECONDS)
+    with pytest.raises(FerroError, match="of a handler"):
+        work.wait(timeout=SECONDS)
+    assert len(reported) == 1
+
+
+def test_the_end_of_the_generation_ends_the_wait(progress: Progress) -> None:
+    latch = Latch()
+    execution = Polled(latch, steps=10_000_000)
+    work = submit(progress, execution)
+    SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.005, lambda: latch.trip(PeerLostError(1, "gone")))
+    with pytest.raises(PeerLostError):
+        work.wait(timeout=SECONDS)
+    assert execution.finished == 1
+
+
+def test_a_deadline_that_passes_while_it_is_assisted_ends_it_afterwards(progress: Progress) -> None:
+    class Slow(Polled):
+        def advance(self) -> bool:
+            if threading.current_thread().name == "MainThread" and not self.probes:
+                self.probes = 1
+                while SYSTEM_CLOCK.now() < self.guard.deadline + 0.05:
+                    SYSTEM_CLOCK.give_way()
+            self.advances += 1
+            return False
+
+    reported, report = reporter(Latch())
+    execution = Slow(Latch(), seconds=0.1)
+    work = submit(progress, execution, report)
+    eventually(lambda: bool(progress._polled), "it is polled")
+    with pytest.raises(CollectiveTimeoutError, match="too late"):
+        work.wait(timeout=SECONDS)
+    assert len(reported) == 1
+
+
+def test_an_interrupt_within_a_step_ends_the_generation(progress: Progress, busy: Busy) -> None:
+    """What the step has done is unknown, and it cannot be done again."""
+
+    class Struck(Polled):
+        def advance(self) -> bool:
+            super().advance()
+            raise KeyboardInterrupt
+
+    latch = Latch()
+    reported, report = reporter(latch)
+    work = submit(progress, Struck(latch), report)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    busy.may_go.set()
+    with pytest.raises(FerroError, match="scripted #1: KeyboardInterrupt interrupted it"):
+        work.wait(timeout=SECONDS)
+    assert len(reported) == 1
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt once, where Python may: as a function of what is tested begins, or after one that it called.
+
+    Python does so nowhere else, nor between a lock's `__enter__` and the body.
+    """
+
+    def __init__(self, place: int) -> None:
+        self.left = place
+
+    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
+        if frame.f_code.co_filename not in MODULES or event not in ("call", "c_return"):
+            return
+        if event == "c_return" and called.__name__ in ("__enter__", "__exit__"):
+            return
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def test_wherever_an_interrupt_strikes_the_operation_ends() -> None:
+    """With its result, or with an error where a step was struck; and others who wait are told."""
+    outcomes = set()
+    for place in range(1, 400):
+        progress, latch = Progress(SYSTEM_CLOCK), Latch()
+        _, report = reporter(latch)
+        execution = Polled(latch, steps=2)
+        work = submit(progress, execution, report)
+        told = threading.Event()
+        work.on_done(told.set)
+        tracer, before = InterruptAt(place), sys.getprofile()
+        try:
+            sys.setprofile(tracer)
+            work.wait()
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(before)
+        assert told.wait(SECONDS), place
+        assert execution.finished
+        error = work.exception()
+        assert error is None or "KeyboardInterrupt interrupted it" in str(error)
+        outcomes.add("went on" if error is None else "broken")
+    else:
+        raise AssertionError("there are more places than that")
+    assert "went on" in outcomes
+
+
+# What events advance already.
+
+
+class Begun(Never):
+    has_begun = True
+
+
+def test_what_events_advance_already_wakes_nobody_when_it_is_submitted(progress: Progress) -> None:
+    execution = Begun(Latch())
+    work = submit(progress, execution)
+    assert not progress._ready
+    assert execution.advances == 0
+    execution.advance = lambda: True  # type: ignore[method-assign]
+    execution.wake()
+    assert work.wait(timeout=SECONDS) == 7
+
+
+def test_what_was_over_before_it_was_submitted_ends_at_once(progress: Progress) -> None:
+    execution = Begun(Latch())
+    execution.has_ended = True
+    execution.advance = lambda: True  # type: ignore[method-assign]
+    assert submit(progress, execution).wait(timeout=SECONDS) == 7
+
+
+def test_its_deadline_counts_although_the_thread_slept_longer(progress: Progress) -> None:
+    submit(progress, Begun(Latch()))
+    eventually(lambda: progress._sleeps_until < float("inf"), "the thread sleeps")
+    reported, report = reporter(Latch())
+    with pytest.raises(CollectiveTimeoutError, match="too late"):
+        submit(progress, Begun(Latch(), seconds=0.02), report).wait(timeout=SECONDS)
+    assert len(reported) == 1
