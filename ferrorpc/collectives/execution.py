@@ -73,8 +73,9 @@ class Execution(ABC):
 
     @property
     def can_be_assisted(self) -> bool:
-        """Whether the thread that waits for it may advance it: it polls what it waits for, and that is not on a device."""
-        return self.polling is not None and self.device is None
+        """Whether the thread that waits for it may advance it, instead of the progress thread: what it waits for can be polled
+        there, and is not on a device."""
+        return self.device is None and isinstance(self.polling, Polling) and self.polling.has_processor
 
     @abstractmethod
     def advance(self) -> bool:

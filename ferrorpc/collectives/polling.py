@@ -38,7 +38,9 @@ class Polling:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._spins_max = SPINS_MAX if ranks <= _processors() else 0
+        self.has_processor = ranks <= _processors()
+        """Whether every rank can have a processor for itself, so that polling takes none from a peer."""
+        self._spins_max = SPINS_MAX if self.has_processor else 0
         self._spins = self._spins_max
 
     def spin(self, steps: Iterable[object]) -> bool:

@@ -30,7 +30,7 @@ class Polled(Scripted):
 
     def __init__(self, latch: Latch, **arguments: Any) -> None:
         super().__init__(latch, **arguments)
-        self.polling = Polling(1)
+        self.polling: Any = Polling(1)
         self.threads: list[str] = []
 
     def advance(self) -> bool:
@@ -93,14 +93,29 @@ def test_who_does_not_wait_long_leaves_it_alone(progress: Progress, busy: Busy) 
 
 
 def test_what_takes_longer_is_the_progress_threads_again(progress: Progress) -> None:
-    execution = Polled(Latch(), steps=2000)
+    execution = Polled(Latch(), steps=900)
     assert submit(progress, execution).wait(timeout=SECONDS) == 7
     assert {execution.threads[0], execution.threads[-1]} <= {"MainThread", "ferrorpc-progress"}
     assert "ferrorpc-progress" in execution.threads
 
 
-def test_what_wakes_nobody_and_cannot_be_polled_is_not_assisted(progress: Progress, busy: Busy) -> None:
-    execution = Scripted(Latch())
+class OfADevice(Polled):
+    device = object()  # type: ignore[assignment]
+
+
+class Crowded(Polled):
+    """There are more ranks than processors."""
+
+    def __init__(self, latch: Latch) -> None:
+        super().__init__(latch)
+        self.polling = Polling(100_000)
+
+
+@pytest.mark.parametrize("kind", [Scripted, OfADevice, Crowded])
+def test_what_wakes_its_driver_is_on_a_device_or_takes_a_peers_processor_is_not_assisted(
+    progress: Progress, busy: Busy, kind: type[Scripted]
+) -> None:
+    execution = kind(Latch())
     work = submit(progress, execution)
     with pytest.raises(CollectiveTimeoutError):
         work.wait(timeout=0.05)
