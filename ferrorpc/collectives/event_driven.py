@@ -83,6 +83,10 @@ class EventDrivenExecution(Execution):
         return True
 
     @property
+    def can_be_assisted(self) -> bool:
+        return self.transfers is None
+
+    @property
     def has_ended(self) -> bool:  # type: ignore[override]
         """Whether a step has completed it."""
         return self._ended

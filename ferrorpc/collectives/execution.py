@@ -73,8 +73,8 @@ class Execution(ABC):
 
     @property
     def can_be_assisted(self) -> bool:
-        """Whether the thread that waits for it may advance it, instead of the progress thread: what it waits for can be polled
-        there, and is not on a device."""
+        """Whether the thread that waits for it may advance it for a moment, instead of the progress thread. Not where it waits
+        for a device, or where polling takes a peer's processor."""
         return self.device is None and isinstance(self.polling, Polling) and self.polling.has_processor
 
     @abstractmethod

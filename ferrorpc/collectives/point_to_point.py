@@ -245,10 +245,6 @@ class RecvExecution(_PointToPoint):
         self._taken[frame.offset : end] = frame.payload
         self._received = end
 
-    @property
-    def can_be_assisted(self) -> bool:
-        return self.transfers is None and self._transport.can_poll(self._peer)
-
     def busy_poll(self) -> bool:
         self._transport.busy_poll(self._peer, lambda: self._ended)
         return self._ended

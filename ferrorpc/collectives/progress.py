@@ -35,8 +35,8 @@ from ferrorpc.collectives.driver import (
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import NAP_SECONDS_MAX, nap_seconds
 from ferrorpc.errors import FerroError
-from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock
-from ferrorpc.work import Work
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock, Parker
+from ferrorpc.work import ASSIST_SECONDS, Work
 
 TURN_SECONDS: Final = 1e-3
 """How long a thread that waits for an operation waits for its turn to assist."""
@@ -49,10 +49,10 @@ class _Entry:
 
     __slots__ = (
         "abort",
-        "assisted",
         "convert",
         "execution",
         "failure",
+        "helper",
         "over",
         "patience",
         "queued",
@@ -85,8 +85,8 @@ class _Entry:
         self.ticket = 0
         self.turn = threading.RLock()
         """Held by the thread that advances it. It knows its owner, which an interrupted thread does not."""
-        self.assisted = False
-        """Whether a waiting thread has it, which needs nobody to be woken."""
+        self.helper: Parker | None = None
+        """Of the thread that assists, which is woken in place of the progress thread."""
         self.failure: FerroError | None = None
         self.verdict_by = FOREVER
 
@@ -168,7 +168,10 @@ class Progress:
         return work
 
     def _wake(self, entry: _Entry) -> None:
-        if not entry.queued and not entry.assisted:
+        helper = entry.helper
+        if helper is not None:
+            helper.unpark()
+        elif not entry.queued:
             entry.queued = True
             self._ready.append(entry)
             self._parker.unpark()
@@ -230,8 +233,8 @@ class Progress:
         """Advances an operation on the calling thread, which waits for it, for a moment."""
         try:
             if entry.turn.acquire(timeout=TURN_SECONDS):
-                entry.assisted = True
-                self._advance_here(entry)
+                entry.helper = self._clock.parker()
+                self._advance_here(entry, entry.helper)
                 self._hand_back(entry)
         except BaseException:  # wherever an interrupt strikes, the entry must not be left to nobody
             self._hand_back(entry)
@@ -239,7 +242,7 @@ class Progress:
 
     def _hand_back(self, entry: _Entry) -> None:
         """Leaves an entry to the progress thread, if this thread has it."""
-        entry.assisted = False
+        entry.helper = None
         try:
             entry.turn.release()
         except RuntimeError:  # another thread has it, or none
@@ -247,16 +250,13 @@ class Progress:
         if not entry.over:
             self._wake(entry)
 
-    def _advance_here(self, entry: _Entry) -> None:
+    def _advance_here(self, entry: _Entry, helper: Parker) -> None:
         if entry.over or entry.failure is not None:
             return
-        execution = entry.execution
+        execution, polling = entry.execution, entry.execution.polling
         try:
             execution.guard.latch.check()
-            if execution.polling is not None:
-                over = execution.polling.spin(iter(execution.advance, True))
-            else:
-                over = execution.advance() or (execution.busy_poll() and execution.advance())
+            over = self._advanced_with_events(entry, helper) if polling is None else polling.spin(iter(execution.advance, True))
         except FerroError as error:
             self._fail(entry, error)
             return
@@ -267,11 +267,23 @@ class Progress:
             self._fail(entry, unexpected(execution.label, error))
             raise
         except BaseException as interrupt:
-            if execution.polling is not None:  # a step that it struck cannot be repeated; those of events see to it themselves
+            if polling is not None:  # a step that it struck cannot be repeated; those of events see to it themselves
                 self._fail(entry, interrupted(execution.label, interrupt))
             raise
         if over:
             self._end(entry, None)
+
+    def _advanced_with_events(self, entry: _Entry, helper: Parker) -> bool:
+        """Whether it became complete within a moment, and before a timer is due."""
+        execution = entry.execution
+        if execution.advance() or (execution.busy_poll() and execution.advance()):
+            return True
+        until = min(self._clock.now() + ASSIST_SECONDS, entry.due())
+        while helper.park(until):
+            execution.guard.latch.check()
+            if execution.advance():
+                return True
+        return False
 
     def _move_to(self, device: Device | None) -> None:
         """Makes the GPU of an execution current on this thread, so that its arrays are freed there."""

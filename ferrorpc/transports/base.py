@@ -65,10 +65,6 @@ class Transport(ABC):
     def probe(self, peer: int, key: Key, signature: str) -> None:
         """Asks `peer` how far it is in this operation. The answer arrives in the operation's box."""
 
-    def can_poll(self, peer: int) -> bool:
-        """Whether `busy_poll` reads what arrives from this peer."""
-        return False
-
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
         """Reads what arrives from `peer` on the calling thread, for a moment or until `over` is true.
 

@@ -46,9 +46,6 @@ class RoutedTransport(Transport):
     def probe(self, peer: int, key: Key, signature: str) -> None:
         self._lanes[peer].probe(peer, key, signature)
 
-    def can_poll(self, peer: int) -> bool:
-        return self._lanes[peer].can_poll(peer)
-
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
         self._lanes[peer].busy_poll(peer, over)
 

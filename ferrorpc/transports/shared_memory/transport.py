@@ -106,9 +106,6 @@ class SharedMemoryTransport(Transport):
         if self._can_send_to(peer, needed=has_left):
             self._send_control(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_message(key, signature)))
 
-    def can_poll(self, peer: int) -> bool:
-        return True
-
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
         try:
             self._host_peers.busy_poll(peer, over)

@@ -12,11 +12,12 @@ import pytest
 
 from ferrorpc import work as work_module
 from ferrorpc.collectives import progress as progress_module
+from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import Progress
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, LimitExceededError, PeerLostError, TensorMismatchError
-from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.work import Work
 from tests.unit.collectives.test_progress import Never, Scripted, reporter
 from tests.waiting import eventually
@@ -41,6 +42,40 @@ class Polled(Scripted):
         if self._error is not None:
             raise self._error
         return True
+
+
+class Eventful(EventDrivenExecution):
+    """Complete after so many events, which come one by one from another thread."""
+
+    def __init__(self, latch: Latch, *, steps: int = 0) -> None:
+        super().__init__(Guard(SYSTEM_CLOCK, latch, 30.0))
+        self.finished = 0
+        self.threads: list[str] = []
+        self._left = steps
+
+    label = "eventful #1"  # type: ignore[assignment]
+
+    def step(self) -> bool:
+        self.threads.append(threading.current_thread().name)
+        if self._left == 0:
+            return True
+        self._left -= 1
+        SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.001, self.notify)
+        return False
+
+    def leave(self) -> None:
+        self.finished += 1
+
+    def waiting_on(self) -> list[int]:
+        return [3]
+
+    def probe(self) -> None: ...
+
+    def explain(self) -> str:
+        return "waits for rank 3"
+
+    def timeout_error(self) -> FerroError:
+        return CollectiveTimeoutError([3], "too late")
 
 
 class Busy(Scripted):
@@ -79,6 +114,14 @@ def test_who_waits_completes_it_without_the_progress_thread(progress: Progress, 
     work.on_done(lambda: done.append(1))
     assert work.wait() == 7
     assert (set(execution.threads), execution.finished, done) == ({"MainThread"}, 1, [1])
+    busy.may_go.set()
+
+
+def test_an_event_wakes_who_waits_without_the_progress_thread(progress: Progress, busy: Busy) -> None:
+    execution = Eventful(Latch(), steps=2)
+    assert submit(progress, execution).wait() == 7
+    assert execution.threads[0] == "MainThread"
+    assert execution.finished == 1
     busy.may_go.set()
 
 
@@ -261,13 +304,14 @@ class InterruptAt:
             raise KeyboardInterrupt
 
 
-def test_wherever_an_interrupt_strikes_the_operation_ends() -> None:
+@pytest.mark.parametrize("kind", [Polled, Eventful])
+def test_wherever_an_interrupt_strikes_the_operation_ends(kind: type[Polled | Eventful]) -> None:
     """With its result, or with an error where a step was struck; and others who wait are told."""
     outcomes = set()
     for place in range(1, 400):
         progress, latch = Progress(SYSTEM_CLOCK), Latch()
         _, report = reporter(latch)
-        execution = Polled(latch, steps=2)
+        execution = kind(latch, steps=2)
         work = submit(progress, execution, report)
         told = threading.Event()
         work.on_done(told.set)
