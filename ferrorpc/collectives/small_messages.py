@@ -92,7 +92,7 @@ class SmallReceive(PostedReceive):
         self._mailbox.post(*self._place, self)
         if self.message is None:
             try:
-                self._messages.transport.busy_poll(self._place[1], self._is_matched)
+                self._messages.transport.busy_poll(self._place[1], self._is_here)
             except Exception as error:
                 self._messages.abort(unexpected(self.label, error))  # a message that was just read may be lost
                 raise
@@ -102,8 +102,10 @@ class SmallReceive(PostedReceive):
         first, header = message.frames[0], message.header
         return len(first.payload) == header.total and (spec is None or spec == (header.dtype, header.shape))
 
-    def _is_matched(self) -> bool:
-        return self.message is not None
+    def _is_here(self) -> bool:
+        """Whether all of the message that comes without a grant is here. To stop before would wake the reader for the rest."""
+        message = self.message
+        return message is not None and (message.needs_grant or message.frames.is_complete)
 
     @property
     def _frame(self) -> Frame:

@@ -103,6 +103,7 @@ class PointToPoint:
         self._dispatch.check_open()
         target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
         messages = None if async_op or not (target is None or is_host(target)) else self._small_messages
+        polled_in_vain = False
         if messages is not None:
             small = SmallReceive(messages, peer, tag)
             try:
@@ -111,13 +112,14 @@ class PointToPoint:
                     found = result.give([small.copy(target)], [small.spec], small.label)
                     small.take()
                     return found
+                polled_in_vain = small.message is None
                 small.put_back()
             except BaseException:
                 small.put_back()
                 raise
         guard = self._dispatch.guard_of_recv(seconds)
         execution = self._backend.start_recv(peer, tag, target, spec, guard)
-        execution.has_polled = messages is not None
+        execution.has_polled = polled_in_vain
         if async_op:
             self._dispatch.let_events_advance(execution)  # it takes its place in the queue now
         try:

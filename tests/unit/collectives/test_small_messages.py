@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from ferrorpc.collectives.point_to_point import SEND, SendExecution, SendQueues
 from ferrorpc.collectives.small_messages import SmallMessages, SmallReceive
 from ferrorpc.errors import FerroError, GroupClosedError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
-from ferrorpc.testing import run_world
-from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.testing import FaultPlan, run_world
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES
 from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
@@ -191,6 +192,27 @@ def test_a_message_goes_into_the_callers_array(small: Small) -> None:
     assert out.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("total", "chunks"), [(3, [b"\1", b"\2", b"\3"]), (0, [b""]), (EAGER_BYTES + 1, [b"\1"])], ids=["chunks", "empty", "grant"]
+)
+def test_it_reads_until_all_is_here_that_comes_without_a_grant(
+    small: Small, monkeypatch: pytest.MonkeyPatch, total: int, chunks: list[bytes]
+) -> None:
+    found = list[bool]()
+
+    def poll(_: Lane, peer: int, over: Callable[[], bool]) -> None:
+        for offset, chunk in enumerate(chunks):
+            found.append(over())
+            small.arrive(1, chunk, total, offset)
+        found.append(over())
+
+    monkeypatch.setattr(Lane, "busy_poll", poll)
+    recv = small.recv()
+    assert recv.has_come(None) == (total == 0)
+    assert found == [False] * len(chunks) + [True]
+    recv.put_back()
+
+
 def test_where_a_message_that_was_read_may_be_lost_the_generation_ends(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     failing_in(monkeypatch, "busy_poll")
     with pytest.raises(ArithmeticError):
@@ -201,6 +223,25 @@ def test_where_a_message_that_was_read_may_be_lost_the_generation_ends(small: Sm
 
 
 # Within a group.
+
+
+@pytest.mark.parametrize("has_begun", [True, False], ids=["its first chunk is here", "nothing is here"])
+def test_the_rest_of_a_long_message_is_polled_for_too(monkeypatch: pytest.MonkeyPatch, has_begun: bool) -> None:
+    """Otherwise the thread would sleep at once, and be woken for what comes within a moment. But nobody polls twice in vain."""
+    polls = list[bool]()
+    monkeypatch.setattr(InprocTransport, "busy_poll", lambda transport, peer, over: polls.append(over()))
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.send(np.ones(2 * CHUNK_BYTES, np.uint8), 1)
+            return
+        inbound, parker = group._backend.transport.mailbox._inbound, group.session.clock.parker()
+        while has_begun and not inbound:
+            parker.park(group.session.clock.now() + 1e-3)
+        assert group.recv(0).size == 2 * CHUNK_BYTES
+
+    run_world(2, body, faults=FaultPlan(delay_seconds=(0.0, 1.0)), seed=0)
+    assert polls == [False]
 
 
 def test_long_and_short_messages_of_one_tag_come_in_their_order() -> None:
