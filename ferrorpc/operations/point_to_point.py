@@ -65,10 +65,15 @@ class PointToPoint:
         self._dispatch.check_open()
         small = self._small_messages
         try:
-            if small is not None and small.send(source.data, source.spec, peer, tag):
-                return self._dispatch.sent(small.label_of_send(source.spec, peer, tag), async_op)
-            guard = self._dispatch.guard(seconds)
-            return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
+            try:
+                if small is not None and small.send(source.data, source.spec, peer, tag):
+                    return self._dispatch.sent(small.label_of_send(source.spec, peer, tag), async_op)
+            except Exception as error:  # noqa: BLE001  nobody knows whether it was sent: the general path reports it
+                execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
+                execution.begin_failed(error)
+            else:
+                execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
+            return self._dispatch.send(execution, async_op)
         except KeyboardInterrupt:
             self._dispatch.interrupted(f"send(dst={dst}, tag={tag})")
             raise

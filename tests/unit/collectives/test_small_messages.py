@@ -11,7 +11,7 @@ import pytest
 from ferrorpc import ProcessGroup
 from ferrorpc.collectives.point_to_point import SEND, SendExecution, SendQueues
 from ferrorpc.collectives.small_messages import SmallMessages, SmallReceive
-from ferrorpc.errors import FerroError, GroupClosedError
+from ferrorpc.errors import FerroError, LimitExceededError, StoreTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import FaultPlan, run_world
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES
@@ -92,18 +92,6 @@ def test_none_overtakes_a_send_to_the_same_place_that_has_not_begun(small: Small
     assert small.lane.gone == [(TAG + 1, 3), (TAG, 1), (TAG, 2)]
 
 
-@pytest.mark.parametrize("error", [GroupClosedError("it has closed"), MemoryError("8 TiB")])
-def test_an_error_that_comes_before_anything_is_sent_is_left_to_the_general_path(
-    small: Small, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def failing(*_: Any) -> bool:
-        raise error
-
-    monkeypatch.setattr(Lane, "send", failing)
-    assert not small.send(7)
-    assert small.aborted == []
-
-
 def failing_in(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The lane's method raises what a signal handler may raise, which Python calls wherever it is."""
 
@@ -111,15 +99,6 @@ def failing_in(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         raise ArithmeticError("of a signal handler")
 
     monkeypatch.setattr(Lane, name, failing)
-
-
-def test_where_nobody_knows_whether_it_was_sent_the_generation_ends(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_in(monkeypatch, "send")
-    with pytest.raises(ArithmeticError):
-        small.send(7)
-    assert [str(error).splitlines()[0] for error in small.aborted] == [
-        "send(uint8[1] to rank 1, tag=5): ArithmeticError('of a signal handler')"
-    ]
 
 
 # Recvs.
@@ -260,23 +239,41 @@ def test_long_and_short_messages_of_one_tag_come_in_their_order() -> None:
         assert run_world(2, body, seed=seed) == [expected, expected]
 
 
-def test_a_send_that_finds_no_memory_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The general path gets some: nothing was sent before."""
-    honest, calls = InprocTransport.send, list[int]()
+@pytest.mark.parametrize(
+    "call",
+    [lambda group: group.send(np.arange(3), 1), lambda group: group.send(np.arange(3), 1, async_op=True).wait()],
+    ids=["blocking", "asynchronous"],
+)
+@pytest.mark.parametrize(
+    ("raised", "found"),
+    [
+        (MemoryError("8 TiB"), LimitExceededError),
+        (StoreTimeoutError("of a handler"), StoreTimeoutError),
+        (ArithmeticError("of a handler"), (ArithmeticError, FerroError)),
+    ],
+    ids=["memory", "of this library", "of Python"],
+)
+def test_where_nobody_knows_whether_a_message_was_sent_the_generation_ends(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, found: Any, call: Callable[[ProcessGroup], Any]
+) -> None:
+    """A signal handler may have raised it after the message went out: to send it once more could send it twice."""
+    honest, sent = InprocTransport.send, list[bool]()
 
-    def full(*arguments: Any) -> bool:
-        calls.append(1)
-        if len(calls) == 1:
-            raise MemoryError("8 TiB")
-        return honest(*arguments)
+    def send(*arguments: Any) -> bool:
+        sent.append(honest(*arguments))
+        raise raised
 
-    def body(group: ProcessGroup) -> list[Any]:
+    def body(group: ProcessGroup) -> None:
         if group.rank == 0:
-            return [group.send(np.arange(3), 1), group.send(np.arange(4), 1)]
-        return [group.recv(0).tolist(), group.recv(0).tolist()]
+            monkeypatch.setattr(InprocTransport, "send", send)
+            with pytest.raises(found, match=r"8 TiB|of a handler"):
+                call(group)
+            assert not group._backend._send_queues._waiting
+        with pytest.raises(FerroError, match=r"8 TiB|of a handler"):
+            group.barrier()
 
-    monkeypatch.setattr(InprocTransport, "send", full)
-    assert run_world(2, body) == [[None, None], [[0, 1, 2], [0, 1, 2, 3]]]
+    run_world(2, body, timeout=10.0)
+    assert sent == [True]
 
 
 def test_no_execution_is_made_for_a_message_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
