@@ -69,6 +69,9 @@ class EventDrivenExecution(Execution):
     def leave(self) -> None:
         """Frees what the operation held. Called once, as the last call."""
 
+    def begin_failed(self, error: Exception) -> None:
+        self._failure, self._ended = error, True
+
     def advance(self) -> bool:
         transfers = self.transfers
         if transfers is None:

@@ -86,6 +86,10 @@ class Execution(ABC):
                 UsageError, which concerns this rank alone.
         """
 
+    def begin_failed(self, error: Exception) -> None:
+        """Begins it with an error, which its driver meets; raises the error where that is not possible."""
+        raise error
+
     def busy_poll(self) -> bool:
         """Called when the driver is about to sleep: reads its messages on this thread, for a moment. Whether all have come."""
         return False

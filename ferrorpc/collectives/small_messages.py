@@ -54,6 +54,9 @@ class SmallMessages:
 
         Args:
             data: C-contiguous, in storage dtype; on the host or on a device.
+
+        Raises:
+            Exception: of the lane, or of a signal handler. Nobody knows whether it was sent.
         """
         if not is_host(data) or data.nbytes > CHUNK_BYTES:
             return False
@@ -63,13 +66,7 @@ class SmallMessages:
             return False
         header = Header(tag, SEND, spec.dtype, spec.shape, data.nbytes)
         payload = data.reshape(-1).view(np.uint8) if data.size else None
-        try:
-            return self.transport.send(peer, Key(self.group, POINT_TO_POINT, number), header, 0, payload, _nobody)
-        except (FerroError, MemoryError):  # comes before anything is sent: the general path meets it again, and reports it
-            return False
-        except Exception as error:
-            self.abort(unexpected(self.label_of_send(spec, dst, tag), error))  # nobody knows whether it was sent
-            raise
+        return self.transport.send(peer, Key(self.group, POINT_TO_POINT, number), header, 0, payload, _nobody)
 
     def label_of_send(self, spec: TensorSpec, dst: int, tag: int) -> str:
         """The text for a send to a group rank."""
@@ -92,7 +89,7 @@ class SmallReceive(PostedReceive):
         self._mailbox.post(*self._place, self)
         if self.message is None:
             try:
-                self._messages.transport.busy_poll(self._place[1], self._is_matched)
+                self._messages.transport.busy_poll(self._place[1], self._is_here)
             except Exception as error:
                 self._messages.abort(unexpected(self.label, error))  # a message that was just read may be lost
                 raise
@@ -102,8 +99,10 @@ class SmallReceive(PostedReceive):
         first, header = message.frames[0], message.header
         return len(first.payload) == header.total and (spec is None or spec == (header.dtype, header.shape))
 
-    def _is_matched(self) -> bool:
-        return self.message is not None
+    def _is_here(self) -> bool:
+        """Whether all of the message that comes without a grant is here. To stop before would wake the reader for the rest."""
+        message = self.message
+        return message is not None and (message.needs_grant or message.frames.is_complete)
 
     @property
     def _frame(self) -> Frame:

@@ -299,7 +299,7 @@ class Dispatch:
         """
         if not isinstance(execution, EventDrivenExecution):
             return False
-        execution.wake, execution.has_begun = _wake_nobody, True
+        execution.wake = _wake_nobody  # so its driver has to ask for room again, where a lane is full now
         try:
             return execution.advance()
         except Exception:  # noqa: BLE001  a transport may raise anything

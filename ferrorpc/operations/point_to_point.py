@@ -65,10 +65,15 @@ class PointToPoint:
         self._dispatch.check_open()
         small = self._small_messages
         try:
-            if small is not None and small.send(source.data, source.spec, peer, tag):
-                return self._dispatch.sent(small.label_of_send(source.spec, peer, tag), async_op)
-            guard = self._dispatch.guard(seconds)
-            return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
+            try:
+                if small is not None and small.send(source.data, source.spec, peer, tag):
+                    return self._dispatch.sent(small.label_of_send(source.spec, peer, tag), async_op)
+            except Exception as error:  # noqa: BLE001  nobody knows whether it was sent: the general path reports it
+                execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
+                execution.begin_failed(error)
+            else:
+                execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
+            return self._dispatch.send(execution, async_op)
         except KeyboardInterrupt:
             self._dispatch.interrupted(f"send(dst={dst}, tag={tag})")
             raise
@@ -103,6 +108,7 @@ class PointToPoint:
         self._dispatch.check_open()
         target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
         messages = None if async_op or not (target is None or is_host(target)) else self._small_messages
+        polled_in_vain = False
         if messages is not None:
             small = SmallReceive(messages, peer, tag)
             try:
@@ -111,13 +117,14 @@ class PointToPoint:
                     found = result.give([small.copy(target)], [small.spec], small.label)
                     small.take()
                     return found
+                polled_in_vain = small.message is None
                 small.put_back()
             except BaseException:
                 small.put_back()
                 raise
         guard = self._dispatch.guard_of_recv(seconds)
         execution = self._backend.start_recv(peer, tag, target, spec, guard)
-        execution.has_polled = messages is not None
+        execution.has_polled = polled_in_vain
         if async_op:
             self._dispatch.let_events_advance(execution)  # it takes its place in the queue now
         try:

@@ -28,6 +28,11 @@ class ReassemblyQueue(deque[Frame]):
         self._received = 0
         """All bytes that have arrived."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the message has arrived, taken or not."""
+        return self._began and self._received >= self.header.total
+
     def put(self, frame: Frame) -> None:
         """Adds a chunk that has arrived.
 

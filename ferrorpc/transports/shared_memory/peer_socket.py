@@ -113,7 +113,9 @@ class PeerSocket:
                 self.connection.send(message)
             except BlockingIOError:
                 return False
-            except OSError:
+            except OSError as error:
+                if _is_of_a_handler(error):
+                    raise
                 self._over = True
         return True
 
@@ -130,7 +132,9 @@ class PeerSocket:
                 return None
             except ConnectionResetError:
                 continue  # The peer ended before it had read everything; what it wrote can still be read.
-            except OSError:
+            except OSError as error:
+                if _is_of_a_handler(error):
+                    raise
                 return b""
 
     def close(self) -> None:
@@ -144,3 +148,9 @@ class PeerSocket:
         self.connection.close()
         if is_mine:
             self.reading.release()
+
+
+def _is_of_a_handler(error: OSError) -> bool:
+    """Whether a signal handler raised it, as a TimeoutError of an alarm, and not the socket's method, which has no frame."""
+    trace = error.__traceback__
+    return trace is not None and trace.tb_next is not None

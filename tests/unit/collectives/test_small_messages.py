@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 from ferrorpc import ProcessGroup
 from ferrorpc.collectives.point_to_point import SEND, SendExecution, SendQueues
 from ferrorpc.collectives.small_messages import SmallMessages, SmallReceive
-from ferrorpc.errors import FerroError, GroupClosedError
+from ferrorpc.errors import FerroError, LimitExceededError, StoreTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
-from ferrorpc.testing import run_world
-from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.testing import FaultPlan, run_world
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES
 from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
@@ -91,18 +92,6 @@ def test_none_overtakes_a_send_to_the_same_place_that_has_not_begun(small: Small
     assert small.lane.gone == [(TAG + 1, 3), (TAG, 1), (TAG, 2)]
 
 
-@pytest.mark.parametrize("error", [GroupClosedError("it has closed"), MemoryError("8 TiB")])
-def test_an_error_that_comes_before_anything_is_sent_is_left_to_the_general_path(
-    small: Small, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def failing(*_: Any) -> bool:
-        raise error
-
-    monkeypatch.setattr(Lane, "send", failing)
-    assert not small.send(7)
-    assert small.aborted == []
-
-
 def failing_in(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The lane's method raises what a signal handler may raise, which Python calls wherever it is."""
 
@@ -110,15 +99,6 @@ def failing_in(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         raise ArithmeticError("of a signal handler")
 
     monkeypatch.setattr(Lane, name, failing)
-
-
-def test_where_nobody_knows_whether_it_was_sent_the_generation_ends(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_in(monkeypatch, "send")
-    with pytest.raises(ArithmeticError):
-        small.send(7)
-    assert [str(error).splitlines()[0] for error in small.aborted] == [
-        "send(uint8[1] to rank 1, tag=5): ArithmeticError('of a signal handler')"
-    ]
 
 
 # Recvs.
@@ -191,6 +171,27 @@ def test_a_message_goes_into_the_callers_array(small: Small) -> None:
     assert out.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("total", "chunks"), [(3, [b"\1", b"\2", b"\3"]), (0, [b""]), (EAGER_BYTES + 1, [b"\1"])], ids=["chunks", "empty", "grant"]
+)
+def test_it_reads_until_all_is_here_that_comes_without_a_grant(
+    small: Small, monkeypatch: pytest.MonkeyPatch, total: int, chunks: list[bytes]
+) -> None:
+    found = list[bool]()
+
+    def poll(_: Lane, peer: int, over: Callable[[], bool]) -> None:
+        for offset, chunk in enumerate(chunks):
+            found.append(over())
+            small.arrive(1, chunk, total, offset)
+        found.append(over())
+
+    monkeypatch.setattr(Lane, "busy_poll", poll)
+    recv = small.recv()
+    assert recv.has_come(None) == (total == 0)
+    assert found == [False] * len(chunks) + [True]
+    recv.put_back()
+
+
 def test_where_a_message_that_was_read_may_be_lost_the_generation_ends(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     failing_in(monkeypatch, "busy_poll")
     with pytest.raises(ArithmeticError):
@@ -201,6 +202,25 @@ def test_where_a_message_that_was_read_may_be_lost_the_generation_ends(small: Sm
 
 
 # Within a group.
+
+
+@pytest.mark.parametrize("has_begun", [True, False], ids=["its first chunk is here", "nothing is here"])
+def test_the_rest_of_a_long_message_is_polled_for_too(monkeypatch: pytest.MonkeyPatch, has_begun: bool) -> None:
+    """Otherwise the thread would sleep at once, and be woken for what comes within a moment. But nobody polls twice in vain."""
+    polls = list[bool]()
+    monkeypatch.setattr(InprocTransport, "busy_poll", lambda transport, peer, over: polls.append(over()))
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.send(np.ones(2 * CHUNK_BYTES, np.uint8), 1)
+            return
+        inbound, parker = group._backend.transport.mailbox._inbound, group.session.clock.parker()
+        while has_begun and not inbound:
+            parker.park(group.session.clock.now() + 1e-3)
+        assert group.recv(0).size == 2 * CHUNK_BYTES
+
+    run_world(2, body, faults=FaultPlan(delay_seconds=(0.0, 1.0)), seed=0)
+    assert polls == [False]
 
 
 def test_long_and_short_messages_of_one_tag_come_in_their_order() -> None:
@@ -219,23 +239,41 @@ def test_long_and_short_messages_of_one_tag_come_in_their_order() -> None:
         assert run_world(2, body, seed=seed) == [expected, expected]
 
 
-def test_a_send_that_finds_no_memory_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The general path gets some: nothing was sent before."""
-    honest, calls = InprocTransport.send, list[int]()
+@pytest.mark.parametrize(
+    "call",
+    [lambda group: group.send(np.arange(3), 1), lambda group: group.send(np.arange(3), 1, async_op=True).wait()],
+    ids=["blocking", "asynchronous"],
+)
+@pytest.mark.parametrize(
+    ("raised", "found"),
+    [
+        (MemoryError("8 TiB"), LimitExceededError),
+        (StoreTimeoutError("of a handler"), StoreTimeoutError),
+        (ArithmeticError("of a handler"), (ArithmeticError, FerroError)),
+    ],
+    ids=["memory", "of this library", "of Python"],
+)
+def test_where_nobody_knows_whether_a_message_was_sent_the_generation_ends(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, found: Any, call: Callable[[ProcessGroup], Any]
+) -> None:
+    """A signal handler may have raised it after the message went out: to send it once more could send it twice."""
+    honest, sent = InprocTransport.send, list[bool]()
 
-    def full(*arguments: Any) -> bool:
-        calls.append(1)
-        if len(calls) == 1:
-            raise MemoryError("8 TiB")
-        return honest(*arguments)
+    def send(*arguments: Any) -> bool:
+        sent.append(honest(*arguments))
+        raise raised
 
-    def body(group: ProcessGroup) -> list[Any]:
+    def body(group: ProcessGroup) -> None:
         if group.rank == 0:
-            return [group.send(np.arange(3), 1), group.send(np.arange(4), 1)]
-        return [group.recv(0).tolist(), group.recv(0).tolist()]
+            monkeypatch.setattr(InprocTransport, "send", send)
+            with pytest.raises(found, match=r"8 TiB|of a handler"):
+                call(group)
+            assert not group._backend._send_queues._waiting
+        with pytest.raises(FerroError, match=r"8 TiB|of a handler"):
+            group.barrier()
 
-    monkeypatch.setattr(InprocTransport, "send", full)
-    assert run_world(2, body) == [[None, None], [[0, 1, 2], [0, 1, 2, 3]]]
+    run_world(2, body, timeout=10.0)
+    assert sent == [True]
 
 
 def test_no_execution_is_made_for_a_message_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:

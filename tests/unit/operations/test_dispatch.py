@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet, ref
@@ -18,6 +19,7 @@ from ferrorpc.collectives.execution import Prepared
 from ferrorpc.guard import Latch
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
 from ferrorpc.testing import ManualClock, run_world
+from ferrorpc.transports.inproc import InprocTransport
 from tests.unit.collectives.test_event_driven import Counting
 
 
@@ -97,3 +99,27 @@ def test_who_waits_for_everything_in_flight_goes_on_as_soon_as_it_is_over() -> N
         return clock.now()
 
     assert run_world(2, body) == [None, 3.0]
+
+
+def test_an_asynchronous_send_goes_on_once_its_full_lane_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane was full when its caller began it, before it had the driver that the lane calls."""
+    honest, rooms = InprocTransport.send, list[Callable[[], None]]()
+
+    def full(*arguments: Any) -> bool:
+        rooms.append(arguments[-1])
+        return False
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            assert group.recv(0).tolist() == [0, 1, 2]
+            return
+        monkeypatch.setattr(InprocTransport, "send", full)
+        work = group.send(np.arange(3), 1, async_op=True)
+        clock = group.session.clock
+        clock.parker().park(clock.now() + 0.1)
+        monkeypatch.setattr(InprocTransport, "send", honest)
+        for room in rooms:
+            room()
+        work.wait(timeout=1.0)
+
+    run_world(2, body)

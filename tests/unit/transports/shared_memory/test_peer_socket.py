@@ -133,3 +133,46 @@ def test_closing_does_not_wait_for_ever_for_one_who_was_interrupted_while_readin
     in_another_thread(ends.peer_socket.reading.acquire)
     ends.peer_socket.close()
     assert ends.peer_socket.connection.fileno() == -1
+
+
+class Alarmed:
+    """A connection during whose calls a signal strikes, once. Python calls its handler when the call is over."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._has_struck = False
+
+    def _strike(self) -> None:
+        if not self._has_struck:
+            self._has_struck = True
+            raise TimeoutError("of an alarm's handler")
+
+    def send(self, message: bytes) -> int:
+        sent = self._connection.send(message)
+        self._strike()
+        return sent
+
+    def recv(self, size_bytes: int) -> bytes:
+        message = self._connection.recv(size_bytes)
+        self._strike()
+        return message
+
+
+@pytest.mark.parametrize("send", [PeerSocket.send, lambda peer_socket, message: peer_socket.try_send(message, lambda: None)])
+def test_a_timeout_of_an_alarm_is_raised_and_does_not_end_the_sending(ends: Ends, send: Callable[..., bool]) -> None:
+    """It is an OSError, as those of the socket. All later messages would be dropped, and nobody told."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ends.peer_socket, "connection", Alarmed(ends.peer_socket.connection))
+        with pytest.raises(TimeoutError, match="of an alarm"):
+            send(ends.peer_socket, MESSAGE)
+        assert send(ends.peer_socket, MESSAGE)
+    assert ends.read_all() == 2
+
+
+def test_a_timeout_of_an_alarm_is_raised_where_a_message_was_read(ends: Ends) -> None:
+    """As the end of the socket it would be passed over, and the message be lost."""
+    ends.other.send(MESSAGE)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ends.peer_socket, "connection", Alarmed(ends.peer_socket.connection))
+        with pytest.raises(TimeoutError, match="of an alarm"):
+            ends.peer_socket.receive()
