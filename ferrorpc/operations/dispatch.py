@@ -299,14 +299,15 @@ class Dispatch:
         """
         if not isinstance(execution, EventDrivenExecution):
             return False
-        execution.wake, execution.has_begun = _wake_nobody, True
+        execution.wake = _wake_nobody
         try:
             return execution.advance()
         except Exception:  # noqa: BLE001  a transport may raise anything
             return False
 
     def let_events_advance(self, execution: Execution) -> None:
-        """Lets the threads that bring its messages advance an execution before its driver has it."""
+        """Lets the threads that bring its messages advance an execution before its driver has it. Not one that sends: where a
+        lane is full, its driver goes on."""
         if isinstance(execution, EventDrivenExecution):
             execution.wake, execution.has_begun = _wake_nobody, True
             try:
