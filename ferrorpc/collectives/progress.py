@@ -56,6 +56,7 @@ class _Entry:
         "over",
         "patience",
         "queued",
+        "raised",
         "scheduled",
         "serial",
         "ticket",
@@ -87,13 +88,15 @@ class _Entry:
         """Held by the thread that advances it. It knows its owner, which an interrupted thread does not."""
         self.assisted = False
         """Whether a waiting thread has it, which needs nobody to be woken."""
+        self.raised: BaseException | None = None
+        """What it raised on a thread that assisted. The progress thread fails it, because no interrupt strikes there."""
         self.failure: FerroError | None = None
         self.verdict_by = FOREVER
 
     def release(self) -> None:
         """Drops what it held when it is over. Timers may refer to the entry for a while longer."""
         self.over = True
-        self.failure = None  # its traceback refers to the execution
+        self.failure = self.raised = None  # their tracebacks refer to the execution
         del self.execution, self.abort, self.convert, self.patience, self.work
 
     def nap_seconds(self) -> float:
@@ -216,12 +219,8 @@ class Progress:
             if not entry.over:
                 self._move_to(entry.execution.device)
                 act(entry)
-        except FerroError as error:
+        except Exception as error:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
             self._fail(entry, error)
-        except MemoryError as error:
-            self._fail(entry, out_of_memory(entry.execution.label, error))
-        except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
-            self._fail(entry, unexpected(entry.execution.label, bug))
         finally:
             entry.turn.release()
         return True
@@ -248,7 +247,7 @@ class Progress:
             self._wake(entry)
 
     def _advance_here(self, entry: _Entry) -> None:
-        if entry.over or entry.failure is not None:
+        if entry.over or entry.failure is not None or entry.raised is not None:
             return
         execution = entry.execution
         try:
@@ -257,18 +256,12 @@ class Progress:
                 over = execution.polling.spin(iter(execution.advance, True))
             else:
                 over = execution.advance() or (execution.busy_poll() and execution.advance())
-        except FerroError as error:
-            self._fail(entry, error)
+        except (FerroError, MemoryError) as error:
+            entry.raised = error
             return
-        except MemoryError as error:
-            self._fail(entry, out_of_memory(execution.label, error))
-            return
-        except Exception as error:
-            self._fail(entry, unexpected(execution.label, error))
-            raise
-        except BaseException as interrupt:
-            if execution.polling is not None:  # a step that it struck cannot be repeated; those of events see to it themselves
-                self._fail(entry, interrupted(execution.label, interrupt))
+        except BaseException as error:  # of a signal handler: it is for this thread as well
+            if execution.polling is not None or isinstance(error, Exception):
+                entry.raised = error  # a step that it struck cannot be repeated; those of events see to it themselves
             raise
         if over:
             self._end(entry, None)
@@ -285,6 +278,9 @@ class Progress:
         if entry.failure is not None:
             if latch.cause is not None:
                 self._end(entry, latch.cause.again())
+            return
+        if entry.raised is not None:
+            self._fail(entry, entry.raised)
             return
         latch.check()
         execution, position = entry.execution, entry.execution.position
@@ -323,7 +319,8 @@ class Progress:
         """Adds a timer, for the entry's own time or another. One operation of the heap, which other threads do not divide."""
         heapq.heappush(self._timers, (entry.due() if due is None else due, next(self._count), entry))
 
-    def _fail(self, entry: _Entry, error: FerroError) -> None:
+    def _fail(self, entry: _Entry, raised: BaseException) -> None:
+        error = _failure(entry.execution.label, raised)
         if not breaks(entry.execution, error):
             self._end(entry, error)
             return
@@ -354,6 +351,15 @@ class Progress:
         except BaseException:  # an interrupt of a thread that assists: nobody else would end it
             end()
             raise
+
+
+def _failure(label: str, error: BaseException) -> FerroError:
+    """The failure of an operation that has raised this error."""
+    if isinstance(error, FerroError):
+        return error
+    if isinstance(error, MemoryError):
+        return out_of_memory(label, error)
+    return unexpected(label, error) if isinstance(error, Exception) else interrupted(label, error)
 
 
 _create = threading.Lock()

@@ -261,13 +261,30 @@ class InterruptAt:
             raise KeyboardInterrupt
 
 
-def test_wherever_an_interrupt_strikes_the_operation_ends() -> None:
+class LetsGo(Polled):
+    """Its last step lets the progress thread go on."""
+
+    def __init__(self, keeper: Busy, latch: Latch, error: Exception | None) -> None:
+        super().__init__(latch, steps=2, error=error)
+        self.keeper = keeper
+
+    def advance(self) -> bool:
+        if self.advances == 2:
+            self.keeper.may_go.set()
+        return super().advance()
+
+
+@pytest.mark.parametrize("error", [None, PeerLostError(1, "gone")], ids=["succeeds", "fails"])
+def test_wherever_an_interrupt_strikes_the_operation_ends(error: FerroError | None) -> None:
     """With its result, or with an error where a step was struck; and others who wait are told."""
     outcomes = set()
     for place in range(1, 400):
         progress, latch = Progress(SYSTEM_CLOCK), Latch()
         _, report = reporter(latch)
-        execution = Polled(latch, steps=2)
+        keeper = Busy()
+        execution = LetsGo(keeper, latch, error)
+        submit(progress, keeper)
+        keeper.is_kept.wait(SECONDS)
         work = submit(progress, execution, report)
         told = threading.Event()
         work.on_done(told.set)
@@ -275,19 +292,21 @@ def test_wherever_an_interrupt_strikes_the_operation_ends() -> None:
         try:
             sys.setprofile(tracer)
             work.wait()
-            break
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, PeerLostError):
             pass
         finally:
             sys.setprofile(before)
+        keeper.may_go.set()
         assert told.wait(SECONDS), place
-        assert execution.finished
-        error = work.exception()
-        assert error is None or "KeyboardInterrupt interrupted it" in str(error)
-        outcomes.add("went on" if error is None else "broken")
+        assert execution.finished, place
+        if tracer.left > 0:
+            break
+        found = work.exception()
+        assert found is None or isinstance(found, PeerLostError) or "KeyboardInterrupt interrupted it" in str(found)
+        outcomes.add("broken" if "KeyboardInterrupt" in str(found) else "went on")
     else:
         raise AssertionError("there are more places than that")
-    assert "went on" in outcomes
+    assert outcomes == {"went on", "broken"}
 
 
 # What events advance already.
