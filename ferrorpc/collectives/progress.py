@@ -34,7 +34,7 @@ from ferrorpc.collectives.driver import (
 )
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import NAP_SECONDS_MAX, nap_seconds
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock
 from ferrorpc.work import Work
 
@@ -229,6 +229,11 @@ class Progress:
         """Advances an operation on the calling thread, which waits for it, for a moment."""
         try:
             if entry.turn.acquire(timeout=TURN_SECONDS):
+                if entry.assisted:
+                    raise UsageError(
+                        "a signal handler waits for the very operation that it has interrupted on this thread",
+                        hint="let the handler set a flag, and wait where the program looks at it",
+                    )
                 entry.assisted = True
                 self._advance_here(entry)
                 self._hand_back(entry)

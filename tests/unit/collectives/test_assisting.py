@@ -15,7 +15,14 @@ from ferrorpc.collectives import progress as progress_module
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import Progress
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, LimitExceededError, PeerLostError, TensorMismatchError
+from ferrorpc.errors import (
+    CollectiveTimeoutError,
+    FerroError,
+    LimitExceededError,
+    PeerLostError,
+    TensorMismatchError,
+    UsageError,
+)
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.work import Work
 from tests.unit.collectives.test_progress import Never, Scripted, reporter
@@ -240,6 +247,20 @@ def test_an_interrupt_within_a_step_ends_the_generation(progress: Progress, busy
     with pytest.raises(FerroError, match="scripted #1: KeyboardInterrupt interrupted it"):
         work.wait(timeout=SECONDS)
     assert len(reported) == 1
+
+
+def test_a_signal_handler_that_waits_for_what_it_has_interrupted_is_told_so(progress: Progress, busy: Busy) -> None:
+    """The operation goes on only when the handler has returned."""
+
+    class Handled(Polled):
+        def advance(self) -> bool:
+            with pytest.raises(UsageError, match="waits for the very operation that it has interrupted"):
+                work.wait()
+            return True
+
+    work = submit(progress, Handled(Latch()))
+    assert work.wait() == 7
+    busy.may_go.set()
 
 
 class InterruptAt:
