@@ -218,7 +218,7 @@ class Work(Generic[Result]):
 
     def _forget(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            if callback in self._callbacks:
+            if not self._done and callback in self._callbacks:
                 self._callbacks.remove(callback)
 
     def complete(self, result: Result) -> None:
@@ -237,16 +237,13 @@ class Work(Generic[Result]):
         self.assist = None
         if self._register is not None:
             self._register.pop(id(self), None)
-        while (callback := self._first_callback()) is not None:
+        callbacks = self._callbacks  # which nobody else changes from now on
+        while callbacks:
             try:
-                callback()
+                callbacks[0]()
             except Exception:  # noqa: BLE001  a failing callback must not affect other callbacks or the driver's other operations
                 _log.exception("%s is done, but one who was to be told of it failed", self.label)
-            self._forget(callback)  # only now: an interrupt leaves it to a second call
-
-    def _first_callback(self) -> Callable[[], None] | None:
-        with self._lock:
-            return self._callbacks[0] if self._callbacks else None
+            del callbacks[0]  # only now: an interrupt leaves it to a second call. No call, where one could strike
 
     def __del__(self) -> None:
         error = self._error

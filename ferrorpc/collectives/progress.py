@@ -34,7 +34,7 @@ from ferrorpc.collectives.driver import (
 )
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import NAP_SECONDS_MAX, nap_seconds
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock, Parker
 from ferrorpc.work import ASSIST_SECONDS, Work
 
@@ -56,6 +56,7 @@ class _Entry:
         "over",
         "patience",
         "queued",
+        "raised",
         "scheduled",
         "serial",
         "ticket",
@@ -87,13 +88,15 @@ class _Entry:
         """Held by the thread that advances it. It knows its owner, which an interrupted thread does not."""
         self.helper: Parker | None = None
         """Of the thread that assists, which is woken in place of the progress thread."""
+        self.raised: BaseException | None = None
+        """What it raised on a thread that assisted. The progress thread fails it, because no interrupt strikes there."""
         self.failure: FerroError | None = None
         self.verdict_by = FOREVER
 
     def release(self) -> None:
         """Drops what it held when it is over. Timers may refer to the entry for a while longer."""
         self.over = True
-        self.failure = None  # its traceback refers to the execution
+        self.failure = self.raised = None  # their tracebacks refer to the execution
         del self.execution, self.abort, self.convert, self.patience, self.work
 
     def nap_seconds(self) -> float:
@@ -219,12 +222,8 @@ class Progress:
             if not entry.over:
                 self._move_to(entry.execution.device)
                 act(entry)
-        except FerroError as error:
+        except Exception as error:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
             self._fail(entry, error)
-        except MemoryError as error:
-            self._fail(entry, out_of_memory(entry.execution.label, error))
-        except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
-            self._fail(entry, unexpected(entry.execution.label, bug))
         finally:
             entry.turn.release()
         return True
@@ -233,6 +232,11 @@ class Progress:
         """Advances an operation on the calling thread, which waits for it, for a moment."""
         try:
             if entry.turn.acquire(timeout=TURN_SECONDS):
+                if entry.helper is not None:
+                    raise UsageError(
+                        "a signal handler waits for the very operation that it has interrupted on this thread",
+                        hint="let the handler set a flag, and wait where the program looks at it",
+                    )
                 entry.helper = self._clock.parker()
                 self._advance_here(entry, entry.helper)
                 self._hand_back(entry)
@@ -251,27 +255,24 @@ class Progress:
             self._wake(entry)
 
     def _advance_here(self, entry: _Entry, helper: Parker) -> None:
-        if entry.over or entry.failure is not None:
+        if entry.over or entry.failure is not None or entry.raised is not None:
             return
         execution, polling = entry.execution, entry.execution.polling
         try:
             execution.guard.latch.check()
             over = self._advanced_with_events(entry, helper) if polling is None else polling.spin(iter(execution.advance, True))
-        except FerroError as error:
-            self._fail(entry, error)
+        except (FerroError, MemoryError) as error:
+            entry.raised = error
             return
-        except MemoryError as error:
-            self._fail(entry, out_of_memory(execution.label, error))
-            return
-        except Exception as error:
-            self._fail(entry, unexpected(execution.label, error))
-            raise
-        except BaseException as interrupt:
-            if polling is not None:  # a step that it struck cannot be repeated; those of events see to it themselves
-                self._fail(entry, interrupted(execution.label, interrupt))
+        except BaseException as error:  # of a signal handler: it is for this thread as well
+            if polling is not None or isinstance(error, Exception):
+                entry.raised = error  # a step that it struck cannot be repeated; those of events see to it themselves
             raise
         if over:
+            queue = self._polled.get(execution.queue)
             self._end(entry, None)
+            if queue is not None and len(queue) > 1:  # the next one is polled now
+                self._parker.unpark()
 
     def _advanced_with_events(self, entry: _Entry, helper: Parker) -> bool:
         """Whether it became complete within a moment, and before a timer is due."""
@@ -297,6 +298,9 @@ class Progress:
         if entry.failure is not None:
             if latch.cause is not None:
                 self._end(entry, latch.cause.again())
+            return
+        if entry.raised is not None:
+            self._fail(entry, entry.raised)
             return
         latch.check()
         execution, position = entry.execution, entry.execution.position
@@ -335,7 +339,8 @@ class Progress:
         """Adds a timer, for the entry's own time or another. One operation of the heap, which other threads do not divide."""
         heapq.heappush(self._timers, (entry.due() if due is None else due, next(self._count), entry))
 
-    def _fail(self, entry: _Entry, error: FerroError) -> None:
+    def _fail(self, entry: _Entry, raised: BaseException) -> None:
+        error = _failure(entry.execution.label, raised)
         if not breaks(entry.execution, error):
             self._end(entry, error)
             return
@@ -366,6 +371,15 @@ class Progress:
         except BaseException:  # an interrupt of a thread that assists: nobody else would end it
             end()
             raise
+
+
+def _failure(label: str, error: BaseException) -> FerroError:
+    """The failure of an operation that has raised this error."""
+    if isinstance(error, FerroError):
+        return error
+    if isinstance(error, MemoryError):
+        return out_of_memory(label, error)
+    return unexpected(label, error) if isinstance(error, Exception) else interrupted(label, error)
 
 
 _create = threading.Lock()

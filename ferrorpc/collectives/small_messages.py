@@ -97,7 +97,8 @@ class SmallReceive(PostedReceive):
         if message is None or not message.frames:
             return False
         first, header = message.frames[0], message.header
-        return len(first.payload) == header.total and (spec is None or spec == (header.dtype, header.shape))
+        # An empty one may claim any shape: the general path sees to that.
+        return 0 < len(first.payload) == header.total and (spec is None or spec == (header.dtype, header.shape))
 
     def _is_here(self) -> bool:
         """Whether all of the message that comes without a grant is here. To stop before would wake the reader for the rest."""

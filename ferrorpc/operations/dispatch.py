@@ -306,7 +306,8 @@ class Dispatch:
             return False
 
     def let_events_advance(self, execution: Execution) -> None:
-        """Lets the threads that bring its messages advance an execution before its driver has it."""
+        """Lets the threads that bring its messages advance an execution before its driver has it. Not one that sends: where a
+        lane is full, its driver goes on."""
         if isinstance(execution, EventDrivenExecution):
             execution.wake, execution.has_begun = _wake_nobody, True
             try:

@@ -113,7 +113,12 @@ class ReceiveQueue:
         return self._match()
 
     def take(self, post: PostedReceive) -> int:
-        """Removes a message that its recv has taken completely. Returns how many of its bytes were unexpected."""
+        """Removes a message that its recv has taken completely. Returns how many of its bytes were unexpected.
+
+        A recv that was interrupted before it knew calls it again.
+        """
+        if post.number not in self._matched:
+            return 0
         del self._matched[post.number]
         return self._messages.pop(post.number).unexpected_bytes
 

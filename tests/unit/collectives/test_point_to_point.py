@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.collectives.point_to_point import RecvExecution, SendExecution, SendQueues
+from ferrorpc.collectives.point_to_point import SEND, RecvExecution, SendExecution, SendQueues
 from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
@@ -109,3 +109,26 @@ def test_a_message_that_comes_as_its_recv_gives_up_is_for_the_next_one(size: int
     assert following.results[0].tolist() == list(range(size))
     following.finish()
     assert not lane.mailbox._inbound
+
+
+def test_a_recv_that_was_interrupted_when_its_message_was_taken_can_go_on(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A waiting thread advances it, and after an interrupt the progress thread does."""
+    mailbox, spec = sender.lane.mailbox, TensorSpec(DType.UINT8, (4,))
+    recv = RecvExecution(sender.lane, 0, 1, 0, None, None, Guard(SYSTEM_CLOCK, Latch(), 30.0))
+    recv.wake = lambda: None
+    frame = Frame(Key(0, POINT_TO_POINT, 1), 1, Header(0, SEND, spec.dtype, spec.shape, 4), 0, memoryview(b"abcd"))
+    mailbox.deliver(frame)
+    take = mailbox.take
+
+    def interrupted(*arguments: Any) -> None:
+        take(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mailbox, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recv.advance()
+    monkeypatch.setattr(mailbox, "take", take)
+    assert recv.advance()
+    assert recv.results[0].tobytes() == b"abcd"

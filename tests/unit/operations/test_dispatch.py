@@ -16,11 +16,17 @@ from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.driver import drive
 from ferrorpc.collectives.execution import Prepared
-from ferrorpc.guard import Latch
+from ferrorpc.collectives.point_to_point import SendExecution, SendQueues
+from ferrorpc.collectives.progress import Progress
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
 from ferrorpc.testing import ManualClock, run_world
 from ferrorpc.transports.inproc import InprocTransport
+from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.frames import Header, Key
+from tests.unit.collectives.lane import Lane
 from tests.unit.collectives.test_event_driven import Counting
+from tests.waiting import eventually
 
 
 def test_the_calls_prepared_last_are_kept_and_no_more_of_them_than_a_program_needs() -> None:
@@ -72,6 +78,33 @@ def test_the_time_in_an_operation_is_told_from_its_beginning_to_its_end(fails: b
     else:
         Dispatch(backend, 20.0).run(Counting(1))
     assert told == [("since", 10.0), ("for", 4.0)]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_an_asynchronous_send_goes_on_once_a_full_lane_has_room(in_time: bool) -> None:
+    """Room may come before the send has a driver, or afterwards."""
+
+    class Full(Lane):
+        def send(self, peer: int, key: Key, header: Header, offset: int, payload: Any, room: Callable[[], None]) -> bool:
+            told.append(room)
+            return super().send(peer, key, header, offset, payload, room)
+
+    told: list[Callable[[], None]] = []
+    lane, data = Full(0), np.ones(4, np.uint8)
+    guard = Guard(SYSTEM_CLOCK, Latch(), 20.0)
+    execution = SendExecution(lane, 0, SendQueues(), data, TensorSpec(DType.UINT8, (4,)), 1, 0, guard)
+    (backend,) = SimulatedBackend.create_group(1)
+    assert not Dispatch(backend, 20.0).begin(execution)
+    if in_time:
+        lane.room = 1
+        told[-1]()
+    work = Progress(SYSTEM_CLOCK).submit(execution, lambda error: None, lambda done: 7)
+    if not in_time:
+        eventually(lambda: len(told) == 2, "it was refused once more")
+        lane.room = 1
+        told[-1]()
+    assert work.wait(timeout=5.0) == 7
+    backend.close()
 
 
 def test_what_goes_wrong_at_once_is_met_by_who_drives_it() -> None:
