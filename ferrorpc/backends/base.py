@@ -160,7 +160,7 @@ class Backend(ABC):
         return drive(execution, self.abort)
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
-        """Hands an execution to another thread; the Work's result is `convert(execution)`, made on that thread.
+        """Hands an execution to another thread; the Work's result is `convert(execution)`, made where it is completed.
 
         Executions over blocking `send` and `recv` block it, so here each has a thread of its own.
         """

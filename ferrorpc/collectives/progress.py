@@ -140,7 +140,8 @@ class Progress:
         convert: Callable[[Execution], Any],
         work: Work[Any] | None = None,
     ) -> Work[Any]:
-        """Takes over an execution. The result of the Work is `convert(execution)`, called on the progress thread.
+        """Takes over an execution. The result of the Work is `convert(execution)`, called on the thread that completes it: the
+        progress thread, or one that waits for the Work.
 
         Args:
             work: the Work; a new one where none is given.
@@ -255,6 +256,7 @@ class Progress:
             self._wake(entry)
 
     def _advance_here(self, entry: _Entry, helper: Parker) -> None:
+        """Advances an entry of which this thread has the turn, and ends it if it becomes complete."""
         if entry.over or entry.failure is not None or entry.raised is not None:
             return
         execution, polling = entry.execution, entry.execution.polling
