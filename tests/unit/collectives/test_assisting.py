@@ -347,13 +347,27 @@ class EventfulThatLetsGo(Eventful):
         keeper.may_go.set()
 
 
+class NeedsTheThread(Eventful):
+    """Only the progress thread completes it, which goes on once it is assisted."""
+
+    def __init__(self, keeper: Busy, latch: Latch, error: Exception | None) -> None:
+        super().__init__(latch)
+        self.keeper = keeper
+
+    def step(self) -> bool:
+        assisted = threading.current_thread().name == "MainThread"
+        if assisted:
+            self.keeper.may_go.set()
+        return not assisted
+
+
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [(LetsGo, None), (LetsGo, PeerLostError(1, "gone")), (EventfulThatLetsGo, None)],
-    ids=["polled, succeeds", "polled, fails", "with events"],
+    [(LetsGo, None), (LetsGo, PeerLostError(1, "gone")), (EventfulThatLetsGo, None), (NeedsTheThread, None)],
+    ids=["polled, succeeds", "polled, fails", "with events", "handed back"],
 )
 def test_wherever_an_interrupt_strikes_the_operation_ends(
-    kind: type[LetsGo | EventfulThatLetsGo], error: FerroError | None
+    kind: type[LetsGo | EventfulThatLetsGo | NeedsTheThread], error: FerroError | None
 ) -> None:
     """With its result, or with an error where a step was struck; and others who wait are told once."""
     outcomes = set()
