@@ -41,3 +41,12 @@ def test_what_ends_during_a_long_yield_has_ended(name: str, yields: list[None]) 
     """The last yield is followed by one more look."""
     steps = iter(lambda: bool(yields), True)
     assert POLLINGS[name]().spin(steps)
+
+
+def test_a_gpu_is_looked_at_again_at_once_only_while_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polling, "YIELD_SECONDS", 60.0)  # only looks count, however busy the processor is
+    looks = iter(range(1000))
+    assert not DevicePolling(lambda: next(looks) < 4).spin(iter(lambda: None, True))
+    assert next(looks) == 5
+    assert not DevicePolling(lambda: True).spin(iter(int, None)), "patience ends"
+    assert DevicePolling(lambda: True).spin(range(4))

@@ -12,7 +12,7 @@ import pytest
 from ferrorpc.collectives import driver, progress as progress_module
 from ferrorpc.collectives.driver import EXPLAINED_AT_ONCE, drive
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.polling import DevicePolling, Polling
+from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import PROBES_AT_ONCE, Progress, progress_of
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch, Parker, SystemClock
@@ -386,14 +386,6 @@ def test_nothing_of_an_operation_is_held_once_it_is_over(fails: bool) -> None:
     while held() is not None and SYSTEM_CLOCK.now() < deadline:
         gc.collect()
     assert held() is None
-
-
-def test_a_gpu_is_looked_at_again_at_once_only_while_it_is_waited_for() -> None:
-    looks = iter(range(1000))
-    assert not DevicePolling(lambda: next(looks) < 4).spin(iter(lambda: None, True))
-    assert next(looks) == 5
-    assert not DevicePolling(lambda: True).spin(iter(int, None)), "patience ends"
-    assert DevicePolling(lambda: True).spin(range(4))
 
 
 def test_what_has_failed_is_let_go_of_without_a_garbage_collection() -> None:
