@@ -22,6 +22,7 @@ DEFAULT_MASTER_PORT: Final = 29500
 """torch.distributed's default, for jobs of several nodes, which must agree on a port without communicating."""
 WORKERS_MAX: Final = 1 << 22
 """Linux has no more process ids."""
+SHELLS: Final = frozenset((b"sh", b"bash", b"dash", b"ksh", b"zsh"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,19 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
         return (sys.executable, "-m", *target)
     if not Path(target[0]).exists():
         raise ConfigError(f"there is no file {target[0]!r}", hint=_hint_for(target))
+    if _is_program(Path(target[0])):
+        raise ConfigError(f"{target[0]!r} is a program, not a Python script", hint=_hint_for(target))
     return (sys.executable, *target)
+
+
+def _is_program(path: Path) -> bool:
+    """Whether a file is certainly not Python: machine code of Linux, or a script for a shell."""
+    if not (path.is_file() and os.access(path, os.R_OK)):  # a pipe can be read only once, by Python
+        return False
+    with path.open("rb") as file:
+        first_line = file.readline(256)
+    names = {word.rpartition(b"/")[2] for word in first_line[2:].split()}
+    return first_line.startswith(b"\x7fELF") or (first_line.startswith(b"#!") and not names.isdisjoint(SHELLS))
 
 
 def _hint_for_program(name: str) -> str:
@@ -114,9 +127,9 @@ def _hint_for_program(name: str) -> str:
 
 
 def _hint_for(target: Sequence[str]) -> str:
-    """What to try where the script is not a file. Users of mpirun and srun may have named the interpreter too."""
+    """What to try where the script is not a file, or a program. Users of mpirun and srun may have named the interpreter too."""
     program = target[0]
-    if shutil.which(program) is None:
+    if shutil.which(program) is None and not Path(program).is_file():
         return f"check the path; this is {_here()}"
     if Path(program).name.startswith("python") and len(target) > 1:
         return f"leave {program!r} out: ranks run {target[1]} with {sys.executable}; or say --no-python before it"

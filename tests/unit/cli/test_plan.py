@@ -65,6 +65,34 @@ def test_a_program_in_place_of_a_script_is_answered_with_what_was_meant(target, 
     assert advice in str(caught.value)
 
 
+@pytest.mark.parametrize("first_line", ["#!/bin/sh", "#! /bin/bash -e", "#!/usr/bin/env zsh"])
+def test_a_shell_script_in_place_of_a_script_is_told_from_python(tmp_path, first_line):
+    """Python would call its second line a syntax error."""
+    path = tmp_path / "train.sh"
+    path.write_text(f"{first_line}\npython train.py\n")
+    with pytest.raises(ConfigError, match="is a program, not a Python script\ntry: say --no-python before it"):
+        command_of([str(path)], module=False, no_python=False)
+
+
+def test_the_path_of_the_interpreter_in_place_of_a_script_is_told_from_python(script):
+    with pytest.raises(ConfigError, match=f"is a program, not a Python script\ntry: leave '{sys.executable}' out"):
+        command_of([sys.executable, script], module=False, no_python=False)
+
+
+@pytest.mark.parametrize("first_line", ["", "#", "#!", "#!/usr/bin/env python3", "#!/usr/bin/env -S uv run --script", "sh = 1"])
+def test_what_may_be_python_runs_under_this_interpreter(tmp_path, first_line):
+    path = tmp_path / "train"
+    path.write_text(f"{first_line}\npass\n")
+    assert command_of([str(path)], module=False, no_python=False) == (sys.executable, str(path))
+
+
+@pytest.mark.timeout(10)
+def test_a_script_in_a_pipe_is_left_to_python(tmp_path):
+    """As in `ferrorpc run <(generate)`. It can be read only once."""
+    os.mkfifo(path := tmp_path / "pipe")
+    assert command_of([str(path)], module=False, no_python=False) == (sys.executable, str(path))
+
+
 @pytest.mark.parametrize(
     ("mode", "advice"), [(0o644, r"chmod \+x train: .* or leave --no-python out"), (0o755, "say ./train"), (None, "spelling")]
 )
