@@ -22,6 +22,8 @@ DEFAULT_MASTER_PORT: Final = 29500
 """torch.distributed's default, for jobs of several nodes, which must agree on a port without communicating."""
 WORKERS_MAX: Final = 1 << 22
 """Linux has no more process ids."""
+OPEN_FILES: Final = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+"""Paths that mean something else in each process."""
 SHELLS: Final = frozenset((b"sh", b"bash", b"dash", b"ksh", b"zsh"))
 
 
@@ -101,6 +103,10 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
         return tuple(target)
     if module:
         return (sys.executable, "-m", *target)
+    if target[0] == "-" or target[0].startswith(OPEN_FILES):
+        raise ConfigError(
+            f"ranks cannot read {target[0]!r}, which is open in the launcher alone", hint="save the script to a file"
+        )
     if not Path(target[0]).exists():
         raise ConfigError(f"there is no file {target[0]!r}", hint=_hint_for(target))
     if _is_program(Path(target[0])):
@@ -110,7 +116,7 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
 
 def _is_program(path: Path) -> bool:
     """Whether a file is certainly not Python: machine code of Linux, or a script for a shell."""
-    if not (path.is_file() and os.access(path, os.R_OK)):  # a pipe can be read only once, by Python
+    if not (path.is_file() and os.access(path, os.R_OK)):  # a pipe can be read only once
         return False
     with path.open("rb") as file:
         first_line = file.readline(256)

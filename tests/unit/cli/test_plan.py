@@ -86,9 +86,16 @@ def test_what_may_be_python_runs_under_this_interpreter(tmp_path, first_line):
     assert command_of([str(path)], module=False, no_python=False) == (sys.executable, str(path))
 
 
+@pytest.mark.parametrize("script", ["-", "/dev/stdin", "/dev/fd/63", "/proc/self/fd/0"])
+def test_a_script_that_only_the_launcher_has_open_is_refused(script):
+    """As in `ferrorpc run /dev/stdin < train.py`, where two workers found nothing to run and all seemed well."""
+    with pytest.raises(ConfigError, match="open in the launcher alone\ntry: save the script to a file"):
+        command_of([script], module=False, no_python=False)
+
+
 @pytest.mark.timeout(10)
 def test_a_script_in_a_pipe_is_left_to_python(tmp_path):
-    """As in `ferrorpc run <(generate)`. It can be read only once."""
+    """It can be read only once."""
     os.mkfifo(path := tmp_path / "pipe")
     assert command_of([str(path)], module=False, no_python=False) == (sys.executable, str(path))
 
