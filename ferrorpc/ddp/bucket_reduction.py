@@ -70,7 +70,8 @@ class BucketReduction:
 
     def assist(self) -> None:
         """Advances the collective that is in flight on this thread, for a moment, where that is faster than to wait for it."""
-        assist = None if self._work is None else self._work.assist
+        work = self._work
+        assist = None if work is None else work.assist  # which is gone as soon as another thread ends the operation
         if assist is not None:
             assist()
 

@@ -134,7 +134,7 @@ def test_who_waits_for_everything_in_flight_goes_on_as_soon_as_it_is_over() -> N
     assert run_world(2, body) == [None, 3.0]
 
 
-def test_an_asynchronous_send_goes_on_once_its_full_lane_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_groups_asynchronous_send_goes_on_once_its_full_lane_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lane was full when its caller began it, before it had the driver that the lane calls."""
     honest, rooms = InprocTransport.send, list[Callable[[], None]]()
 
