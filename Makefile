@@ -11,7 +11,7 @@ SHELL := /bin/sh
 # Where this is set, each of the thousands of processes that tests start would compile all it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for p in python3 python3.15 python3.14 python3.13 python3.12 python3.11; do \
   "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 BIN := .venv/bin
 READY := .venv/ready

@@ -31,6 +31,9 @@ class Interrupt:
     """Raises KeyboardInterrupt on the thread that enters it, at the n-th place where Python looks for signals in the library:
     as one of its functions begins, and as a call into compiled code, for which the stand-ins are taken, returns.
 
+    Where `with` has just entered a lock is no such place, or the lock would stay locked. Python 3.14 does look for signals
+    there, by mistake (python/cpython#148874), and no library can make up for that.
+
     Attributes:
         place: where it struck; None where the calls had fewer places.
     """
@@ -50,7 +53,8 @@ class Interrupt:
         at: FrameType | None = frame
         if event == "return":
             at = None if _is_in_library(frame) or frame.f_code.co_name == "__del__" else frame.f_back
-        if self.place is not None or event == "c_call" or at is None or not _is_in_library(at):
+        enters = event == "c_return" and getattr(argument, "__name__", "") == "__enter__"
+        if self.place is not None or event == "c_call" or enters or at is None or not _is_in_library(at):
             return
         self._left -= 1
         if not self._left:

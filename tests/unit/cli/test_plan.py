@@ -58,8 +58,10 @@ def test_what_cannot_be_run_is_refused(target, flags, complaint):
         (["sh", "train.sh"], "say --no-python before it"),
     ],
 )
-def test_a_program_in_place_of_a_script_is_answered_with_what_was_meant(target, advice):
+def test_a_program_in_place_of_a_script_is_answered_with_what_was_meant(tmp_path, monkeypatch, target, advice):
     """As for mpirun and srun, which are given the interpreter."""
+    (tmp_path / "python3").symlink_to(sys.executable)  # some systems have it only with its version
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(ConfigError) as caught:
         command_of(target, module=False, no_python=False)
     assert advice in str(caught.value)

@@ -54,7 +54,7 @@ def test_a_table_of_the_first_version_is_read_unless_its_processors_stand_for_an
     ("wrong", "words"),
     [
         ("{", "not JSON"),
-        ("[" * 9999, "not JSON: maximum recursion depth"),
+        ("[" * 9999, "not JSON: (maximum recursion|Expecting value)"),  # Python 3.14 recurses deeper
         ("[]", "name and lanes"),
         (text(ROW, extra=1), "name and lanes"),
         (text(ROW, name=1), "name is no text"),
