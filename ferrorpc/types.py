@@ -73,7 +73,7 @@ class DType(IntEnum):
         return self >= DType.COMPLEX64
 
     @property
-    def is_integer(self) -> bool:
+    def is_integer(self) -> bool:  # type: ignore[override, unused-ignore]  # from Python 3.12 on int has such a method
         """Signed or unsigned integers, bool not included."""
         return DType.INT8 <= self <= DType.UINT64
 

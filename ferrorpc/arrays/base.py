@@ -262,6 +262,6 @@ def _steps(array: np.ndarray[Any, Any]) -> list[int]:
 def _overlap(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
     try:
         # The stub knows only the two named amounts of work.
-        return bool(np.shares_memory(one, other, max_work=_OVERLAP_WORK))  # type: ignore[arg-type]
+        return bool(np.shares_memory(one, other, max_work=_OVERLAP_WORK))  # type: ignore[arg-type, unused-ignore]
     except np.exceptions.TooHardError:
         return True

@@ -205,7 +205,7 @@ class Segment:
     def locate(self, array: np.ndarray[Any, Any]) -> int | None:
         """Offset of a C-contiguous array in this segment. None where it is not completely in the segment, or is strided."""
         try:
-            address = _address_of(_first_byte(array))  # type: ignore[arg-type]
+            address = _address_of(_first_byte(array))  # type: ignore[arg-type, unused-ignore]
         except (TypeError, ValueError, BufferError):
             # Read-only, empty, strided, or of a dtype without the buffer protocol: the slow way works for all.
             if not array.flags.c_contiguous:
