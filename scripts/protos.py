@@ -34,7 +34,14 @@ def generator() -> Path:
         print(f"making the generator's environment ({', '.join(TOOLS)}) ...", flush=True)
         venv.create(ENVIRONMENT, clear=True)
         pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "-q", *TOOLS], check=True)
+        try:  # without a wheel for this Python, pip would compile for many minutes
+            subprocess.run([*pip, "install", "-q", "--only-binary=:all:", *TOOLS], check=True)
+        except subprocess.CalledProcessError:
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            raise SystemExit(
+                f"the generator cannot be installed for Python {version}: pip's reason is above\n"
+                "try: make clean, then make protos with an older Python, as in PYTHON=python3.14 make protos"
+            ) from None
         done.write_text("\n".join(TOOLS))
     return python
 

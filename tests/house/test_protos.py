@@ -25,8 +25,8 @@ def test_generated_code_is_fresh() -> None:
         [sys.executable, "scripts/protos.py", "--check"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
-    if "pip" in result.stderr and "returned non-zero exit status" in result.stderr:
-        pytest.skip(f"the pinned generator cannot be installed here: {result.stderr.strip().splitlines()[-1]}")
+    if "the generator cannot be installed" in result.stderr:
+        pytest.skip(" ".join(result.stderr.split()))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
