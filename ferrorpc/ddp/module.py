@@ -107,6 +107,16 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
     def __repr__(self) -> str:
         return f"<DistributedDataParallel of {type(self.module).__name__}, {self._replica.text}>"
 
+    if not TYPE_CHECKING:  # a checker would let any name pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says where to look for what the wrapper does not have, such as `state_dict`."""
+            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name.startswith("__") or not hasattr(vars(self).get("module"), name):
+                raise AttributeError(missing, name=name, obj=self)
+            hint = f"ddp.module.{name}; or wrap a torch module in ferrorpc.torch.DistributedDataParallel, which is one itself"
+            raise AttributeError(f"{missing}: its module has it\ntry: {hint}")
+
     def __getstate__(self) -> NoReturn:
         """Refuses: what it holds belongs to this process and its group."""
         raise UsageError("a DistributedDataParallel cannot be copied or pickled", hint="copy or save ddp.module")

@@ -249,6 +249,18 @@ def test_the_wrapper_passes_calls_and_modes_on():
     run_world(1, body)
 
 
+def test_what_only_the_module_has_is_asked_of_the_wrapper_in_vain_and_told_where_to_find():
+    def body(group):
+        ddp = DistributedDataParallel(Plain(w=np.zeros(1)), group)
+        with pytest.raises(AttributeError, match=r"no attribute 'named': its module has it\ntry: ddp\.module\.named; or wrap"):
+            ddp.named  # noqa: B018
+        with pytest.raises(AttributeError, match=r"'DistributedDataParallel' object has no attribute 'nothing'$"):
+            ddp.nothing  # noqa: B018
+        assert not hasattr(ddp, "named")
+
+    run_world(1, body)
+
+
 def test_parameter_takes_numbers_and_shows_itself():
     assert Parameter(1.5).data.shape == ()
     assert repr(Parameter(np.zeros((2, 3)), name="w")) == "<Parameter w: float64[2, 3], no gradient>"
