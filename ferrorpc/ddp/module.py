@@ -111,11 +111,13 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Says where to look for what the wrapper does not have, such as `state_dict`."""
-            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name.startswith("__") or not hasattr(vars(self).get("module"), name):
-                raise AttributeError(missing, name=name, obj=self)
-            hint = f"ddp.module.{name}; or wrap a torch module in ferrorpc.torch.DistributedDataParallel, which is one itself"
-            raise AttributeError(f"{missing}: its module has it\ntry: {hint}")
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if hasattr(vars(self).get("module"), name):
+                hint = (
+                    f"ddp.module.{name}; or wrap a torch module in ferrorpc.torch.DistributedDataParallel, which is one itself"
+                )
+                text = f"{text}: its module has it\ntry: {hint}"
+            raise AttributeError(text, name=name, obj=self)
 
     def __getstate__(self) -> NoReturn:
         """Refuses: what it holds belongs to this process and its group."""

@@ -24,9 +24,9 @@ ECHO = """
     print(repr(sys.stdin.readline()))
 """
 READ = """
-    import os
+    import os, sys
     print(os.getpid(), flush=True)
-    os.read(0, 1)
+    sys.stdin.readline()
 """
 
 
@@ -70,8 +70,10 @@ def test_ctrl_c_ends_a_worker_that_reads_the_terminal(tmp_path, terminal):
     """It has to be in its read by then: Python misses a signal that comes just before."""
     user, programs = terminal
     with on_terminal([*RUN, "-n", "1", write_script(tmp_path, READ)], programs) as process:
-        worker = Path("/proc", process.stdout.readline().removeprefix("0: ").strip(), "stat")
-        eventually(lambda: worker.read_text().rpartition(")")[2].split()[0] == "S", "it sleeps in its read")
+        rank, pid = process.stdout.readline().split()
+        assert rank == "0:"
+        state = Path("/proc", pid, "stat")
+        eventually(lambda: state.read_text().rpartition(")")[2].split()[0] == "S", "it sleeps in its read")
         os.write(user, b"\x03")
         assert process.wait(timeout=30) == 128 + signal.SIGINT
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from ferrorpc.wire.cost_table import TABLE_BYTES_MAX, VERSION, Costs, CostTable, parse
 
+TOO_DEEP = "maximum recursion depth" if sys.version_info < (3, 14) else "Expecting value"  # 3.14 follows it to its end
 ROW = {
     "ranks": 4,
     "alpha_seconds": 1e-4,
@@ -54,7 +56,7 @@ def test_a_table_of_the_first_version_is_read_unless_its_processors_stand_for_an
     ("wrong", "words"),
     [
         ("{", "not JSON"),
-        ("[" * 9999, "not JSON: (maximum recursion|Expecting value)"),  # Python 3.14 recurses deeper
+        ("[" * 9999, f"not JSON: {TOO_DEEP}"),
         ("[]", "name and lanes"),
         (text(ROW, extra=1), "name and lanes"),
         (text(ROW, name=1), "name is no text"),
