@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from functools import partial
 
 from ferrorpc.backends.message import CLOSE_SECONDS, MessageBackend
-from ferrorpc.collectives.arena.control_blocks import Calls, ControlBlocks
+from ferrorpc.collectives.arena.calls import Calls
+from ferrorpc.collectives.arena.control_blocks import ControlBlocks
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.tuning import Tuning, published
 from ferrorpc.coordination.base import Session

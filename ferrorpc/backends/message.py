@@ -167,7 +167,11 @@ class MessageBackend(Backend):
         return _Subgroup(self, world, group_id)
 
     def close(self) -> None:
-        self.transport.close(CLOSE_SECONDS)
+        try:
+            self.transport.close(CLOSE_SECONDS)
+        finally:
+            if self.control is not None:
+                self.control.close()
 
 
 class _Subgroup(MessageBackend):

@@ -121,6 +121,46 @@ group.close()
 """
 
 
+CLOSED_AND_KEPT = """
+import gc
+import os
+import numpy
+import ferrorpc
+
+def shared():
+    with open("/proc/self/maps") as maps:
+        mapped = sum("memfd:ferrorpc" in line for line in maps)
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return mapped + sum("memfd:ferrorpc" in os.readlink(name) for name in names if os.path.islink(name))
+
+def use(group):
+    synchroniser = ferrorpc.GradientSynchronizer({"weight": numpy.ones(20_000, numpy.float32)}, group)
+    synchroniser({"weight": numpy.ones(20_000, numpy.float32)})
+    works = [group.all_reduce(numpy.ones(count), async_op=True) for count in (16, 25_000, 500_000)]
+    for subgroup in (group, group.subgroup([1, 0]), group.subgroup([0, 1])):
+        for count in (16, 25_000, 500_000):
+            x = numpy.ones(count, numpy.float32)
+            group.all_reduce(x)
+            group.reduce(x, root=1)
+            group.broadcast(x if group.rank == 0 else None, root=0)
+            group.reduce_scatter(x)
+            group.all_gather(x)
+            group.all_reduce(x, algorithm="ring")
+            group.all_reduce(group.empty(count), op="max")
+        subgroup.barrier()
+    return group, subgroup, [(work, work.wait()) for work in works]
+
+gc.disable()
+group = ferrorpc.init_process_group(transport="shared_memory")
+kept = []
+for _ in range(3):
+    kept.append(use(group))
+    group = group.reform()
+group.close()
+print(shared(), flush=True)
+"""
+
+
 def numbers_of_two(tmp_path: Path, script: str) -> list[int]:
     """What each of two ranks prints."""
     result = run("-n", "2", write_script(tmp_path, script), timeout=120)
@@ -154,3 +194,9 @@ def test_synchronisers_and_subgroups_that_are_over_give_their_shared_memory_back
 def test_generations_that_were_broken_off_within_a_step_leave_no_mapping(tmp_path: Path) -> None:
     """Only this rank's own segment and its peer's are there."""
     assert numbers_of_two(tmp_path, BROKEN_OFF) == [2, 2]
+
+
+@pytest.mark.shared_memory
+def test_a_closed_group_keeps_no_shared_memory_where_nothing_collects_garbage(tmp_path: Path) -> None:
+    """Trainers switch Python's collector off, and programs keep groups that are over, in a list or in an error's frames."""
+    assert numbers_of_two(tmp_path, CLOSED_AND_KEPT) == [0, 0]

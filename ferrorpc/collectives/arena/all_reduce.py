@@ -85,11 +85,11 @@ class OneShot(ArenaPrepared):
         """Views of this rank's slot, and of all slots in rank order."""
         sources = [slot[: self._nbytes].view(self.specs[0].dtype.storage) for slot in channel.slots]
         found = self._views[channel] = sources[self.arena.rank], sources
-        channel.slot_users.add(self)
+        channel.viewers.add(self)
         return found
 
     def forget(self, channel: Channel) -> None:
-        """Drops the views of a channel's slots, which are freed."""
+        """Drops the views of a channel's slots."""
         self._views.pop(channel, None)
 
 

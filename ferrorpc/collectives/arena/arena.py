@@ -79,10 +79,11 @@ class Arena:
         A call is known until the next one on its channel, which does not begin before every rank has left it.
         """
         bank = self._banks.get(key.stream)
-        if bank is None:
+        channels = None if bank is None else bank.channels
+        if bank is None or not channels:
             return CallRecord(None, 0, "")
         number, signature = bank.latest(self.control.rank)
-        channel = bank.channels[key.number % len(bank.channels)]
+        channel = channels[key.number % len(channels)]
         offset, ticket = channel.block[TEXT], key.number + 1
         known = channel.block[STAGED] >> CHUNK_BITS == ticket >= channel.signed_by
         text = self.control.read_text(self.control.rank, offset) if known else None

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
+from ferrorpc.collectives.arena.calls import Calls
 from ferrorpc.collectives.polling import Polling
-from ferrorpc.errors import LimitExceededError
+from ferrorpc.errors import GroupClosedError, LimitExceededError
 from ferrorpc.transports.shared_memory.segment import CONTROL_OFFSET, Segment
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -105,13 +106,17 @@ class Signature:
         self.offset = offset
         self._place = place
 
+    def let_go(self) -> None:
+        """Keeps its memory no longer."""
+        self._place = _NOTHING
+
 
 class ControlBlocks:
     """This rank's control blocks, and access to those of its peers. One per generation.
 
     Control blocks, and the signatures that they name, stay where they are until the end of the generation, so that a peer never
     reads anything else in their place. All else of a stream that has ended on this rank is freed when the next stream opens,
-    once its peers have left it too.
+    once its peers have left it too. `close` lets go of everything.
 
     Args:
         memory: the shared segments.
@@ -123,7 +128,7 @@ class ControlBlocks:
         self.rank = rank
         self.polling = Polling(len(memory.ranks))
         self._lock = threading.Lock()
-        self._directory = _directory(memory.memory(rank))
+        self._closed = False
         self._banks: dict[tuple[int, int], Bank] = {}
         self._over: deque[Bank] = deque()
         self._pages: list[Array] = []
@@ -139,8 +144,10 @@ class ControlBlocks:
 
         Raises:
             LimitExceededError: there is no room for another stream.
+            GroupClosedError: after `close`.
         """
         with self._lock:
+            self._check_open()
             found = self._banks.get((group, stream))
             if found is None:
                 self._free_ended()
@@ -153,6 +160,27 @@ class ControlBlocks:
         """This rank starts nothing more there. Takes no lock, because a finaliser may run at any point of any thread."""
         self._over.append(bank)
 
+    def close(self) -> None:
+        """Lets go of all shared memory but what operations in flight here still use. Nothing begins afterwards. Idempotent.
+
+        Whoever keeps a closed group, or a call that was prepared for it, keeps none of its memory.
+        """
+        with self._lock:
+            self._closed = True
+            for bank in self._banks.values():
+                bank.close()
+            for signature in list(self._signatures.values()):
+                signature.let_go()
+            self._banks.clear()
+            self._over.clear()
+            self._pages.clear()
+            self._named.clear()
+            self._unused = _NOTHING, 0
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GroupClosedError(f"rank {self.rank} has closed its shared memory")
+
     def _free_ended(self) -> None:
         for _ in range(len(self._over)):
             bank = self._over.popleft()
@@ -162,7 +190,7 @@ class ControlBlocks:
                 self._named.update(*[channel.signatures.values() for channel in bank.channels])
 
     def _open(self, group: int, stream: int, channels: int) -> Place:
-        directory = self._directory
+        directory = directory_of(self.memory.memory(self.rank))
         count = directory[0]
         if count == DIRECTORY_ENTRIES:
             raise LimitExceededError(
@@ -199,7 +227,7 @@ class ControlBlocks:
     def find(self, rank: int, stream: tuple[int, int], channels: int) -> Place | None:
         """Control blocks and slots of another rank's (group, stream); None while it has not opened it."""
         memory = self.memory.memory(rank)
-        directory, wanted = _directory(memory), (_signed(stream[0]), stream[1])
+        directory, wanted = directory_of(memory), (_signed(stream[0]), stream[1])
         for entry in range(1, 1 + min(directory[0], DIRECTORY_ENTRIES) * _ENTRY_WORDS, _ENTRY_WORDS):
             if (directory[entry], directory[entry + 1]) == wanted:
                 blocks, slots = directory[entry + 2], directory[entry + 3]
@@ -207,8 +235,9 @@ class ControlBlocks:
         return None
 
     def sign(self, text: str) -> Signature:
-        """A signature that peers can read, as long as somebody holds what this returns."""
+        """A signature that peers can read, as long as somebody holds what this returns. Raises GroupClosedError."""
         with self._lock:
+            self._check_open()
             found = self._signatures.get(text)
             if found is None:
                 raw = text.encode()[:_TEXT_BYTES]
@@ -228,18 +257,11 @@ class ControlBlocks:
         return bytes(memory[offset + 8 : offset + 8 + length]).decode(errors="replace")
 
 
-class Readable(Protocol):
-    """A prepared call whose runs let peers read this rank's memory."""
-
-    def given_bytes(self) -> dict[int, int]:
-        """World rank of a peer -> bytes it has read in all runs so far."""
-
-
-class SlotUser(Protocol):
-    """A prepared call that caches views of a channel's slots."""
+class Viewer(Protocol):
+    """A prepared call that caches views of shared memory."""
 
     def forget(self, channel: Channel) -> None:
-        """Drops them."""
+        """Drops those that it needs for this channel."""
 
 
 class Check(Protocol):
@@ -249,36 +271,6 @@ class Check(Protocol):
         """Compares with the peers that have come so far, and returns whether all have. Raises CollectiveMismatchError."""
 
 
-class Calls:
-    """Counts the bytes that peers have read from this rank's memory, by prepared calls that exist and those that are gone."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._live: WeakSet[Readable] = WeakSet()
-        self._gone: Counter[int] = Counter()
-        self._going: deque[dict[int, int]] = deque()
-
-    def add(self, call: Readable) -> None:
-        """Counts the runs of a prepared call from now on."""
-        with self._lock:
-            self._live.add(call)
-
-    def forget(self, call: Readable) -> None:
-        """A prepared call is dropped. Takes no lock, because its finaliser may run at any point of any thread."""
-        self._going.append(call.given_bytes())
-
-    def taken_bytes(self) -> dict[int, int]:
-        """World rank of a peer -> payload bytes that it has read, or is about to."""
-        with self._lock:
-            live = list(self._live)
-            while self._going:
-                self._gone.update(self._going.popleft())
-            total = self._gone.copy()
-        for call in live:
-            total.update(call.given_bytes())
-        return total
-
-
 class Bank:
     """The channels of one stream.
 
@@ -286,8 +278,7 @@ class Bank:
         control: this rank's control blocks.
         stream: its group and number.
         peers: world ranks of the others, in group order.
-        memories: their segments, in the same order.
-        channels: in order.
+        channels: in order; none after `close`.
         is_over: whether it has ended on every rank, so that its memory is freed.
         pending_checks: operations whose calls have not been compared with those of all peers yet, by the start value of their
             progress words.
@@ -300,26 +291,32 @@ class Bank:
         self.stream = stream
         self.is_over = False
         self.peers = tuple(rank for rank in ranks if rank != control.rank)
-        self.memories = [control.memory.memory(peer) for peer in self.peers]
-        self.channels = [Channel(self, number) for number in range(channels)]
+        memories = [control.memory.memory(peer) for peer in self.peers]
+        self.channels = [Channel(self, number, memories, _block(own, number)) for number in range(channels)]
         self.pending_checks: dict[int, tuple[Check, Channel]] = {}
         self._ranks = tuple(ranks)
         self._places = {control.rank: own}
+
+    def close(self) -> None:
+        """Lets go of its memory, which operations in flight keep until they end."""
         for channel in self.channels:
-            channel.block = _block(own, channel.number)
+            channel.forget_views()
+        self.channels, self._places = [], {}
+        self.pending_checks.clear()
 
     def meet(self) -> Wait:
         """Waits until every peer has opened this stream, then gives the channels the control blocks and slots of all ranks."""
+        places, channels = self._places, self.channels  # `close` leaves these as they are
         for peer in self.peers:
-            while peer not in self._places:
-                place = self.control.find(peer, self.stream, len(self.channels))
+            while peer not in places:
+                place = self.control.find(peer, self.stream, len(channels))
                 if place is None:
                     yield 0
                 else:
-                    self._places[peer] = place
-        for channel in self.channels:
-            channel.slots = [_slot(self._places[rank], channel.number) for rank in self._ranks]
-            channel.others = [_block(self._places[peer], channel.number) for peer in self.peers]
+                    places[peer] = place
+        for channel in channels:
+            channel.slots = [_slot(places[rank], channel.number) for rank in self._ranks]
+            channel.others = [_block(places[peer], channel.number) for peer in self.peers]
 
     def free(self) -> bool:
         """Frees slots and rings, unless a rank is still in an operation of this stream. Returns whether it did.
@@ -332,8 +329,7 @@ class Bank:
         self._places[self.control.rank] = self._places[self.control.rank][0], _NOTHING
         for channel in self.channels:
             channel.slots, channel.ring = [], _NOTHING
-            for user in list(channel.slot_users):
-                user.forget(channel)
+            channel.forget_views()
         return True
 
     def settle(self) -> None:
@@ -352,10 +348,10 @@ class Bank:
 
     def latest(self, peer: int) -> tuple[int, str]:
         """Ticket and signature of the operation that a peer has entered last; (0, "") before its first."""
-        place = self._places.get(peer)
-        if place is None:
+        place, channels = self._places.get(peer), self.channels
+        if place is None or not channels:
             return 0, ""
-        block = max((_block(place, channel.number) for channel in self.channels), key=lambda block: block[STAGED])
+        block = max((_block(place, channel.number) for channel in channels), key=lambda block: block[STAGED])
         ticket = block[STAGED] >> CHUNK_BITS
         return (ticket, self.control.read_text(peer, block[TEXT])) if ticket > 0 else (0, "")
 
@@ -365,6 +361,7 @@ class Channel:
 
     Attributes:
         bank: the channels of its stream.
+        memories: the peers' segments, in the order of `bank.peers`.
         block: this rank's control block.
         others: the peers' control blocks, in the order of `bank.peers`; empty until all have opened the stream.
         slots: the memory of all ranks for small arrays, in group order; empty until then, too.
@@ -374,13 +371,14 @@ class Channel:
         signatures: what this rank's control block names: the current call's, and those of its notes.
         noted: how many notes of calls this rank has made.
         ring: this rank's memory for what others cannot read in place.
-        slot_users: prepared calls that cache views of `slots`.
+        viewers: prepared calls that cache views of `slots` or `memories`.
     """
 
     __slots__ = (
         "bank",
         "block",
         "last",
+        "memories",
         "noted",
         "number",
         "others",
@@ -388,15 +386,15 @@ class Channel:
         "signatures",
         "signed",
         "signed_by",
-        "slot_users",
         "slots",
+        "viewers",
     )
 
-    block: Words
-
-    def __init__(self, bank: Bank, number: int) -> None:
+    def __init__(self, bank: Bank, number: int, memories: Sequence[Array], block: Words) -> None:
         self.bank = bank
         self.number = number
+        self.memories = memories
+        self.block = block
         self.others: list[Words] = []
         self.slots: list[Array] = []
         self.last = 0
@@ -405,7 +403,7 @@ class Channel:
         self.signatures: dict[int, Signature] = {}
         self.noted = 0
         self.ring = _NOTHING
-        self.slot_users: WeakSet[SlotUser] = WeakSet()
+        self.viewers: WeakSet[Viewer] = WeakSet()
 
     def is_free(self, before: int) -> bool:
         """Whether every rank, this one included, has left the operation that ended with this value of LEFT."""
@@ -435,6 +433,11 @@ class Channel:
             offset, self.ring = self.bank.control.allocate(nbytes)
             self.block[RING] = offset
 
+    def forget_views(self) -> None:
+        """Makes prepared calls drop what they cache."""
+        for viewer in list(self.viewers):
+            viewer.forget(self)
+
     def poison(self) -> None:
         """This rank's operation failed: what it published may change from now on, so peers must not use it."""
         self.block[STAGED] = POISONED
@@ -453,7 +456,8 @@ def words_of(data: Array) -> Words:
     return memoryview(data.data).cast("q")
 
 
-def _directory(memory: Array) -> Words:
+def directory_of(memory: Array) -> Words:
+    """The directory in a segment."""
     return words_of(memory[CONTROL_OFFSET : CONTROL_OFFSET + _DIRECTORY_BYTES])
 
 

@@ -372,12 +372,13 @@ class Exchange(ArenaPrepared):
             table[item * _ENTRY_WORDS] = start + offset
             stages.append((item, slot[offset : offset + nbytes].view(spec.dtype.storage).reshape(spec.shape)))
         found = self._slot_layouts[channel] = _SlotLayout(start, table, words_of(slot[: table.nbytes]), stages)
-        channel.slot_users.add(self)
+        channel.viewers.add(self)
         return found
 
     def forget(self, channel: Channel) -> None:
-        """Drops the layout for a channel's slots, which are freed."""
+        """Drops the layout for a channel's slots, and the parts of peers: each of these is found again."""
         self._slot_layouts.pop(channel, None)
+        self._parts.clear()
 
     def _read(self, channel: Channel, place: int) -> _Part:
         """The part of a peer for this rank, from the peer's table, or from the cache if the entry is a known one.
@@ -386,7 +387,7 @@ class Exchange(ArenaPrepared):
             CodecError: the entry is invalid.
         """
         start = channel.others[place][SOURCE] + self._entry_offset
-        text = channel.bank.memories[place][start : start + _ENTRY_BYTES].tobytes()
+        text = channel.memories[place][start : start + _ENTRY_BYTES].tobytes()
         return self._parts.get((place, text)) or self._learn(channel, place, start)
 
     def _learn(self, channel: Channel, place: int, start: int) -> _Part:
@@ -409,6 +410,7 @@ class Exchange(ArenaPrepared):
         elements = self.part(channel, place, offset, SLOTS * chunk or nbytes).view(dtype.storage)
         if len(self._parts) >= PARTS_MAX:
             self._parts.clear()
+        channel.viewers.add(self)
         found = self._parts[place, text] = _Part(
             spec, length, chunk // dtype.itemsize or max(length, 1), elements, None if chunk else elements.reshape(shape)
         )

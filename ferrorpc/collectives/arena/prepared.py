@@ -16,7 +16,7 @@ from ferrorpc.collectives.arena.signature_check import mismatch
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.errors import CodecError, CollectiveMismatchError, UsageError
+from ferrorpc.errors import CodecError, CollectiveMismatchError, GroupClosedError, UsageError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.reduction import kernel
 from ferrorpc.types import TensorSpec
@@ -85,8 +85,11 @@ class ArenaPrepared(Prepared):
 
         Raises:
             UsageError: a later operation has claimed it already, so the ranks' order would differ.
+            GroupClosedError: the group was closed.
         """
         channels = bank.channels
+        if not channels:
+            raise GroupClosedError(f"rank {self.arena.control.rank} has closed its shared memory")
         channel = channels[number % len(channels)]
         base = number + 1 << CHUNK_BITS
         before, last = channel.last, base | self.chunks
@@ -157,7 +160,7 @@ class ArenaPrepared(Prepared):
         Raises:
             CodecError: they are outside of the segment.
         """
-        memory = channel.bank.memories[peer]
+        memory = channel.memories[peer]
         if offset < 0 or offset + nbytes > memory.size:
             name = channel.bank.peers[peer]
             raise CodecError(f"rank {name} says that its part of {self.signature} lies at {offset}, outside its memory")

@@ -16,15 +16,18 @@ from ferrorpc.collectives.arena.control_blocks import (
     NOTES,
     SLOT_BYTES,
     TEXT,
+    directory_of,
 )
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.errors import CollectiveMismatchError, LimitExceededError, UsageError
+from ferrorpc.errors import CollectiveMismatchError, GroupClosedError, LimitExceededError, UsageError
 from ferrorpc.testing.reference import every_dtype, operators, reduced, values
 from ferrorpc.types import DType, ReduceOp, TensorSpec
+from ferrorpc.wire.frames import Key
 from tests.unit.collectives.shared_world import Running, SharedWorld, all_reduce_call, own
 
 WORLDS = [2, 3, 4, 8]
+BARRIER = Call(Operation.BARRIER)
 
 
 def stored(array: np.ndarray, dtype: DType) -> np.ndarray:
@@ -342,6 +345,39 @@ def test_signatures_that_control_blocks_name_outlive_their_stream():
         assert world.arenas[1].control.read_text(0, offset) == call.signature
 
 
+@pytest.fixture
+def no_collector():
+    """Memory is given back by reference counts alone."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("count", [8, 100_000], ids=["slots", "rings"])
+@pytest.mark.parametrize("operation", [Operation.ALL_REDUCE, Operation.ALL_GATHER])
+def test_closed_control_blocks_keep_their_memory_for_operations_in_flight_only(operation, count):
+    spec, ones = TensorSpec(DType.FLOAT32, (count,)), np.ones(count, np.float32)
+    call = Call(operation, (spec,), ReduceOp.SUM if operation is Operation.ALL_REDUCE else None)
+    with SharedWorld(2) as world:
+        arena = world.arenas[0]
+        assert world.advance([world.begin(rank, call, [ones], number=1) for rank in range(2)])
+        running = [world.begin(rank, call, [ones], number=2) for rank in range(2)]
+        kept = running[0].prepared
+        assert not world.advance(running[:1], limit=50)
+        arena.control.close()
+        arena.control.close()
+        assert world.advance(running)
+        assert all((part.results[0] == (2 if call.op else 1)).all() for part in running)
+        assert world.memories[0].own.used_bytes
+        del running
+        assert not world.memories[0].own.used_bytes
+        for begin in (lambda: kept.claim(arena.bank(0), 3), lambda: arena.bank(5), lambda: prepare(arena, BARRIER)):
+            with pytest.raises(GroupClosedError):
+                begin()
+        assert arena.entered(Key(0, 0, 2)).signature is None
+
+
 def test_what_a_peer_still_reads_is_not_given_away():
     call, ones = all_reduce_call(DType.FLOAT32, 8), np.ones(8, np.float32)
     with SharedWorld(2) as world:
@@ -367,7 +403,7 @@ def test_what_a_peer_still_reads_is_not_given_away():
 def test_the_directory_says_when_it_is_full():
     with SharedWorld(2) as world:
         control = world.arenas[0].control
-        control._directory[0] = DIRECTORY_ENTRIES
+        directory_of(world.segments[0].memory)[0] = DIRECTORY_ENTRIES
         with pytest.raises(LimitExceededError, match="streams and subgroups"):
             control.bank(5, 5, (0, 1), 1)
 

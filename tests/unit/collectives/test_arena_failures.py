@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES, REDUCED, RING, SLOT_BYTES, SOURCE, STAGED
+from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES, REDUCED, RING, SLOT_BYTES, SOURCE, STAGED, directory_of
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -171,7 +171,7 @@ def test_a_part_of_another_shape_than_the_reductions_is_refused(count):
 def test_a_directory_that_claims_to_be_longer_than_any_is_searched_to_its_end(count):
     with SharedWorld(2) as world:
         world.arenas[1].bank(0)
-        world.arenas[1].control._directory[0] = count
+        directory_of(world.segments[1].memory)[0] = count
         assert world.arenas[0].control.find(1, (0, 77), 1) is None
 
 
