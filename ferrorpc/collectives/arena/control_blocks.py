@@ -171,10 +171,7 @@ class ControlBlocks:
                 bank.close()
             for signature in list(self._signatures.values()):
                 signature.let_go()
-            self._banks.clear()
-            self._over.clear()
             self._pages.clear()
-            self._named.clear()
             self._unused = _NOTHING, 0
 
     def _check_open(self) -> None:

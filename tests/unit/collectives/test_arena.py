@@ -378,6 +378,20 @@ def test_closed_control_blocks_keep_their_memory_for_operations_in_flight_only(o
         assert arena.entered(Key(0, 0, 2)).signature is None
 
 
+@pytest.mark.usefixtures("no_collector")
+def test_closed_control_blocks_forget_calls_that_were_still_to_be_compared():
+    with SharedWorld(2) as world:
+        spec, ones = TensorSpec(DType.FLOAT32, (8,)), np.ones(8, np.float32)
+        for rank in range(2):
+            world.arenas[rank].bank(0)
+        sent = world.begin(0, Call(Operation.BROADCAST, (spec,), root=0), [ones], number=1)
+        assert world.advance([sent])
+        assert world.arenas[0].bank(0).pending_checks
+        world.arenas[0].control.close()
+        del sent
+        assert not world.memories[0].own.used_bytes
+
+
 def test_what_a_peer_still_reads_is_not_given_away():
     call, ones = all_reduce_call(DType.FLOAT32, 8), np.ones(8, np.float32)
     with SharedWorld(2) as world:
