@@ -148,7 +148,14 @@ def use(group):
             group.all_reduce(x, algorithm="ring")
             group.all_reduce(group.empty(count), op="max")
         subgroup.barrier()
-    return group, subgroup, [(work, work.wait()) for work in works]
+    closed = []
+    for _ in range(3):  # each frees those before it
+        with group.subgroup([0, 1]) as subgroup:
+            subgroup.all_gather(numpy.ones(16))
+            subgroup.barrier()
+        group.barrier()
+        closed.append(subgroup)
+    return group, closed, [(work, work.wait()) for work in works]
 
 gc.disable()
 group = ferrorpc.init_process_group(transport="shared_memory")

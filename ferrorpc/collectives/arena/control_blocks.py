@@ -130,6 +130,8 @@ class ControlBlocks:
         self._lock = threading.Lock()
         self._closed = False
         self._banks: dict[tuple[int, int], Bank] = {}
+        self._opened: WeakSet[Bank] = WeakSet()
+        """Also those of streams that have ended, which a closed subgroup may keep."""
         self._over: deque[Bank] = deque()
         self._pages: list[Array] = []
         self._unused = _NOTHING, 0
@@ -151,9 +153,9 @@ class ControlBlocks:
             found = self._banks.get((group, stream))
             if found is None:
                 self._free_ended()
-                found = self._banks[group, stream] = Bank(
-                    self, (group, stream), ranks, channels, self._open(group, stream, channels)
-                )
+                found = Bank(self, (group, stream), ranks, channels, self._open(group, stream, channels))
+                self._banks[group, stream] = found
+                self._opened.add(found)
         return found
 
     def let_go(self, bank: Bank) -> None:
@@ -167,7 +169,7 @@ class ControlBlocks:
         """
         with self._lock:
             self._closed = True
-            for bank in self._banks.values():
+            for bank in list(self._opened):
                 bank.close()
             for signature in list(self._signatures.values()):
                 signature.let_go()
