@@ -63,15 +63,39 @@ def install_hooks() -> None:
 
 
 def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Passes an exception to the previous hook. An error of this library is shown without the library's own frames."""
-    shown, left_out = _callers_part(trace)
-    if not left_out or not isinstance(error, FerroError) or logging.getLogger(_PACKAGE).isEnabledFor(logging.DEBUG):
-        hook(kind, error, trace)
-        return
-    error.add_note(f"({left_out} calls within {_PACKAGE} are left out above; FERRORPC_LOG_LEVEL=DEBUG shows them)")
-    error.__traceback__ = shown
-    hook(kind, error, shown)
-    error.__traceback__ = trace
+    """Passes an exception to the previous hook. Errors of this library, those that led to it included, are shown without the
+    library's own frames."""
+    shortened = []
+    for each in () if logging.getLogger(_PACKAGE).isEnabledFor(logging.DEBUG) else _with_what_led_to(error):
+        whole = each.__traceback__
+        if isinstance(each, FerroError) and _shorten(each):
+            shortened.append((each, whole))
+    hook(kind, error, error.__traceback__ if shortened else trace)
+    for each, whole in shortened:
+        each.__traceback__ = whole
+
+
+def _with_what_led_to(error: BaseException) -> list[BaseException]:
+    """The exception, and all others that are shown with it."""
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and not any(each is other for other in found):
+            found.append(each)
+            waiting.append(each.__cause__ if each.__suppress_context__ else each.__context__)
+            waiting.extend(each.exceptions if isinstance(each, BaseExceptionGroup) else ())
+    return found
+
+
+def _shorten(error: FerroError) -> bool:
+    """Leaves the library's own frames out of a traceback, with a note of how many. Returns whether there were any."""
+    shown, left_out = _callers_part(error.__traceback__)
+    if left_out:
+        calls, are, them = ("1 call", "is", "it") if left_out == 1 else (f"{left_out} calls", "are", "them")
+        error.add_note(f"({calls} within {_PACKAGE} {are} left out above; FERRORPC_LOG_LEVEL=DEBUG shows {them})")
+        error.__traceback__ = shown
+    return left_out > 0
 
 
 def _callers_part(trace: TracebackType | None) -> tuple[TracebackType | None, int]:

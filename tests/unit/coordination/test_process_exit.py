@@ -57,16 +57,34 @@ def test_the_traceback_is_printed_by_the_hook_that_was_there_before():
     assert output == "mine\nleft: ZeroDivisionError: division by zero\n"
 
 
+AFTER_A_LOSS = """
+try:
+    latch.check()
+except PeerLostError:
+    {}
+"""
+
+
 @pytest.mark.parametrize(
-    ("level", "raised", "shown"),
+    ("level", "raised", "shown", "shortened"),
     [
-        ("WARNING", "latch.check()", ["<string>"]),
-        ("DEBUG", "latch.check()", ["<string>", "guard.py"]),
-        ("WARNING", "ferrorpc.config.whole_number(None)", ["<string>", "config.py"]),  # not an error that ferrorpc means
-        ("WARNING", "process_exit.reason_of(seat2)", ["<string>", "process_exit.py", "<string>"]),
+        ("WARNING", "latch.check()", ["<string>"], 1),
+        ("DEBUG", "latch.check()", ["<string>", "guard.py"], 0),
+        ("WARNING", "ferrorpc.config.whole_number(None)", ["<string>", "config.py"], 0),  # not an error that ferrorpc means
+        ("WARNING", "process_exit.reason_of(seat2)", ["<string>", "process_exit.py", "<string>"], 0),
+        ("WARNING", AFTER_A_LOSS.format("latch.check()"), ["<string>", "<string>"], 2),
+        ("WARNING", AFTER_A_LOSS.format("1 / 0"), ["<string>", "<string>"], 1),
+        ("WARNING", AFTER_A_LOSS.format("raise KeyError('state') from ValueError('no state')"), ["<string>"], 0),
+        (
+            "WARNING",
+            AFTER_A_LOSS.format("raise ExceptionGroup('both', [sys.exception()])"),
+            ["<string>"] * 3,
+            2,
+        ),
+        ("DEBUG", AFTER_A_LOSS.format("1 / 0"), ["<string>", "guard.py", "<string>"], 0),
     ],
 )
-def test_an_error_of_the_library_is_shown_without_the_librarys_own_lines(level, raised, shown):
+def test_an_error_of_the_library_is_shown_without_the_librarys_own_lines(level, raised, shown, shortened):
     code = f"""
 import logging
 import ferrorpc.config
@@ -82,7 +100,7 @@ latch.trip(PeerLostError(2, "signal 9"))
 """
     _, _, errors = run(code)
     assert [Path(name).name for name in re.findall(r'File "(.*)", line', errors)] == shown
-    assert ("left out above" in errors) == (shown == ["<string>"])
+    assert errors.count("(1 call within ferrorpc is left out above; FERRORPC_LOG_LEVEL=DEBUG shows it)") == shortened
 
 
 def test_a_forked_child_has_no_seat_and_says_nothing_at_its_end():
