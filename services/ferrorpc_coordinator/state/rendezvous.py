@@ -38,6 +38,11 @@ from ferrorpc_coordinator.state.throttle import BroadcastThrottle
 NAMED_MAX: Final = 16
 """Processes of each kind that are named in a timeout's message."""
 
+REPLACING: Final = (
+    "replace lost ranks (`ferrorpc run --restart worker --max-restarts 3`), or allow a smaller world (`--world-size MIN:MAX`)"
+)
+"""What to try where those who were in a generation wait in vain for enough members to form the next one."""
+
 
 @dataclass(slots=True, eq=False)
 class PendingJoin:
@@ -394,14 +399,16 @@ class Rendezvous:
         head += f"{len(came)} of {low if low == high else f'{low} to {high}'} came, "
         given_up = f". Gave up before: {', '.join(str(other.member) for other in timed_out[:NAMED_MAX])}" if timed_out else ""
         rest = given_up + self._refusals()
+        newest = self._generations.newest
+        hint = REPLACING if newest is not None and newest.includes(pending.member) else None
         ranks = self._missing_ranks(came, pending)
         if ranks:
             head += f"missing: rank {', '.join(map(str, ranks))}; {self._describe_ranks(ranks)}"
-            return RendezvousTimeoutError(ranks, f"{head}. {present}{rest}{self._other_losses(ranks)}")
+            return RendezvousTimeoutError(ranks, f"{head}. {present}{rest}{self._other_losses(ranks)}", hint=hint)
         missing = max(0, low - len(came))
         unknown = [f"one more member ({number} of {missing})" for number in range(1, missing + 1)]
         head += f"{missing} missing whose ranks nobody claimed"
-        return RendezvousTimeoutError(unknown, f"{head}. {present}{rest}{self._other_losses([])}")
+        return RendezvousTimeoutError(unknown, f"{head}. {present}{rest}{self._other_losses([])}", hint=hint)
 
     def _missing_ranks(self, came: list[PendingJoin], pending: PendingJoin) -> list[int]:
         """The unclaimed ranks of a fixed world; none unless everyone who came claims a rank."""

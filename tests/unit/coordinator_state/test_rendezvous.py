@@ -151,6 +151,29 @@ def test_a_spare_that_waited_in_vain_may_try_again_while_a_place_can_become_free
     assert (refused.code, refused.retryable) == (ErrorCode.RENDEZVOUS_TIMEOUT, not broken)
 
 
+@pytest.mark.parametrize("low", [2, 3])
+def test_survivors_that_nobody_joins_are_told_how_a_lost_rank_is_replaced(low: int) -> None:
+    world = World()
+    for name in "abc":
+        ask_elastic(world, name, low, 3)
+    for name in "abc"[low - 1 :]:
+        world.ask(name, leave={"reason": "killed"})
+    for name in "abc"[: low - 1]:
+        ask_elastic(world, name, low, 3)
+    world.tick(61 * SECOND)
+    told = error(world, "a")
+    assert told.code == ErrorCode.RENDEZVOUS_TIMEOUT
+    assert "--restart worker" in told.hint
+    assert "MIN:MAX" in told.hint
+
+
+def test_who_joins_first_is_sent_to_the_logs_of_the_missing() -> None:
+    world = World()
+    join(world, "a", size=2, timeout_ms=1_000)
+    world.tick(SECOND)
+    assert "logs" in error(world, "a").hint
+
+
 def test_the_end_of_a_spare_concerns_nobody() -> None:
     world = World()
     join(world, "a")
