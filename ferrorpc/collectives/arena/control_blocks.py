@@ -167,6 +167,7 @@ class ControlBlocks:
 
         Whoever keeps a closed group, or a call that was prepared for it, keeps none of its memory.
         """
+        self.memory.own.close()  # it would reuse what is freed here, although peers may still read it
         with self._lock:
             self._closed = True
             for bank in list(self._opened):

@@ -7,13 +7,14 @@ import gc
 import numpy as np
 import pytest
 
-from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
+from ferrorpc.collectives.arena.all_reduce import CHUNK_BYTES, RING_CHUNKS, OneShot, TwoShot
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
 from ferrorpc.collectives.arena.control_blocks import (
     BLOCK_BYTES,
     BLOCK_PAGE_BYTES,
     DIRECTORY_ENTRIES,
     NOTES,
+    RING,
     SLOT_BYTES,
     TEXT,
     directory_of,
@@ -376,6 +377,22 @@ def test_closed_control_blocks_keep_their_memory_for_operations_in_flight_only(o
             with pytest.raises(GroupClosedError):
                 begin()
         assert arena.entered(Key(0, 0, 2)).signature is None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_what_peers_may_still_read_of_closed_control_blocks_stays_as_it_was():
+    """A slow peer may be copying a result when this rank, which needs nothing more, is interrupted or leaves."""
+    call, ones = all_reduce_call(DType.FLOAT32, 1 << 18), np.ones(1 << 18, np.float32)
+    with SharedWorld(2) as world:
+        running = [world.begin(rank, call, [ones], number=1) for rank in range(2)]
+        assert world.advance(running)
+        seen = world.memories[1].memory(0)[running[0].channel.block[RING] :][: RING_CHUNKS * CHUNK_BYTES]
+        kept = seen.copy()
+        assert kept.any()
+        del running
+        world.arenas[0].control.close()
+        assert not world.memories[0].own.used_bytes
+        assert (seen == kept).all()
 
 
 @pytest.mark.usefixtures("no_collector")
