@@ -25,6 +25,7 @@ from uuid import UUID
 
 import numpy as np
 
+from ferrorpc.arrays.cupy_event import CupyEvent, translated
 from ferrorpc.arrays.cupy_ipc import CupyIpc
 from ferrorpc.arrays.device import DeviceArray, Event, Stream
 from ferrorpc.arrays.staging import Staging
@@ -35,10 +36,6 @@ from ferrorpc.kernels.cuda.launcher import DeviceKernels
 
 INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]' (CUDA 13)"
 T = TypeVar("T")
-_SUCCESS: Final = 0
-_NOT_READY: Final = 600
-_CAPTURING: Final = range(900, 909)
-"""What CUDA answers where a graph is being captured, or an event was recorded in a capture."""
 _UUID_BYTES: Final = 16
 _HIGHEST_PRIORITY: Final = -5
 """The highest of today's GPUs; CUDA clamps a priority to its range."""
@@ -57,48 +54,6 @@ _AS_IT_IS: Final = nullcontext()
 _MODULES: Final = sys.modules
 
 
-class CupyEvent:
-    """An event without timing. Its device records it anew once nobody else refers to it; streams that were told to wait for it
-    still wait for the earlier record.
-
-    Args:
-        number: the CUDA event.
-    """
-
-    __slots__ = ("_runtime", "number")
-
-    def __init__(self, runtime: Any, number: int) -> None:
-        self._runtime = runtime
-        self.number = number
-
-    @property
-    def done(self) -> bool:
-        """As `Event.done`.
-
-        Raises:
-            BackendUnavailableError: the GPU has failed, and will reach no event any more; or a CUDA graph is being captured.
-        """
-        runtime = self._runtime
-        status = runtime.eventQuery(self.number)
-        if status == _SUCCESS:
-            return True
-        if status == _NOT_READY:
-            return False
-        try:
-            runtime.check_status(status)
-        except runtime.CUDARuntimeError as failure:
-            if status in _CAPTURING:
-                raise BackendUnavailableError(
-                    f"a CUDA graph is being captured, or holds the operation: {failure}",
-                    "operations cannot be captured: begin them, and wait for them, before the capture or after it",
-                ) from None
-            raise BackendUnavailableError(
-                f"the GPU has failed: {failure}",
-                "look for the kernel with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; the process has to be started again",
-            ) from None
-        raise AssertionError(f"CUDA knows no status {status}")
-
-
 class CupyStream:
     """One of CuPy's streams, on that GPU, which only a null stream needs to be current: its number is the same on all."""
 
@@ -113,21 +68,27 @@ class CupyStream:
         """As `Stream.record`."""
         device = self._device
         event = device.event()
-        if self.pointer > _SHARED_NUMBERS or device.current_index() == device.index:
-            device.runtime.eventRecord(event.number, self.pointer)
-        else:
-            with device.here():
+        try:
+            if self.pointer > _SHARED_NUMBERS or device.current_index() == device.index:
                 device.runtime.eventRecord(event.number, self.pointer)
+            else:
+                with device.here():
+                    device.runtime.eventRecord(event.number, self.pointer)
+        except device.runtime.CUDARuntimeError as failure:
+            raise translated(failure) from None
         return event
 
     def wait(self, event: Any) -> None:
         """As `Stream.wait`, for a CupyEvent."""
         device = self._device
-        if self.pointer > _SHARED_NUMBERS or device.current_index() == device.index:
-            device.runtime.streamWaitEvent(self.pointer, event.number)
-        else:
-            with device.here():
+        try:
+            if self.pointer > _SHARED_NUMBERS or device.current_index() == device.index:
                 device.runtime.streamWaitEvent(self.pointer, event.number)
+            else:
+                with device.here():
+                    device.runtime.streamWaitEvent(self.pointer, event.number)
+        except device.runtime.CUDARuntimeError as failure:
+            raise translated(failure) from None
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
@@ -319,7 +280,10 @@ class CupyDevice:
     def marked(self) -> tuple[Stream, Event]:
         """As `Device.marked`. Raises as `current`."""
         stream, event = self._current_here(), self.event()
-        self.runtime.eventRecord(event.number, stream.pointer)
+        try:
+            self.runtime.eventRecord(event.number, stream.pointer)
+        except self.runtime.CUDARuntimeError as failure:
+            raise translated(failure) from None
         return stream, event
 
     def _current_here(self) -> CupyStream:
@@ -411,8 +375,11 @@ class CupyDevice:
 
     def _transfer(self, target: int, source: int, size_bytes: int, kind: int, stream: Stream) -> None:
         if size_bytes:
-            with self.here():
-                self._copy(target, source, size_bytes, kind, stream.pointer)
+            try:
+                with self.here():
+                    self._copy(target, source, size_bytes, kind, stream.pointer)
+            except self.runtime.CUDARuntimeError as failure:
+                raise translated(failure) from None
 
     def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
         """As `Device.pinned`."""

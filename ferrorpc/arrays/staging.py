@@ -25,13 +25,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ferrorpc.arrays.device import Device, DeviceArray, Event
 from ferrorpc.arrays.pinned import Pool, Ring
-from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock, Guard, Latch
 
 POOL_BYTES: Final = 256 << 20
@@ -135,7 +136,7 @@ class Download:
             if pieces:
                 wait_for(pieces[-1].end_event, SYSTEM_CLOCK, ABANDON_SECONDS)
                 pending = False
-        except CollectiveTimeoutError:
+        except (CollectiveTimeoutError, BackendUnavailableError):  # of a GPU that has failed, or is captured: not ready either
             pass
         finally:  # also where the wait is interrupted
             if pending:
@@ -268,15 +269,21 @@ class Upload:
 
     def finish(self) -> None:
         """Ends the copy, complete or not. The caller's stream waits for what is queued before it can reuse the memory."""
-        if self._begun:
-            if self._mark is None or not self.is_complete:
-                self._mark = self._ring.stream.record()  # also behind what an interruption has left without a mark
-                self._caller.wait(self._mark)
-            # Memory of a destroyed stream is reused in no order, so the caller's is kept as well.
-            self._ring.keep((self._caller, self._data if self._is_pinned else None), self._mark)
+        with suppress(BackendUnavailableError):  # a GPU that has failed uses no memory any more
+            self._keep()
         self._allowed.clear()
         self._ready.clear()
         self.target = self._data = None
+
+    def _keep(self) -> None:
+        """Keeps what the GPU may still use until it is past what is queued."""
+        if not self._begun:
+            return
+        if self._mark is None or not self.is_complete:
+            self._mark = self._ring.stream.record()  # also behind what an interruption has left without a mark
+            self._caller.wait(self._mark)
+        # Memory of a destroyed stream is reused in no order, so the caller's is kept as well.
+        self._ring.keep((self._caller, self._data if self._is_pinned else None), self._mark)
 
 
 class Staging:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -148,6 +149,18 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     Raises:
         FerroError: the first cause of the generation's end, this rank's timeout, or a UsageError of this call.
     """
+    try:
+        _drive(execution, abort)
+    except BaseException:
+        with suppress(Exception):  # such as one of a GPU that has failed: what is raised tells more
+            execution.finish()
+        raise
+    execution.finish()
+    return execution.results
+
+
+def _drive(execution: Execution, abort: Callable[[FerroError], None]) -> None:
+    """Advances an execution until it is complete. Raises as `drive`."""
     guard = execution.guard
     parker = guard.clock.parker()
     execution.wake = parker.unpark
@@ -167,9 +180,6 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     except Exception as bug:
         abort(unexpected(execution.label, bug))
         raise
-    finally:
-        execution.finish()
-    return execution.results
 
 
 def drive_apart(execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any]) -> Work[Any]:

@@ -359,7 +359,12 @@ class Progress:
     def _end(self, entry: _Entry, error: FerroError | None) -> None:
         execution, result = entry.execution, None
         execution.guard.latch.forget(entry.ticket)
-        execution.finish()
+        try:
+            execution.finish()
+        except Exception as problem:  # noqa: BLE001  such as one of a GPU that has failed: the operation must end all the same
+            if error is None:
+                error = _failure(execution.label, problem).again()
+                entry.abort(error)
         if error is None:
             try:
                 result = entry.convert(execution)

@@ -114,15 +114,22 @@ def test_a_stream_that_the_program_made_current_stays_so(cupy: StandIn) -> None:
     assert cupy.cuda.get_current_stream() is mine
 
 
-def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at(cupy: StandIn) -> None:
+def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at_and_when_work_is_queued(cupy: StandIn) -> None:
     device = device_of(cupy, 0)
     mark = device.current().record()
     cupy.machine.failure = 700
     with pytest.raises(BackendUnavailableError, match="the GPU has failed: cudaError 700"):
         assert mark.done
-    x = cupy.asarray(np.ones(3, np.float32))
-    with pytest.raises(BackendUnavailableError, match="started again"):
-        device.staging.to_host(x)
+    x, stream = cupy.asarray(np.ones(3, np.float32)), device.current()
+    for queued in (
+        stream.record,
+        lambda: stream.wait(mark),
+        device.marked,
+        lambda: device.upload(x, np.zeros(3, np.float32), stream),
+        lambda: device.staging.to_host(x),
+    ):
+        with pytest.raises(BackendUnavailableError, match="started again"):
+            queued()
     cupy.machine.failure = 0
 
 

@@ -324,6 +324,26 @@ def test_a_result_on_its_way_up_keeps_its_memory_although_its_stream_goes(
     assert cupy.machine.gpus[0].memory.live_blocks == 1, "it is given back in the end"
 
 
+def test_transfers_of_a_gpu_that_has_failed_end_without_an_error_of_their_own(cupy: StandIn) -> None:
+    staging, allowed = small(cupy), list[bool]()
+    vars(device_of(cupy, 0))["staging"] = staging
+    cupy.machine.copying = lambda direction, gpu, size_bytes: bool(allowed)
+    x = cupy.asarray(np.ones(4 * SLOT, np.uint8))
+    cupy.machine.settle()
+    transfers = transfers_for([x], [x], 1)
+    assert transfers is not None
+    cupy.machine.settle()
+    transfers.advance_downloads()
+    transfers.allow_upload(0, np.ones(4 * SLOT, np.uint8), 0, SLOT)
+    transfers.advance_uploads()
+    cupy.machine.failure = 700
+    transfers.finish()
+    cupy.machine.failure = 0
+    allowed.append(True)
+    cupy.machine.settle()
+    assert not cupy.machine.faults
+
+
 def test_an_interrupted_end_of_one_transfer_ends_the_others_too(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     staging, allowed = small(cupy), list[bool]()
     vars(device_of(cupy, 0))["staging"] = staging

@@ -13,6 +13,7 @@ It reproduces these less obvious behaviours:
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final, Self
 
@@ -276,8 +277,17 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         if status:
             raise CUDARuntimeError(status)
 
+    def unless_failed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*arguments: Any) -> Any:
+            check_status(machine.failure)
+            return call(*arguments)
+
+        return checked
+
+    functions = FakeIpc(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE)).functions()
+    queues = {name: unless_failed(functions.pop(name)) for name in ("eventRecord", "streamWaitEvent")}
     return SimpleNamespace(
-        memcpyAsync=memcpy_async,
+        memcpyAsync=unless_failed(memcpy_async),
         memcpyHostToDevice=HOST_TO_DEVICE,
         memcpyDeviceToHost=DEVICE_TO_HOST,
         memcpyDeviceToDevice=DEVICE_TO_DEVICE,
@@ -291,7 +301,8 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},
         deviceGetPCIBusId=lambda index: _bus(machine.gpus[index]),
         deviceGetAttribute=lambda attribute, index: 0,
-        **FakeIpc(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE)).functions(),
+        **queues,
+        **functions,
     )
 
 

@@ -130,6 +130,25 @@ def test_what_is_raised_is_the_first_cause_that_was_kept(way: str) -> None:
         run(way, execution, somebody_was_first)
 
 
+@pytest.mark.parametrize(("error", "raised"), [(None, "the GPU is gone"), (PeerLostError(2, "mine"), "mine")])
+def test_an_operation_that_cannot_let_go_of_what_it_holds_fails_and_the_thread_goes_on(error: Any, raised: str) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+
+    class Stuck(Scripted):
+        """What it holds is on a GPU that has failed."""
+
+        def finish(self) -> None:
+            raise RuntimeError("the GPU is gone")
+
+    progress = Progress(SYSTEM_CLOCK)
+    work = progress.submit(Stuck(latch, steps=1, error=error), report, lambda done: done)
+    with pytest.raises(FerroError, match=raised):
+        work.wait(timeout=20.0)
+    assert [raised in each.message for each in reported] == [True]
+    progress.submit(Scripted(Latch(), steps=1), report, lambda done: done).wait(timeout=20.0)
+
+
 @both
 def test_a_failure_that_is_met_after_the_end_of_the_generation_does_not_hide_its_first_cause(way: str) -> None:
     latch = Latch()

@@ -1,0 +1,65 @@
+"""CuPy's events, and CUDA's answers that say that a GPU has failed."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ferrorpc.errors import BackendUnavailableError
+
+_SUCCESS: Final = 0
+_NOT_READY: Final = 600
+_CAPTURING: Final = range(900, 909)
+"""What CUDA answers where a graph is being captured, or an event was recorded in a capture."""
+_FAILED: Final = frozenset((214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719))
+"""What it answers to every call, whatever it is, once memory, a link or a kernel of this process has failed."""
+
+
+class CupyEvent:
+    """An event without timing. Its device records it anew once nobody else refers to it; streams that were told to wait for it
+    still wait for the earlier record.
+
+    Args:
+        number: the CUDA event.
+    """
+
+    __slots__ = ("_runtime", "number")
+
+    def __init__(self, runtime: Any, number: int) -> None:
+        self._runtime = runtime
+        self.number = number
+
+    @property
+    def done(self) -> bool:
+        """As `Event.done`.
+
+        Raises:
+            BackendUnavailableError: the GPU has failed, and will reach no event any more; or a CUDA graph is being captured.
+        """
+        runtime = self._runtime
+        status = runtime.eventQuery(self.number)
+        if status == _SUCCESS:
+            return True
+        if status == _NOT_READY:
+            return False
+        try:
+            runtime.check_status(status)
+        except runtime.CUDARuntimeError as failure:
+            if status in _CAPTURING:
+                raise BackendUnavailableError(
+                    f"a CUDA graph is being captured, or holds the operation: {failure}",
+                    "operations cannot be captured: begin them, and wait for them, before the capture or after it",
+                ) from None
+            raise _gpu_has_failed(failure) from None
+        raise AssertionError(f"CUDA knows no status {status}")
+
+
+def translated(failure: Exception) -> Exception:
+    """CuPy's error for a call that queues work; as BackendUnavailableError if the GPU had failed before."""
+    return _gpu_has_failed(failure) if getattr(failure, "status", 0) in _FAILED else failure
+
+
+def _gpu_has_failed(failure: Exception) -> BackendUnavailableError:
+    return BackendUnavailableError(
+        f"the GPU has failed: {failure}",
+        "look for the kernel with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; the process has to be started again",
+    )
