@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Final, Protocol
 
@@ -75,17 +75,17 @@ def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: Tr
         each.__traceback__ = whole
 
 
-def _with_what_led_to(error: BaseException) -> list[BaseException]:
-    """The exception, and all others that are shown with it."""
-    found: list[BaseException] = []
+def _with_what_led_to(error: BaseException) -> Iterable[BaseException]:
+    """The exception, and all others that are shown with it, each once."""
+    found: dict[int, BaseException] = {}
     waiting: list[BaseException | None] = [error]
     while waiting:
         each = waiting.pop()
-        if each is not None and not any(each is other for other in found):
-            found.append(each)
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
             waiting.append(each.__cause__ if each.__suppress_context__ else each.__context__)
             waiting.extend(each.exceptions if isinstance(each, BaseExceptionGroup) else ())
-    return found
+    return found.values()
 
 
 def _shorten(error: FerroError) -> bool:

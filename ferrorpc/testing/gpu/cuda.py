@@ -285,7 +285,7 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         return checked
 
     functions = FakeIpc(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE)).functions()
-    queues = {name: unless_failed(functions.pop(name)) for name in ("eventRecord", "streamWaitEvent")}
+    functions |= {name: unless_failed(functions[name]) for name in ("eventRecord", "streamWaitEvent")}
     return SimpleNamespace(
         memcpyAsync=unless_failed(memcpy_async),
         memcpyHostToDevice=HOST_TO_DEVICE,
@@ -301,7 +301,6 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},
         deviceGetPCIBusId=lambda index: _bus(machine.gpus[index]),
         deviceGetAttribute=lambda attribute, index: 0,
-        **queues,
         **functions,
     )
 

@@ -130,17 +130,26 @@ def test_what_is_raised_is_the_first_cause_that_was_kept(way: str) -> None:
         run(way, execution, somebody_was_first)
 
 
+class Stuck(Scripted):
+    """What it holds is on a GPU that has failed."""
+
+    def finish(self) -> None:
+        raise RuntimeError("the GPU is gone")
+
+
+@both
+def test_a_failure_is_not_hidden_by_one_to_let_go_of_what_the_operation_holds(way: str) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+    with pytest.raises(PeerLostError, match="mine"):
+        run(way, Stuck(latch, steps=1, error=PeerLostError(2, "mine")), report)
+    assert [type(error) for error in reported] == [PeerLostError]
+
+
 @pytest.mark.parametrize(("error", "raised"), [(None, "the GPU is gone"), (PeerLostError(2, "mine"), "mine")])
 def test_an_operation_that_cannot_let_go_of_what_it_holds_fails_and_the_thread_goes_on(error: Any, raised: str) -> None:
     latch = Latch()
     reported, report = reporter(latch)
-
-    class Stuck(Scripted):
-        """What it holds is on a GPU that has failed."""
-
-        def finish(self) -> None:
-            raise RuntimeError("the GPU is gone")
-
     progress = Progress(SYSTEM_CLOCK)
     work = progress.submit(Stuck(latch, steps=1, error=error), report, lambda done: done)
     with pytest.raises(FerroError, match=raised):

@@ -75,12 +75,7 @@ except PeerLostError:
         ("WARNING", AFTER_A_LOSS.format("latch.check()"), ["<string>", "<string>"], 2),
         ("WARNING", AFTER_A_LOSS.format("1 / 0"), ["<string>", "<string>"], 1),
         ("WARNING", AFTER_A_LOSS.format("raise KeyError('state') from ValueError('no state')"), ["<string>"], 0),
-        (
-            "WARNING",
-            AFTER_A_LOSS.format("raise ExceptionGroup('both', [sys.exception()])"),
-            ["<string>"] * 3,
-            2,
-        ),
+        ("WARNING", AFTER_A_LOSS.format("raise ExceptionGroup('all', [sys.exception()])"), ["<string>"] * 3, 2),
         ("DEBUG", AFTER_A_LOSS.format("1 / 0"), ["<string>", "guard.py", "<string>"], 0),
     ],
 )
