@@ -40,8 +40,9 @@ WHO_COMES_LATE = SUM.replace(
 
 @pytest.fixture
 def coordinator():
+    """What an exit report ends would last a minute without one."""
     service = subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc", "coordinator", "--listen", "127.0.0.1:0"],
+        [sys.executable, "-m", "ferrorpc", "coordinator", "--listen", "127.0.0.1:0", "--grace", "60"],
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),
