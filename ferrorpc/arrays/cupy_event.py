@@ -12,6 +12,8 @@ _CAPTURING: Final = range(900, 909)
 """What CUDA answers where a graph is being captured, or an event was recorded in a capture."""
 _FAILED: Final = frozenset((214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719))
 """What it answers to every call, whatever it is, once memory, a link or a kernel of this process has failed."""
+_ERRORS: Final = ("CUDARuntimeError", "CUDADriverError")
+"""CuPy's classes: that of copies, events and streams, and that of kernels."""
 
 
 class CupyEvent:
@@ -54,8 +56,9 @@ class CupyEvent:
 
 
 def translated(failure: Exception) -> Exception:
-    """CuPy's error for a call that queues work; as BackendUnavailableError if the GPU had failed before."""
-    return _gpu_has_failed(failure) if getattr(failure, "status", 0) in _FAILED else failure
+    """An error as it is; CuPy's for a call that queues work as BackendUnavailableError if the GPU had failed before."""
+    is_cuda = type(failure).__name__ in _ERRORS
+    return _gpu_has_failed(failure) if is_cuda and getattr(failure, "status", 0) in _FAILED else failure
 
 
 def _gpu_has_failed(failure: Exception) -> BackendUnavailableError:

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from ferrorpc.arrays.cupy_event import translated
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
-from ferrorpc.errors import FerroError, LimitExceededError, UsageError, is_own_frame
+from ferrorpc.errors import BackendUnavailableError, FerroError, LimitExceededError, UsageError, is_own_frame
 from ferrorpc.guard import FOREVER, Guard, Parker
 from ferrorpc.work import Work
 
@@ -125,8 +126,11 @@ def out_of_memory(label: str, error: MemoryError) -> LimitExceededError:
 
 
 def unexpected(label: str, error: Exception) -> FerroError:
-    """The failure of an operation by an error of another library or of Python. It is a bug in this one, or was raised by the
-    user's code: a signal handler, which Python calls wherever it is, or a third party's send or recv."""
+    """The failure of an operation by an error of another library or of Python: a GPU has failed; or it is a bug in this one; or
+    user code has raised it: a signal handler, which Python calls wherever it is, or a third party's send or recv."""
+    told = translated(error)
+    if isinstance(told, FerroError):
+        return told
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -177,9 +181,12 @@ def _drive(execution: Execution, abort: Callable[[FerroError], None]) -> None:
         raise _first_cause(guard, error, abort, parker) from None
     except MemoryError as error:
         raise _first_cause(guard, out_of_memory(execution.label, error), abort, parker) from None
-    except Exception as bug:
-        abort(unexpected(execution.label, bug))
-        raise
+    except Exception as problem:
+        found = unexpected(execution.label, problem)
+        if not isinstance(found, BackendUnavailableError):  # a bug, which is best seen where it is
+            abort(found)
+            raise
+        raise _first_cause(guard, found, abort, parker) from None
 
 
 def drive_apart(execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any]) -> Work[Any]:

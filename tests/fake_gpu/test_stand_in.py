@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.testing.gpu.machine import GpuFault
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.types import DType
 
 OWN = {"fake", "driver", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "lying", "seen"}
 """What the stand-in has for itself."""
@@ -92,6 +94,16 @@ def test_who_waits_for_a_mark_still_waits_for_it_when_the_event_marks_something_
     released.append(True)
     cupy.machine.settle()
     assert after.done
+
+
+def test_a_gpu_that_has_failed_takes_no_kernel(cupy: StandIn) -> None:
+    x = cupy.asarray(np.ones(3, np.float32))
+    kernels = device_of(cupy, 0).kernels
+    cupy.machine.failure = 700
+    for launch in (lambda: x + 1, lambda: kernels.sum_peers([x], x, DType.FLOAT32)):
+        with pytest.raises(cupy.cuda.driver.CUDADriverError, match="700"):
+            launch()
+    cupy.machine.failure = 0
 
 
 def test_only_events_that_were_made_with_timing_tell_the_time_between_them(cupy: StandIn) -> None:

@@ -230,6 +230,14 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
+class CUDADriverError(RuntimeError):
+    """`cupy.cuda.driver.CUDADriverError`, which launches of kernels raise."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA error {status}")
+        self.status = status
+
+
 def cuda(driver: Driver) -> SimpleNamespace:
     """`cupy.cuda` on these GPUs."""
     own: dict[str, Any] = {"driver": driver}
@@ -247,7 +255,7 @@ def cuda(driver: Driver) -> SimpleNamespace:
         get_elapsed_time=_elapsed,
         alloc_pinned_memory=lambda size_bytes: Pinned(driver.machine, size_bytes),
         runtime=_runtime(driver),
-        driver=SimpleNamespace(ctxGetCurrent=driver.context),
+        driver=SimpleNamespace(ctxGetCurrent=driver.context, CUDADriverError=CUDADriverError),
     )
 
 

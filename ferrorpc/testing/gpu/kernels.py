@@ -14,7 +14,7 @@ from ferrorpc.kernels.cuda import fold_reference, reference
 from ferrorpc.kernels.cuda.folds import FOLDS
 from ferrorpc.kernels.cuda.launcher import PEERS_LAYOUT, ROWS_LAYOUT
 from ferrorpc.kernels.cuda.program import KERNELS
-from ferrorpc.testing.gpu.cuda import Driver
+from ferrorpc.testing.gpu.cuda import CUDADriverError, Driver
 from ferrorpc.testing.gpu.machine import Gpu, GpuFault
 from ferrorpc.types import DType, dtype_named
 
@@ -143,6 +143,8 @@ def raw_module(driver: Driver) -> Callable[..., Any]:
                 size_bytes = sum(each.nbytes if isinstance(each, np.ndarray) else 8 for each in ready)
                 if size_bytes > ARGUMENTS_BYTES_MAX:
                     raise GpuFault(f"{size_bytes} bytes of arguments, and CUDA takes at most {ARGUMENTS_BYTES_MAX}")
+                if driver.machine.failure:
+                    raise CUDADriverError(driver.machine.failure)
 
                 def run() -> bool:
                     kernel(*ready)

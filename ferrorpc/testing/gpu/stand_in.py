@@ -21,7 +21,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.lib.stride_tricks import as_strided
 
 from ferrorpc.arrays.cupy_device import forget
-from ferrorpc.testing.gpu.cuda import Driver, MemoryPointer, cuda
+from ferrorpc.testing.gpu.cuda import CUDADriverError, Driver, MemoryPointer, cuda
 from ferrorpc.testing.gpu.kernels import raw_module
 from ferrorpc.testing.gpu.machine import FakeStream, Gpu, GpuFault, Machine
 
@@ -267,8 +267,11 @@ class StandIn(ModuleType):
         """Queues target[...] = apply(*operands) on the current stream. Like a kernel, it keeps no array alive.
 
         Raises:
+            CUDADriverError: a GPU has failed.
             GpuFault: an array is not on the current device. CuPy would access it without ordering by any stream of its device.
         """
+        if self.machine.failure:
+            raise CUDADriverError(self.machine.failure)
         for each in (*operands, target):
             if isinstance(each, Array) and each.device.id != self.gpu.index:
                 raise GpuFault(f"an array of GPU {each.device.id} was used while GPU {self.gpu.index} was current")

@@ -14,7 +14,15 @@ from ferrorpc.collectives.driver import EXPLAINED_AT_ONCE, drive
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import PROBES_AT_ONCE, Progress, progress_of
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
+from ferrorpc.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    FerroError,
+    GroupAbortedError,
+    LimitExceededError,
+    PeerLostError,
+    UsageError,
+)
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch, Parker, SystemClock
 from ferrorpc.testing import ManualClock
 from ferrorpc.work import Work
@@ -144,6 +152,22 @@ def test_a_failure_is_not_hidden_by_one_to_let_go_of_what_the_operation_holds(wa
     with pytest.raises(PeerLostError, match="mine"):
         run(way, Stuck(latch, steps=1, error=PeerLostError(2, "mine")), report)
     assert [type(error) for error in reported] == [PeerLostError]
+
+
+class CUDADriverError(RuntimeError):
+    """CuPy's, of a kernel that was launched on a GPU that has failed."""
+
+    status = 700
+
+
+@both
+def test_an_operation_whose_kernel_finds_that_the_gpu_has_failed_says_so(way: str) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+    with pytest.raises(BackendUnavailableError, match="the GPU has failed: illegal address") as raised:
+        run(way, Scripted(latch, steps=1, error=CUDADriverError("illegal address")), report)
+    assert "started again" in raised.value.hint
+    assert [type(error) for error in reported] == [BackendUnavailableError]
 
 
 @pytest.mark.parametrize(("error", "raised"), [(None, "the GPU is gone"), (PeerLostError(2, "mine"), "mine")])
