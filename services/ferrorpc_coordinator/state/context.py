@@ -50,7 +50,7 @@ class SharedState:
     """State shared by all jobs of a coordinator.
 
     `now` is set at the start of each step, in nanoseconds of running time. `full` is set with each request: whether the
-    journal's disk is full.
+    journal's disk is full. `last_heard` is when the last frame or Hello came, whoever sent it.
     """
 
     def __init__(self, settings: Settings, durable_state: DurableState, mint: Callable[[], str]) -> None:
@@ -60,6 +60,7 @@ class SharedState:
         self.deadlines = Deadlines()
         self.mint = mint
         self.now = 0
+        self.last_heard = 0
         self.full = False
 
 

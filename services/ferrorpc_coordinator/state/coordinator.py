@@ -77,7 +77,7 @@ class Coordinator:
         self._durable_state = DurableState(recovered, mint)
         self._shared = SharedState(settings, self._durable_state, mint)
         self._running_time = RunningTime(now_ns, settings.tick_interval_ns, settings.pause_ns)
-        self._shared.now = self._running_time.advance(now_ns)
+        self._shared.now = self._shared.last_heard = self._running_time.advance(now_ns)
         self._jobs: dict[str, Job] = {}
         self._streams: dict[int, tuple[Job, Member]] = {}
         self._calls: dict[int, tuple[Job, Requester]] = {}
@@ -116,9 +116,10 @@ class Coordinator:
     def _dispatch(self, event: Event) -> None:
         match event:
             case Received(stream, frame, full):
-                self._shared.full = full
+                self._shared.full, self._shared.last_heard = full, self._shared.now
                 self._received(stream, frame)
             case Connected(stream, hello, caller):
+                self._shared.last_heard = self._shared.now
                 self._connected(stream, hello, caller)
             case Disconnected(stream):
                 self._disconnected(stream)

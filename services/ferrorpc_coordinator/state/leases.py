@@ -5,6 +5,10 @@
     SUSPECT --the earlier of grace after the end, lease after the last frame--> dead
 
 After a restart of the coordinator every member is SUSPECT and has `restart_grace` (or its lease, if that is longer) to resume.
+
+A coordinator that hears of nobody at all is probably cut off itself, while the members go on without it. So it spares the
+silent ones until somebody is heard of again, when all of them have the time that they have after a restart; but no longer than
+members wait for a coordinator (`outage`).
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ class Leases:
 
     def connected(self, member: Member, stream: int) -> None:
         """A stream of this member is open, new or resumed."""
-        member.stream = stream
+        member.stream, member.spared = stream, False
         member.last_heard = self._context.now
         if member.recovered:
             # The others were not told that the restarted coordinator lost sight of it, so its return is no change either.
@@ -82,7 +86,7 @@ class Leases:
     def _expired(self, member: Member) -> None:
         now = self._context.now
         if member.liveness is Liveness.SUSPECT:
-            self._on_dead(member, self._death_reason(member))
+            self._judge_silent(member)
             return
         if member.liveness is Liveness.STALLED:
             self._on_dead(member, f"no sign of life for {format_seconds(now - member.last_heard)} on an open session (stalled)")
@@ -95,6 +99,25 @@ class Leases:
             member, Liveness.STALLED, f"its session is open, but it was silent for {format_seconds(member.lease_ns)}"
         )
         self._arm(member, member.last_heard + max(member.lease_ns, self._context.settings.stall_ns))
+
+    def _judge_silent(self, member: Member) -> None:
+        """Decides about a member whose stream ended and whose time is over."""
+        now, give_up = self._context.now, member.last_heard + self._context.settings.outage_ns
+        if self._hears_nobody(member) and now < give_up:
+            if not member.spared:
+                member.spared, member.reason = True, "its session ended, and nobody is heard of: the coordinator may be cut off"
+                self._log(member)
+            self._arm(member, min(now + member.lease_ns // 2, give_up))
+        elif member.spared and now < give_up:
+            member.spared = False
+            self._arm(member, now + max(member.lease_ns, self._context.settings.restart_grace_ns))
+        else:
+            self._on_dead(member, self._death_reason(member))
+
+    def _hears_nobody(self, member: Member) -> bool:
+        """Whether the member was silent for its lease, and everybody for the last half of it, in which each sends two beats."""
+        silent, quiet = (self._context.now - heard for heard in (member.last_heard, self._context.shared.last_heard))
+        return silent >= member.lease_ns and 2 * quiet >= member.lease_ns
 
     def _death_reason(self, member: Member) -> str:
         settings, silent = self._context.settings, self._context.now - member.last_heard

@@ -88,7 +88,9 @@ class Settings:
     survivor_wait_ns: int = 5 * SECOND
     """How long an elastic round waits at least for members of a broken generation that have not asked to join yet."""
     restart_grace_ns: int = 10 * SECOND
-    """How long members have at least to resume after a restart of the coordinator."""
+    """How long members have at least to resume after a restart of the coordinator, or after it was cut off."""
+    outage_ns: int = 300 * SECOND
+    """How long silent members are not taken for dead while nobody is heard of: as long as they wait for a coordinator."""
     heartbeat_ns: int = SECOND // 2
     """The heartbeat interval of members; at most a quarter of their lease."""
     tick_interval_ns: int = SECOND // 4
