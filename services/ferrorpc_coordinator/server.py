@@ -43,7 +43,7 @@ DRAIN_SECONDS: Final = 1.0
 HANDLERS_SECONDS: Final = 1.0
 """How long the handlers of calls may take to return after the calls have ended."""
 ALONE_SECONDS: Final = 1.0
-"""After SIGUSR1: how long there may have been no living member before the coordinator stops."""
+"""After SIGUSR1: how long there may have been no member that is known to live before the coordinator stops."""
 _POLL_SECONDS: Final = 0.1
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -204,7 +204,8 @@ class _Service:
         alone_since = self._loop.time()
         while self._loop.time() < alone_since + ALONE_SECONDS:
             await asyncio.sleep(_POLL_SECONDS)
-            if any(job.members.living for job in self._coordinator.jobs.values()):
+            jobs = self._coordinator.jobs.values()
+            if any(member.alive and not member.spared for job in jobs for member in job.members):
                 alone_since = self._loop.time()
         self._stopping.set()
 

@@ -15,10 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.settings import format_seconds
+
+MISSED_BEATS: Final = 3
+"""How many missing beats are silence."""
 
 
 class Leases:
@@ -55,7 +59,7 @@ class Leases:
 
     def disconnected(self, member: Member) -> None:
         """Its stream ended without a Leave."""
-        member.stream = None
+        member.stream, member.fell_silent = None, self._misses_beats(member.last_heard, member)
         now, grace = self._context.now, self._context.settings.grace_ns
         self._set_liveness(member, Liveness.SUSPECT, "its session ended")
         self._arm(member, max(now, min(now + grace, member.last_heard + member.lease_ns)))
@@ -103,7 +107,7 @@ class Leases:
     def _judge_silent(self, member: Member) -> None:
         """Decides about a member whose stream ended and whose time is over."""
         now, give_up = self._context.now, member.last_heard + self._context.settings.outage_ns
-        if self._hears_nobody(member) and now < give_up:
+        if now < give_up and self._may_be_cut_off(member):
             if not member.spared:
                 member.spared, member.reason = True, "its session ended, and nobody is heard of: the coordinator may be cut off"
                 self._log(member)
@@ -114,10 +118,14 @@ class Leases:
         else:
             self._on_dead(member, self._death_reason(member))
 
-    def _hears_nobody(self, member: Member) -> bool:
-        """Whether the member was silent for its lease, and everybody for the last half of it, in which each sends two beats."""
-        silent, quiet = (self._context.now - heard for heard in (member.last_heard, self._context.shared.last_heard))
-        return silent >= member.lease_ns and 2 * quiet >= member.lease_ns
+    def _may_be_cut_off(self, member: Member) -> bool:
+        """Whether the member may live on, and nobody else is heard of either. A stream that ends between two beats was ended by
+        its process, so the network works."""
+        return (member.recovered or member.fell_silent) and self._misses_beats(self._context.shared.last_heard, member)
+
+    def _misses_beats(self, last_heard: int, member: Member) -> bool:
+        """Whether several beats were due since then, of this member or of one like it."""
+        return self._context.now - last_heard >= MISSED_BEATS * self._context.settings.beat_ns(member.lease_ns)
 
     def _death_reason(self, member: Member) -> str:
         settings, silent = self._context.settings, self._context.now - member.last_heard

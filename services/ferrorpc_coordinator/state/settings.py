@@ -103,3 +103,7 @@ class Settings:
     cost_table: str = ""
     """The cost table, as JSON, by which new generations choose algorithms; empty for the one shipped with ferrorpc."""
     limits: Limits = field(default_factory=Limits)
+
+    def beat_ns(self, lease_ns: int) -> int:
+        """The heartbeat interval of a member with this lease."""
+        return max(MILLISECOND, min(self.heartbeat_ns, lease_ns // 4))
