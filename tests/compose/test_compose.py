@@ -181,6 +181,18 @@ def test_nobody_notices_that_the_coordinator_was_restarted(elastic: None) -> Non
     assert sizes() == then
 
 
+def test_nobody_notices_that_the_coordinator_was_out_of_reach(elastic: None) -> None:
+    before = sizes()
+    coordinator = compose("ps", "--quiet", "coordinator").stdout.strip()
+    network = ("docker", "network")
+    for change, seconds in ((("disconnect",), 8), (("connect", "--alias", "coordinator"), 3)):
+        subprocess.run([*network, *change, f"{PROJECT}_job", coordinator], check=True, capture_output=True, timeout=60)
+        time.sleep(seconds)
+    assert "the coordinator may be cut off" in compose("logs", "coordinator").stdout
+    until(lambda: len(steps("elastic")) == 6)
+    assert sizes() == before
+
+
 def test_the_job_that_went_through_all_that_ends_well(elastic: None) -> None:
     compose("kill", "--signal", "SIGUSR1", "worker")
     assert_that_the_job_ends_well(60, 6)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,49 @@ def test_a_world_that_is_reached_by_ipv6(namespaces: tuple[str, str]) -> None:
         for rank, name in enumerate(namespaces)
     ]
     assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["[1, 3, 5]\n"] * 2
+
+
+COUNTING = """
+    import os, sys, time
+    import numpy as np
+    import ferrorpc
+
+    with ferrorpc.init_process_group(timeout=30) as group:
+        print("began", flush=True)
+        while not int(group.all_reduce(np.array([int(os.path.exists(sys.argv[1]))]), op="max")[0]):
+            time.sleep(0.01)
+        group.store.set(f"end/{group.rank}", b"here")
+        group.store.wait(f"end/{1 - group.rank}", timeout=30)
+        print("ends in generation", group.generation)
+"""
+
+
+@pytest.mark.slow
+def test_nobody_notices_that_the_coordinators_cable_was_cut(namespaces: tuple[str, str], tmp_path: Path) -> None:
+    """For longer than a lease and a keepalive: it hears of nobody, while the members work."""
+    script, end = write_script(tmp_path, COUNTING), tmp_path / "end"
+    address = f"{HOSTS[0]}:29700"
+    settings = {**environment(), "FERRORPC_INSECURE": "1", "FERRORPC_COORDINATOR": address, "FERRORPC_WORLD_SIZE": "2"}
+    here, there = (["ip", "netns", "exec", name, sys.executable] for name in namespaces)
+    service = subprocess.Popen(
+        [*here, "-m", "ferrorpc", "coordinator", "--listen", address],
+        env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    settings |= {"FERRORPC_BIND": "0.0.0.0"}
+    command = [*there, script, str(end)]
+    ranks = [subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in range(2)]
+    try:
+        assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["began\n"] * 2
+        ip("-n", namespaces[0], "link", "set", "veth0", "down")
+        time.sleep(7)
+        ip("-n", namespaces[0], "link", "set", "veth0", "up")
+        end.touch()
+        assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["ends in generation 1\n"] * 2
+    finally:
+        for process in (*ranks, service):
+            process.terminate()
+        log = service.communicate(timeout=30)[1]
+    assert "nobody is heard of: the coordinator may be cut off" in log
 
 
 def test_a_launcher_where_the_loopback_interface_is_down_says_so_at_once(tmp_path: Path) -> None:
