@@ -50,7 +50,7 @@ class SharedState:
     """State shared by all jobs of a coordinator.
 
     `now` is set at the start of each step, in nanoseconds of running time. `full` is set with each request: whether the
-    journal's disk is full. `last_heard` is when the last frame or Hello came, whoever sent it.
+    journal's disk is full.
     """
 
     def __init__(self, settings: Settings, durable_state: DurableState, mint: Callable[[], str]) -> None:
@@ -60,8 +60,22 @@ class SharedState:
         self.deadlines = Deadlines()
         self.mint = mint
         self.now = 0
-        self.last_heard = 0
         self.full = False
+        self.last_heard = 0
+        """When the last frame or Hello came, whoever sent it."""
+        self.silence = (-1, -1)
+        """The last period in which nobody was heard of for several beats: its beginning and end."""
+
+    @property
+    def hears_nobody(self) -> bool:
+        """Whether such a period has begun."""
+        return self.now - self.last_heard >= self.settings.silence_ns
+
+    def heard(self) -> None:
+        """Somebody is heard of."""
+        if self.hears_nobody:
+            self.silence = (self.last_heard, self.now)
+        self.last_heard = self.now
 
 
 @dataclass(frozen=True, slots=True)

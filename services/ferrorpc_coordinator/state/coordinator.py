@@ -116,10 +116,11 @@ class Coordinator:
     def _dispatch(self, event: Event) -> None:
         match event:
             case Received(stream, frame, full):
-                self._shared.full, self._shared.last_heard = full, self._shared.now
+                self._shared.heard()
+                self._shared.full = full
                 self._received(stream, frame)
             case Connected(stream, hello, caller):
-                self._shared.last_heard = self._shared.now
+                self._shared.heard()
                 self._connected(stream, hello, caller)
             case Disconnected(stream):
                 self._disconnected(stream)

@@ -7,22 +7,18 @@
 After a restart of the coordinator every member is SUSPECT and has `restart_grace` (or its lease, if that is longer) to resume.
 
 A coordinator that hears of nobody at all is probably cut off itself, while the members go on without it. So it spares the
-silent ones until somebody is heard of again, when all of them have the time that they have after a restart; but no longer than
-members wait for a coordinator (`outage`).
+silent ones until somebody is heard of again, and then for as long as after a restart; but no longer than members wait for a
+coordinator (`outage`). A stream that ends between two beats was ended by its process: then the network works.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final
 
 from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.settings import format_seconds
-
-MISSED_BEATS: Final = 3
-"""How many missing beats are silence."""
 
 
 class Leases:
@@ -59,8 +55,9 @@ class Leases:
 
     def disconnected(self, member: Member) -> None:
         """Its stream ended without a Leave."""
-        member.stream, member.fell_silent = None, self._misses_beats(member.last_heard, member)
+        member.stream = None
         now, grace = self._context.now, self._context.settings.grace_ns
+        member.fell_silent = now - member.last_heard >= self._context.settings.silence_ns
         self._set_liveness(member, Liveness.SUSPECT, "its session ended")
         self._arm(member, max(now, min(now + grace, member.last_heard + member.lease_ns)))
 
@@ -107,25 +104,21 @@ class Leases:
     def _judge_silent(self, member: Member) -> None:
         """Decides about a member whose stream ended and whose time is over."""
         now, give_up = self._context.now, member.last_heard + self._context.settings.outage_ns
-        if now < give_up and self._may_be_cut_off(member):
+        may_live = (member.fell_silent or member.recovered) and now < give_up
+        if may_live and self._context.shared.hears_nobody:
             if not member.spared:
                 member.spared, member.reason = True, "its session ended, and nobody is heard of: the coordinator may be cut off"
                 self._log(member)
             self._arm(member, min(now + member.lease_ns // 2, give_up))
-        elif member.spared and now < give_up:
-            member.spared = False
-            self._arm(member, now + max(member.lease_ns, self._context.settings.restart_grace_ns))
+        elif may_live and now < (due := self._due_back(member)):
+            self._arm(member, due)
         else:
             self._on_dead(member, self._death_reason(member))
 
-    def _may_be_cut_off(self, member: Member) -> bool:
-        """Whether the member may live on, and nobody else is heard of either. A stream that ends between two beats was ended by
-        its process, so the network works."""
-        return (member.recovered or member.fell_silent) and self._misses_beats(self._context.shared.last_heard, member)
-
-    def _misses_beats(self, last_heard: int, member: Member) -> bool:
-        """Whether several beats were due since then, of this member or of one like it."""
-        return self._context.now - last_heard >= MISSED_BEATS * self._context.settings.beat_ns(member.lease_ns)
+    def _due_back(self, member: Member) -> int:
+        """When a member must be back at the latest that was silent when everybody was."""
+        began, ended = self._context.shared.silence
+        return ended + max(member.lease_ns, self._context.settings.restart_grace_ns) if member.last_heard <= began else 0
 
     def _death_reason(self, member: Member) -> str:
         settings, silent = self._context.settings, self._context.now - member.last_heard

@@ -104,6 +104,7 @@ class Settings:
     """The cost table, as JSON, by which new generations choose algorithms; empty for the one shipped with ferrorpc."""
     limits: Limits = field(default_factory=Limits)
 
-    def beat_ns(self, lease_ns: int) -> int:
-        """The heartbeat interval of a member with this lease."""
-        return max(MILLISECOND, min(self.heartbeat_ns, lease_ns // 4))
+    @property
+    def silence_ns(self) -> int:
+        """After this time without a frame several beats are missing."""
+        return 3 * self.heartbeat_ns
