@@ -1,5 +1,6 @@
 """A coordinator as a child process, and a bare client for it: frames out, frames in, nothing hidden."""
 
+import os
 import queue
 import signal
 import subprocess
@@ -72,6 +73,10 @@ class CoordinatorProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds), self._end()
+
+    def log(self):
+        """What it has written to stderr so far."""
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode()
 
     def _end(self, seconds=60.0):
         """Waits for the end; returns what it wrote to stderr."""

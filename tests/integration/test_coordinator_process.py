@@ -3,10 +3,12 @@
 import json
 import os
 import resource
+import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -335,3 +337,13 @@ def test_it_takes_as_many_descriptors_as_it_may_have():
         assert resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         process.kill()
+
+
+def test_where_it_ends_with_its_members_it_does_not_wait_for_those_that_it_may_be_cut_off_from():
+    with coordinator("--lease", "0.5") as process:
+        client = Client(process.address, "a").greeted()
+        time.sleep(2)  # without a beat
+        client.drop()
+        eventually(lambda: "the coordinator may be cut off" in process.log(), "the coordinator to spare its member")
+        process.process.send_signal(signal.SIGUSR1)
+        assert process.process.wait(30) == 0

@@ -56,7 +56,6 @@ class Transcript:
 
     def __init__(self) -> None:
         self.world = World(Settings(durable=True))
-        self._unary = 0
         self._told = 0
         self._telling: list[str] = []
 

@@ -62,7 +62,7 @@ class SharedState:
         self.now = 0
         self.full = False
         self.last_heard = 0
-        """When the last frame or Hello came, whoever sent it."""
+        """When the last frame or Hello came, whoever sent it. Unary calls, such as probes, may come from this very host."""
         self.silence = (-1, -1)
         """The last period in which nobody was heard of for several beats: its beginning and end."""
 

@@ -213,8 +213,10 @@ def test_a_retried_compare_set_succeeds_again() -> None:
 def test_keys_of_a_session_that_died_during_an_outage_are_deleted_afterwards() -> None:
     world = World()
     join(world, "a")
+    world.hello("b")
     store(world, "a", set=store_pb2.SetOperation(key="seat", value=b"a", binding=store_pb2.KEY_BINDING_SESSION))
     world.restart()
+    world.hello("b", resume=True)
     world.tick(9 * SECOND)
     assert ("store", "job/seat") in world.rows
     world.tick(2 * SECOND)
