@@ -107,7 +107,8 @@ class Leases:
         may_live = (member.fell_silent or member.recovered) and now < give_up
         if may_live and self._context.shared.hears_nobody:
             if not member.spared:
-                member.spared, member.reason = True, "its session ended, and nobody is heard of: the coordinator may be cut off"
+                member.spared = True
+                member.reason += ", and nobody is heard of: the coordinator may be cut off"
                 self._log(member)
             self._arm(member, min(now + member.lease_ns // 2, give_up))
         elif may_live and now < (due := self._due_back(member)):

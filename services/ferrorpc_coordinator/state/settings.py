@@ -106,5 +106,5 @@ class Settings:
 
     @property
     def silence_ns(self) -> int:
-        """After this time without a frame several beats are missing."""
-        return 3 * self.heartbeat_ns
+        """After this time without a frame several beats are missing, of members with the usual lease."""
+        return 3 * min(self.heartbeat_ns, self.lease_ns // 4)
