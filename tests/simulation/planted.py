@@ -1,4 +1,4 @@
-"""Five bugs for mutation tests, each of which real coordinators have had. The simulation must find them."""
+"""Six bugs for mutation tests, each of which real coordinators have had. The simulation must find them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from ferrorpc_coordinator.state.barriers import Barrier, Barriers, Key, Participants
-from ferrorpc_coordinator.state.context import JobContext
+from ferrorpc_coordinator.state.context import JobContext, SharedState
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.keyspace import TABLE, Entry, Keyspace
 from ferrorpc_coordinator.state.member import Member
@@ -57,6 +57,13 @@ def wall_clock() -> Iterator[None]:
 
 
 @contextmanager
+def cut_off() -> Iterator[None]:
+    """A coordinator whose own network has failed takes all members for dead."""
+    with mock.patch.object(SharedState, "hears_nobody", False):
+        yield
+
+
+@contextmanager
 def early_release() -> Iterator[None]:
     """A barrier is released when all but one have arrived."""
 
@@ -93,6 +100,7 @@ BUGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "no_fencing": no_fencing,
     "no_dedupe": no_dedupe,
     "wall_clock": wall_clock,
+    "cut_off": cut_off,
     "early_release": early_release,
     "lost_write": lost_write,
 }

@@ -1,8 +1,8 @@
 """One run: a few processes and a coordinator on a virtual clock, with all faults chosen by a seed.
 
 For twenty seconds processes crash, stop, hold their interpreter lock and leave; streams break, are delayed and repeat frames;
-the coordinator pauses, and is killed and restarted from what was durable then. Then the faults end, and within 75 seconds the
-processes must be in one generation and complete barriers again.
+the coordinator pauses, is cut off from all processes, and is killed and restarted from what was durable then. Then the faults
+end, and within 75 seconds the processes must be in one generation and complete barriers again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Simulation:
         self.random = random.Random(seed)
         self.now = 0
         self.healed = False
+        self.cut_off = False
         self.checker = Checker()
         self._trace = trace
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
@@ -136,8 +137,8 @@ class Simulation:
     # -- network -------------------------------------------------------------------------------------------------------
 
     def dial(self, process: Process, hello: session_pb2.Hello) -> Wire | None:
-        """Opens a stream; None if no coordinator runs."""
-        if not self.host.up:
+        """Opens a stream; None if no coordinator can be reached."""
+        if not self.host.up or self.cut_off:
             return None
         wire = Wire(next(self._numbers), process)
         self._wires[wire.number] = wire
@@ -214,6 +215,8 @@ class Simulation:
             self._pause_coordinator()
         elif kind < 0.3:
             self._kill_coordinator()
+        elif kind < 0.36:
+            self._cut_coordinator_off()
         else:
             self.random.choice(faults)(process)
 
@@ -228,8 +231,30 @@ class Simulation:
         if wire is not None and not wire.broken:
             self.note(lambda: f"{process.name} is cut off silently")
             self.excuse(process)
-            wire.broken = True
-            self.after(self.random.randint(1_000, 2_500) * MILLISECOND, lambda: self._noticed(wire))
+            self._break_silently(wire)
+
+    def _break_silently(self, wire: Wire) -> None:
+        wire.broken = True
+        self.after(self.random.randint(1_000, 2_500) * MILLISECOND, lambda: self._noticed(wire))
+
+    def _cut_coordinator_off(self) -> None:
+        """Its own network fails, for longer than a keepalive needs to end all streams. Processes whose stream broke just before
+        may be declared dead."""
+        if self.cut_off:
+            return
+        duration = self.random.randint(2_600, 9_000) * MILLISECOND
+        self.note(lambda: f"the coordinator is cut off for {duration / 1e9:.1f} s")
+        for process in self.processes.values():
+            if process.wire is None or process.wire.broken:
+                self.excuse(process)
+            else:
+                self._break_silently(process.wire)
+        self.cut_off = True
+        self.after(duration, self._reconnect_coordinator)
+
+    def _reconnect_coordinator(self) -> None:
+        self.note(lambda: "the coordinator's network is back")
+        self.cut_off = False
 
     def _lose_link(self, process: Process) -> None:
         """This rank reports that its data stream to another broke."""

@@ -1,4 +1,4 @@
-"""The simulation finds each of five planted bugs, with the first seed that does written here."""
+"""The simulation finds each of six planted bugs, with the first seed that does written here."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ EXPECTED = {
     "no_fencing": "over, and was answered report",
     "no_dedupe": "added its",
     "wall_clock": "did nothing wrong",
+    "cut_off": "did nothing wrong",
     "early_release": "without ranks",
     "lost_write": "acknowledged with",
 }

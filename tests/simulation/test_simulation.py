@@ -48,6 +48,7 @@ def test_the_faults_really_happen() -> None:
         "leaves on stream",
         "breaks",
         "cut off silently",
+        "the coordinator is cut off",
         "lost its link",
         "resumes",
         "is fenced",

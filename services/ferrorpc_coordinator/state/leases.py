@@ -6,9 +6,10 @@
 
 After a restart of the coordinator every member is SUSPECT and has `restart_grace` (or its lease, if that is longer) to resume.
 
-A coordinator that hears of nobody at all is probably cut off itself, while the members go on without it. So it spares the
-silent ones until somebody is heard of again, and then for as long as after a restart; but no longer than members wait for a
-coordinator (`outage`). A stream that ends between two beats was ended by its process: then the network works.
+A coordinator that hears of nobody at all is probably cut off itself, while the members go on without it. So it spares those
+whose time is over until somebody is heard of again, but no longer than they wait for a coordinator (`outage`). Then they have
+the time that they have after a restart. A stream that ended between two beats was perhaps ended by the end of its process:
+that member is spared for `restart_grace` at most, and has a grace then.
 """
 
 from __future__ import annotations
@@ -103,23 +104,22 @@ class Leases:
 
     def _judge_silent(self, member: Member) -> None:
         """Decides about a member whose stream ended and whose time is over."""
-        now, give_up = self._context.now, member.last_heard + self._context.settings.outage_ns
-        may_live = (member.fell_silent or member.recovered) and now < give_up
-        if may_live and self._context.shared.hears_nobody:
+        now, settings, shared = self._context.now, self._context.settings, self._context.shared
+        spared_ns, back_ns = settings.restart_grace_ns, settings.grace_ns
+        if member.fell_silent or member.recovered:
+            spared_ns, back_ns = settings.outage_ns, max(member.lease_ns, settings.restart_grace_ns)
+        began, ended = shared.silence
+        give_up, due_back = member.last_heard + spared_ns, ended + back_ns
+        if shared.hears_nobody and now < give_up:
             if not member.spared:
                 member.spared = True
                 member.reason += ", and nobody is heard of: the coordinator may be cut off"
                 self._log(member)
             self._arm(member, min(now + member.lease_ns // 2, give_up))
-        elif may_live and now < (due := self._due_back(member)):
-            self._arm(member, due)
+        elif member.last_heard <= began and now < min(due_back, give_up):
+            self._arm(member, due_back)
         else:
             self._on_dead(member, self._death_reason(member))
-
-    def _due_back(self, member: Member) -> int:
-        """When a member must be back at the latest that was silent when everybody was."""
-        began, ended = self._context.shared.silence
-        return ended + max(member.lease_ns, self._context.settings.restart_grace_ns) if member.last_heard <= began else 0
 
     def _death_reason(self, member: Member) -> str:
         settings, silent = self._context.settings, self._context.now - member.last_heard
