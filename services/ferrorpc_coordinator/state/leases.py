@@ -88,7 +88,7 @@ class Leases:
     def _expired(self, member: Member) -> None:
         now = self._context.now
         if member.liveness is Liveness.SUSPECT:
-            self._judge_silent(member)
+            self._judge_suspect(member)
             return
         if member.liveness is Liveness.STALLED:
             self._on_dead(member, f"no sign of life for {format_seconds(now - member.last_heard)} on an open session (stalled)")
@@ -102,22 +102,21 @@ class Leases:
         )
         self._arm(member, member.last_heard + max(member.lease_ns, self._context.settings.stall_ns))
 
-    def _judge_silent(self, member: Member) -> None:
+    def _judge_suspect(self, member: Member) -> None:
         """Decides about a member whose stream ended and whose time is over."""
         now, settings, shared = self._context.now, self._context.settings, self._context.shared
         spared_ns, back_ns = settings.restart_grace_ns, settings.grace_ns
         if member.fell_silent or member.recovered:
             spared_ns, back_ns = settings.outage_ns, max(member.lease_ns, settings.restart_grace_ns)
-        began, ended = shared.silence
-        give_up, due_back = member.last_heard + spared_ns, ended + back_ns
+        (began, ended), give_up = shared.silence, member.last_heard + spared_ns
         if shared.hears_nobody and now < give_up:
             if not member.spared:
                 member.spared = True
                 member.reason += ", and nobody is heard of: the coordinator may be cut off"
                 self._log(member)
             self._arm(member, min(now + member.lease_ns // 2, give_up))
-        elif member.last_heard <= began and now < min(due_back, give_up):
-            self._arm(member, due_back)
+        elif member.last_heard <= began and now < ended + back_ns:
+            self._arm(member, ended + back_ns)
         else:
             self._on_dead(member, self._death_reason(member))
 
