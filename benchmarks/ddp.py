@@ -33,7 +33,8 @@ from typing import Any, Final, Self
 
 from benchmarks.ddp_worker import ALONE, TORCH
 from benchmarks.options import count
-from ferrorpc.cli.bench.rank_processes import LOCAL, Host, free_ports, rank_variables
+from ferrorpc.cli.bench.rank_processes import LOCAL, Host, rank_variables
+from ferrorpc.cli.ports import held_ports
 from ferrorpc.cli.table import table
 
 RANKS: Final = 2
@@ -83,7 +84,9 @@ class Pair:
         hosts: Sequence[Host] = (LOCAL, LOCAL),
     ) -> None:
         self.system = system
-        ports = free_ports(2)
+        self._held = ExitStack()
+        """The ranks' ports, until they have ended."""
+        ports = self._held.enter_context(held_ports(0, 0))
         transport = {"FERRORPC_TRANSPORT": system} if system in (SHARED_MEMORY, GRPC) else {}
         options = (
             ["--bucket-mb", str(bucket_mb)]
@@ -145,6 +148,7 @@ class Pair:
                 process.wait()
             assert process.stdout is not None
             process.stdout.close()
+        self._held.close()
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from benchmarks.gpu.timing import exit_code, note
 from benchmarks.options import amount
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.backends.device.ending import EXIT_CODE
-from ferrorpc.cli.bench.rank_processes import free_ports
+from ferrorpc.cli.ports import held_ports
 from ferrorpc.cli.table import table
 
 SECONDS_MAX = 5.0
@@ -81,8 +81,7 @@ def kill_this_process(killed_at: Path) -> None:
 
 def measure(backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What the survivor wrote: "error" and "seconds". Without "seconds" if it wrote nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        ports = free_ports(2)
+    with tempfile.TemporaryDirectory() as folder, held_ports(0, 0) as ports:
         common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "FERRORPC_PORT": str(ports[1])}
         command = [sys.executable, "-m", "benchmarks.gpu.killed_peer", "--backends", backend, "--mib", f"{arguments.mib:g}"]
         command += ["--folder", folder, *["--host"] * arguments.host]

@@ -17,16 +17,15 @@ from ferrorpc.cli.launcher.environment import worker_environment
 from ferrorpc.cli.launcher.output import Console
 from ferrorpc.cli.launcher.plan import (
     DEFAULT_MASTER_PORT,
-    LOOPBACK,
     Plan,
     command_of,
-    free_port,
     node_placement,
     node_range,
     process_count,
     world_range,
 )
 from ferrorpc.cli.launcher.worker_group import FailurePolicy
+from ferrorpc.cli.ports import LOOPBACK, free_port
 from ferrorpc.cli.system import require_linux
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
@@ -231,6 +230,7 @@ def make_plan(
     single = node_span == (1, 1)
     master = master_addr or (LOOPBACK if single else split_address(address)[0])
     port = master_port or (free_port(besides=address) if single else DEFAULT_MASTER_PORT)
+    chosen_ports = [split_address(address)[1]] * owns + [port] * (single and not master_port)
     world_span = world_range(world, node_span, count, config["world_size"])
     return Plan(
         command=command_line,
@@ -244,6 +244,7 @@ def make_plan(
         http_port=http_port,
         job=config["job"],
         master=(master, port),
+        chosen_ports=tuple(chosen_ports),
         policy=FailurePolicy(max_restarts, scope, grace_seconds, shutdown_seconds, elastic=world_span[0] != world_span[1]),
         log_dir=log_dir,
         shown=None if shown is None else _local_ranks(shown, count),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.waiting import eventually
@@ -41,21 +42,40 @@ def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
+@contextlib.contextmanager
+def started(*arguments: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """The same, killed at the end. The error of a test that fails meanwhile says what launcher and ranks printed last."""
+    process = start(*arguments, **{"PYTHONFAULTHANDLER": "1", **more})
+    try:
+        yield process
+    except BaseException as error:
+        error.add_note("\n".join(last_words(process)))
+        raise
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
 def run(*arguments: str, timeout: float = 100, **more: str) -> subprocess.CompletedProcess[str]:
     """The same, to its end. One that has none in time is asked where it is."""
     process = start(*arguments, **{"PYTHONFAULTHANDLER": "1", **more})
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        for pid in children_of(process.pid):  # each shows where its threads are, through the launcher if that still listens
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGABRT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=5)
-        process.kill()
-        out, err = process.communicate(timeout=30)
+        out, err = last_words(process)
         raise AssertionError(f"the launcher did not end within {timeout} s\n{out}\n{err}") from None
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """All output of a launcher, which is killed. Ranks with PYTHONFAULTHANDLER show where their threads are."""
+    for pid in children_of(process.pid):  # through the launcher, if that still listens
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=5)
+    process.kill()
+    return process.communicate(timeout=30)
 
 
 def read_numbers(directory: Path, pattern: str, count: int, timeout: float = 60) -> list[int]:

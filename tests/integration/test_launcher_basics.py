@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.integration.launching import environment, read_numbers, run, start, write_script
+from tests.integration.launching import environment, read_numbers, run, start, started, write_script
 from tests.waiting import eventually
 
 
@@ -203,15 +203,11 @@ def test_a_stop_ends_a_restart_that_waits_for_an_unreachable_coordinator(tmp_pat
         """,
     )
     flags = ("--coordinator", "127.0.0.1:1", "--max-restarts", "1", "--shutdown-timeout", "60")
-    launcher = start("-n", "1", *flags, script, str(tmp_path))
-    try:
+    with started("-n", "1", *flags, script, str(tmp_path)) as launcher:
         read_numbers(tmp_path, "ended", 1)
         time.sleep(0.4)  # until the launcher has seen the end: its restart may now wait a second for the report's answer
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
-    finally:
-        launcher.kill()
-        launcher.communicate(timeout=60)
 
 
 def test_a_restart_that_waits_is_given_up_where_the_others_are_stopped(tmp_path):
@@ -369,15 +365,11 @@ def test_ctrl_c_leaves_the_workers_their_time_also_where_it_ends_the_reader(tmp_
 
 def test_ctrl_c_ends_a_launcher_that_still_starts_workers(tmp_path):
     """Such as one with a zero too many."""
-    launcher = start("-n", "3000", "--log-dir", str(tmp_path), "--no-python", "sleep", "60")
-    try:
+    with started("-n", "3000", "--log-dir", str(tmp_path), "--no-python", "sleep", "60") as launcher:
         eventually(lambda: len(list(tmp_path.rglob("*.log"))) > 3, "the first workers")
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(timeout=100) == 128 + signal.SIGINT
         assert len(list(tmp_path.rglob("*.log"))) < 3000, "the others were not started"
-    finally:
-        launcher.kill()
-        launcher.communicate(timeout=60)
 
 
 @pytest.mark.parametrize(

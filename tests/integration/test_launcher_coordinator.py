@@ -4,16 +4,28 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from ferrorpc.cli.client import connect
 from ferrorpc.config import Config
 from ferrorpc.v1 import session_pb2, store_pb2
-from tests.integration.launching import coordinator_of, environment, read_numbers, run, start, write_script
+from tests.integration.launching import (
+    children_of,
+    coordinator_of,
+    environment,
+    read_numbers,
+    run,
+    start,
+    started,
+    wait_until_gone,
+    write_script,
+)
 from tests.waiting import eventually
 
 WAITER = """
@@ -50,11 +62,9 @@ def store(address, request_id, **operation):
 
 @pytest.fixture
 def job(tmp_path):
-    launcher = start("-n", "2", "--job", "night", write_script(tmp_path, WAITER), str(tmp_path))
-    read_numbers(tmp_path, "ready*", 2)
-    yield launcher
-    launcher.kill()
-    launcher.communicate(timeout=60)
+    with started("-n", "2", "--job", "night", write_script(tmp_path, WAITER), str(tmp_path)) as launcher:
+        read_numbers(tmp_path, "ready*", 2)
+        yield launcher
 
 
 def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
@@ -119,6 +129,27 @@ def test_a_coordinator_that_dies_is_started_again_on_its_address_and_journal(job
     _, err = job.communicate(timeout=60)
     assert job.returncode == 0
     assert f"ferrorpc: the coordinator ended (SIGKILL); it is started again on {address}" in err
+
+
+def can_bind(port):
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def test_nobody_else_gets_the_ports_of_a_job(job):
+    """Neither that of torch.distributed's store before rank 0 has it, nor the coordinator's between its end and its restart."""
+    worker = next(pid for pid, command in children_of(job.pid).items() if "script.py" in command)
+    variables = dict(line.split("=", 1) for line in Path(f"/proc/{worker}/environ").read_text().split("\0") if line)
+    assert not can_bind(int(variables["MASTER_PORT"]))
+    pid, address = coordinator_of(job.pid)
+    os.kill(pid, signal.SIGKILL)
+    assert not wait_until_gone([pid])
+    assert not can_bind(int(address.rpartition(":")[2]))
+    wait_healthy(address)
 
 
 def test_a_coordinator_that_cannot_be_configured_ends_the_job_with_64_and_says_why(tmp_path):

@@ -15,7 +15,7 @@ from itertools import islice
 
 import pytest
 
-from tests.integration.launching import coordinator_of, environment, read_numbers, run, start, write_script
+from tests.integration.launching import coordinator_of, environment, read_numbers, run, start, started, write_script
 from tests.waiting import eventually
 
 PRELUDE = """
@@ -154,14 +154,11 @@ def test_kill_9_of_the_coordinator_in_mid_training_changes_nothing(tmp_path):
     result = run("-n", "3", script, str(quiet))
     assert result.returncode == 0, result.stderr
     disturbed.mkdir()
-    launcher = start("-n", "3", script, str(disturbed))
-    try:
+    with started("-n", "3", script, str(disturbed)) as launcher:
         read_numbers(disturbed, "step?", 3)
         pid, _ = coordinator_of(launcher.pid)
         os.kill(pid, signal.SIGKILL)
         _, err = launcher.communicate(timeout=60)
-    finally:
-        launcher.kill()
     assert launcher.returncode == 0, err
     assert "the coordinator ended (SIGKILL); it is started again" in err
     undisturbed = notes(quiet, "end", range(3), timeout=0)

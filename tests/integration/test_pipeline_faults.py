@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import read_numbers, start, write_script
+from tests.integration.launching import read_numbers, started, write_script
 
 SCRIPT = """
     import json, os, sys
@@ -58,13 +58,10 @@ SCRIPT = """
 
 @pytest.mark.parametrize(("schedule", "victim"), [("1f1b", 1), ("zbv", 0)])
 def test_kill_9_of_a_stage_is_named_by_all_others(tmp_path: Path, schedule: str, victim: int) -> None:
-    launcher = start("-n", "3", write_script(tmp_path, SCRIPT), str(tmp_path), schedule)
-    try:
+    with started("-n", "3", write_script(tmp_path, SCRIPT), str(tmp_path), schedule) as launcher:
         pids = read_numbers(tmp_path, "pid?", 3)
         os.kill(pids[victim], signal.SIGKILL)
         _, err = launcher.communicate(timeout=60)
-    finally:
-        launcher.kill()
     assert launcher.returncode == 128 + signal.SIGKILL, err
     assert f"rank {victim} ended with SIGKILL; it was the first to fail." in err
     for rank in {0, 1, 2} - {victim}:

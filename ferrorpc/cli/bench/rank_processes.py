@@ -22,6 +22,7 @@ from typing import Any, Final, Self, TextIO
 
 from ferrorpc.cli.bench.case import Case, Contender, System
 from ferrorpc.cli.launcher.exec_shim import tied_to_this_process
+from ferrorpc.cli.ports import held_ports
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, FerroError, PeerLostError
 
 START_SECONDS: Final = 90.0
@@ -88,8 +89,10 @@ class RankProcesses:
         self.system = system
         self.version = ""
         self._hosts = hosts or [LOCAL] * ranks
-        self._directory = tempfile.TemporaryDirectory(prefix="ferrorpc-bench-")
-        self._stderr = Path(self._directory.name) / "stderr"
+        self._held = contextlib.ExitStack()
+        """What the processes need until they have ended."""
+        self._directory = self._held.enter_context(tempfile.TemporaryDirectory(prefix="ferrorpc-bench-"))
+        self._stderr = Path(self._directory) / "stderr"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[_RankConnection] = []
         self._broken = False
@@ -152,7 +155,7 @@ class RankProcesses:
         self.close()
 
     def _start(self, ranks: int, settings: dict[str, Any]) -> None:
-        address = f"{self._directory.name}/driver"
+        address = f"{self._directory}/driver"
         with socket.socket(socket.AF_UNIX) as listener, self._stderr.open("wb") as stderr:
             listener.bind(address)
             listener.listen(ranks)
@@ -192,7 +195,7 @@ class RankProcesses:
         if self.system.through_mpiexec:
             yield [mpiexec(), "-n", str(ranks), *worker], base | _ONE_THREAD
             return
-        ports = free_ports(2)
+        ports = self._held.enter_context(held_ports(0, 0))
         for rank, host in enumerate(self._hosts):
             yield [*host.prefix, *worker], base | rank_variables(rank, self._hosts, ports)
 
@@ -252,7 +255,7 @@ class RankProcesses:
             process.wait()
         self._connections.clear()
         self._processes.clear()
-        self._directory.cleanup()
+        self._held.close()
 
 
 def require(system: System) -> None:
@@ -285,12 +288,3 @@ def rank_variables(rank: int, hosts: Sequence[Host], ports: Sequence[int]) -> di
         "LOCAL_WORLD_SIZE": str(sum(other.address == host.address for other in hosts)), "FERRORPC_PORT": str(ports[1]),
         "FERRORPC_BIND": host.address, "FERRORPC_INSECURE": "1", "GLOO_SOCKET_IFNAME": host.interface,
     }  # fmt: skip
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]

@@ -37,6 +37,7 @@ from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.launcher.signals import STOP_SIGNALS, SignalInbox, describe
 from ferrorpc.cli.launcher.worker_group import NO_DEADLINE, Action, Done, Exit, Phase, Signal, Start, WorkerGroup
+from ferrorpc.cli.ports import held_ports
 from ferrorpc.cli.system import own_command
 from ferrorpc.config import LAUNCH_VARIABLE
 from ferrorpc.errors import ConfigError
@@ -75,7 +76,8 @@ def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
     """Runs a plan to its end. Returns the exit code.
 
     Raises:
-        ConfigError: too few processes or descriptors are available, or there is no temporary directory.
+        ConfigError: too few processes or descriptors are available, there is no temporary directory, or a port that the plan
+            chose has been taken since.
     """
     try:
         directory = Path(tempfile.mkdtemp(prefix="ferrorpc-"))
@@ -83,7 +85,11 @@ def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
         raise ConfigError(
             f"no temporary directory can be made: {error.strerror}", hint="set TMPDIR to a directory that can be written in"
         ) from None
-    with SignalInbox(console.stop_waiting) as inbox, ChildProcesses([directory]) as children:
+    with (
+        SignalInbox(console.stop_waiting) as inbox,
+        ChildProcesses([directory]) as children,
+        held_ports(*plan.chosen_ports),
+    ):
         try:
             return _Launch(plan, console, environment, inbox, children, directory).run()
         except BrokenPipeError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from ferrorpc.cli.launcher.worker_group import FailurePolicy
+from ferrorpc.cli.ports import LOOPBACK, free_port
 from ferrorpc.cli.system import available_cpus
 from ferrorpc.config import host_name, host_port, world_size
 from ferrorpc.errors import ConfigError
 
-LOOPBACK: Final = "127.0.0.1"
 DEFAULT_MASTER_PORT: Final = 29500
 """torch.distributed's default, for jobs of several nodes, which must agree on a port without communicating."""
 WORKERS_MAX: Final = 1 << 22
@@ -43,6 +42,7 @@ class Plan:
         owns_coordinator: whether this launcher starts it.
         http_port: of its status page; None for that of FERRORPC_HTTP_PORT, if any.
         master: address and port of torch.distributed's own store.
+        chosen_ports: those of these two that nobody asked for by number: the launcher keeps them from others while it runs.
         log_dir: where each worker's output is also written; None for the console alone.
         shown: workers whose output the console shows; None for all.
         role: value of ROLE_NAME.
@@ -59,6 +59,7 @@ class Plan:
     job: str
     master: tuple[str, int]
     policy: FailurePolicy
+    chosen_ports: tuple[int, ...] = ()
     http_port: int | None = None
     log_dir: Path | None = None
     shown: frozenset[int] | None = None
@@ -241,25 +242,6 @@ def node_placement(
         return rank, name, host_port(coordinator), False
     except ValueError as error:
         raise ConfigError(f"--coordinator {coordinator}: {error}", hint="--coordinator 127.0.0.1:29700") from None
-
-
-def free_port(besides: str = "") -> int:
-    """A loopback port that nobody listens on, other than that of the address `besides`.
-
-    Raises:
-        ConfigError: this machine has no loopback address, as in some sandboxes.
-    """
-    while True:
-        with socket.socket() as probe, socket.socket(type=socket.SOCK_DGRAM) as route:
-            try:
-                probe.bind((LOOPBACK, 0))
-                route.connect(probe.getsockname())  # sends nothing, but fails if the interface is down
-            except OSError as error:
-                hint = "bring the loopback interface up (ip link set lo up), with its IPv4 address"
-                raise ConfigError(f"nothing can listen on {LOOPBACK}: {error.strerror}", hint=hint) from None
-            port: int = probe.getsockname()[1]
-        if not besides.endswith(f":{port}"):
-            return port
 
 
 def _here() -> str:

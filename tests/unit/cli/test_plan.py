@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ferrorpc.cli.launcher.plan import command_of, free_port, node_placement, process_count, world_range
+from ferrorpc.cli.launcher.plan import command_of, node_placement, process_count, world_range
 from ferrorpc.cli.main import run
 from ferrorpc.cli.run import make_plan
 from ferrorpc.cli.system import available_cpus
@@ -208,17 +208,6 @@ def test_torchruns_any_free_port_is_a_coordinator_of_the_launchers_own():
 def test_nodes_that_cannot_find_each_other_are_refused(nodes, node_rank, coordinator, standalone, complaint):
     with pytest.raises(ConfigError, match=complaint):
         node_placement(nodes, node_rank, coordinator, standalone=standalone)
-
-
-def test_a_free_port_differs_from_the_one_that_is_taken_next():
-    first = free_port()
-    assert free_port(besides=f"127.0.0.1:{first}") != first
-
-
-def test_a_machine_without_a_loopback_is_told_so(monkeypatch):
-    monkeypatch.setattr("ferrorpc.cli.launcher.plan.LOOPBACK", "192.0.2.1")  # of the documentation's network: nobody has it
-    with pytest.raises(ConfigError, match=r"nothing can listen on 192\.0\.2\.1"):
-        free_port()
 
 
 def test_flags_go_before_the_environment_and_before_what_would_be_chosen(script, monkeypatch):
