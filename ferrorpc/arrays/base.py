@@ -116,7 +116,11 @@ class Out:
 
 def addresses_of(array: Any) -> np.ndarray[Any, Any]:
     """A host array itself; for a device array one at the same addresses, to compare and never to read."""
-    return array if isinstance(array, np.ndarray) else np.asarray(_Addresses(array))
+    if isinstance(array, np.ndarray):
+        return array
+    if not array.size:  # it may be nowhere, and NumPy 1.26 takes no array at the address 0
+        return np.empty(array.shape, array.dtype)
+    return np.asarray(_Addresses(array))
 
 
 class _Addresses:

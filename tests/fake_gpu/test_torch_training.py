@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+import tests.fake_gpu.torch_gpu  # noqa: F401  # skips all of this where torch takes no such devices
 from tests.fake_gpu.trained_model import STEPS, one_process
 from tests.integration.launching import run
 

@@ -46,11 +46,11 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(t
     for path, reason in ((written, "is not writable"), (tmp_path, "is a directory"), (written / "below", "not writable")):
         result = CliRunner().invoke(command, ["--fit", str(path)])
         assert result.exit_code == 2
-        assert reason in result.stderr
+        assert reason in result.output
 
 
 @pytest.mark.parametrize("words", [["--json"], ["barrier"]], ids=" ".join)
 def test_a_fit_is_not_mixed_with_other_measurements(words, tmp_path):
     result = CliRunner().invoke(command, ["--fit", str(tmp_path / "costs.json"), *words])
     assert result.exit_code == 2
-    assert "--fit is a separate measurement" in result.stderr
+    assert "--fit is a separate measurement" in result.output

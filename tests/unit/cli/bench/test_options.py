@@ -37,4 +37,4 @@ def test_it_is_refused(main, words: str, message: str, monkeypatch, capsys) -> N
 def test_sizes_without_an_element_are_refused(sizes: str) -> None:
     result = CliRunner().invoke(command, ["all_reduce", "--sizes", sizes])
     assert result.exit_code == 2
-    assert "--sizes" in result.stderr
+    assert "--sizes" in result.output
