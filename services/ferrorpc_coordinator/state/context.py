@@ -64,16 +64,16 @@ class SharedState:
         self.last_heard = 0
         """When the last frame or Hello came, whoever sent it. Unary calls, such as probes, may come from this very host."""
         self.silence = (-1, -1)
-        """The last period in which nobody was heard of for several beats: its beginning and end."""
+        """The last period in which nobody was heard of for several beats, or all streams had ended: its beginning and end."""
 
     @property
     def hears_nobody(self) -> bool:
-        """Whether such a period has begun."""
+        """Whether nobody has been heard of for several beats."""
         return self.now - self.last_heard >= self.settings.silence_ns
 
-    def heard(self) -> None:
-        """Somebody is heard of."""
-        if self.hears_nobody:
+    def heard(self, *, first: bool = False) -> None:
+        """Somebody is heard of; `first` with the only stream that is open. Who is refused gets none, however often he asks."""
+        if first or self.hears_nobody:
             self.silence = (self.last_heard, self.now)
         self.last_heard = self.now
 

@@ -120,7 +120,6 @@ class Coordinator:
                 self._shared.full = full
                 self._received(stream, frame)
             case Connected(stream, hello, caller):
-                self._shared.heard()
                 self._connected(stream, hello, caller)
             case Disconnected(stream):
                 self._disconnected(stream)
@@ -147,11 +146,13 @@ class Coordinator:
             job = self._job(hello.job)
             member, before = job.connect(stream, hello)
         except FerroError as error:
+            self._shared.heard()
             refused = session_pb2.ServerFrame(event=session_pb2.Event(fenced=detail_of(error)))
             known = self._jobs.get(hello.job)
             self._shared.effects.send(None if known is None else known.context, stream, refused)
             self._shared.effects.close(stream)
             return
+        self._shared.heard(first=not self._streams)
         self._streams[stream] = job, member
         if before is not None and self._streams.pop(before, None) is not None:
             self._shared.effects.close(before)

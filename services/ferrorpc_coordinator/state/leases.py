@@ -115,8 +115,8 @@ class Leases:
                 member.reason += ", and nobody is heard of: the coordinator may be cut off"
                 self._log(member)
             self._arm(member, min(now + member.lease_ns // 2, give_up))
-        elif member.last_heard <= began and now < ended + back_ns:
-            self._arm(member, ended + back_ns)
+        elif member.last_heard <= began and now < (last_moment := min(ended, give_up) + back_ns):
+            self._arm(member, last_moment)
         else:
             self._on_dead(member, self._death_reason(member))
 
