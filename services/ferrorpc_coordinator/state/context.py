@@ -63,8 +63,8 @@ class SharedState:
         self.full = False
         self.last_heard = 0
         """When the last frame or Hello came, whoever sent it. Unary calls, such as probes, may come from this very host."""
-        self.silence = (-1, -1)
-        """The last period in which nobody was heard of for several beats, or all streams had ended: its beginning and end."""
+        self.silence_ended = -1
+        """When somebody was last heard of again, after nobody had been for several beats or all streams had ended."""
 
     @property
     def hears_nobody(self) -> bool:
@@ -74,7 +74,7 @@ class SharedState:
     def heard(self, *, first: bool = False) -> None:
         """Somebody is heard of; `first` with the only stream that is open. Who is refused gets none, however often he asks."""
         if first or self.hears_nobody:
-            self.silence = (self.last_heard, self.now)
+            self.silence_ended = self.now
         self.last_heard = self.now
 
 

@@ -108,14 +108,14 @@ class Leases:
         spared_ns, back_ns = settings.restart_grace_ns, settings.grace_ns
         if member.fell_silent or member.recovered:
             spared_ns, back_ns = settings.outage_ns, max(member.lease_ns, settings.restart_grace_ns)
-        (began, ended), give_up = shared.silence, member.last_heard + spared_ns
+        ended, give_up = shared.silence_ended, member.last_heard + spared_ns
         if shared.hears_nobody and now < give_up:
             if not member.spared:
                 member.spared = True
                 member.reason += ", and nobody is heard of: the coordinator may be cut off"
                 self._log(member)
             self._arm(member, min(now + member.lease_ns // 2, give_up))
-        elif member.last_heard <= began and now < (last_moment := min(ended, give_up) + back_ns):
+        elif member.last_heard < ended and now < (last_moment := min(ended, give_up) + back_ns):
             self._arm(member, last_moment)
         else:
             self._on_dead(member, self._death_reason(member))
