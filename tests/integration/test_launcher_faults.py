@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import islice
 
 import pytest
 
@@ -235,8 +234,13 @@ def test_a_rank_that_holds_the_gil_for_longer_than_its_lease_is_shown_as_stalled
 
     eventually(lambda: is_seen(1, "MEMBER_STATE_STALLED"), "rank 1 is shown as stalled", seconds=60.0)
     (tmp_path / "stalled").touch()
-    told: list[str] = []
-    waits = list(islice((line for line in launcher.stderr if told.append(line) or "waits for rank 1" in line), 2))
+    told, waits = [], []
+    for line in launcher.stderr:
+        told.append(line)
+        if "waits for rank 1" in line:
+            waits.append(line)
+        if len(waits) == 2:
+            break
     assert len(waits) == 2, f"the launcher ended: {''.join(told)}"
     assert all(re.search(r"; rank 1 \(.*\): stalled \(its session is open", line) for line in waits), waits
     is_seen(1, "MEMBER_STATE_STALLED")

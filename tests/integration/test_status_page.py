@@ -16,6 +16,7 @@ from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from tests.integration import chromium
 from tests.integration.coordinator_process import coordinator
 from tests.integration.crowd import Crowd
+from tests.waiting import eventually
 
 pytest.importorskip("starlette", reason="the status page needs the extra ui")
 pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
@@ -311,18 +312,27 @@ def test_a_coordinator_that_ends_is_not_shown_as_live(browser, tmp_path, job):
             crowd.close()
 
 
+def viewer_of(process):
+    """A connection on which events come; None if there is no place for one, which must be the answer then."""
+    host, _, port = process.http_address.rpartition(":")
+    viewer = socket.create_connection((host, int(port)))
+    viewer.sendall(b"GET /events?job=elsewhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    answer = viewer.recv(1000)
+    if answer.startswith(b"HTTP/1.1 200"):
+        return viewer
+    viewer.close()
+    assert answer.startswith(b"HTTP/1.1 503"), answer
+    return None
+
+
 def test_a_page_that_was_refused_its_events_asks_for_them_again(browser, process, job):
     """A browser does not by itself, neither here nor where a proxy answers in place of a coordinator that restarts."""
     crowd = Crowd(process.address, 2, job)
     try:
         browser.open("about:blank")  # the page before has a place until the coordinator sees that it is gone
         with ExitStack() as viewers:
-            host, _, port = process.http_address.rpartition(":")
-            held = 0
-            while held < VIEWERS_MAX:
-                viewer = viewers.enter_context(socket.create_connection((host, int(port))))
-                viewer.sendall(b"GET /events?job=elsewhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                held += viewer.recv(1000).startswith(b"HTTP/1.1 200")
+            for _ in range(VIEWERS_MAX):
+                viewers.enter_context(eventually(lambda: viewer_of(process), "a place for a viewer", PATIENCE_SECONDS))
             browser.logs.clear()
             browser.open(f"http://{process.http_address}/?job={job}")
             while "503" not in "".join(browser.logs):
