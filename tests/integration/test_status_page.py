@@ -299,6 +299,19 @@ def test_words_of_members_that_mean_something_in_a_script_do_not_stop_the_page(b
         crowd.close()
 
 
+def test_a_page_that_has_news_is_live_at_once(browser, process, job):
+    """Not when its clock next looks, half a second later; this page's clock stands still."""
+    crowd = Crowd(process.address, 2, job)
+    still = browser.call("Page.addScriptToEvaluateOnNewDocument", source="window.setInterval = () => 0")
+    try:
+        show(browser, process, job, "live")
+        headline(browser, "All 2 ranks work")
+        assert browser.text("#connection") == "live"
+    finally:
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", **still)
+        crowd.close()
+
+
 def test_a_coordinator_that_ends_is_not_shown_as_live(browser, tmp_path, job):
     with coordinator("--http-port", "0", "--data-dir", str(tmp_path / "data")) as ending:
         crowd = Crowd(ending.address, 2, job)

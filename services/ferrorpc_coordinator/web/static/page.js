@@ -38,7 +38,7 @@ function connect() {
     model.setHistory(JSON.parse(message.data));
   });
   source.addEventListener("state", (message) => {
-    lastMessage = Date.now();
+    noteNews();
     const state = JSON.parse(message.data);
     if (state) {
       model.update(state);
@@ -289,7 +289,7 @@ async function refreshJobs() {
     if (!view.job && jobs.length) selectJob(jobs[0].job);
     if (source?.readyState === EventSource.CLOSED) connect(); // refused; only lost connections are restored by the browser
     if (!view.job) {
-      lastMessage = Date.now();
+      noteNews();
       showNoJob();
     }
     const select = find("job");
@@ -309,6 +309,11 @@ function selectJob(job) {
   view.job = job;
   view.page = 0;
   connect();
+}
+
+function noteNews() {
+  lastMessage = Date.now();
+  updateConnection();
 }
 
 function updateConnection() {
