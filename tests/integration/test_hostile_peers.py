@@ -91,26 +91,40 @@ def test_silent_connections_and_half_a_handshake_hold_nobody_up(pair: list[Rank]
         one.close()
 
 
-def test_streams_that_never_say_whose_they_are_make_room_for_those_that_do(servers: list[WorkerServer]) -> None:
+def incoming_threads() -> int:
+    return sum(one.name.startswith("ferrorpc-incoming") for one in threading.enumerate())
+
+
+def test_streams_that_never_say_whose_they_are_make_room_for_those_that_do() -> None:
     """Each would have a thread of this process for as long as its patience lasts."""
     threads, release = threading.active_count(), threading.Event()
 
     def nothing() -> Iterator[bytes]:
-        release.wait(SECONDS)
+        release.wait(2 * SECONDS)
         yield from ()
 
-    channels = [grpc.insecure_channel(servers[1].address, options=options.data_channel()) for _ in range(PENDING_MAX // 12)]
-    calls = [channel.stream_stream(METHOD)(nothing()) for channel in channels for _ in range(16)]
-    assert len(calls) > PENDING_MAX + 16
-    eventually(lambda: sum(call.done() for call in calls) >= len(calls) - PENDING_MAX, "those that have waited longest end")
-    ours = [one for one in threading.enumerate() if one.name.startswith("ferrorpc-incoming")]
-    assert len(ours) <= PENDING_MAX + 8
-    exchange([Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)])
-    eventually(lambda: all(call.done() for call in calls), "the rest, when the patience is over")
-    release.set()
-    for channel in channels:
-        channel.close()
-    eventually(lambda: threading.active_count() <= threads + 20, "the threads end")
+    with two_servers(open_timeout_seconds=2 * SECONDS) as servers:
+        address = servers[1].address
+        channels = [grpc.insecure_channel(address, options=options.data_channel()) for _ in range(PENDING_MAX // 12)]
+        calls = [channel.stream_stream(METHOD)(nothing()) for channel in channels for _ in range(16)]
+        too_many = len(calls) - PENDING_MAX
+        assert too_many > 16
+        eventually(lambda: sum(call.done() for call in calls) >= too_many, "those that have waited longest end")
+        eventually(lambda: incoming_threads() <= PENDING_MAX + 8, "their threads end")
+        exchange(pair_of(servers))
+        assert not all(call.done() for call in calls), "the others go on waiting"
+        release.set()
+        for channel in channels:
+            channel.close()
+        eventually(lambda: threading.active_count() <= threads + 20, "the threads end")
+
+
+def test_a_stream_that_never_says_whose_it_is_ends_when_the_patience_is_over(servers: list[WorkerServer]) -> None:
+    release = threading.Event()
+    with grpc.insecure_channel(servers[1].address, options=options.data_channel()) as channel:
+        call = channel.stream_stream(METHOD)(iter(release.wait, True), timeout=SECONDS)
+        assert call.code() is grpc.StatusCode.CANCELLED
+        release.set()
 
 
 @pytest.mark.parametrize(
