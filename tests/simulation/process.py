@@ -161,10 +161,14 @@ class Process:
         )
         self.ask(self._joined, join=request)
 
+    def _join_again_after(self, generation: int) -> Callable[[], None]:
+        """Asks again, unless it has been told meanwhile of its generation's end, has asked at once, and is in the next one."""
+        return lambda: self.join() if self.generation == generation else None
+
     def _joined(self, result: session_pb2.Result) -> None:
         self.joining = False
         if result.WhichOneof("outcome") == "error":
-            self.later(200 * MILLISECOND, self.join)
+            self.later(200 * MILLISECOND, self._join_again_after(self.generation))
             return
         before, self.generation, self.rank = self.generation, result.join.generation, result.join.rank
         assert self.generation > before
