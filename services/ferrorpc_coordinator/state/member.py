@@ -47,7 +47,7 @@ class Member:
     recovered: bool = False
     """No frame was received since the coordinator restarted."""
     fell_silent: bool = False
-    """Beats were missing before its last stream ended."""
+    """A beat was missing before its last stream ended."""
     spared: bool = False
     """It would be dead, but nobody else is heard of either, so the coordinator may be cut off."""
     rank: int = -1
