@@ -321,7 +321,8 @@ class Simulation:
 
     def _pause_now(self) -> None:
         if self.host.up and not self.host.paused:
-            self.host.pause(self.random.randint(300, 6_000) * MILLISECOND)
+            longest = self.random.choice((3_000, 6_000, 13_000))
+            self.host.pause(self.random.randint(300, longest) * MILLISECOND)
 
     def _kill_coordinator(self) -> None:
         if not self.host.up:
