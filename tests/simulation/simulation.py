@@ -35,6 +35,8 @@ class Wire:
     number: int
     process: Process
     broken: bool = False
+    said_hello: bool = False
+    """The Hello has reached the coordinator."""
     up_at: int = 0
     down_at: int = 0
 
@@ -143,7 +145,12 @@ class Simulation:
         wire = Wire(next(self._numbers), process)
         self._wires[wire.number] = wire
         copy = session_pb2.Hello.FromString(hello.SerializeToString())
-        self._upwards(wire, lambda: self.host.take(Connected(wire.number, copy)))
+
+        def say_hello() -> None:
+            wire.said_hello = True
+            self.host.take(Connected(wire.number, copy))
+
+        self._upwards(wire, say_hello)
         return wire
 
     def send(self, wire: Wire, frame: session_pb2.ClientFrame) -> None:
@@ -239,16 +246,17 @@ class Simulation:
 
     def _cut_coordinator_off(self) -> None:
         """Its own network fails, for longer than a keepalive needs to end all streams. Processes whose stream broke just before
-        may be declared dead."""
+        and that it has not heard of again may be declared dead."""
         if self.cut_off:
             return
         duration = self.random.randint(2_600, 9_000) * MILLISECOND
         self.note(lambda: f"the coordinator is cut off for {duration / 1e9:.1f} s")
         for process in self.processes.values():
-            if process.wire is None or process.wire.broken:
+            wire = process.wire
+            if wire is None or wire.broken or not wire.said_hello:
                 self.excuse(process)
-            else:
-                self._break_silently(process.wire)
+            if wire is not None and not wire.broken:
+                self._break_silently(wire)
         self.cut_off = True
         self.after(duration, self._reconnect_coordinator)
 
