@@ -66,9 +66,11 @@ def two_servers(lanes: int = 1, open_timeout_seconds: float = 2.0) -> Iterator[l
         WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, token, lanes=lanes, open_timeout_seconds=open_timeout_seconds)
         for _ in range(2)
     ]
-    yield made
-    for server in made:
-        server.close()
+    try:
+        yield made
+    finally:
+        for server in made:
+            server.close()
 
 
 def pair_of(servers: list[WorkerServer]) -> list[Rank]:

@@ -123,8 +123,9 @@ def test_a_stream_that_never_says_whose_it_is_ends_when_the_patience_is_over(ser
     release = threading.Event()
     with grpc.insecure_channel(servers[1].address, options=options.data_channel()) as channel:
         call = channel.stream_stream(METHOD)(iter(release.wait, True), timeout=SECONDS)
-        assert call.code() is grpc.StatusCode.CANCELLED
+        ended_with = call.code()
         release.set()
+        assert ended_with is grpc.StatusCode.CANCELLED
 
 
 @pytest.mark.parametrize(

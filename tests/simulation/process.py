@@ -6,6 +6,7 @@ It keeps the client's side of the protocol: numbered requests, request ids, resu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrorpc_coordinator.state.settings import MILLISECOND, PROTOCOL_VERSION, SECOND
@@ -161,14 +162,15 @@ class Process:
         )
         self.ask(self._joined, join=request)
 
-    def _join_again_after(self, generation: int) -> Callable[[], None]:
-        """Asks again, unless it has been told meanwhile of its generation's end, has asked at once, and is in the next one."""
-        return lambda: self.join() if self.generation == generation else None
+    def _join_again(self, refused_in: int) -> None:
+        """Asks again, unless it was told meanwhile to join and is in another generation than the one it was refused in."""
+        if self.generation == refused_in:
+            self.join()
 
     def _joined(self, result: session_pb2.Result) -> None:
         self.joining = False
         if result.WhichOneof("outcome") == "error":
-            self.later(200 * MILLISECOND, self._join_again_after(self.generation))
+            self.later(200 * MILLISECOND, partial(self._join_again, self.generation))
             return
         before, self.generation, self.rank = self.generation, result.join.generation, result.join.rank
         assert self.generation > before

@@ -9,8 +9,8 @@ After a restart of the coordinator every member is SUSPECT and has `restart_grac
 A coordinator that hears of nobody at all is probably cut off itself, while the members go on without it. So it spares those
 whose time is over until somebody is heard of again, but no longer than they wait for a coordinator (`outage`). Then they have
 the time that they have after a restart. A stream that ended between two beats was perhaps ended by the end of its process:
-that member is spared for `restart_grace` at most, and has a grace then. If all streams had ended, however
-briefly, the others have a grace from the return of the first.
+that member is spared for `restart_grace` at most, and has a grace then. If all streams had ended, however briefly, the others
+have a grace from the return of the first.
 """
 
 from __future__ import annotations

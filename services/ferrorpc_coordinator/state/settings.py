@@ -111,8 +111,8 @@ class Settings:
 
     @property
     def missed_beat_ns(self) -> int:
-        """Who sent no frame for this long missed a beat. Shorter than it takes the connection to a vanished host to end: 1.5 s
-        after data that nobody acknowledged, or less after the last frame where the link has a delay."""
+        """Who sent no frame for this long missed a beat. The connection to a host that vanished takes longer to end, with the
+        usual heartbeat: 1.5 s after the first data that was not acknowledged."""
         return 2 * self._beat_ns
 
     @property
