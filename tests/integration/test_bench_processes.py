@@ -121,12 +121,14 @@ with RankProcesses(calm("hangs"), 2) as world:
 """
 
 
-def test_ranks_end_with_a_driver_that_is_killed_in_the_middle_of_their_turn():
-    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
+def test_ranks_end_with_a_driver_that_is_killed_in_the_middle_of_their_turn_and_leave_no_files(tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, env=environment) as driver:
         ranks = [int(word) for word in driver.stdout.readline().split()]
         driver.kill()
     assert len(ranks) == 2
     assert wait_until_gone(ranks) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_sum_on_one_rank_is_an_error_and_no_figure():

@@ -29,6 +29,7 @@ START_SECONDS: Final = 90.0
 REPLY_SECONDS: Final = 120.0
 END_SECONDS: Final = 5.0
 STDERR_LINES: Final = 8
+STDERR_BYTES: Final = 65_536
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 _WORKER: Final = "ferrorpc.cli.bench.worker"
 _JOB_VARIABLES: Final = ("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_", "GLOO_", "MPICH_", "HYDRA_")
@@ -91,8 +92,7 @@ class RankProcesses:
         self._hosts = hosts or [LOCAL] * ranks
         self._held = contextlib.ExitStack()
         """What the processes need until they have ended."""
-        self._directory = self._held.enter_context(tempfile.TemporaryDirectory(prefix="ferrorpc-bench-"))
-        self._stderr = Path(self._directory) / "stderr"
+        self._stderr = self._held.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  the stack closes it
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[_RankConnection] = []
         self._broken = False
@@ -155,8 +155,9 @@ class RankProcesses:
         self.close()
 
     def _start(self, ranks: int, settings: dict[str, Any]) -> None:
-        address = f"{self._directory}/driver"
-        with socket.socket(socket.AF_UNIX) as listener, self._stderr.open("wb") as stderr:
+        # The directory is gone once all ranks have connected, so that a driver that is killed later leaves nothing behind.
+        with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory, socket.socket(socket.AF_UNIX) as listener:
+            address = f"{directory}/driver"
             listener.bind(address)
             listener.listen(ranks)
             # -P: the user's directory must not shadow what ranks import. Other runners than ours are found there.
@@ -168,8 +169,8 @@ class RankProcesses:
                         tied_to_this_process(command),
                         env=environment,
                         stdin=subprocess.DEVNULL,
-                        stdout=stderr,
-                        stderr=stderr,
+                        stdout=self._stderr,
+                        stderr=self._stderr,
                         start_new_session=True,
                     )
                 )
@@ -241,7 +242,10 @@ class RankProcesses:
         return BackendUnavailableError(f"{self.system.name} did not start: {why}{self._stderr_tail()}", "measure without it")
 
     def _stderr_tail(self) -> str:
-        lines = self._stderr.read_text(errors="replace").splitlines()[-STDERR_LINES:]
+        # pread: the ranks write where this file's one offset stands, so it must not be moved.
+        size = os.fstat(self._stderr.fileno()).st_size
+        text = os.pread(self._stderr.fileno(), STDERR_BYTES, max(0, size - STDERR_BYTES)).decode(errors="replace")
+        lines = text.splitlines()[-STDERR_LINES:]
         return "".join(f"\n  | {line}" for line in lines)
 
     def _end(self) -> None:
