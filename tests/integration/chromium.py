@@ -131,11 +131,11 @@ class Browser:
 
     def close(self) -> None:
         """Ends the browser."""
-        os.close(self._write)
-        os.close(self._read)
-        self._process.terminate()
+        os.write(self._write, b'{"id": 0, "method": "Browser.close"}\0')  # a signal would leave its files in /tmp behind
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
+        os.close(self._write)
+        os.close(self._read)
