@@ -25,6 +25,8 @@ from ferrorpc.wire.address import split_address
 from ferrorpc.wire.call_threads import call_threads
 from ferrorpc.wire.keep_at_exit import keep_at_exit
 
+START_SECONDS: Final = 1.0
+"""How long a sender waits for gRPC to start the threads of a new lane, which takes a millisecond."""
 REDIAL_SECONDS: Final = 0.25
 REFUSED_SECONDS: Final = 2.0
 """How long a peer may refuse connections, or its TLS handshake may fail, before the lane gives up."""
@@ -81,9 +83,19 @@ class Lane:
         keep_at_exit(self)
         self._committed = False
         self._finishing = False
+        self._started = threading.Event()
         self._cancelled = threading.Event()
         self._ended = threading.Event()
         clock.start(self._run, f"ferrorpc-lane-{number}-to-{peer}")
+
+    @property
+    def started(self) -> bool:
+        """Whether gRPC's threads serve it, or will not. Before that, an interpreter that exits could keep them from starting."""
+        return self._started.is_set()
+
+    def wait_until_started(self) -> None:
+        """Waits for `started`, at most START_SECONDS."""
+        self._started.wait(START_SECONDS)
 
     def finish(self, streams: int, *, discard: bool) -> None:
         """Says goodbye after what is queued (which `discard` drops). The lane ends once the peer has read the goodbye.
@@ -143,6 +155,8 @@ class Lane:
         except LimitExceededError as error:
             self.fault, self._committed = error, True
             return error.message
+        finally:
+            self._started.set()
         if self._cancelled.is_set():
             call.cancel()
         try:

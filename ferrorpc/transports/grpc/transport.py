@@ -270,6 +270,9 @@ class GrpcTransport(Transport):
     def _lane_to(self, peer: int, number: int = 0, needed: bool = True) -> Lane | None:
         """The lane to a peer, dialled at first use; None where nothing can be sent any more.
 
+        gRPC serves a lane with threads, which an interpreter that exits does not start (Python 3.12). A script may end right
+        after its last operation, and what that sent must arrive. So the lane has its threads before anything is sent.
+
         Args:
             needed: whether a peer that has left is then reported as lost.
         """
@@ -277,6 +280,8 @@ class GrpcTransport(Transport):
         lane = self._lanes.get((peer, number))
         if self._closing or peer in self._left or peer in self._lost or lane is None:
             lane = self._new_lane_to(peer, number, needed)
+        if lane is not None and not lane.started:
+            lane.wait_until_started()  # without the lock, and once all know of the lane: an interrupt here loses nothing
         return lane
 
     def _new_lane_to(self, peer: int, number: int, needed: bool) -> Lane | None:
