@@ -191,7 +191,7 @@ atexit.register(setattr, threading.Thread, "start", refuse)  # last in, first ou
 
 
 def test_a_script_that_closes_nothing_has_sent_everything_where_an_exiting_interpreter_starts_no_threads(port):
-    """As that of Python 3.12. Rank 0 has its result before its own stream to rank 1, for which gRPC needs threads, has begun."""
+    """As that of Python 3.12. Rank 0 has its result before its own stream to rank 1 begins, and gRPC needs threads for it."""
     scripts = [SLOW_STREAMS + RANK + NO_THREADS_AT_EXIT, RANK]
     ranks = [start(script, torchrun(rank, 2, port) | {"FERRORPC_TRANSPORT": "grpc"}) for rank, script in enumerate(scripts)]
     assert [outcome(rank) for rank in ranks] == [(0, f"{rank} 2 grpc 3.0\n", "") for rank in range(2)]

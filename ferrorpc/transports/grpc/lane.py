@@ -90,7 +90,7 @@ class Lane:
 
     @property
     def started(self) -> bool:
-        """Whether gRPC's threads serve it, or will not. Before that, an interpreter that exits could keep them from starting."""
+        """Whether gRPC's threads serve it, or could not be had. Before that, an interpreter that exits may refuse them."""
         return self._started.is_set()
 
     def wait_until_started(self) -> None:
