@@ -148,9 +148,9 @@ class Lane:
 
     def _run_call(self) -> str:
         """One attempt: dials and reads answers until the stream ends. Returns why it ended."""
-        stub: Any = self._channel.stream_stream(METHOD)
         try:
             with call_threads(self._channel, f"the lane to rank {self.peer}"):
+                stub: Any = self._channel.stream_stream(METHOD)
                 call = self._call = stub(self._messages())
         except LimitExceededError as error:
             self.fault, self._committed = error, True
