@@ -211,10 +211,10 @@ class Work(Generic[Result]):
 
     def register(self, register: dict[int, Any]) -> None:
         """For the driver: puts it into a dict, by id, until it has ended."""
-        self._register = register
-        register[id(self)] = self
+        self._register, number = register, id(self)
+        register[number] = self  # from here on no call before that of `pop`, where an interrupt could strike
         if self._done:  # perhaps before it was in there
-            register.pop(id(self), None)
+            register.pop(number, None)
 
     def _forget(self, callback: Callable[[], None]) -> None:
         with self._lock:

@@ -18,8 +18,10 @@ import ferrorpc
 from ferrorpc.backends.device import context
 from ferrorpc.errors import GroupAbortedError
 from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu import nccl
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.work import Work
 from tests.fake_gpu.groups import SECONDS, Ranks
 from tests.waiting import eventually
 
@@ -136,6 +138,16 @@ def interrupted(cupy: StandIn, way: str, number: int) -> str | None:
     for group in ranks.groups:
         group.close()
     return interrupt.place
+
+
+def test_an_interrupt_leaves_no_operation_in_flight_that_ended_before_its_work_was_known() -> None:
+    for number in range(1, 9):
+        work, in_flight = Work[None](SYSTEM_CLOCK, "all_reduce"), dict[int, Any]()
+        work.complete(None)
+        with suppress(KeyboardInterrupt), Interrupt(number) as interrupt:
+            work.register(in_flight)
+        assert not in_flight, interrupt.place
+    assert interrupt.place is None
 
 
 def test_memory_of_what_was_being_launched_is_kept_until_the_abort(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
