@@ -120,7 +120,7 @@ class Page:
             self._member(found)
 
     def _member(self, found: Any) -> None:
-        if isinstance(found, griffe.Function):
+        if isinstance(found, griffe.Function) and not _is_shared_property(found):
             self.lines += ["", f"**`{_signature(found.name, list(found.parameters), found.returns)}`**"]
         else:
             self.lines += ["", f"**`{found.name}`**"]
@@ -158,6 +158,10 @@ class Page:
 
 def _target(found: Any) -> Any:
     return found.final_target if found.is_alias else found
+
+
+def _is_shared_property(found: griffe.Function) -> bool:
+    return any(str(each.value) == "shared_property" for each in found.decorators)
 
 
 def _is_abstract(found: griffe.Class) -> bool:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
@@ -33,6 +33,7 @@ from ferrorpc.arrays.torch_cuda import current_of_torch
 from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.kernels.cuda.folds import Folds
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
+from ferrorpc.shared_property import shared_property
 
 INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]' (CUDA 13)"
 T = TypeVar("T")
@@ -202,24 +203,24 @@ class CupyDevice:
         with self.here(), stream.as_current():
             yield
 
-    @cached_property
+    @shared_property
     def kernels(self) -> DeviceKernels:
         """As `Device.kernels`."""
         with self.here():
             return DeviceKernels(self.cupy)
 
-    @cached_property
+    @shared_property
     def folds(self) -> Folds:
         """As `Device.folds`."""
         with self.here():
             return Folds(self.cupy)
 
-    @cached_property
+    @shared_property
     def ipc(self) -> CupyIpc:
         """As `Device.ipc`."""
         return CupyIpc(self.runtime)
 
-    @cached_property
+    @shared_property
     def staging(self) -> Staging:
         """As `Device.staging`. One in a process, so that pinned memory is bounded."""
         return Staging(self)

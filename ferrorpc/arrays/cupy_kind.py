@@ -100,10 +100,12 @@ class CupyKind(Kind):
             target[...] = data.reshape(target.shape)
 
 
-@lru_cache(maxsize=64)
+_kinds: dict[int, CupyKind] = {}
+
+
 def cupy_kind(device: int) -> CupyKind:
     """The kind of the arrays on the GPU with this number; the same object each time."""
-    return CupyKind(device)
+    return _kinds.get(device) or _kinds.setdefault(device, CupyKind(device))
 
 
 class DeviceOut(Out):

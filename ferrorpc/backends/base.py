@@ -26,6 +26,7 @@ from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, FerroError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
+from ferrorpc.shared_property import shared_property
 from ferrorpc.types import TensorSpec
 from ferrorpc.work import Work
 
@@ -67,7 +68,7 @@ class Backend(ABC):
         """World rank of each group rank; a backend that sets none is a world."""
         return tuple(range(self.size))
 
-    @cached_property
+    @shared_property
     def latch(self) -> Latch:
         """Trips when the generation ends; a backend that sets none gets one of its own."""
         return Latch()
@@ -168,7 +169,7 @@ class Backend(ABC):
             execution.queue_up()
         return drive_apart(execution, self.abort, convert)
 
-    @cached_property
+    @shared_property
     def _turns(self) -> Turns:
         return Turns()
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +28,7 @@ from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.bucket_memory import Array, BucketMemory, ReducedHeader, is_divisor, real_type
 from ferrorpc.guard import Clock
 from ferrorpc.kernels.cuda.reference import NAMES
+from ferrorpc.shared_property import shared_property
 from ferrorpc.types import DType, TensorSpec
 
 
@@ -46,7 +46,7 @@ class DeviceContext:
         self.device: Device = kind.device
         self.kernels = self.device.kernels
 
-    @cached_property
+    @shared_property
     def hook_stream(self) -> Stream:
         """The stream of communication hooks."""
         return self.device.new_stream()

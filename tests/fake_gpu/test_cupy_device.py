@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
-from ferrorpc.arrays.cupy_kind import cupy_kind
+from ferrorpc.arrays.cupy_kind import CupyKind, cupy_kind
 from ferrorpc.arrays.kinds import copy_into
+from ferrorpc.arrays.staging import Staging
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.progress import Progress
 from ferrorpc.ddp.bucket import lay_out
@@ -27,6 +29,7 @@ from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType, TensorSpec
 from tests.fake_gpu.worlds import host_lanes
+from tests.threads import in_threads
 
 
 def test_the_null_stream_that_waits_is_that_of_its_own_gpu_on_every_thread(cupy: StandIn) -> None:
@@ -213,6 +216,31 @@ def test_a_bucket_that_another_thread_collects_leaves_nothing_on_the_first_gpu(c
     on_new_thread(first)
     on_new_thread(buckets.clear)
     assert contexts(cupy) == [2]
+
+
+def test_threads_that_use_a_gpu_at_once_for_the_first_time_share_what_it_has(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pinned memory of its own, the thread that came second would lose it again, while the GPU reads from it."""
+    for made in (Staging, CupyKind):
+        meet_in(monkeypatch, made)
+    device = device_of(cupy, 3)
+    first, second = in_threads(2, lambda number: device.staging)
+    assert first is second is device.staging
+    first, second = in_threads(2, lambda number: cupy_kind(77))
+    assert first is second is cupy_kind(77)
+
+
+def meet_in(monkeypatch: pytest.MonkeyPatch, made: type[Any]) -> None:
+    """Two threads that make objects of a class begin at the same time, if they can be in there together."""
+    begin, both = made.__init__, threading.Barrier(2)
+
+    def meet(self: Any, *arguments: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        begin(self, *arguments)
+
+    monkeypatch.setattr(made, "__init__", meet)
 
 
 def test_an_array_is_written_on_its_own_gpu_whichever_is_current(cupy: StandIn) -> None:
