@@ -106,10 +106,15 @@ def start_thread(thread: threading.Thread) -> None:
 
 @contextlib.contextmanager
 def thread_needed(name: str) -> Iterator[None]:
-    """Around what starts a thread, here or in gRPC. Raises LimitExceededError where the system refuses it."""
+    """Around what starts a thread, here or in gRPC. Raises LimitExceededError where the system or Python refuses it."""
     try:
         yield
     except RuntimeError as refusal:
+        if "interpreter shutdown" in str(refusal):  # of Python 3.12 and later
+            raise LimitExceededError(
+                f"this process is ending, and Python starts no more threads in it ({name})",
+                hint="end what needs ferrorpc, and close the group, before the main script ends, not in exit handlers",
+            ) from None
         raise LimitExceededError(
             f"the system refuses a thread ({name}) beside the {threading.active_count()} of this process: {refusal}",
             hint="raise the limit of processes (`ulimit -u`, a container's pids limit), or give the host fewer ranks",

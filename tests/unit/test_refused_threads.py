@@ -45,6 +45,16 @@ def test_the_error_says_how_many_there_are_and_what_to_raise(monkeypatch: pytest
         SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now(), lambda: None)
 
 
+def test_an_interpreter_that_exits_is_not_taken_for_a_full_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused_at_exit(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refused_at_exit)
+    with pytest.raises(LimitExceededError, match=r"this process is ending, .* \(ferrorpc-test\)") as raised:
+        SYSTEM_CLOCK.start(lambda: None, "ferrorpc-test")
+    assert "before the main script ends" in raised.value.hint
+
+
 def test_an_asynchronous_operation_is_refused_and_a_later_one_is_done() -> None:
     clock, latch = FullClock(), Latch()
     progress, (_, report) = Progress(clock), reporter(latch)
@@ -103,6 +113,13 @@ def test_a_call_without_a_thread_leaves_the_servers_other_calls_alone(caplog: py
     assert "a peer's stream is not read" in caplog.text
     clock.refuses = False
     assert executor.submit(lambda: 2).result(5.0) == 2
+
+
+def test_a_server_that_closes_says_nothing_of_streams_that_come_too_late(caplog: pytest.LogCaptureFixture) -> None:
+    executor = ThreadPerCall(FullClock(), "calls")
+    executor.closing = True
+    assert isinstance(executor.submit(lambda: 1).exception(5.0), LimitExceededError)
+    assert not caplog.text
 
 
 def test_a_stream_that_nobody_would_watch_is_refused_and_the_next_is_watched() -> None:

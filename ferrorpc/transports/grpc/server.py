@@ -131,8 +131,9 @@ class WorkerServer:
         self._changed = threading.Condition()
         self._handlers: dict[str, StreamHandler] = {}
         self._closed = False
+        self._threads = ThreadPerCall(clock, "ferrorpc-incoming")
         self._server = grpc.server(
-            ThreadPerCall(clock, "ferrorpc-incoming"),  # type: ignore[arg-type]
+            self._threads,  # type: ignore[arg-type]
             options=options.data_server(),
             maximum_concurrent_rpcs=STREAMS_MAX,
         )
@@ -184,7 +185,7 @@ class WorkerServer:
         with self._changed:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = self._threads.closing = True
             handlers = list(self._handlers.values())
             self._changed.notify_all()
         for handler in handlers:

@@ -22,9 +22,14 @@ _log = logging.getLogger("ferrorpc.transports")
 
 
 class ThreadPerCall(Executor):
-    """Runs each submitted function on a new thread. The server's `maximum_concurrent_rpcs` limits how many there are."""
+    """Runs each submitted function on a new thread. The server's `maximum_concurrent_rpcs` limits how many there are.
+
+    Attributes:
+        closing: set by the owner once nobody needs the calls that still come. They then end unheard, without a message.
+    """
 
     def __init__(self, clock: Clock, name: str) -> None:
+        self.closing = False
         self._clock = clock
         self._name = name
         self._numbers = itertools.count(1)
@@ -50,6 +55,7 @@ class ThreadPerCall(Executor):
         try:
             self._clock.start(run, f"{self._name}-{next(self._numbers)}")
         except LimitExceededError as error:
-            _log.error("a peer's stream is not read, so its messages will be missing: %s", error)
+            if not self.closing:  # an interpreter that exits starts no threads (Python 3.12), and its server is closed then
+                _log.error("a peer's stream is not read, so its messages will be missing: %s", error)
             future.set_exception(error)
         return future
