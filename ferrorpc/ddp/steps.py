@@ -76,6 +76,7 @@ class Steps:
         self._group = group
         self._telemetry = telemetry()
         self._kept: deque[Step] = deque(maxlen=STEPS_KEPT)
+        """Loops take a copy: a thread that watches the training may look on while steps are added."""
         self._activity: Activity | None = None
         with suppress(BackendUnavailableError):  # raised if there is no coordinator
             self._activity = group.session.activity
@@ -107,7 +108,7 @@ class Steps:
 
     def __repr__(self) -> str:
         where, mean = f"rank {self._group.rank} of {self._group.size}", self.mean()
-        if not any(step.number for step in self._kept):
+        if not any(step.number for step in list(self._kept)):
             return f"<Steps of {where}: {len(self)} kept, none after the first>"
         shown = (f"{seconds * 1000:.3g} ms {what}" for what, seconds in zip(_PARTS, mean, strict=True))
         return f"<Steps of {where}: {len(self)} kept, {', '.join(shown)} each>"
@@ -120,7 +121,7 @@ class Steps:
 
     def mean(self) -> StepTimes:
         """The mean of the steps kept, without the very first one, whose beginning is unknown; zeros if there is none."""
-        times = [step.times for step in self._kept if step.number]
+        times = [step.times for step in list(self._kept) if step.number]
         if not times:
             return StepTimes(0.0, 0.0, 0.0)
         return StepTimes(*(sum(parts) / len(times) for parts in zip(*times, strict=True)))
@@ -131,11 +132,11 @@ class Steps:
 
     def timeline(self) -> Timeline:
         """What this rank did: one lane for its own thread and one for each bucket, in seconds since the first step kept."""
-        rank = self._group.rank
-        buckets = sorted({bucket for step in self._kept for bucket, _, _ in step.buckets})
+        rank, kept = self._group.rank, list(self._kept)
+        buckets = sorted({bucket for step in kept for bucket, _, _ in step.buckets})
         lanes = [f"rank {rank}", *(f"bucket {bucket} of rank {rank}" for bucket in buckets)]
-        start = self._kept[0].began if self._kept else 0.0
-        spans = [span for step in self._kept for span in _spans(step, start, buckets)]
+        start = kept[0].began if kept else 0.0
+        spans = [span for step in kept for span in _spans(step, start, buckets)]
         return StepTimeline(lanes, spans, f"rank {rank}: training steps")
 
     def to_chrome_trace(self, path: str | Path) -> None:

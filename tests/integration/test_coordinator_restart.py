@@ -104,7 +104,7 @@ def test_every_acknowledged_set_survives_kills_at_any_moment(tmp_path):
 
             writer = threading.Thread(target=write)
             writer.start()
-            eventually(lambda life=life: len([key for key in acknowledged if key.startswith(f"{life}.")]) > 10 + 7 * life)
+            eventually(lambda life=life: len([key for key in list(acknowledged) if key.startswith(f"{life}.")]) > 10 + 7 * life)
             process.kill()
             stop.set()
             writer.join(30)

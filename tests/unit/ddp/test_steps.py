@@ -13,7 +13,7 @@ import pytest
 
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_reduction import BucketReduction
-from ferrorpc.ddp.steps import Step, StepTimes
+from ferrorpc.ddp.steps import Step, Steps, StepTimes
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import ManualClock
@@ -107,3 +107,24 @@ def test_steps_are_kept_compared_between_ranks_and_drawn(tmp_path):
         assert sum(event["cat"] == "communication" for event in drawn) == 8
         last = next(event for event in drawn if event["name"] == "wait 3")
         assert last["dur"] == pytest.approx(steps[3].times.exposed_seconds * 1e6)
+
+
+def test_a_thread_may_look_at_the_times_while_the_next_step_ends():
+    class Watched:
+        """The next step ends just when somebody looks at this one."""
+
+        began, wait_began, ended, times = 0.0, 1.0, 2.0, StepTimes(1.0, 1.0, 0.0)
+
+        def looked_at(self):
+            steps.add(Step(2, 2.0, 3.0, 4.0, ()))
+            return ()
+
+        number = buckets = property(looked_at)
+
+    (group,) = run_world(1, lambda group: group)
+    steps = Steps(group)
+    steps.add(Watched())
+    for look in (steps.mean, steps.timeline, lambda: repr(steps)):
+        before = len(steps)
+        look()
+        assert len(steps) > before
