@@ -7,14 +7,15 @@ calls, and builds an execution only when the operation has to wait. Everything e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from ferrorpc.arrays.kinds import NUMPY, split, to_kind
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome
+from ferrorpc.collectives.arena.control_blocks import Channel
+from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Operation
 from ferrorpc.operations.dispatch import Dispatch
@@ -227,13 +228,23 @@ class FastPath:
                 if self._spin(steps):
                     return found
             except BaseException as error:  # noqa: BLE001  the general path reports it and raises the first cause
-                steps = _failed(error)
-            key, guard = Key(dispatch.backend.group_id, 0, number), dispatch.guard(dispatch.timeout)
-            dispatch.run(ArenaExecution(self._arena, prepared.call, key, channel, steps, guard, found))
+                execution = self._execution(prepared, number, channel, steps, found)
+                execution.begin_failed(error)
+            else:
+                execution = self._execution(prepared, number, channel, steps, found)
+            dispatch.run(execution)
             return found
         except KeyboardInterrupt:
             dispatch.interrupted(prepared.signature)
             raise
+
+    def _execution(
+        self, prepared: ArenaPrepared, number: int, channel: Channel, steps: Steps, found: list[Outcome]
+    ) -> ArenaExecution:
+        """The rest of a run, for the general path."""
+        dispatch = self._dispatch
+        key, guard = Key(dispatch.backend.group_id, 0, number), dispatch.guard(dispatch.timeout)
+        return ArenaExecution(self._arena, prepared.call, key, channel, steps, guard, found)
 
     def _learn(self, key: tuple[Any, ...], name: str, given: Any, root: int | None, op: Any) -> ArenaPrepared | None:
         if self._observed or len(self._known) >= CACHED_CALLS:
@@ -286,11 +297,3 @@ def _takes(out: Any, given: Any, like: Array | None) -> bool:
         if not (owned and each.flags.owndata and each is not out) and np.may_share_memory(out, each):
             return False
     return True
-
-
-def _failed(error: BaseException) -> Generator[int, None, Any]:
-    try:
-        raise error
-    finally:
-        del error  # a frame that refers to the error it raises is a reference cycle that keeps the arrays alive
-    yield 0

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ferrorpc.errors import CollectiveMismatchError, FerroError
+from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.operations.fast_path import GENERAL_PATH, FastPath
 from ferrorpc.testing import run_groups
@@ -235,5 +235,26 @@ def test_a_call_that_fails_keeps_no_arrays_until_the_next_garbage_collection(wor
     gc.disable()
     try:
         assert all(run_groups(world, body))
+    finally:
+        gc.enable()
+
+
+def test_a_call_that_fails_as_its_group_ends_keeps_no_arrays_either(world: list[ProcessGroup]) -> None:
+    """On Python 3.13.0 an iterator that was closed before its first step would keep them."""
+
+    def fail(steps: object) -> bool:
+        world[0].abort("over")
+        raise RuntimeError("a step fails")
+
+    x = np.ones(4, np.float32)
+    kept = weakref.ref(x)
+    path: Any = world[0]._fast_path
+    path._spin = fail
+    gc.disable()
+    try:
+        with pytest.raises(GroupAbortedError, match="over"):
+            world[0].all_reduce(x)
+        del x
+        assert kept() is None
     finally:
         gc.enable()

@@ -53,6 +53,7 @@ class ArenaExecution(Execution):
         self._channel = channel
         self._steps = steps
         self._found = found
+        self._failure: BaseException | None = None
         self._complete = False
         self._reached = 0
         self._entered = False
@@ -65,7 +66,12 @@ class ArenaExecution(Execution):
     def label(self) -> str:
         return f"{self._call.signature} #{self._key.number}"
 
+    def begin_failed(self, error: BaseException) -> None:
+        self._failure = error
+
     def advance(self) -> bool:
+        if self._failure is not None:
+            raise self._failure
         transfers = self.transfers
         if transfers is not None:
             transfers.advance_downloads()
@@ -134,6 +140,7 @@ class ArenaExecution(Execution):
         return deadline_error(self, self._arena.describe, barrier=self._call.operation is Operation.BARRIER)
 
     def finish(self) -> None:
+        self._failure = None  # its traceback refers to this execution: a reference cycle would keep the arrays alive
         self._steps.close()
         if not self._complete:
             self._channel.poison()
