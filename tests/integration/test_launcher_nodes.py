@@ -52,11 +52,11 @@ def coordinator():
     service.communicate(timeout=60)
 
 
-def two_nodes(coordinator, script, *arguments, nodes="2", workers="2"):
+def two_nodes(coordinator, script, *arguments, nodes="2", workers="2", **variables):
     """Runs so many workers on each of two nodes; gives both launchers' codes, outputs and errors."""
     logs = str(Path(script).parent / "logs")
     flags = ("-n", workers, "--nnodes", nodes, "--coordinator", coordinator, "--job", "j", "--log-dir", logs)
-    launchers = [start(*flags, "--node-rank", str(rank), script, *arguments) for rank in range(2)]
+    launchers = [start(*flags, "--node-rank", str(rank), script, *arguments, **variables) for rank in range(2)]
     try:
         return [(*launcher.communicate(timeout=100), launcher.returncode) for launcher in launchers]
     finally:
@@ -97,6 +97,14 @@ def test_the_end_of_the_only_worker_of_a_node_is_reported_to_the_others(tmp_path
     (_, err, first), (_, other_err, second) = two_nodes(coordinator, write_script(tmp_path, SUM), "fail", workers="1")
     assert (first, second) == (75, 128 + 9), err + other_err
     assert re.search(r"PeerLostError: rank 1 \(node1-0 on .*\) was lost: .*SIGKILL", err), err
+
+
+def test_a_report_whose_process_is_slow_to_start_is_waited_for(tmp_path, coordinator):
+    """As on a busy machine, where its imports may take seconds."""
+    slow = 'import sys, time\n"ferrorpc.cli.launcher.exit_reporter_main" in sys.orig_argv and time.sleep(1.5)\n'
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    ends = two_nodes(coordinator, write_script(tmp_path, SUM), "fail", workers="1", PYTHONPATH=str(tmp_path))
+    assert re.search(r"PeerLostError: rank 1 \(node1-0 on .*\) was lost: .*SIGKILL", ends[0][1]), ends
 
 
 @pytest.mark.root

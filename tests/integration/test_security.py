@@ -409,6 +409,7 @@ def test_a_launchers_reports_go_on_when_the_authority_is_replaced(tmp_path):
         command = [sys.executable, "-m", "ferrorpc.cli.launcher.exit_reporter_main", process.address, "a"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment() | variables(mine)}
         with subprocess.Popen(command, **pipes) as reporter:
+            assert reporter.stdout.readline() == b"ready\n"
 
             def answer():
                 reporter.stdin.write(report)

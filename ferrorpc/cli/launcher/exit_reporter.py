@@ -21,6 +21,8 @@ class ExitReporter:
         self.child: Child | None = None
         self.started = False
         """Whether `start` was called; its process may be missing."""
+        self.ready = False
+        """Whether the process has made its imports, which take it seconds on a busy machine."""
         self.unanswered = 0
         """Reports without an answer yet."""
 
@@ -54,4 +56,8 @@ class ExitReporter:
 
     def on_output(self, data: bytes) -> None:
         """Takes the process's standard output; b"" is its end."""
-        self.unanswered = max(0, self.unanswered - data.count(b"\n")) if data else 0
+        answers = data.count(b"\n")
+        if answers and not self.ready:
+            self.ready = True
+            answers -= 1
+        self.unanswered = max(0, self.unanswered - answers) if data else 0

@@ -1,6 +1,8 @@
 """The exit reporter process: tells the coordinator how workers ended, so that the launcher need not load gRPC.
 
-    python -m ferrorpc.cli.launcher.exit_reporter_main ADDRESS JOB < one JSON object a line > "ok" or "failed: ..." a line
+    python -m ferrorpc.cli.launcher.exit_reporter_main ADDRESS JOB < one JSON object a line > "ready", then an answer a line
+
+An answer is "ok" or "failed: ...".
 
 After an exit report the coordinator declares a suspect member dead at once. Its peers need not wait for the grace period in
 which a member whose stream broke may resume.
@@ -25,7 +27,7 @@ RETRY_PAUSE_SECONDS: Final = 0.2
 
 
 def serve(address: str, job: str) -> None:
-    """Reports each line of standard input and answers on standard output."""
+    """Reports each line of standard input and answers on standard output, once it has said there that it is ready."""
     from ferrorpc.cli.client import call, connect, token
     from ferrorpc.config import Config
     from ferrorpc.v1.session_pb2 import UnaryReportRequest
@@ -38,6 +40,8 @@ def serve(address: str, job: str) -> None:
         with connect(address, config) as stub:
             call(stub.Report, request, address, wait_for_ready=True)
 
+    click.echo("ready")
+    sys.stdout.flush()
     for line in sys.stdin:
         click.echo(_delivered(partial(deliver, _request(json.loads(line)))))
         sys.stdout.flush()

@@ -51,6 +51,8 @@ _EXPLAIN_SECONDS: Final = 5.0
 """After this time in one phase the user is told whom the launcher waits for."""
 _GROUP_POLL_SECONDS: Final = 0.05
 """Between two checks whether a process group has ended."""
+_READY_SECONDS: Final = 10.0
+"""How long the launcher's end waits for the exit reporter to be ready, where it has a report to make."""
 _ANSWER_SECONDS: Final = 1.0
 """How long a restart waits until the coordinator has confirmed the exit, so that the new worker finds its name free; and how
 long the launcher's own exit waits for that."""
@@ -391,9 +393,11 @@ class _Launch:
 
     def _deliver_reports(self) -> None:
         """Waits for pending exit reports: members on other nodes need them, and the reporter ends with the launcher."""
-        until = time.monotonic() + _ANSWER_SECONDS
-        while not self._plan.owns_coordinator and self._reporter.unanswered and time.monotonic() < until:
-            self._pipes.wait(until - time.monotonic())
+        until, was_ready = time.monotonic() + _READY_SECONDS, False
+        while not self._plan.owns_coordinator and self._reporter.unanswered and (now := time.monotonic()) < until:
+            if self._reporter.ready and not was_ready:
+                until, was_ready = now + _ANSWER_SECONDS, True
+            self._pipes.wait(until - now)
 
     # -- end -------------------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,10 @@ def test_each_report_is_a_line_and_counts_until_it_is_answered(reporter, reports
         {"name": "box-2", "launch": "launch2", "returncode": 0, "reason": ""},
     ]
     assert reports.unanswered == 3
+    assert not reports.ready
+    reports.on_output(b"ready\n")
+    assert reports.ready
+    assert reports.unanswered == 3
     reports.on_output(b"ok\nok\nfai")
     assert reports.unanswered == 1
     reports.on_output(b"led: nobody there\n")
@@ -69,7 +73,7 @@ def test_a_report_is_made_again_where_the_coordinator_was_killed_with_it(monkeyp
     line = {"name": "box-0", "launch": "launch0", "returncode": -9, "reason": ""}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(line) + "\n"))
     serve("127.0.0.1:1", "j")
-    assert (sent, capfd.readouterr().out) == (["box-0", "box-0"], "ok\n")
+    assert (sent, capfd.readouterr().out) == (["box-0", "box-0"], "ready\nok\n")
 
 
 def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monkeypatch, capfd):
@@ -86,7 +90,7 @@ def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monke
     monkeypatch.setattr(client, "call", call)
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in lines)))
     serve("127.0.0.1:1", "j")
-    assert capfd.readouterr().out == "failed: nobody there\nok\n"
+    assert capfd.readouterr().out == "ready\nfailed: nobody there\nok\n"
     assert [(one.name, one.instance_id, one.returncode) for one in sent] == [("box-0", "launch0", 0), ("box-1", "launch1", 1)]
 
 
