@@ -240,7 +240,7 @@ def test_a_call_that_fails_keeps_no_arrays_until_the_next_garbage_collection(wor
 
 
 def test_a_call_that_fails_as_its_group_ends_keeps_no_arrays_either(world: list[ProcessGroup]) -> None:
-    """On Python 3.13.0 an iterator that was closed before its first step would keep them."""
+    """On Python 3.12.1 and 3.13.0 an iterator that was closed before its first step would keep them."""
 
     def fail(steps: object) -> bool:
         world[0].abort("over")

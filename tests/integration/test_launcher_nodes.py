@@ -4,13 +4,15 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import environment, read_numbers, start, write_script
+from tests.integration.launching import environment, read_numbers, start, started, write_script
 
 SUM = """
     import json, os, sys, time
@@ -105,6 +107,23 @@ def test_a_report_whose_process_is_slow_to_start_is_waited_for(tmp_path, coordin
     (tmp_path / "sitecustomize.py").write_text(slow)
     ends = two_nodes(coordinator, write_script(tmp_path, SUM), "fail", workers="1", PYTHONPATH=str(tmp_path))
     assert re.search(r"PeerLostError: rank 1 \(node1-0 on .*\) was lost: .*SIGKILL", ends[0][1]), ends
+
+
+def test_a_signal_ends_the_wait_for_a_report(tmp_path, coordinator):
+    slow = """
+        import sys, time
+        if "ferrorpc.cli.launcher.exit_reporter_main" in sys.orig_argv:
+            time.sleep(100)
+        if "run" in sys.orig_argv:
+            from ferrorpc.cli.launcher import launch
+            launch._READY_SECONDS = 100.0
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(slow))
+    script = write_script(tmp_path, "import sys; sys.exit(3)")
+    with started("-n", "1", "--coordinator", coordinator, script, PYTHONPATH=str(tmp_path)) as launcher:
+        assert any("ended with exit code 3" in line for line in launcher.stderr)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 3
 
 
 @pytest.mark.root

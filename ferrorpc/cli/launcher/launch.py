@@ -148,6 +148,8 @@ class _Launch:
         self._explain_at = NO_DEADLINE
         """When the wait of that phase is to be explained; finite only until it was."""
         self._code: int | None = None
+        self._is_hurried = False
+        """A stop signal came when only reports were still to be delivered."""
         self._announce = plan.owns_coordinator and (console.on_terminal or plan.http_port is not None)
         """Whether the address of the launcher's own coordinator is still to be printed."""
         self._started = time.monotonic()
@@ -317,6 +319,7 @@ class _Launch:
             if number == signal.SIGCHLD:
                 self._check_exits()
             elif number in STOP_SIGNALS:
+                self._is_hurried = self._code is not None
                 self._carry_out(self._group.signalled(number, time.monotonic()))
             else:
                 for worker in sorted(self._group.alive):
@@ -392,9 +395,12 @@ class _Launch:
             self._listen_to_coordinator(coordinator)
 
     def _deliver_reports(self) -> None:
-        """Waits for pending exit reports: members on other nodes need them, and the reporter ends with the launcher."""
+        """Waits for pending exit reports: members on other nodes need them, and the reporter ends with the launcher. A stop
+        signal ends that."""
+        if self._plan.owns_coordinator:
+            return
         until, was_ready = time.monotonic() + _READY_SECONDS, False
-        while not self._plan.owns_coordinator and self._reporter.unanswered and (now := time.monotonic()) < until:
+        while self._reporter.unanswered and not self._is_hurried and (now := time.monotonic()) < until:
             if self._reporter.ready and not was_ready:
                 until, was_ready = now + _ANSWER_SECONDS, True
             self._pipes.wait(until - now)
