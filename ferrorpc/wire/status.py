@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from ferrorpc.errors import (
     AuthenticationError,
+    CodecError,
     CoordinatorUnavailableError,
     ErrorCode,
     FerroError,
@@ -24,6 +24,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.v1 import error_pb2
 from ferrorpc.wire.error_detail import detail_of, restore
+from ferrorpc.wire.parse import parse
 
 TRAILER: Final = "ferrorpc-error-bin"
 """The metadata key of the ErrorDetail."""
@@ -126,7 +127,7 @@ def _trailer(error: grpc.RpcError) -> error_pb2.ErrorDetail | None:
     for key, value in trailers:
         if key == TRAILER:
             try:
-                return error_pb2.ErrorDetail.FromString(value)
-            except DecodeError:
+                return parse(error_pb2.ErrorDetail, value, "the trailer of a call is no ErrorDetail")
+            except CodecError:
                 return None
     return None

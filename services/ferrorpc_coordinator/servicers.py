@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
 from ferrorpc.errors import CodecError, CoordinatorUnavailableError, FerroError, UsageError
 from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc.wire import status
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.identity import peer_identities
+from ferrorpc.wire.parse import parse
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
@@ -27,14 +27,14 @@ SERVICE: Final = "ferrorpc.v1.CoordinatorService"
 HELLO_SECONDS: Final = 10.0
 """A stream without a Hello for this long is closed."""
 
+_NO_FRAME: Final = "a session sent bytes that are not a ClientFrame"
+
 _UNARY: Final[dict[str, type[UnaryRequest]]] = {
     "Status": session_pb2.StatusRequest,
     "Store": session_pb2.UnaryStoreRequest,
     "Barrier": session_pb2.UnaryBarrierRequest,
     "Report": session_pb2.UnaryReportRequest,
 }
-
-M = TypeVar("M", bound=Message)
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
@@ -72,7 +72,7 @@ class CoordinatorServicer:
             try:
                 if context.time_remaining() is None:
                     raise UsageError(f"{name} was called without a deadline", hint="give the call a timeout")
-                request = _parse(request_type, data)
+                request = parse(request_type, data, f"bytes that are not a {request_type.__name__}")
                 answer = await self._driver.call(request, _caller(context))
                 if isinstance(answer, error_pb2.ErrorDetail):
                     raise restore(answer)
@@ -123,16 +123,15 @@ class _Stream:
 
     async def _read(self) -> None:
         read, stream, counters = self._context.read, self._queue.stream, self._counters
-        parse = session_pb2.ClientFrame.FromString
         try:
             while isinstance(data := await read(), bytes):  # the end of the stream is grpc.aio.EOF
-                frame = parse(data)
+                frame = parse(session_pb2.ClientFrame, data, _NO_FRAME)
                 if frame.HasField("beat"):
                     counters.heartbeats += 1
                 self._driver.receive(stream, frame)
                 await self._queue.wait_for_room()
-        except DecodeError:
-            self._problem = CodecError("a session sent bytes that are not a ClientFrame")
+        except CodecError as error:
+            self._problem = error
         finally:
             # The end of the stream without a Leave is the fastest sign of death: report it before anything is written.
             self._driver.disconnect(stream)
@@ -152,14 +151,7 @@ async def _read_hello(context: Context) -> session_pb2.Hello:
         raise UsageError(f"the stream sent no Hello within {HELLO_SECONDS:.0f} s") from None
     if not isinstance(data, bytes):
         raise UsageError("the stream ended before its Hello")
-    frame = _parse(session_pb2.ClientFrame, data)
+    frame = parse(session_pb2.ClientFrame, data, _NO_FRAME)
     if not frame.HasField("hello"):
         raise UsageError(f"the first frame of a session is a Hello, not {frame.WhichOneof('body') or 'an empty one'}")
     return frame.hello
-
-
-def _parse(message_type: type[M], data: bytes) -> M:
-    try:
-        return message_type.FromString(data)
-    except DecodeError:
-        raise CodecError(f"bytes that are not a {message_type.__name__}") from None

@@ -9,9 +9,10 @@ from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.settings import Settings
-from google.protobuf.message import DecodeError
 
+from ferrorpc.errors import CodecError
 from ferrorpc.v1 import barrier_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
+from ferrorpc.wire.parse import parse
 from tests.integration.coordinator_process import join_request
 
 FRAMES = 100_000
@@ -111,8 +112,8 @@ def frames(random_):
     while True:
         if random_.random() < 0.5:
             try:
-                yield session_pb2.ClientFrame.FromString(mutated(random_, corpus))
-            except DecodeError:
+                yield parse(session_pb2.ClientFrame, mutated(random_, corpus), "no frame")
+            except CodecError:
                 continue
         else:
             frame = session_pb2.ClientFrame.FromString(random_.choice(corpus))
@@ -194,8 +195,8 @@ def test_mutated_unary_requests_crash_nothing():
         calls = set()
         for number in range(10_000):
             try:
-                request = random_.choice(kinds).FromString(mutated(random_, corpus))
-            except DecodeError:
+                request = parse(random_.choice(kinds), mutated(random_, corpus), "no request")
+            except CodecError:
                 continue
             call = asyncio.ensure_future(bench.driver.call(request))
             calls.add(call)

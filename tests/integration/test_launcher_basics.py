@@ -1,5 +1,6 @@
 """`ferrorpc run` with scripts that know nothing of ferrorpc."""
 
+import errno
 import fcntl
 import json
 import os
@@ -390,7 +391,7 @@ def test_more_processes_than_the_machine_allows_are_refused_in_words(tmp_path, d
     done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=60, preexec_fn=limit, check=False)
     assert done.returncode == 64
     assert list(temporary.iterdir()) == []
-    assert "no other can be started: Too many open files" in done.stderr
+    assert f"no other can be started: {os.strerror(errno.EMFILE)}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,6 +1,7 @@
 """Workers in two network namespaces find each other by advertised addresses, although both listen on 0.0.0.0."""
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -154,4 +155,4 @@ def test_a_launcher_where_the_loopback_interface_is_down_says_so_at_once(tmp_pat
         timeout=30,
     )
     assert result.returncode == 64
-    assert "127.0.0.1: Network is unreachable\ntry: bring the loopback interface up" in result.stderr
+    assert f"127.0.0.1: {os.strerror(errno.ENETUNREACH)}\ntry: bring the loopback interface up" in result.stderr

@@ -11,7 +11,6 @@ import threading
 from typing import Final, Protocol
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from ferrorpc.errors import CodecError, FerroError, LimitExceededError
 from ferrorpc.transports.control import read_probe
@@ -20,6 +19,7 @@ from ferrorpc.transports.grpc.send_queue import SendQueue
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.frames import Frame, Key, is_frame, scan
+from ferrorpc.wire.parse import parse
 
 INTERCEPT_BYTES_MAX: Final = 64 << 10
 """Frames of at most this size are delivered on gRPC's one thread for all streams of the server. Longer ones would delay the
@@ -41,10 +41,7 @@ def read_message(data: bytes, source: int) -> Frame | transport_pb2.DataMessage:
     """
     if is_frame(data):
         return scan(data, source)
-    try:
-        message = transport_pb2.DataMessage.FromString(data)
-    except DecodeError:
-        raise CodecError(f"{len(data)} bytes from rank {source} are no message of ours") from None
+    message = parse(transport_pb2.DataMessage, data, f"{len(data)} bytes from rank {source} are no message of ours")
     return scan(data, source) if message.HasField("frame") else message
 
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from ferrorpc.errors import FerroError, LimitExceededError
+from ferrorpc.errors import CodecError, FerroError, LimitExceededError
 from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc.send_queue import SendQueue
 from ferrorpc.transports.grpc.server import METHOD
@@ -24,6 +23,7 @@ from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.address import split_address
 from ferrorpc.wire.call_threads import call_threads
 from ferrorpc.wire.keep_at_exit import keep_at_exit
+from ferrorpc.wire.parse import parse
 
 START_SECONDS: Final = 1.0
 """How long a sender waits for gRPC to start the threads of a new lane, which takes a millisecond."""
@@ -162,12 +162,13 @@ class Lane:
         try:
             for data in call:
                 self._committed = True
-                self._owner.lane_answered(self, transport_pb2.ControlMessage.FromString(data))
+                message = parse(transport_pb2.ControlMessage, data, "its answers are no messages of ours")
+                self._owner.lane_answered(self, message)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
-        except DecodeError:
+        except CodecError as error:
             call.cancel()
-            return "its answers are no messages of ours"
+            return error.message
         self._committed = True
         return "the stream ended without a goodbye"
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from ferrorpc.errors import (
     AuthenticationError,
@@ -42,6 +41,7 @@ from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.address import join_address
 from ferrorpc.wire.identity import Role, described, peer_identities
+from ferrorpc.wire.parse import parse
 from ferrorpc.wire.refusal_log import RefusalLog, quoted
 from ferrorpc.wire.tls import Dialer, TlsFiles
 from ferrorpc.wire.tls_diagnosis import diagnose
@@ -224,10 +224,7 @@ class WorkerServer:
         """The Open message of a stream, once its sender has proved that it belongs to the job."""
         with self._pending.wait_for_open(context):
             data = next(requests, b"")
-        try:
-            message = transport_pb2.DataMessage.FromString(data)
-        except DecodeError:
-            raise CodecError("a stream begins with bytes that are no message of ours") from None
+        message = parse(transport_pb2.DataMessage, data, "a stream begins with bytes that are no message of ours")
         if not message.HasField("open"):
             raise CodecError("a stream begins with an Open, which says whose it is")
         opening = message.open

@@ -13,9 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from google.protobuf.message import DecodeError
-
-from ferrorpc.errors import BackendUnavailableError, CodecError, FerroError, PeerLostError
+from ferrorpc.errors import BackendUnavailableError, FerroError, PeerLostError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.shared_memory.handshake import Handshaker, HostPeer, listen
 from ferrorpc.transports.shared_memory.host_identity import HostIdentity, own_identity, unsupported_reason
@@ -24,6 +22,7 @@ from ferrorpc.transports.shared_memory.hosts import Hosts, Offer, Verdict, candi
 from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, Segment, default_bytes
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
+from ferrorpc.wire.parse import parse
 
 Exchange = Callable[[str, bytes], list[bytes]]
 """All-gathers a value of at most 4 KiB a rank under a name, in rank order: `Session.barrier`."""
@@ -153,19 +152,13 @@ def _verdict(host_peers: Mapping[int, HostPeer], failures: Mapping[int, str]) ->
 
 
 def _offer_in(data: bytes) -> Offer:
-    try:
-        offer = shared_memory_pb2.SharedMemoryOffer.FromString(data)
-    except DecodeError:
-        raise CodecError("a rank's offer of shared memory is no message of ours") from None
+    offer = parse(shared_memory_pb2.SharedMemoryOffer, data, "a rank's offer of shared memory is no message of ours")
     where = HostIdentity(offer.boot_id, offer.network_namespace, offer.user)
     return Offer(offer.transport, offer.refusal, where, offer.socket, offer.nonce)
 
 
 def _verdict_in(data: bytes) -> Verdict:
-    try:
-        verdict = shared_memory_pb2.SharedMemoryVerdict.FromString(data)
-    except DecodeError:
-        raise CodecError("a rank's verdict on shared memory is no message of ours") from None
+    verdict = parse(shared_memory_pb2.SharedMemoryVerdict, data, "a rank's verdict on shared memory is no message of ours")
     return Verdict(frozenset(verdict.proven), verdict.reason)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from ferrorpc.errors import CodecError, FerroError, PermissionDeniedError, VersionMismatchError
 from ferrorpc.guard import Clock, Latch
@@ -24,6 +23,7 @@ from ferrorpc.transports.shared_memory.hosts import Offer
 from ferrorpc.transports.shared_memory.segment import Bytes, Segment, map_peer
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
+from ferrorpc.wire.parse import parse
 
 VERSION: Final = 4
 """Version of the messages on the sockets and of the data that ranks read in each other's segments (`collectives/arena`)."""
@@ -208,9 +208,7 @@ def _receive(connection: socket.socket) -> tuple[shared_memory_pb2.SharedMemoryG
             raise CodecError("it hung up")
         if len(descriptors) != 1 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
             raise CodecError(f"its greeting has {len(descriptors)} descriptors instead of one")
-        return shared_memory_pb2.SharedMemoryGreeting.FromString(data), descriptors.pop()
-    except DecodeError:
-        raise CodecError("its greeting is no message of ours") from None
+        return parse(shared_memory_pb2.SharedMemoryGreeting, data, "its greeting is no message of ours"), descriptors.pop()
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

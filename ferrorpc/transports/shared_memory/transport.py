@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, GroupClosedError, LimitExceededError
 from ferrorpc.guard import Latch
@@ -28,6 +27,7 @@ from ferrorpc.transports.shared_memory.slots import SLOT_BYTES, Slots
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
 from ferrorpc.wire.frames import Header, Key, encode, frame_prefix, is_frame, scan
+from ferrorpc.wire.parse import parse
 
 INLINE_BYTES: Final = 12 << 10
 """Payloads of at most this size go over the socket: with the longest header they still fit a message there."""
@@ -199,7 +199,4 @@ class SharedMemoryTransport(Transport):
 
 
 def _read(data: bytes, source: int) -> shared_memory_pb2.SharedMemoryMessage:
-    try:
-        return shared_memory_pb2.SharedMemoryMessage.FromString(data)
-    except DecodeError:
-        raise CodecError(f"{len(data)} bytes from rank {source} are no message of ours") from None
+    return parse(shared_memory_pb2.SharedMemoryMessage, data, f"{len(data)} bytes from rank {source} are no message of ours")

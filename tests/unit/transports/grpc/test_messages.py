@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from ferrorpc.errors import CodecError, FerroError, LimitExceededError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
@@ -20,6 +20,7 @@ from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Frame, Header, Key, encode
+from ferrorpc.wire.parse import parse
 from tests.unit.wire.test_frames import mutate
 
 
@@ -105,8 +106,8 @@ def test_fifty_thousand_damaged_control_messages_do_no_harm() -> None:
     parsed = 0
     for _ in range(50_000):
         try:
-            message = transport_pb2.ControlMessage.FromString(mutate(chance, chance.choice(samples)))
-        except DecodeError:
+            message = parse(transport_pb2.ControlMessage, mutate(chance, chance.choice(samples)), "no message")
+        except CodecError:
             continue
         parsed += 1
         transport.lane_answered(chance.choice(lanes), message)
