@@ -46,6 +46,7 @@ _SHRINK_PAGES: Final = 64
 """Pages freed in one step. The step writes about as many pages to the write-ahead log, so it must be small on a full disk."""
 _PROBE: Final = "probe"
 _PROBE_BYTES: Final = 64 << 10
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _WRITE_ERRORS: Final = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 """SQLite's codes for a write that failed: also where a quota is exceeded, or the log's index finds no room."""
 _log = logging.getLogger("ferrorpc.coordinator.journal")
@@ -248,34 +249,45 @@ class Journal:
                 before = free
 
     def _take_reserve(self) -> bool:
-        return self._reserve_bytes == 0 or _allocate(self._reserve, self._reserve_bytes) == 0
-
-
-def _allocate(path: Path, size_bytes: int) -> int:
-    """Makes a file occupy so many bytes of the disk. Returns 0, or the errno of the reason why not; then the file is empty."""
-    if not hasattr(os, "posix_fallocate"):  # macOS
-        return 0
-    try:
-        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    except OSError as error:
-        return error.errno or errno.EIO
-    try:
-        os.posix_fallocate(handle, 0, size_bytes)
-    except OSError as error:
-        os.ftruncate(handle, 0)
-        return error.errno or errno.EIO
-    finally:
-        os.close(handle)
-    return 0
+        return self._reserve_bytes == 0 or _has_room_for(self._reserve, self._reserve_bytes)
 
 
 def _has_room(directory: Path) -> bool:
     """Whether a small file finds room there."""
     probe = directory / _PROBE
     try:
-        return _allocate(probe, _PROBE_BYTES) not in (errno.ENOSPC, errno.EDQUOT)
+        return _has_room_for(probe, _PROBE_BYTES)
     finally:
         probe.unlink(missing_ok=True)
+
+
+def _has_room_for(path: Path, size_bytes: int) -> bool:
+    """Makes a file occupy so many bytes of the disk. False if there is no room; any other error says nothing about that."""
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            _occupy(handle, size_bytes)
+        except OSError:
+            os.ftruncate(handle, 0)
+            raise
+        finally:
+            os.close(handle)
+    except OSError as error:
+        return error.errno not in _NO_ROOM
+    return True
+
+
+def _occupy(handle: int, size_bytes: int) -> None:
+    """Reserves room, or writes zeros where that is not possible: on NFS with musl (glibc does this itself), on macOS."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            return os.posix_fallocate(handle, 0, size_bytes)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise
+    with open(handle, "wb", closefd=False) as file:
+        file.write(bytes(size_bytes))
+    os.fsync(handle)  # NFS may tell only now that there is no room
 
 
 def _empty(reserve: Path) -> None:
