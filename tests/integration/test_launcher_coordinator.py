@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -205,3 +206,36 @@ def test_files_of_the_user_do_not_shadow_what_the_helpers_import(tmp_path):
     command = [sys.executable, "-P", "-m", "ferrorpc", "run", "-n", "2", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["0: 2.0", "1: 2.0"]), result.stderr
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a disk of its own needs root")
+@pytest.mark.parametrize("size", ["64k", "1m"])
+def test_a_job_runs_though_its_temporary_directory_has_no_room_for_a_journal(tmp_path, size):
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("this machine gives no mount namespaces")
+    script = write_script(
+        tmp_path,
+        """
+        import ferrorpc
+        with ferrorpc.init_process_group() as group:
+            group.store.set(f"of/{group.rank}", bytes(1000))
+            group.barrier()
+            print(len(group.store.get("of/1")))
+        """,
+    )
+    small = tmp_path / "small"
+    small.mkdir()
+    on_a_small_disk = f'mount -t tmpfs -o size={size} none "$0" && TMPDIR="$0" exec "$@"'
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", on_a_small_disk, small, sys.executable, "-m", "ferrorpc", "run", "-n", "2", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["0: 1000", "1: 1000"]
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"ferrorpc: {small} has ")
+    assert line.endswith("should the coordinator end, so does the job (TMPDIR can name a disk with room)")

@@ -26,7 +26,7 @@ class CoordinatorProcess:
     """Keeps one coordinator running on one address. Thanks to its journal, workers do not notice a restart.
 
     Args:
-        data_dir: a temporary directory that `children` removes.
+        data_dir: a temporary directory that `children` removes; None for no journal: members do not survive a restart.
         http_port: of its status page; None leaves that to the environment.
     """
 
@@ -34,15 +34,16 @@ class CoordinatorProcess:
         self,
         children: ChildProcesses,
         address: str,
-        data_dir: Path,
+        data_dir: Path | None,
         environment: Mapping[str, str],
         http_port: int | None = None,
     ) -> None:
         self._children = children
         # -P: the user's directory must not shadow what the coordinator imports.
-        self._command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--listen", address, "--data-dir", str(data_dir)]
+        self._command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--listen", address]
+        self._command += ["--transient"] if data_dir is None else ["--data-dir", str(data_dir)]
         self._command += [] if http_port is None else ["--http-port", str(http_port)]
-        self._environment = dict(environment)
+        self._environment = {name: value for name, value in environment.items() if name != "FERRORPC_DATA_DIR"}
         self.page_address = ""
         """host:port of its status page, once it listens; empty without one."""
         self._output = LineBuffer()

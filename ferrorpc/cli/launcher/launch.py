@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,8 @@ _EXPLAIN_SECONDS: Final = 5.0
 """After this time in one phase the user is told whom the launcher waits for."""
 _GROUP_POLL_SECONDS: Final = 0.05
 """Between two checks whether a process group has ended."""
+_JOURNAL_BYTES: Final = 16 << 20
+"""Room without which the launcher's coordinator has no journal: more than its reserve for a full disk and a few rows."""
 _READY_SECONDS: Final = 10.0
 """How long the launcher's end waits for the exit reporter to be ready, where it has a report to make."""
 _ANSWER_SECONDS: Final = 1.0
@@ -160,9 +163,8 @@ class _Launch:
         # Workers first: they take longer to reach their first call than the coordinator takes to listen.
         self._carry_out(self._group.begin())
         if self._plan.owns_coordinator:
-            journal = self._directory / "journal"
             self._coordinator = CoordinatorProcess(
-                self._children, self._plan.coordinator, journal, self._environment, self._plan.http_port
+                self._children, self._plan.coordinator, self._journal(), self._environment, self._plan.http_port
             )
             self._listen_to_coordinator(self._coordinator)
         while self._code is None:
@@ -170,6 +172,17 @@ class _Launch:
         self._deliver_reports()
         self._pipes.close()
         return self._code
+
+    def _journal(self) -> Path | None:
+        """Where the coordinator keeps its journal; None on a disk without room, where it would only refuse to write."""
+        free_bytes = shutil.disk_usage(self._directory).free
+        if free_bytes >= _JOURNAL_BYTES:
+            return self._directory / "journal"
+        self._console.say(
+            f"{self._directory.parent} has {free_bytes >> 10} KiB left, too little for the coordinator's journal: should the "
+            "coordinator end, so does the job (TMPDIR can name a disk with room)"
+        )
+        return None
 
     def _run_once(self) -> None:
         """Waits for the next event or deadline and handles everything that is due."""
