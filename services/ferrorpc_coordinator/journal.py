@@ -46,7 +46,8 @@ _SHRINK_PAGES: Final = 64
 """Pages freed in one step. The step writes about as many pages to the write-ahead log, so it must be small on a full disk."""
 _PROBE: Final = "probe"
 _PROBE_BYTES: Final = 64 << 10
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk, an exceeded quota, and files that may not become so large (ulimit -f)."""
 _WRITE_ERRORS: Final = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 """SQLite's codes for a write that failed: also where a quota is exceeded, or the log's index finds no room."""
 _log = logging.getLogger("ferrorpc.coordinator.journal")

@@ -81,9 +81,10 @@ def test_a_disk_that_reserves_no_room_gets_a_reserve_of_zeros(tmp_path, monkeypa
     journal.close()
 
 
-def test_a_reserve_of_zeros_for_which_there_is_no_room_leaves_an_empty_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_reserve_of_zeros_for_which_there_is_no_room_leaves_an_empty_file(tmp_path, monkeypatch, reason):
     def fsync(_):
-        raise OSError(errno.ENOSPC, "No space left on device")  # NFS tells it only now
+        raise OSError(reason, os.strerror(reason))  # NFS tells it only now
 
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     with monkeypatch.context() as patch:
