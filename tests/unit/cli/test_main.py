@@ -43,8 +43,8 @@ def test_an_interrupt_while_the_program_is_imported_ends_it_without_a_traceback(
     command = [sys.executable, "-m", "ferrorpc", "version"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
-    ignoring = f"trap '' INT; exec {sys.executable} -m ferrorpc version"  # as under nohup
-    ended = subprocess.run(["sh", "-c", ignoring], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]  # as under nohup
+    ended = subprocess.run(ignoring, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 7
 
 
