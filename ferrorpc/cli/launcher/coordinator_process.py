@@ -40,9 +40,10 @@ class CoordinatorProcess:
     ) -> None:
         self._children = children
         # -P: the user's directory must not shadow what the coordinator imports.
-        self._command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--listen", address]
-        self._command += ["--transient"] if data_dir is None else ["--data-dir", str(data_dir)]
+        self._command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--transient", "--listen", address]
+        self._command += [] if data_dir is None else ["--data-dir", str(data_dir)]
         self._command += [] if http_port is None else ["--http-port", str(http_port)]
+        # A directory that the user set is for a coordinator that outlives its jobs.
         self._environment = {name: value for name, value in environment.items() if name != "FERRORPC_DATA_DIR"}
         self.page_address = ""
         """host:port of its status page, once it listens; empty without one."""

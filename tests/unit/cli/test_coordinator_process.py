@@ -19,7 +19,7 @@ class ChildProcesses:
         self.discarded: list[SimpleNamespace] = []
 
     def start(self, command: list[str], environment: dict[str, str]) -> SimpleNamespace:
-        child = SimpleNamespace(returncode=None, poll=lambda: child.returncode)
+        child = SimpleNamespace(returncode=None, poll=lambda: child.returncode, command=command, environment=environment)
         self.started.append(child)
         return child
 
@@ -51,6 +51,14 @@ def test_one_that_gives_up_three_times_cannot_start_and_one_that_is_killed_can(c
     ends_three_times(coordinator, children, returncode)
     assert coordinator.cannot_start is hopeless
     assert children.discarded == children.started[:-1], "nothing is left of those that ended"
+
+
+@pytest.mark.parametrize("data_dir", [Path("journal"), None])
+def test_its_journal_is_the_launchers_or_none_whatever_the_variable_says(children, data_dir):
+    CoordinatorProcess(children, "127.0.0.1:29700", data_dir, {"FERRORPC_DATA_DIR": "elsewhere", "PATH": "/bin"})
+    (child,) = children.started
+    assert child.environment == {"PATH": "/bin"}
+    assert child.command[-2:] == (["--listen", "127.0.0.1:29700"] if data_dir is None else ["--data-dir", "journal"])
 
 
 def test_one_that_listened_is_started_again_however_often_it_ends(children):
