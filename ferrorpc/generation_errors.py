@@ -9,6 +9,8 @@ from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedErro
 REFORMED_HINT: Final = (
     "use the group that reform() returned, and make again what belonged to this one: subgroups, wrapped modules, pipelines"
 )
+PEER_LEFT: Final = ""
+"""The reason of a lost link whose peer has said goodbye: it has left, or is about to, and an operation still needs it."""
 _RANK_FIELDS: Final = frozenset(("rank", "signatures"))
 """Fields of errors that name ranks."""
 
@@ -29,8 +31,10 @@ def error_on_rank(rank: int, origin: int, cause: FerroError) -> FerroError:
     return cause
 
 
-def link_lost(reporter: int, peer: int, reason: str) -> GroupAbortedError:
-    """The data stream between two ranks broke, and both ranks are alive."""
+def link_lost(reporter: int, peer: int, reason: str) -> FerroError:
+    """The data stream between two ranks broke, and both ranks are alive; or the peer has ended it in order to leave."""
+    if reason == PEER_LEFT:
+        return member_left(peer)
     return GroupAbortedError(
         reporter,
         f"the data stream between rank {reporter} and rank {peer} broke: {reason}; both are alive",

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ferrorpc.errors import GroupClosedError, UsageError
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Mailbox
@@ -145,7 +146,7 @@ class InprocTransport(Transport):
         if needed and peer in self._departed:
             if peer not in self._lost:
                 self._lost.add(peer)
-                self._on_link_lost(peer, f"rank {peer} has left")
+                self._on_link_lost(peer, PEER_LEFT)
             return
         self._network.carry(self.rank, peer, lambda: self._network.arrive(peer, action))
 

@@ -497,6 +497,7 @@ class LinkLost(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     peer_rank: builtins.int
     reason: builtins.str
+    """Empty: the peer has said goodbye, and an operation still needs it."""
     def __init__(
         self,
         *,

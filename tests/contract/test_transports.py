@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.errors import FerroError, GroupClosedError, PeerLostError
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
@@ -232,7 +233,7 @@ class TransportContract(ABC):
             assert second.send_one(first, number)
         eventually(lambda: second.lost, "the lost link")
         time.sleep(0.1)
-        assert second.lost == [(first.rank, f"rank {first.rank} has left")]
+        assert second.lost == [(first.rank, PEER_LEFT)]
         assert second.failures == []
 
     def test_who_waits_for_a_rank_that_left_is_told_when_it_asks_again(self, pair: tuple[End, End]) -> None:
@@ -249,7 +250,7 @@ class TransportContract(ABC):
 
         eventually(told, "the lost link")
         wait_for_message(second.box(KEY), first, CHUNK_BYTES)
-        assert second.lost == [(first.rank, f"rank {first.rank} has left")]
+        assert second.lost == [(first.rank, PEER_LEFT)]
 
     def test_what_a_rank_sent_before_it_left_may_be_found_after_it_was_asked_for_once(self, pair: tuple[End, End]) -> None:
         """Whoever asks has looked before, and is held up between the two while the rest arrives."""

@@ -20,6 +20,7 @@ from ferrorpc.errors import (
     StaleGenerationError,
     VersionMismatchError,
 )
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc.send_queue import FRAME_BYTES_MAX, FRAMES_MAX
@@ -85,7 +86,7 @@ def test_all_of_a_peer_that_left_is_here_once_each_of_its_streams_has_ended(pair
     pair[1].transport.probe(0, key, "a()")
     assert pair[1].lost == []
     pair[1].transport.probe(0, key, "a()")
-    assert pair[1].lost == [(0, "rank 0 has left")]
+    assert pair[1].lost == [(0, PEER_LEFT)]
 
 
 @pytest.mark.parametrize("servers", [3], indirect=True, ids=["three_lanes"])

@@ -20,6 +20,7 @@ import numpy as np
 
 from ferrorpc.config import LANES_MAX
 from ferrorpc.errors import CodecError, FerroError, GroupClosedError, PermissionDeniedError
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, Transport
@@ -41,8 +42,6 @@ ANSWER_SECONDS: Final = 0.5
 
 LATE_STREAM_SECONDS: Final = 2.0
 """How long after a peer's goodbye its own stream may still be opened. It comes once its own streams were read or given up."""
-
-_LEFT: Final = "rank {} has left"
 
 
 class GrpcTransport(Transport):
@@ -230,7 +229,7 @@ class GrpcTransport(Transport):
             self._left.setdefault(peer, self._clock.now())
             if lane.sent_frames and not lane.opened:
                 # The peer had left before this lane reached it, so nothing that was sent on it has arrived.
-                self._report_lost(peer, _LEFT.format(peer))
+                self._report_lost(peer, PEER_LEFT)
 
     def lane_ended(self, lane: Lane, reason: str) -> None:
         if not reason or lane.peer in self._left:
@@ -286,7 +285,7 @@ class GrpcTransport(Transport):
 
     def _new_lane_to(self, peer: int, number: int, needed: bool) -> Lane | None:
         if needed and peer in self._left:
-            self._report_lost(peer, _LEFT.format(peer))
+            self._report_lost(peer, PEER_LEFT)
         with self._lock:
             if self._closing:
                 raise GroupClosedError(f"rank {self.rank} has closed its streams")

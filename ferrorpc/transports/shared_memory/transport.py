@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, GroupClosedError, LimitExceededError
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, Transport
@@ -136,7 +137,7 @@ class SharedMemoryTransport(Transport):
             raise GroupClosedError(f"rank {self.rank} has closed its links")
         if self._host_peers.has_left(peer):
             if needed:
-                self._host_peers.report_lost(peer, f"rank {peer} has left")
+                self._host_peers.report_lost(peer, PEER_LEFT)
             return False
         return peer not in self._ended
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from ferrorpc.errors import StaleGenerationError, UsageError
-from ferrorpc.generation_errors import already_reforming, link_lost
+from ferrorpc.generation_errors import PEER_LEFT, already_reforming, link_lost
 from ferrorpc.v1 import error_pb2, journal_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.context import JobContext
@@ -203,17 +203,17 @@ class Generations:
         """Decides a lost link.
 
         If both ranks are alive, the link broke the generation. If that is not known yet (a rank is suspect, or sent no frame
-        since), it checks again later. If a rank died, its death has broken the generation already.
+        since, or has said goodbye and not told the coordinator yet), it checks again later. If a rank died, its death has
+        broken the generation already.
         """
         reported = generation.links.get(link)
         if reported is None or generation.over:
             return
         reporter, peer = (generation.members[rank] for rank in link)
         unsure = any(member.liveness is Liveness.SUSPECT for member in (reporter, peer))
-        silent = peer.last_heard <= reported and self._context.now < reported + max(
-            peer.lease_ns, self._context.settings.grace_ns
-        )
-        if unsure or silent:
+        parting = reason == PEER_LEFT and peer.liveness is not Liveness.LEFT and not self._is_joining(peer)
+        awaited = self._context.now < reported + max(peer.lease_ns, self._context.settings.grace_ns)
+        if unsure or (awaited and (parting or peer.last_heard <= reported)):
             self._decide_link_at(generation, link, self._context.now + self._context.settings.tick_interval_ns, reason)
             return
         if peer.liveness is Liveness.LEFT:

@@ -25,6 +25,7 @@ from ferrorpc.errors import (
     StoreTimeoutError,
     UsageError,
 )
+from ferrorpc.generation_errors import PEER_LEFT
 from tests.threads import together
 
 
@@ -128,6 +129,15 @@ def test_a_lost_link_to_one_who_left_names_its_end():
     assert isinstance(cause, PeerLostError)
     assert cause.reason == "it left the job"
     assert "still needs it" in str(cause)
+
+
+def test_a_lost_link_to_one_who_said_goodbye_names_its_end():
+    """It closed its streams, and is about to leave."""
+    world = LocalWorld(3)
+    world.session(0).report_link_lost(2, PEER_LEFT)
+    cause = world.session(1).membership.latch.cause
+    assert isinstance(cause, PeerLostError)
+    assert cause.reason == "it left the job"
 
 
 def test_a_barrier_gathers_payloads_in_rank_order():

@@ -6,14 +6,15 @@ import pytest
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.v1 import identity_pb2, nccl_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import arrive, error, join, store
 
 
-def report_a_lost_link(world: World) -> None:
+def report_a_lost_link(world: World, reason: str = "reset") -> None:
     """Rank 0 reports that it cannot reach rank 1."""
-    lost = session_pb2.LinkLost(peer_rank=1, reason="reset")
+    lost = session_pb2.LinkLost(peer_rank=1, reason=reason)
     world.ask("a", report=session_pb2.ReportRequest(generation=world.clients["a"].generation, link_lost=lost))
 
 
@@ -106,6 +107,27 @@ def test_a_peer_that_leaves_before_the_decision_ends_nothing() -> None:
     world.ask("b", leave={})
     world.tick(9 * SECOND)
     assert not any(event.HasField("broken") for event in world.clients["a"].events)
+
+
+def test_who_is_needed_after_its_goodbye_has_its_lease_to_tell_the_coordinator() -> None:
+    """On a starved host that may take longer than the grace. The network between the two is not to blame."""
+    world = World()
+    join(world, "a", "b")
+    report_a_lost_link(world, PEER_LEFT)
+    world.tick(5 * SECOND // 2)
+    world.ask("b", leave={})
+    world.tick(9 * SECOND)
+    assert not any(event.HasField("broken") for event in world.clients["a"].events)
+
+
+def test_who_said_goodbye_to_one_that_needs_it_and_stays_ends_the_generation() -> None:
+    world = World()
+    join(world, "a", "b")
+    report_a_lost_link(world, PEER_LEFT)
+    world.tick(9 * SECOND)
+    (cause,) = [event.broken.cause for event in world.clients["a"].events if event.HasField("broken")]
+    assert cause.code == ErrorCode.PEER_LOST
+    assert "it left the job, and an operation here still needs it" in cause.message
 
 
 def test_who_resumes_learns_who_is_stalled() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import BackendUnavailableError, GroupClosedError, PeerLostError, UsageError
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import Latch
 from ferrorpc.testing import ManualClock
 from ferrorpc.transports.shared_memory import discovery, handshake, host_identity
@@ -268,9 +269,9 @@ def test_a_goodbye_is_no_loss_until_the_peer_is_needed() -> None:
         ranks[1].close(1.0)
         eventually(lambda: ranks[0].has_left(1))
         assert ranks.lost == []
-        ranks[0].report_lost(1, "rank 1 has left")
-        ranks[0].report_lost(1, "rank 1 has left")
-        assert ranks.lost == [(0, 1, "rank 1 has left")]
+        ranks[0].report_lost(1, PEER_LEFT)
+        ranks[0].report_lost(1, PEER_LEFT)
+        assert ranks.lost == [(0, 1, PEER_LEFT)]
         ranks[1].report_lost(0, "it is over here")
         assert len(ranks.lost) == 1
 
