@@ -275,9 +275,9 @@ class Process:
 
         self.ask(answered, store=self._request(add=operation))
 
-    def report_link(self, peer: int) -> None:
-        """Reports that the data stream to another rank broke."""
-        lost = session_pb2.LinkLost(peer_rank=peer, reason="connection reset")
+    def report_link(self, peer: int, reason: str) -> None:
+        """Reports that the data stream to another rank broke, or that the rank is needed after its goodbye."""
+        lost = session_pb2.LinkLost(peer_rank=peer, reason=reason)
         self.ask(lambda result: None, report=session_pb2.ReportRequest(generation=self.generation, link_lost=lost))
 
     def _bind(self) -> None:

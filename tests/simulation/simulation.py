@@ -18,6 +18,7 @@ from ferrorpc_coordinator.state.events import Called, Connected, Disconnected, R
 from ferrorpc_coordinator.state.member import Liveness
 from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, Settings
 
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.v1 import session_pb2
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.host import Host
@@ -265,11 +266,12 @@ class Simulation:
         self.cut_off = False
 
     def _lose_link(self, process: Process) -> None:
-        """This rank reports that its data stream to another broke."""
+        """This rank reports that its data stream to another broke, or that it needs one that has said goodbye."""
         if process.generation and not process.joining and process.size > 1:
             peer = (process.rank + 1) % process.size
-            self.note(lambda: f"{process.name} lost its link to rank {peer}")
-            process.report_link(peer)
+            reason = self.random.choice(("connection reset", PEER_LEFT))
+            self.note(lambda: f"{process.name} lost its link to rank {peer}: {reason or 'its goodbye'}")
+            process.report_link(peer, reason)
 
     def _crash(self, process: Process) -> None:
         instance = process.instance
