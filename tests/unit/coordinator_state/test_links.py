@@ -98,23 +98,17 @@ def test_who_reports_a_link_to_a_peer_that_has_left_is_told_so() -> None:
     assert not any(event.HasField("broken") for event in world.clients["a"].events)
 
 
-def test_a_peer_that_leaves_before_the_decision_ends_nothing() -> None:
-    """It finished first, and closed its streams before its goodbye reached the coordinator."""
+@pytest.mark.parametrize(("reason", "after"), [("reset", SECOND), (PEER_LEFT, 5 * SECOND // 2)])
+def test_a_peer_that_leaves_before_the_decision_ends_nothing(reason: str, after: int) -> None:
+    """It finished first, and closed its streams before its goodbye reached the coordinator.
+
+    Where the reporter has read the goodbye of its streams, the one to the coordinator may take longer than the grace, as on a
+    starved host. The network between the two is not to blame.
+    """
     world = World()
     join(world, "a", "b")
-    report_a_lost_link(world)
-    world.tick(SECOND)
-    world.ask("b", leave={})
-    world.tick(9 * SECOND)
-    assert not any(event.HasField("broken") for event in world.clients["a"].events)
-
-
-def test_who_is_needed_after_its_goodbye_has_its_lease_to_tell_the_coordinator() -> None:
-    """On a starved host that may take longer than the grace. The network between the two is not to blame."""
-    world = World()
-    join(world, "a", "b")
-    report_a_lost_link(world, PEER_LEFT)
-    world.tick(5 * SECOND // 2)
+    report_a_lost_link(world, reason)
+    world.tick(after)
     world.ask("b", leave={})
     world.tick(9 * SECOND)
     assert not any(event.HasField("broken") for event in world.clients["a"].events)
