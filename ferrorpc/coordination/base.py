@@ -130,6 +130,7 @@ class Session(ABC):
         """Reports that the data stream to or from world rank `peer` broke. The coordinator decides what trips the latch.
 
         Args:
+            reason: why, in words; `generation_errors.PEER_LEFT` where the peer has said goodbye and is still needed.
             latch: as for `report`; for a generation that is over nothing is reported.
         """
 
