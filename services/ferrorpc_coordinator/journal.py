@@ -308,6 +308,12 @@ def _take_lock(directory: Path) -> int:
             f"the data directory {directory} is in use by another coordinator (process {holder})",
             hint="stop that coordinator first, or give this one another --data-dir",
         ) from None
+    except OSError as error:
+        os.close(handle)
+        raise ConfigError(
+            f"the data directory {directory} cannot be used: its file system has no locks ({error.strerror})",
+            hint="give a --data-dir on another file system, or mount this one with locks",
+        ) from None
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
     return handle
@@ -319,15 +325,30 @@ def _connect(path: Path) -> sqlite3.Connection:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except OSError as error:
         raise ConfigError(f"the journal {path} cannot be opened: {error.strerror}", hint="give another --data-dir") from None
+    try:
+        try:
+            return _open_database(path, locking_mode="NORMAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_IOERR_SHMMAP:
+                raise
+        # Only connections that share the file need shared memory, for the index of the write-ahead log.
+        _log.warning(
+            "the file system of %s cannot map shared memory: no other program can read the journal while this one runs",
+            path.parent,
+        )
+        return _open_database(path, locking_mode="EXCLUSIVE")
+    except sqlite3.Error as error:
+        raise _open_error(path.parent, error) from None
+
+
+def _open_database(path: Path, *, locking_mode: str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=16)
     try:
+        connection.execute(f"PRAGMA locking_mode = {locking_mode}")
         _prepare(path, connection)
-    except sqlite3.Error as error:
+    except BaseException:
         with contextlib.suppress(sqlite3.Error):
             connection.close()
-        raise _open_error(path.parent, error) from None
-    except ConfigError:
-        connection.close()
         raise
     return connection
 
