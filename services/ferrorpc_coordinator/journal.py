@@ -329,7 +329,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         try:
             return _open_database(path, locking_mode="NORMAL")
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_IOERR_SHMMAP:
+            if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_IOERR_SHMMAP:
                 raise
         # Only connections that share the file need shared memory, for the index of the write-ahead log.
         _log.warning(

@@ -201,6 +201,19 @@ def test_a_file_that_is_no_database_is_refused(tmp_path):
         opened(tmp_path)
 
 
+def test_damage_that_is_described_in_bytes_that_are_no_text_is_refused(tmp_path):
+    """Python raises such an error itself, without a code of SQLite's."""
+    opened(tmp_path).close()
+    path = tmp_path / "data" / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute("PRAGMA ignore_check_constraints = ON")
+        holder.execute("CREATE TABLE zzzz (a CHECK (a <> 1))")
+        holder.execute("INSERT INTO zzzz VALUES (1)")
+    path.write_bytes(path.read_bytes().replace(b"zzzz", b"\xff\xff\xff\xff"))
+    with pytest.raises(ConfigError, match="cannot be read: Could not decode"):
+        opened(tmp_path)
+
+
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "data").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be used"):
