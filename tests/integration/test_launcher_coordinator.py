@@ -208,10 +208,8 @@ def test_files_of_the_user_do_not_shadow_what_the_helpers_import(tmp_path):
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["0: 2.0", "1: 2.0"]), result.stderr
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a disk of its own needs root")
-@pytest.mark.parametrize("size", ["64k", "1m"])
-def test_a_job_runs_though_its_temporary_directory_has_no_room_for_a_journal(tmp_path, size):
+def run_with_temporary_directory_of_size(tmp_path, size):
+    """Runs two workers while TMPDIR is a tmpfs of `size` (as in its mount option); returns that directory and the result."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("this machine gives no mount namespaces")
     script = write_script(
@@ -224,11 +222,11 @@ def test_a_job_runs_though_its_temporary_directory_has_no_room_for_a_journal(tmp
             print(len(group.store.get("of/1")))
         """,
     )
-    small = tmp_path / "small"
-    small.mkdir()
-    on_a_small_disk = f'mount -t tmpfs -o size={size} none "$0" && TMPDIR="$0" exec "$@"'
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    on_that_disk = f'mount -t tmpfs -o size={size} none "$0" && TMPDIR="$0" exec "$@"'
     result = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", on_a_small_disk, small, sys.executable, "-m", "ferrorpc", "run", "-n", "2", script],
+        ["unshare", "--mount", "sh", "-c", on_that_disk, disk, sys.executable, "-m", "ferrorpc", "run", "-n", "2", script],
         env=environment(),
         capture_output=True,
         text=True,
@@ -236,6 +234,22 @@ def test_a_job_runs_though_its_temporary_directory_has_no_room_for_a_journal(tmp
     )
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["0: 1000", "1: 1000"]
+    return disk, result
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a disk of its own needs root")
+@pytest.mark.parametrize("size", ["64k", "1m"])
+def test_a_job_runs_though_its_temporary_directory_has_no_room_for_a_journal(tmp_path, size):
+    small, result = run_with_temporary_directory_of_size(tmp_path, size)
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"ferrorpc: {small} has ")
     assert line.endswith("should the coordinator end, so does the job (TMPDIR can name a disk with room)")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a disk of its own needs root")
+def test_a_temporary_directory_without_a_limit_has_room_for_a_journal(tmp_path):
+    """A tmpfs of size 0 has none, and says of itself that it has no blocks at all."""
+    _, result = run_with_temporary_directory_of_size(tmp_path, "0")
+    assert result.stderr == ""

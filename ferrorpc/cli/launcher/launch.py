@@ -175,11 +175,11 @@ class _Launch:
 
     def _journal(self) -> Path | None:
         """Where the coordinator keeps its journal; None on a disk without room, where it would only refuse to write."""
-        free_bytes = shutil.disk_usage(self._directory).free
-        if free_bytes >= _JOURNAL_BYTES:
+        disk = shutil.disk_usage(self._directory)
+        if disk.free >= _JOURNAL_BYTES or disk.total == 0:  # a file system without a limit, or that does not say
             return self._directory / "journal"
         self._console.say(
-            f"{self._directory.parent} has {free_bytes >> 10} KiB left, too little for the coordinator's journal: should the "
+            f"{self._directory.parent} has {disk.free >> 10} KiB left, too little for the coordinator's journal: should the "
             "coordinator end, so does the job (TMPDIR can name a disk with room)"
         )
         return None
