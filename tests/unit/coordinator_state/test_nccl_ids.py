@@ -102,3 +102,15 @@ def test_the_reason_for_which_a_leader_has_no_id_is_kept_shortened() -> None:
     assert detail.code == ErrorCode.NCCL
     assert "rank 0 could not create an id for communicator 'world' #0: no socket: xxx" in detail.message
     assert detail.ByteSize() < 5_000
+
+
+def test_a_generation_has_as_many_communicators_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_ids, "COMMUNICATORS_MAX", 2)
+    world = World()
+    join(world, "a")
+    numbers = [
+        world.ask("a", comm_bootstrap={"generation": 1, "communicator": name, "unique_ids": [b"u" * 128]}) for name in "xyz"
+    ]
+    outcomes = [world.clients["a"].results[number].WhichOneof("outcome") for number in numbers]
+    assert outcomes == ["comm_bootstrap", "comm_bootstrap", "error"]
+    assert error(world, "a").code == ErrorCode.LIMIT_EXCEEDED

@@ -188,3 +188,59 @@ def test_the_end_of_a_spare_concerns_nobody() -> None:
     assert newest is not None
     assert not newest.over
     assert not newest.departed
+
+
+def test_a_last_call_that_was_given_up_begins_anew() -> None:
+    """Who comes to a round that had too few for a while is waited for as long as in a new one."""
+    world = World()
+    for name in "ab":
+        ask_elastic(world, name, 2, 4, last_call_ms=3_000)
+    world.tick(2 * SECOND)
+    world.ask("b", leave={})
+    world.tick(2 * SECOND)
+    ask_elastic(world, "c", 2, 4, last_call_ms=3_000)
+    world.tick(2 * SECOND)
+    ask_elastic(world, "d", 2, 4, last_call_ms=3_000)
+    assert [world.clients[name].rank for name in "acd"] == [-1, -1, -1]
+    world.tick(SECOND)
+    assert [world.clients[name].rank for name in "acd"] == [0, 1, 2]
+
+
+def test_a_last_call_begins_anew_when_a_member_that_was_cut_off_is_back() -> None:
+    world = World()
+    for name in "ab":
+        ask_elastic(world, name, 2, 3, last_call_ms=3_000)
+    world.tick(2 * SECOND)
+    world.cut("b")
+    world.tick(3 * SECOND // 2)
+    world.hello("b", resume=True)
+    world.tick(2 * SECOND)
+    assert [world.clients[name].rank for name in "ab"] == [-1, -1]
+    world.tick(SECOND)
+    assert [world.clients[name].rank for name in "ab"] == [0, 1]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_second_to_claim_a_rank_is_to_try_again_only_if_the_first_may_be_dead(cut: bool) -> None:
+    world = World()
+    ask_elastic(world, "a", 2, 2, pinned_rank=0)
+    if cut:
+        world.cut("a")
+    ask_elastic(world, "b", 2, 2, pinned_rank=0)
+    refused = error(world, "b")
+    assert (refused.code, refused.retryable) == (ErrorCode.CONFIG, cut)
+    assert ("whose session ended" in refused.message) == cut
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_pinned_rank_of_a_generation_is_for_another_only_once_its_holder_is_cut_off(cut: bool) -> None:
+    world = World()
+    for rank, name in enumerate("ab"):
+        ask_elastic(world, name, 2, 2, pinned_rank=rank)
+    if cut:
+        world.cut("b")
+    number = ask_elastic(world, "c", 2, 2, pinned_rank=1)
+    if cut:
+        assert number not in world.clients["c"].results
+    else:
+        assert error(world, "c").code == ErrorCode.CONFIG

@@ -110,3 +110,21 @@ def test_a_report_of_nothing_is_refused() -> None:
     join(world, "a")
     world.ask("a", report=session_pb2.ReportRequest(generation=1))
     assert error(world, "a").code == ErrorCode.USAGE
+
+
+def test_who_leaves_is_answered_before_its_stream_is_closed() -> None:
+    world = World()
+    join(world, "a")
+    number = world.ask("a", leave={})
+    assert world.clients["a"].results[number].WhichOneof("outcome") == "leave"
+    assert world.clients["a"].stream is None
+
+
+def test_a_change_of_state_is_told_without_labels() -> None:
+    """They were in the answer to the join, and would make the change of many members too large for one frame."""
+    world = World()
+    world.hello("b", labels=[identity_pb2.Label(name="gpu", value="0")])
+    join(world, "a", "b")
+    world.cut("b")
+    (changed,) = [event.standings.members[0] for event in world.clients["a"].events if event.HasField("standings")]
+    assert (changed.name, list(changed.labels)) == ("b", [])
