@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 
+from ferrorpc import ProcessGroup, SimulatedBackend
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.errors import CollectiveMismatchError, GroupClosedError, PeerLostError
+from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupClosedError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, FastPath
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -150,3 +152,38 @@ def test_it_takes_every_rank_for_a_root(world: SharedWorld, root: int) -> None:
     x = np.ones(2)
     assert FastPath(general, general.arena).reduce(x, root, "sum", x) is (x if root == 0 else None)  # type: ignore[arg-type]
     assert len(general.handed) == 1, "the other rank has not begun"
+
+
+ONE = np.ones(1)
+CALLS = {
+    "all_reduce": ((ONE,), {"wire": "bf16", "algorithm": "ring"}),
+    "reduce": ((ONE,), {"wire": "bf16", "algorithm": "ring"}),
+    "reduce_scatter": (([ONE],), {"wire": "bf16", "algorithm": "ring"}),
+    "broadcast": ((ONE,), {"algorithm": "ring"}),
+    "gather": ((ONE,), {}),
+    "scatter": (([ONE],), {}),
+    "all_gather": ((ONE,), {"algorithm": "ring"}),
+    "all_to_all": (([ONE],), {"algorithm": "ring"}),
+    "barrier": ((), {"algorithm": "ring"}),
+}
+"""Of each operation: its arguments, and the options it has besides timeout and async_op."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_with_an_option_is_for_the_general_path(name: str) -> None:
+    """The fast path would ignore it, a timeout of the call's own among them."""
+    group = ProcessGroup(SimulatedBackend.create_group(1)[0], timeout=5.0)
+    asked: list[tuple[Any, ...]] = []
+
+    def ask(*given: Any) -> Any:
+        asked.append(given)
+        return name == "barrier" or GENERAL_PATH
+
+    group._fast_path = SimpleNamespace(**{name: ask})  # type: ignore[assignment]
+    arguments, options = CALLS[name]
+    getattr(group, name)(*arguments)
+    assert len(asked) == 1
+    for option, value in {"timeout": 5.0, "async_op": True, **options}.items():
+        with contextlib.suppress(FerroError):  # a group of one has no algorithms
+            getattr(group, name)(*arguments, **{option: value})
+        assert len(asked) == 1, option
