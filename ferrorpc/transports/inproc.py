@@ -51,12 +51,18 @@ class Network:
         self._arrivals: dict[tuple[int, int], float] = {}
 
     def join(self, transport: InprocTransport) -> None:
-        """Makes a rank reachable, and delivers what was sent to it before."""
-        with self._lock:
-            self._members[transport.rank] = transport
-            early = self._early.pop(transport.rank, [])
-        for action in early:
-            action(transport)
+        """Delivers what was sent to a rank before, and makes it reachable.
+
+        In that order: what is sent to it meanwhile, by a peer that is ahead, comes after what that peer has sent.
+        """
+        while True:
+            with self._lock:
+                early = self._early.pop(transport.rank, [])
+                if not early:
+                    self._members[transport.rank] = transport
+                    return
+            for action in early:
+                action(transport)
 
     def leave(self, rank: int) -> bool:
         """Makes a rank unreachable. Returns False where it had left before."""
