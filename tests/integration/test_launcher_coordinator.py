@@ -210,6 +210,8 @@ def test_files_of_the_user_do_not_shadow_what_the_helpers_import(tmp_path):
 
 def run_with_temporary_directory_of_size(tmp_path, size):
     """Runs two workers while TMPDIR is a tmpfs of `size` (as in its mount option); returns that directory and the result."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("a disk of its own needs root")
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("this machine gives no mount namespaces")
     script = write_script(
@@ -238,7 +240,6 @@ def run_with_temporary_directory_of_size(tmp_path, size):
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a disk of its own needs root")
 @pytest.mark.parametrize("size", ["64k", "1m"])
 def test_a_job_runs_though_its_temporary_directory_has_no_room_for_a_journal(tmp_path, size):
     small, result = run_with_temporary_directory_of_size(tmp_path, size)
@@ -248,7 +249,6 @@ def test_a_job_runs_though_its_temporary_directory_has_no_room_for_a_journal(tmp
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a disk of its own needs root")
 def test_a_temporary_directory_without_a_limit_has_room_for_a_journal(tmp_path):
     """A tmpfs of size 0 has none, and says of itself that it has no blocks at all."""
     _, result = run_with_temporary_directory_of_size(tmp_path, "0")
