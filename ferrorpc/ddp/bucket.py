@@ -62,6 +62,13 @@ class Bucket:
         """The index of the header element that holds the weight."""
         return len(self.slots)
 
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """[start, stop) of the elements behind the header that belong to no gradient."""
+        starts = [*(slot.start for slot in self.slots), self.count]
+        stops = [self.header, *(slot.stop for slot in self.slots)]
+        return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

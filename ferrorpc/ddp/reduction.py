@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,10 @@ from ferrorpc.guard import FOREVER
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
 
-_NAMES_SHOWN = 4
+_NAMES_SHOWN: Final = 4
+_ZERO_IN_FLOAT32: Final = 2.0**-150
+"""Weights up to this one are zero in the header of a bucket of float32, however many ranks add them up."""
+_FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 T = TypeVar("T")
 
 
@@ -52,7 +55,7 @@ class Reduction:
         self._used: set[str] = set()
         self._began = buckets.clock.now()
         for memory in buckets.memory:
-            memory.begin(weight)
+            memory.begin(self._summable(memory, weight))
 
     @property
     def is_complete(self) -> bool:
@@ -92,6 +95,16 @@ class Reduction:
         context = nullcontext if self._buckets.hook is None else memory.hook_context
         self._in_flight.append(BucketReduction(memory.bucket, operations, self._buckets.clock, self._parker, context))
 
+    def _summable(self, memory: BucketMemory, weight: float | None) -> float | None:
+        """The weight that a bucket gets: with a hook infinity, where all ranks together might exceed float32.
+
+        Then the sum is infinite on every rank and the step is refused, but only after the hook. This rank's values are not
+        finite either, so hooks remember none of them, where else they would remember them in their absurd scale.
+        """
+        too_large = weight is not None and weight > _FLOAT32_MAX / self._buckets.size
+        hooked = self._buckets.hook is not None and memory.accumulator.dtype == np.float32
+        return math.inf if too_large and hooked else weight
+
     def _operations(self, bucket: Bucket, array: Any) -> Generator[Work[Any], Any, None]:
         hook = self._buckets.hook
         collectives = self._buckets.collectives(self.number, bucket.index)
@@ -99,9 +112,14 @@ class Reduction:
             yield collectives.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
             return
         header = collectives.all_reduce(array[: bucket.header])
-        if self.weight == 0 and float((yield header)[bucket.weight]) == 0:
+        if self.weight is not None and self.weight <= _ZERO_IN_FLOAT32 and float((yield header)[bucket.weight]) == 0:
             return  # nothing is averaged in this step, and what a hook remembers must not be sent for it
         yield from hook.exchange(Part(f"bucket{bucket.index}", array[bucket.header :], matrices(bucket)), collectives)
+        for (
+            start,
+            stop,
+        ) in bucket.gaps:  # where blocks are coded, what is not finite spreads to them, and from them to later steps
+            array[start:stop] = 0
         yield header
 
     def finish(self) -> None:

@@ -188,6 +188,60 @@ def test_a_step_in_which_all_weights_are_zero_delivers_nothing(make):
     assert run_world(2, body) == [True, True]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("make", [*HOOKS.values(), *NESTED.values()], ids=[*HOOKS, *NESTED])
+def test_a_step_that_is_not_finite_spoils_no_later_one(make, bad):
+    """As one that has overflowed, which mixed precision skips. Gradients lie in blocks together with the gaps between them."""
+
+    def body(group):
+        sync, before = synchroniser(group, make()), synchroniser(group, make())
+        for name in LIKE:
+            spoilt = grads(group.rank)
+            spoilt[name].reshape(-1)[-1] = bad
+            assert not np.isfinite(sync(spoilt)[name]).all()
+        found, wanted = sync(grads(group.rank, 1)), before(grads(group.rank, 1))
+        if not make().state() and "power" not in make().text:
+            assert all(found[name].tobytes() == wanted[name].tobytes() for name in LIKE)
+        return max(np.abs(leaf).max() for leaf in found.values())
+
+    assert all(found < 100 for found in run_world(2, body))
+
+
+@pytest.mark.parametrize("weights", [(1e-60, 1e-60), (1e-60, 0.0)], ids=["all too small", "too small and zero"])
+@pytest.mark.parametrize("make", [HOOKS[name] for name in HOOKS if "feedback" in name or name == "int8"])
+def test_weights_that_are_zero_in_float32_are_refused_alike_and_deliver_nothing(make, weights):
+    def body(group):
+        hook = make()
+        sync = synchroniser(group, hook)
+        sync(grads(group.rank))
+        before = hook.state()
+        with pytest.raises(UsageError, match="sum to zero"):
+            sync(grads(group.rank), weight=weights[group.rank])
+        assert group.all_reduce(1.0) == 2, "the group goes on"
+        after = hook.state()
+        return all(np.array_equal(after[name], before[name]) for name in before)
+
+    assert run_world(2, body, timeout=3.0) == [True, True]
+
+
+@pytest.mark.parametrize("weights", [(2e38, 2e38), (3e38, 1.0, 3e38)], ids=["all too large", "two of three"])
+@pytest.mark.parametrize("make", [*HOOKS.values(), *NESTED.values()], ids=[*HOOKS, *NESTED])
+def test_weights_without_a_finite_sum_leave_no_residue_of_their_scale(make, weights):
+    """The step is refused, and a caller may go on."""
+
+    def body(group):
+        hook = make()
+        sync = synchroniser(group, hook)
+        sync(grads(group.rank))
+        with pytest.raises(UsageError, match="sum to inf"):
+            sync(grads(group.rank), weight=weights[group.rank])
+        found = [np.abs(leaf).max() for leaf in sync(grads(group.rank)).values()]
+        kept = [np.abs(leaf).max() for leaf in hook.state().values() if leaf.size]
+        return max([*found, *kept])
+
+    assert all(found < 100 for found in run_world(len(weights), body))
+
+
 def test_without_feedback_a_low_rank_leaves_the_rest_out_for_ever():
     def body(group):
         sync = synchroniser(group, PowerSGD(1))
