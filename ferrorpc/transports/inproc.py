@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from operator import index
 from typing import Any, Protocol
@@ -37,6 +38,20 @@ class Faults(Protocol):
         """Seconds that this message takes from `source` to `target`."""
 
 
+class _Route:
+    """The delayed messages from one rank to another."""
+
+    def __init__(self) -> None:
+        self.delayed: deque[Callable[[], None]] = deque()
+        """In the order in which they were sent."""
+        self.last = 0.0
+        """Clock time at which the latest of them arrives."""
+        self.due = 0
+        """How many have arrived and did not run yet."""
+        self.runs = False
+        """Whether a thread runs one of them."""
+
+
 class Network:
     """What the ranks of one in-process world share: which ranks can be reached, and how long messages take."""
 
@@ -48,7 +63,7 @@ class Network:
         self._members: dict[int, InprocTransport] = {}
         self._left: set[int] = set()
         self._early: dict[int, list[Callable[[InprocTransport], object]]] = {}
-        self._arrivals: dict[tuple[int, int], float] = {}
+        self._routes: dict[tuple[int, int], _Route] = {}
 
     def join(self, transport: InprocTransport) -> None:
         """Delivers what was sent to a rank before, and makes it reachable.
@@ -85,10 +100,39 @@ class Network:
             action()
             return
         with self._lock:
-            when = self._clock.now() + self._faults.delay(self._random, source, target)
-            when = max(when, self._arrivals.get((source, target), 0.0))
-            self._arrivals[source, target] = when
-        self._clock.call_at(when, action)
+            route = self._routes.setdefault((source, target), _Route())
+            route.last = max(self._clock.now() + self._faults.delay(self._random, source, target), route.last)
+            when = route.last
+            route.delayed.append(action)
+        self._clock.call_at(when, lambda: self._arrived(route))
+
+    def _arrived(self, route: _Route) -> None:
+        """Runs the oldest action of a pair of ranks, or leaves it to the thread that runs one of this pair now.
+
+        The timers of a real clock are threads: those of nearly the same time run in any order, and at once.
+        """
+        with self._lock:
+            route.due += 1
+            if route.runs:
+                return
+            route.runs = True
+        self._run(route)
+
+    def _run(self, route: _Route) -> None:
+        while (action := self._next(route)) is not None:
+            try:
+                action()
+            except BaseException:
+                self._run(route)  # what has arrived after it must not wait for ever
+                raise
+
+    def _next(self, route: _Route) -> Callable[[], None] | None:
+        with self._lock:
+            if not route.due:
+                route.runs = False
+                return None
+            route.due -= 1
+            return route.delayed.popleft()
 
 
 class InprocTransport(Transport):
