@@ -124,6 +124,18 @@ def thread_needed(name: str) -> Iterator[None]:
 SYSTEM_CLOCK: Final = SystemClock()
 
 
+def _call_all(watchers: list[Callable[[], None]]) -> None:
+    """Calls each; then raises the first error that one of them has raised."""
+    failure: BaseException | None = None
+    for watcher in watchers:
+        try:
+            watcher()
+        except BaseException as error:  # noqa: BLE001  an interrupt, too: the others must hear of the end
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
 class Latch:
     """The one-way switch of a generation: it trips once, keeps the first cause, and calls its watchers.
 
@@ -144,15 +156,17 @@ class Latch:
         self.unhealthy: dict[int, str] = {}
 
     def trip(self, cause: FerroError) -> bool:
-        """Sets the first cause and calls the watchers. False, and without effect, when it has tripped before."""
+        """Sets the first cause and calls the watchers. False, and without effect, when it has tripped before.
+
+        What a watcher raises, or an interrupt in it, is raised once all have been called.
+        """
         with self._lock:
             if self.cause is not None:
                 return False
             self.cause = cause
             watchers = list(self._watchers.values())
             self._watchers.clear()
-        for watcher in watchers:
-            watcher()
+        _call_all(watchers)
         return True
 
     def watch(self, watcher: Callable[[], None]) -> int:

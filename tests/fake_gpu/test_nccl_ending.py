@@ -13,9 +13,9 @@ import pytest
 
 from ferrorpc.backends.device.communicator import DataType, Op, State
 from ferrorpc.backends.device.ending import CLOSE_SECONDS, EXIT_CODE, FROZEN_SECONDS, Ending
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from ferrorpc.guard import SYSTEM_CLOCK, Latch, SystemClock
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.virtual_clock import VirtualClock
@@ -61,6 +61,35 @@ def test_the_system_ends_the_process_where_python_cannot_and_not_if_the_abort_wa
     ending.add(Prompt())  # type: ignore[arg-type]
     latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
     eventually(lambda: told == [(5.0 + FROZEN_SECONDS, EXIT_CODE), "aborts", "stays"])
+
+
+def test_without_a_thread_for_the_abort_the_process_ends_later_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The host refuses threads (a pids limit) as the generation ends. Who else watches it must hear of that."""
+
+    class Refusing(SystemClock):
+        def start(self, body: Callable[[], None], name: str) -> None:
+            raise LimitExceededError(f"the system refuses a thread ({name})")
+
+        def call_at(self, when: float, action: Callable[[], None]) -> None:
+            raise LimitExceededError("the system refuses a thread (a timer)")
+
+    class Never:
+        def abort(self) -> None:
+            told.append("aborts")
+
+    latch, told = Latch(), []
+
+    def later(seconds: float, code: int) -> Callable[[], None]:
+        told.append((seconds, code))
+        return lambda: told.append("stays")
+
+    ending = Ending(Refusing(), latch, nullcontext, abort_seconds=5.0, exit_later=later)
+    ending.add(Never())  # type: ignore[arg-type]
+    latch.watch(lambda: told.append("another watcher"))
+    latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
+    assert told == [(5.0 + FROZEN_SECONDS, EXIT_CODE), "another watcher"]
+    assert "refuses a thread (ferrorpc-device-abort)" in caplog.text
+    assert "ends with code 75" in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="its timers are Linux's")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ferrorpc.errors import GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.errors import GroupAbortedError, LimitExceededError, PeerLostError, UsageError
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Latch, seconds_of
 
 
@@ -73,6 +73,23 @@ def test_a_latch_keeps_the_first_cause_and_calls_each_watcher_once() -> None:
     with pytest.raises(PeerLostError) as raised:
         latch.check()
     assert raised.value is not latch.cause
+
+
+def test_a_watcher_that_fails_keeps_no_other_from_being_called() -> None:
+    latch = Latch()
+    calls: list[str] = []
+
+    def fails(word: str) -> None:
+        calls.append(word)
+        raise LimitExceededError(word)
+
+    for word in ("first", "second"):
+        latch.watch(lambda word=word: fails(word))  # type: ignore[misc]
+    latch.watch(lambda: calls.append("third"))
+    with pytest.raises(LimitExceededError, match="first"):
+        latch.trip(PeerLostError(1, "gone"))
+    assert calls == ["first", "second", "third"]
+    assert isinstance(latch.cause, PeerLostError)
 
 
 def test_many_threads_trip_a_latch_once() -> None:

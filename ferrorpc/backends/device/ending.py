@@ -8,6 +8,7 @@ the exit code that tells launchers to start it again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 from ferrorpc.backends.device.communicator import Communicator, State
 from ferrorpc.backends.device.exit_timer import exit_after
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, LimitExceededError
 from ferrorpc.guard import Clock, Latch
 
 ABORT_SECONDS: Final = 10.0
@@ -89,8 +90,17 @@ class Ending:
         operations of other communicators, which have to be aborted at the same time."""
         over = threading.Event()
         stay = self._exit_later(self._seconds + FROZEN_SECONDS, EXIT_CODE)
-        self._clock.call_at(self._clock.now() + self._seconds, lambda: self._check(over))
-        self._clock.start(lambda: self._abort(communicator, over, stay), "ferrorpc-device-abort")
+        with contextlib.suppress(LimitExceededError):  # then the exit above is the only one
+            self._clock.call_at(self._clock.now() + self._seconds, lambda: self._check(over))
+        try:
+            self._clock.start(lambda: self._abort(communicator, over, stay), "ferrorpc-device-abort")
+        except LimitExceededError as refusal:
+            _log.critical(
+                "no communicator can be aborted: %s; the process ends with code %d in %g s",
+                refusal.message,
+                EXIT_CODE,
+                self._seconds + FROZEN_SECONDS,
+            )
 
     def _abort(self, communicator: Communicator, over: threading.Event, stay: Callable[[], None]) -> None:
         try:
