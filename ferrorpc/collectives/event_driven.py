@@ -67,7 +67,7 @@ class EventDrivenExecution(Execution):
 
     @abstractmethod
     def leave(self) -> None:
-        """Frees what the operation held. Called once, as the last call."""
+        """Frees what the operation held, as the last call; called again where an interrupt has cut it short."""
 
     def begin_failed(self, error: Exception) -> None:
         self._failure, self._ended = error, True
@@ -164,10 +164,10 @@ class EventDrivenExecution(Execution):
 
     def finish(self) -> None:
         with self._step_lock:
-            finished, self._finished = self._finished, True
             self._ended = self._has_woken = True
         self._failure = None  # its traceback refers to this execution: a reference cycle would keep the arrays alive
-        if not finished:
+        if not self._finished:
             self.leave()
             if self.transfers is not None:
                 self.transfers.finish()
+            self._finished = True  # only now: after an interrupt the rest is for a second call

@@ -269,13 +269,17 @@ class RecvExecution(_PointToPoint):
         )
 
     def leave(self) -> None:
-        post, self._post = self._post, None
-        if post is None or not self._is_posted:
-            return
-        if post.message is not None and self._received > 0:
-            # The next recv begins where this one did.
-            post.message.frames.appendleft(self._begun(post.number, post.message))
-        self._transport.mailbox.unpost(self._group, self._peer, self._tag, post)
+        post = self._post
+        if post is not None and self._is_posted:
+            self._withdraw(post)
+        self._post = None
+
+    def _withdraw(self, post: PostedReceive) -> None:
+        """Gives up its place. The message, if it has one, is for the next recv, which begins where this one did."""
+        message = post.message
+        if message is not None and self._received > 0 and not (message.frames and message.frames[0].offset == 0):
+            message.frames.appendleft(self._begun(post.number, message))
+        self._transport.mailbox.unpost(self._group, self._peer, self._tag, post)  # which takes the message from the post
         if post.message is None:
             self._mine = None
 

@@ -246,11 +246,11 @@ class Dispatch:
         if execution.timeout_breaks:
             self.interrupted(execution.label)
 
-    def interrupted(self, label: str) -> None:
-        """Ends the generation after a KeyboardInterrupt in an operation with a number: the other ranks wait for this one."""
+    def interrupted(self, label: str, interrupt: str = "KeyboardInterrupt") -> None:
+        """Ends the generation after an interrupt in an operation with a number: the other ranks wait for this one."""
         if self.backend.latch.cause is None:
             rank = self.backend.world_ranks[self.backend.rank]
-            self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {label}"))
+            self.end(GroupAbortedError(rank, f"{interrupt} during {label}"))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""

@@ -56,4 +56,8 @@ class Expected:
 
     def forget(self) -> None:
         """Gives up the place: the message is for the next recv."""
-        self._execution.finish()
+        try:
+            self._execution.finish()
+        except BaseException:  # an interrupt
+            self._execution.finish()
+            raise

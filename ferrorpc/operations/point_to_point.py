@@ -11,6 +11,7 @@ from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.ranks_and_tags import peer_of, tag_of
 from ferrorpc.collectives.small_messages import SmallReceive
+from ferrorpc.errors import FerroError
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import Arguments
 from ferrorpc.operations.device_fast_path import DeviceFastPath
@@ -129,9 +130,11 @@ class PointToPoint:
             self._dispatch.let_events_advance(execution)  # it takes its place in the queue now
         try:
             return self._dispatch.finish(execution, result, async_op)
-        except BaseException:
+        except BaseException as error:
             if not async_op:
                 execution.give_back()  # also a message that was taken, but not made into a result
+            elif not isinstance(error, FerroError):  # nobody has its Work, and it takes the next message all the same
+                self._dispatch.interrupted(execution.label, type(error).__name__)
             raise
 
     def expect(self, src: int, tag: int = 0, awaited: object = None) -> Expected:

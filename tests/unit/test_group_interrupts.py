@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import re
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ferrorpc import FerroError, GroupAbortedError, LimitExceededError, ProcessGroup
+from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives import driver, prepared
 from ferrorpc.collectives.point_to_point import RecvExecution
 from ferrorpc.operations.dispatch import Dispatch
@@ -280,3 +286,71 @@ def test_a_message_that_cannot_be_made_into_an_array_stays_for_the_next_recv(mon
             np.testing.assert_array_equal(group.recv(0), long)
 
     run_world(2, body, timeout=10.0)
+
+
+class Strike:
+    """Raises KeyboardInterrupt once, where Python may in ferrorpc: as a function begins, or after a call."""
+
+    def __init__(self, place: int) -> None:
+        self.left = place
+
+    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
+        if f"{os.sep}ferrorpc{os.sep}" not in frame.f_code.co_filename or event not in ("call", "c_return"):
+            return
+        if event == "c_return" and called.__name__ in ("__enter__", "__exit__"):
+            return
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def expected_and_forgotten(group: ProcessGroup) -> None:
+    expected = group.expect(1)
+    try:
+        expected.forget()
+    except KeyboardInterrupt:  # it may have struck before the first line of `forget`
+        expected.forget()
+        raise
+
+
+IN_VAIN: dict[str, Callable[[ProcessGroup], Any]] = {
+    "that times out": lambda group: group.recv(1, timeout=0.0),
+    "asynchronous": lambda group: group.recv(1, async_op=True),
+    "expected and forgotten": expected_and_forgotten,
+}
+
+
+@pytest.mark.parametrize("receive", IN_VAIN.values(), ids=IN_VAIN)
+def test_wherever_a_recv_is_interrupted_the_next_ones_get_all_messages_or_an_error(
+    receive: Callable[[ProcessGroup], Any],
+) -> None:
+    """Never the second message in place of the first."""
+    broken = in_all = 0
+    for place in itertools.count(1):
+        mine, other = (ProcessGroup(each, 5.0) for each in SimulatedBackend.create_group(2, timeout=5.0))
+        strike, before, taken = Strike(place), sys.getprofile(), []
+        try:
+            sys.setprofile(strike)
+            work = receive(mine)
+        except (KeyboardInterrupt, FerroError):
+            work = None
+        finally:
+            sys.setprofile(before)
+        for number in range(3):
+            with contextlib.suppress(GroupAbortedError):
+                other.send(np.array([number]), 0)
+        try:
+            taken += [] if work is None else [work.wait()[0]]
+            taken += [mine.recv(1)[0] for _ in range(3 - len(taken))]
+        except GroupAbortedError as error:
+            assert "KeyboardInterrupt" in error.cause  # noqa: PT017  the rest is for all
+            broken += 1
+        assert taken == list(range(len(taken))), place
+        assert taken or mine._backend.latch.cause is not None, place
+        mine.close()
+        other.close()
+        if strike.left > 0:
+            break
+        in_all += 1
+    assert in_all > 40
+    assert broken < in_all
