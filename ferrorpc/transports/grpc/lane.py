@@ -81,7 +81,11 @@ class Lane:
         self._channel = channel
         self._call: Any = None
         keep_at_exit(self)
+        self._attempt = 0
+        """Which call may take from the queue."""
         self._committed = False
+        """Whether it may have done so, or the lane has ended otherwise: then it does not dial again."""
+        self._commit_lock = threading.Lock()
         self._finishing = False
         self._started = threading.Event()
         self._cancelled = threading.Event()
@@ -134,10 +138,16 @@ class Lane:
         """Dials as often as it may, and reads answers until the stream ends. Returns why it ended."""
         began = self._clock.now()
         reason = self._run_call()
-        while not (self._committed or self._cancelled.is_set() or self._should_give_up(self._clock.now() - began)):
+        while self._may_dial_again() and not (self._cancelled.is_set() or self._should_give_up(self._clock.now() - began)):
             self._cancelled.wait(REDIAL_SECONDS)
             reason = self._run_call()
         return reason if self._committed else f"it could not be reached in {self._clock.now() - began:.1f} s: {reason}"
+
+    def _may_dial_again(self) -> bool:
+        """Whether the call that has ended took nothing from the queue. From here on it does not: gRPC's thread may be late."""
+        with self._commit_lock:
+            self._attempt += 1
+            return not self._committed
 
     def _should_give_up(self, waited_seconds: float) -> bool:
         """Whether to stop dialling."""
@@ -151,7 +161,7 @@ class Lane:
         try:
             with call_threads(self._channel, f"the lane to rank {self.peer}"):
                 stub: Any = self._channel.stream_stream(METHOD)
-                call = self._call = stub(self._messages())
+                call = self._call = stub(self._messages(self._attempt))
         except LimitExceededError as error:
             self.fault, self._committed = error, True
             return error.message
@@ -172,10 +182,13 @@ class Lane:
         self._committed = True
         return "the stream ended without a goodbye"
 
-    def _messages(self) -> Iterator[bytes]:
+    def _messages(self, attempt: int) -> Iterator[bytes]:
         yield self._opening
         # gRPC requests the next message once the previous one is being written: from here on the dial cannot be repeated.
-        self._committed = True
+        with self._commit_lock:
+            if attempt != self._attempt:
+                return
+            self._committed = True
         yield from self.queue.messages()
 
 
