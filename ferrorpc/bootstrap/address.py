@@ -22,6 +22,9 @@ def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:
     """The host that peers connect to: the setting `advertise`, else a specific `bind`, else this machine's address on the route
     to the coordinator, which every peer can reach.
 
+    Many systems give their own name to a loopback address (Debian: 127.0.1.1). So on the coordinator's host that route may be
+    of loopback although others reach the host by this name; then it is the name itself.
+
     Raises:
         ConfigError: this worker listens on loopback only, but the coordinator, and so perhaps peers, are on another machine.
         CoordinatorUnavailableError: the coordinator's name could not be resolved within `timeout` seconds.
@@ -35,7 +38,10 @@ def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:
             f"FERRORPC_BIND={bind} listens for this machine only, but the coordinator {coordinator} is reached over {route}",
             hint="set FERRORPC_BIND=0.0.0.0, or FERRORPC_ADVERTISE to the host that peers reach this worker by",
         )
-    return route if is_wildcard(bind) else bind
+    if not is_wildcard(bind):
+        return bind
+    host, _ = split_address(coordinator)
+    return host if is_loopback(route) and not is_loopback(host) else route
 
 
 def require_authentication(config: Mapping[str, Any], tls: TlsFiles | None) -> None:

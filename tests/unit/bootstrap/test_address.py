@@ -33,6 +33,14 @@ def test_a_wildcard_is_told_as_the_address_on_the_way_to_the_coordinator(remote_
     assert advertised_host(REMOTE, settings(bind="::")) == "10.1.2.3"
 
 
+def test_on_a_host_that_gives_its_own_name_to_loopback_the_name_is_told(monkeypatch):
+    """As Debian does, with 127.0.1.1; other hosts know the name by another address."""
+    monkeypatch.setattr("ferrorpc.bootstrap.address._route", lambda host, port: "127.0.0.1")
+    assert advertised_host("trainer-0:29700", settings(bind="0.0.0.0")) == "trainer-0"
+    assert advertised_host("trainer-0:29700", settings()) == "127.0.0.1"
+    assert advertised_host("localhost:29700", settings(bind="0.0.0.0")) == "127.0.0.1"
+
+
 def test_a_specific_address_is_told_as_it_is(remote_route):
     assert advertised_host(REMOTE, settings(bind="10.9.9.9")) == "10.9.9.9"
 
