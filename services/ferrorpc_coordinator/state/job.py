@@ -8,6 +8,7 @@ from signal import Signals
 from typing import Any, Final
 
 from ferrorpc.errors import (
+    ConfigError,
     FerroError,
     MessageTooLargeError,
     PeerLostError,
@@ -68,7 +69,12 @@ class Job:
         Raises:
             FerroError: the Hello is refused.
         """
-        admitted = self.admission.admit(hello)
+        try:
+            admitted = self.admission.admit(hello)
+        except ConfigError as error:
+            if self.rendezvous.is_open:
+                self.rendezvous.refused(hello.name, error)
+            raise
         member = admitted.member
         if admitted.replaced is not None:
             where = f" on {hello.host}" if hello.host else ""

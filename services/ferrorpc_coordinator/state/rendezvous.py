@@ -81,11 +81,20 @@ class Rendezvous:
         self._last_call: int | None = None
         self._early_exits: dict[str, str] = {}
         self._refused: dict[str, str] = {}
-        """Members whose request was refused in this round, and why, for a timeout's message."""
+        """Names of processes that were refused in this round, and why, for a timeout's message."""
         self._claimants: dict[int, Member] = {}
         """Rank -> the last process of this round that had this rank pinned."""
         self._timed_out: dict[str, tuple[PendingJoin, int]] = {}
         """Members whose request timed out in this round, and when."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anyone waits."""
+        return bool(self._pending)
+
+    def refused(self, name: str, error: FerroError) -> None:
+        """Notes why a process was refused, for those who wait for it."""
+        _keep_last(self._refused, name, error.message)
 
     def joining(self, member: Member) -> bool:
         """Whether this member has asked to join."""
@@ -109,7 +118,7 @@ class Rendezvous:
             self._check_size(member, request)
             self._check_rank(member, request.pinned_rank)
         except FerroError as error:
-            _keep_last(self._refused, member.name, error.message)
+            self.refused(member.name, error)
             raise
         self._refused.pop(member.name, None)
         before = self._pending.pop(member.name, None)

@@ -244,3 +244,20 @@ def test_a_pinned_rank_of_a_generation_is_for_another_only_once_its_holder_is_cu
         assert number not in world.clients["c"].results
     else:
         assert error(world, "c").code == ErrorCode.CONFIG
+
+
+def test_those_who_wait_are_told_of_a_process_that_was_refused_for_its_name() -> None:
+    """As of two containers that share a host name, whose processes have the same number."""
+    world = World()
+    join(world, "host-1", size=2, timeout_ms=5000)
+    first = world.clients["host-1"]
+    world.hello("host-1", host="host", instance="2")
+    assert world.clients["host-1"].stream is None
+    world.clients["host-1"] = first
+    world.tick(6 * SECOND)
+    assert "Refused: the name 'host-1' in job job is used by a living process" in error(world, "host-1").message
+    world.hello("host-1", host="host", instance="3")
+    world.clients["host-1"] = first
+    join(world, "host-1", size=2, timeout_ms=5000)
+    world.tick(6 * SECOND)
+    assert "Refused" not in error(world, "host-1").message, "nobody waited for that one"
