@@ -18,7 +18,7 @@ import click
 
 from ferrorpc.config import Config, plain_name, seconds
 from ferrorpc.errors import BackendUnavailableError, ConfigError
-from ferrorpc.wire.identity import Identity, Role, server_name
+from ferrorpc.wire.identity import Identity, Role, identities, server_name
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -39,9 +39,18 @@ def _in_ascii(_: click.Context, __: click.Parameter, hosts: tuple[str, ...]) -> 
     return hosts
 
 
-_jobs = click.option("--job", "jobs", multiple=True, help="A job's name, or '*' for every job; default FERRORPC_JOB.")
+_jobs = click.option(
+    "--job",
+    "jobs",
+    multiple=True,
+    help="A job's name, or '*' for every job; default FERRORPC_JOB if set, else those of the certificate that is renewed.",
+)
 _hosts = click.option(
-    "--host", "hosts", multiple=True, callback=_in_ascii, help="A name or address at which browsers reach the coordinator."
+    "--host",
+    "hosts",
+    multiple=True,
+    callback=_in_ascii,
+    help="A name or address at which browsers reach the coordinator; default: those of the certificate that is renewed.",
 )
 _lifetime = click.option(
     "--lifetime", default=f"{LEAF_HOURS:g}h", show_default=True, help="How long certificates are valid, such as 12h."
@@ -89,13 +98,19 @@ def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: s
 def issue(
     directory: Path, roles: Sequence[str], jobs: Sequence[str], hosts: Sequence[str], lifetime: str, out: Path | None
 ) -> None:
-    """Issue certificates of ROLES from the authority in DIRECTORY, replacing existing ones."""
+    """Issue certificates of ROLES from the authority in DIRECTORY, replacing existing ones.
+
+    A certificate that exists, where the new one goes or in DIRECTORY, is renewed: it keeps its jobs and hosts unless others are
+    given.
+    """
     if hosts and Role.COORDINATOR not in roles:
         raise ConfigError("--host is for a coordinator's certificate", hint="leave --host away, or name that role too")
     chosen, duration, authority = _chosen(jobs), _duration(lifetime), Authority.read(directory)
+    is_given, target = jobs or Config().source("job") != "default", out or directory
     for role in map(Role, roles):
-        authority.issue(role, chosen, hosts, duration, out or directory)
-    click.echo(f"{out or directory}: .pem and .key of {', '.join(roles)}, valid for {lifetime}")
+        old_jobs, old_hosts = _names_in(target / f"{role}.pem", role) or _names_in(directory / f"{role}.pem", role) or ((), ())
+        authority.issue(role, chosen if is_given else old_jobs or chosen, hosts or old_hosts, duration, target)
+    click.echo(f"{target}: .pem and .key of {', '.join(roles)}, valid for {lifetime}")
 
 
 class Authority:
@@ -245,6 +260,22 @@ def _host(text: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
         return x509.DNSName(text)
+
+
+def _names_in(path: Path, role: Role) -> tuple[list[str], list[str]] | None:
+    """The jobs and the hosts that a certificate of this role names; None where the file is no such certificate."""
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return None
+    found = identities(names.get_values_for_type(x509.UniformResourceIdentifier))
+    jobs = sorted(each.job for each in found if each.role is role)
+    own = {server_name(job, role) for job in jobs}
+    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    return jobs, [host for host in hosts if host not in own]
 
 
 def _write(directory: Path, stem: str, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
