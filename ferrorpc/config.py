@@ -68,6 +68,15 @@ def plain_name(text: str) -> str:
     """A valid name of a job or of a member."""
     if len(text) > NAME_BYTES_MAX or not _NAME.fullmatch(text):
         raise ValueError(f"expected at most {NAME_BYTES_MAX} characters of printable ASCII, without blanks and slashes")
+    if text in (".", ".."):
+        raise ValueError("expected a name that can be that of a directory")
+    return text
+
+
+def path(text: str) -> str:
+    """A file's or a directory's path. An empty one, as of a variable that is not set, would mean the working directory."""
+    if not text:
+        raise ValueError("expected a path")
     return text
 
 
@@ -189,9 +198,11 @@ SETTINGS: Final = (
     ),
     Setting("port", DEFAULT_PORT, port, "port of a coordinator that rank 0 starts"),
     Setting("listen", f"127.0.0.1:{DEFAULT_PORT}", host_port, "host:port a coordinator listens on; port 0 takes a free one"),
-    Setting("data_dir", None, str, "directory of a coordinator's journal; without one a restart forgets everything"),
+    Setting("data_dir", None, path, "directory of a coordinator's journal; without one a restart forgets everything"),
     Setting("http_port", None, port, "port of a coordinator's status page, /metrics and /healthz; none without it"),
-    Setting("cost_table", None, str, "file with the cost table a coordinator publishes to its jobs; none for the packaged one"),
+    Setting(
+        "cost_table", None, path, "file with the cost table a coordinator publishes to its jobs; none for the packaged one"
+    ),
     Setting(
         "algorithm",
         None,
@@ -209,15 +220,15 @@ SETTINGS: Final = (
     Setting("grace", 2.0, seconds, "seconds a member whose stream ended has to resume"),
     Setting("stall", 60.0, seconds, "seconds after which a stalled member is evicted"),
     Setting("max_outage", 300.0, seconds, "seconds without a coordinator before that is an error"),
-    Setting("tls_ca", None, str, "file with the job's certificate authority"),
-    Setting("tls_cert", None, str, "file with this process's certificate"),
-    Setting("tls_key", None, str, "file with this process's key"),
-    Setting("token_file", None, str, "file with the job's bearer token"),
+    Setting("tls_ca", None, path, "file with the job's certificate authority"),
+    Setting("tls_cert", None, path, "file with this process's certificate"),
+    Setting("tls_key", None, path, "file with this process's key"),
+    Setting("token_file", None, path, "file with the job's bearer token"),
     Setting("insecure", False, boolean, "listen beyond loopback without TLS"),
     Setting("log_level", "WARNING", str, "of the loggers ferrorpc.*", ("DEBUG", "INFO", "WARNING", "ERROR")),
     Setting("log_format", "text", str, "how log lines look", ("text", "json")),
     Setting(
-        "trace_dir", None, str, "directory to write a trace of each process's operations to, for Perfetto and chrome://tracing"
+        "trace_dir", None, path, "directory to write a trace of each process's operations to, for Perfetto and chrome://tracing"
     ),
     Setting("otel", False, boolean, "spans and durations of operations through OpenTelemetry's API"),
 )

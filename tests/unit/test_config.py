@@ -11,6 +11,7 @@ from ferrorpc.config import (
     SETTINGS,
     Config,
     host_name,
+    path,
     plain_name,
     seconds,
     size_bytes,
@@ -165,3 +166,18 @@ def test_a_host_whose_name_no_member_may_have_gets_a_plain_one(monkeypatch: pyte
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     assert host_name() == plain
     assert plain_name(f"{plain}-0")
+
+
+@pytest.mark.parametrize("name", [setting.name for setting in SETTINGS if setting.parse is path])
+def test_an_empty_path_is_refused_and_an_empty_variable_counts_as_not_set(name: str) -> None:
+    """A command line with a variable that is not set: `--data-dir "$UNSET"` would fill the working directory."""
+    with pytest.raises(ConfigError, match="expected a path"):
+        Config({name: ""}, {})
+    assert Config({}, {f"FERRORPC_{name.upper()}": ""})[name] is None
+
+
+def test_no_job_is_called_as_a_directory_itself_or_the_one_above() -> None:
+    for job in (".", ".."):
+        with pytest.raises(ConfigError, match="a name that can be that of a directory"):
+            Config({"job": job}, {})
+    assert Config({"job": "..."}, {})["job"] == "..."
