@@ -69,6 +69,10 @@ class Buffers:
             return self._stream.all_reduce(typed, number, op=ReduceOp.MEAN, out=typed)
         return self._stream.broadcast(packed, number, root=0)
 
+    def discard(self) -> None:
+        """The step was refused: what it has exchanged is not written, neither now nor by a later `finish`."""
+        self._in_flight = []
+
     def finish(self) -> None:
         """Waits, and writes the results in place. Raises the error that ended the generation."""
         found = named_buffers(self._module) if self._in_flight else {}

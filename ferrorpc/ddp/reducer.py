@@ -137,8 +137,13 @@ class Reducer(BucketSet):
 
     def _follow(self, follow: Callable[[Reduction], None]) -> None:
         while self.memory:
+            before = [(memory, slot, memory.save(slot)) for memory in self.memory for slot in memory.bucket.slots]
             reduction = self.begin(0.0)
-            if reduction.wait() == 0:
+            if (
+                reduction.wait() == 0
+            ):  # the others have left, too, and gradients that lie in buckets are not those of this round
+                for memory, slot, saved in before:
+                    memory.restore(slot, saved)
                 return
             follow(reduction)
 

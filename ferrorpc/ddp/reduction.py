@@ -55,7 +55,7 @@ class Reduction:
         self._used: set[str] = set()
         self._began = buckets.clock.now()
         for memory in buckets.memory:
-            memory.begin(self._summable(memory, weight))
+            memory.begin(None if weight is None else self._summable(memory, weight))
 
     @property
     def is_complete(self) -> bool:
@@ -91,22 +91,22 @@ class Reduction:
                 self._advance(each)
 
     def _start(self, memory: BucketMemory) -> None:
-        operations = self._operations(memory.bucket, memory.pack())
+        operations = self._operations(memory, memory.pack())
         context = nullcontext if self._buckets.hook is None else memory.hook_context
         self._in_flight.append(BucketReduction(memory.bucket, operations, self._buckets.clock, self._parker, context))
 
-    def _summable(self, memory: BucketMemory, weight: float | None) -> float | None:
+    def _summable(self, memory: BucketMemory, weight: float) -> float:
         """The weight that a bucket gets: with a hook infinity, where all ranks together might exceed float32.
 
-        Then the sum is infinite on every rank and the step is refused, but only after the hook. This rank's values are not
-        finite either, so hooks remember none of them, where else they would remember them in their absurd scale.
+        Then the sum is infinite on every rank and the step is refused, but after the hook. Hooks see that this rank's weight
+        or the sum is not finite, and remember nothing of the step's absurd scale.
         """
-        too_large = weight is not None and weight > _FLOAT32_MAX / self._buckets.size
+        too_large = weight > _FLOAT32_MAX / self._buckets.size
         hooked = self._buckets.hook is not None and memory.accumulator.dtype == np.float32
         return math.inf if too_large and hooked else weight
 
-    def _operations(self, bucket: Bucket, array: Any) -> Generator[Work[Any], Any, None]:
-        hook = self._buckets.hook
+    def _operations(self, memory: BucketMemory, array: Any) -> Generator[Work[Any], Any, None]:
+        hook, bucket = self._buckets.hook, memory.bucket
         collectives = self._buckets.collectives(self.number, bucket.index)
         if hook is None or array.dtype != np.float32:
             yield collectives.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
@@ -114,7 +114,9 @@ class Reduction:
         header = collectives.all_reduce(array[: bucket.header])
         if self.weight is not None and self.weight <= _ZERO_IN_FLOAT32 and float((yield header)[bucket.weight]) == 0:
             return  # nothing is averaged in this step, and what a hook remembers must not be sent for it
-        yield from hook.exchange(Part(f"bucket{bucket.index}", array[bucket.header :], matrices(bucket)), collectives)
+        weight = self._summable(memory, 1.0 if self.weight is None else self.weight)
+        part = Part(f"bucket{bucket.index}", array[bucket.header :], matrices(bucket), weight=weight)
+        yield from hook.exchange(part, collectives)
         for (
             start,
             stop,

@@ -196,7 +196,11 @@ class Replica:
         """
         with abort_on_failure(reduction, self.group):
             saved = {} if reduction.is_complete else self._contribute_others(reduction, used)
-            reduction.finish()
+            try:
+                reduction.finish()
+            except BaseException:
+                self._buffers.discard()
+                raise
             self._store(reduction)
             for name, before in saved.items():
                 if not reduction.used(name):

@@ -241,7 +241,9 @@ def test_tls_leaves_nothing_unprotected() -> None:
             assert str(Path(config[name]).parent) in mounts
     (job,) = (entry["value"] for entry in coordinator["containers"][0]["env"] if entry["name"] == "FERRORPC_JOB")
     assert job in {one["metadata"]["name"] for one in render(KUBERNETES / "overlays" / "tls") if one["kind"] == "Job"}
-    startup, readiness, liveness = (coordinator["containers"][0][f"{kind}Probe"] for kind in ("startup", "readiness", "liveness"))
+    startup, readiness, liveness = (
+        coordinator["containers"][0][f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")
+    )
     assert all("exec" in probe and "grpc" not in probe for probe in (startup, readiness))
     assert set(liveness) & {"exec", "grpc", "httpGet"} == {"httpGet"}, "which an expired certificate does not fail"
     assert liveness["httpGet"] == {"path": "/healthz", "port": "http", "scheme": "HTTPS"}

@@ -10,6 +10,7 @@ Cost: memory of one float32 per value, and four passes over them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,17 +29,20 @@ _PREFIX = "residue/"
 class ErrorFeedback(Hook):
     """Any hook, with what it left out added to the next step's values.
 
-    A step with values that are not finite leaves no residue, so that one overflow does not affect later steps. If a step is
-    interrupted, as when a member dies, nothing of it counts as delivered, and all of its values are added to the next. To
-    repeat such a step, load the `state()` from before it, or its gradients count twice.
+    Residues are of a rank's gradients: they count with its weight in the step that delivers them, and wait while that
+    is 0. A bucket whose sum is not finite leaves no residue on any rank, so that an overflow does not affect later steps. If a
+    step is interrupted, as when a member dies, nothing of it counts as delivered, and all of its values are added to the next.
+    To repeat such a step, load the `state()` from before it, or its gradients count twice. The residue of a parameter that no
+    rank uses in a step is dropped with its sum.
     """
 
     def __init__(self, hook: Hook) -> None:
         self._hook = check_hook(hook)
         self.operations = hook.operations
         self.on_device = hook.on_device
-        self._residues: dict[str, tuple[VectorOps, Any]] = {}
-        """Residues on the device of their buckets; those from `load_state` are on the host until their bucket's first step."""
+        self._residues: dict[str, tuple[VectorOps, Any, float]] = {}
+        """Residues, and the weight they are multiplied by, on the device of their buckets; those from `load_state` are on
+        the host until their bucket's first step."""
 
     def serve(self, stream: Stream) -> None:
         super().serve(stream)
@@ -49,31 +53,41 @@ class ErrorFeedback(Hook):
         return f"error feedback({self._hook.text})"
 
     def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
+        inner = Part(part.key, part.values, part.matrices, wants_delivered=True, weight=part.weight)
+        if part.weight == 0 or not math.isfinite(part.weight):  # nothing of this rank is in the mean, or there is none
+            return (yield from self._hook.exchange(inner, collectives))
         ops = vector_ops_for(part.values)
         if part.key not in self._residues:
-            self._residues[part.key] = ops, ops.zeros(part.values.size)
-        before, residue = self._residues[part.key]
+            self._residues[part.key] = ops, ops.zeros(part.values.size), part.weight
+        before, residue, weight = self._residues[part.key]
         if residue.shape != part.values.shape:
             message = f"the residue of {part.key} has {residue.size} values for {part.values.size}"
             raise UsageError(message, hint="is it another model's?")
         if type(before) is not type(ops):
             residue = ops.from_host(before.to_host(residue))
-        self._residues[part.key] = ops, residue
+        if weight != part.weight:
+            ops.scale(residue, part.weight / weight)
+        self._residues[part.key] = ops, residue, part.weight
         given = None
         if part.wants_delivered:  # all of it, sooner or later: an outer hook must not remember it as well
             given = ops.zeros(part.values.size)
             ops.assign(given, part.values)
         ops.add(part.values, residue)
         ops.assign(residue, part.values)
-        delivered = yield from self._hook.exchange(Part(part.key, part.values, part.matrices, True), collectives)
+        delivered = yield from self._hook.exchange(inner, collectives)
         ops.subtract_delivered(residue, delivered)
+        ops.forget_unless_finite(residue, part.values)
         return given
 
     def state(self) -> dict[str, Array]:
-        residues = {_PREFIX + key: ops.to_host(residue) for key, (ops, residue) in self._residues.items()}
+        residues = {}
+        for key, (ops, residue, weight) in self._residues.items():
+            residues[_PREFIX + key] = ops.to_host(residue)
+            if weight != 1:
+                HOST.scale(residues[_PREFIX + key], 1 / weight)
         return residues | self._hook.state()
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         own = {name for name in state if name.startswith(_PREFIX)}
         self._hook.load_state({name: array for name, array in state.items() if name not in own})
-        self._residues = {name.removeprefix(_PREFIX): (HOST, np.array(state[name], np.float32)) for name in own}
+        self._residues = {name.removeprefix(_PREFIX): (HOST, np.array(state[name], np.float32), 1.0) for name in own}

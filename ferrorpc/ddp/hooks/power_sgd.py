@@ -67,10 +67,10 @@ class PowerSGD(Hook):
         keys = [f"{part.key}/{start}" for start, _, _ in chosen]
         rest = _outside(values, chosen)
         thin = [_product(matrix, self._start(key, matrix.shape[1])) for key, matrix in zip(keys, matrices, strict=True)]
-        sums, sent_rest = yield from self._sum(f"{part.key}/p", [*rest, *thin], part.wants_delivered, collectives)
+        sums, sent_rest = yield from self._sum(f"{part.key}/p", [*rest, *thin], part, collectives)
         bases = [_orthogonal(flat.reshape(-1, rank)) for flat in sums[len(rest) :]]
         own = [_product(matrix.T, basis) for matrix, basis in zip(matrices, bases, strict=True)]
-        qs, sent_qs = yield from self._sum(f"{part.key}/q", own, part.wants_delivered, collectives)
+        qs, sent_qs = yield from self._sum(f"{part.key}/q", own, part, collectives)
         for run, summed in zip(rest, sums, strict=False):
             run[...] = summed
         for key, matrix, basis, flat in zip(keys, matrices, bases, qs, strict=True):
@@ -87,13 +87,14 @@ class PowerSGD(Hook):
         return delivered
 
     def _sum(
-        self, key: str, arrays: list[Array], wants_delivered: bool, collectives: BucketCollectives
+        self, key: str, arrays: list[Array], of: Part, collectives: BucketCollectives
     ) -> Generator[Work[Any], Any, tuple[list[Array], list[Array]]]:
-        """The flat sums of arrays over all ranks, by one exchange, and the delivered parts of this rank's arrays."""
+        """The flat sums of a part's arrays over all ranks, by one exchange, and what was delivered of this rank's arrays."""
         if not arrays:
             return [], []
         message = np.concatenate([array.reshape(-1) for array in arrays])
-        delivered = yield from self._hook.exchange(Part(key, message, wants_delivered=wants_delivered), collectives)
+        factors = Part(key, message, wants_delivered=of.wants_delivered, weight=of.weight)
+        delivered = yield from self._hook.exchange(factors, collectives)
         cuts = np.cumsum([array.size for array in arrays])[:-1]
         return np.split(message, cuts), [] if delivered is None else np.split(delivered, cuts)
 

@@ -41,6 +41,14 @@ class VectorOps(ABC):
         """values -= delivered; all zeros if any result is not finite."""
 
     @abstractmethod
+    def scale(self, values: Any, factor: float) -> None:
+        """values *= factor."""
+
+    @abstractmethod
+    def forget_unless_finite(self, values: Any, total: Any) -> None:
+        """values[:] = 0 if any element of `total` is not finite."""
+
+    @abstractmethod
     def rounded(self, codec: Codec, values: Any) -> Any:
         """A new array of values after encoding and decoding by a codec."""
 
@@ -70,6 +78,14 @@ class HostVectorOps(VectorOps):
         with np.errstate(all="ignore"):
             np.subtract(values, delivered, out=values)
         if not np.isfinite(values).all():
+            values[...] = 0
+
+    def scale(self, values: Array, factor: float) -> None:
+        with np.errstate(all="ignore"):
+            np.multiply(values, np.float32(factor), out=values)
+
+    def forget_unless_finite(self, values: Array, total: Array) -> None:
+        if not np.isfinite(total).all():
             values[...] = 0
 
     def rounded(self, codec: Codec, values: Array) -> Array:
@@ -103,6 +119,14 @@ class DeviceVectorOps(VectorOps):
 
     def subtract_delivered(self, values: DeviceArray, delivered: DeviceArray) -> None:
         self._kernels.residue(values, delivered)
+
+    def scale(self, values: DeviceArray, factor: float) -> None:
+        with np.errstate(all="ignore"):
+            values *= np.float32(factor)
+
+    def forget_unless_finite(self, values: DeviceArray, total: DeviceArray) -> None:
+        with np.errstate(all="ignore"):
+            self._kernels.residue(values, total - total)  # of zeros, where all are finite; the host does not wait to know
 
     def rounded(self, codec: Codec, values: DeviceArray) -> DeviceArray:
         device_codec, found = DeviceCodec(self._kernels, codec.name), self._device.empty(values.shape, _SINGLE)

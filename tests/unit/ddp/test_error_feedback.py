@@ -1,0 +1,96 @@
+"""Residues count as their gradients do: with the rank's weight of the step that delivers them, and not after an overflow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ferrorpc
+from ferrorpc.ddp.hooks import Compress, ErrorFeedback, PowerSGD, TopK
+from ferrorpc.testing import run_world
+
+ONES = np.ones(64, np.float32)
+
+
+def synchroniser(group, hook, **more) -> ferrorpc.GradientSynchronizer:
+    return ferrorpc.GradientSynchronizer({"a": np.zeros(64, np.float32)}, group, hook=hook, **more)
+
+
+@pytest.mark.parametrize("weights", [(4096, 4096, 4096, 8, 4096), (8, 8, 4096, 8, 8), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("bits", ["bf16", "int8"])
+def test_a_step_of_another_weight_takes_residues_in_its_own_scale(weights, bits):
+    """As the last batch of an epoch, which has fewer tokens."""
+
+    def body(group):
+        sync, chance, errors = synchroniser(group, ErrorFeedback(Compress(bits))), np.random.default_rng(0), []
+        for weight in weights:
+            mine = chance.standard_normal(64).astype(np.float32)  # the same on all ranks
+            errors.append(np.abs(sync({"a": mine}, weight=weight)["a"] - mine).max())
+        return max(errors)
+
+    assert max(run_world(2, body)) < 0.06
+
+
+def test_no_more_is_delivered_than_was_left_out():
+    def body(group):
+        sync = synchroniser(group, ErrorFeedback(TopK(0.25)))
+        return [float(sync({"a": ONES}, weight=weight)["a"].max()) for weight in (1000, 1, 1, 1)]
+
+    assert run_world(2, body) == [[1, 2, 3, 4]] * 2
+
+
+def test_residues_of_a_rank_that_has_left_are_not_delivered_in_the_place_of_all():
+    def body(group):
+        sync, found = synchroniser(group, ErrorFeedback(TopK(0.25))), []
+        with sync.uneven(lambda means: None):
+            for _ in range(1 if group.rank else 4):
+                found.append(float(sync({"a": ONES})["a"].max()))
+        return found
+
+    assert run_world(4, body)[0] == [1, 2, 3, 4]
+
+
+def test_a_rank_of_weight_zero_keeps_its_residue():
+    def body(group):
+        hook = ErrorFeedback(TopK(0.25))
+        sync = synchroniser(group, hook)
+        sync({"a": ONES}, weight=2)
+        before = hook.state()
+        sync({"a": ONES}, weight=group.rank)
+        kept = np.array_equal(hook.state()["residue/bucket0"], before["residue/bucket0"])
+        return kept, float(sync({"a": 0 * ONES}, weight=1)["a"].sum())
+
+    (kept, left), (delivered, _) = run_world(2, body)
+    assert (kept, delivered) == (True, False)
+    assert left > 0
+
+
+@pytest.mark.parametrize("weight", [3.0, 4096.0])
+def test_a_saved_residue_is_of_the_gradient_whatever_the_weight_was(weight):
+    def body(group):
+        hook, other = ErrorFeedback(TopK(0.25)), ErrorFeedback(TopK(0.25))
+        sync, again = synchroniser(group, hook), synchroniser(group, other)
+        sync({"a": ONES}, weight=weight)
+        assert set(hook.state()["residue/bucket0"].round(5).tolist()) == {0.0, 1.0}
+        other.load_state(hook.state())
+        return [each({"a": ONES}, weight=7.0)["a"].round(5).tolist() for each in (sync, again)]
+
+    for mine, loaded in run_world(2, body):
+        assert mine == loaded
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ErrorFeedback(TopK(0.25)), lambda: ErrorFeedback(Compress("int8")), lambda: ErrorFeedback(PowerSGD(1))],
+    ids=["top quarter", "int8", "power"],
+)
+def test_where_one_rank_overflows_no_rank_keeps_a_residue_of_that_step(make):
+    """All see that the mean is not finite, and skip the step."""
+
+    def body(group):
+        sync, mine = synchroniser(group, make()), np.full(64, 1000, np.float32)
+        mine[0] = np.inf if group.rank == 1 else 1000
+        assert not np.isfinite(sync({"a": mine})["a"]).all()
+        return [float(np.abs(sync({"a": 0 * ONES})["a"]).max()) for _ in range(2)]
+
+    assert run_world(3, body) == [[0, 0]] * 3

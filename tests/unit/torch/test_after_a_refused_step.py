@@ -1,0 +1,60 @@
+"""What a step leaves behind that was refused, or that closes an uneven block: nothing that a later one would see."""
+
+from __future__ import annotations
+
+import pytest
+
+from ferrorpc.errors import UsageError
+from ferrorpc.testing import run_world
+
+torch = pytest.importorskip("torch")
+
+from ferrorpc.torch import DistributedDataParallel  # noqa: E402
+
+
+def test_buffers_that_a_refused_step_has_exchanged_are_never_written():
+    def body(group):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        ddp = DistributedDataParallel(net, group)
+        with pytest.raises(UsageError, match="sum to zero"), ddp.weighted(0.0):
+            ddp(torch.ones(5, 3)).sum().backward()
+        with torch.no_grad():
+            net[1].running_mean.fill_(100.0)  # as load_state_dict does
+        with ddp.uneven(lambda: None):
+            ddp.zero_grad()
+            net.eval()
+            ddp(torch.ones(5, 3)).sum().backward()
+            return net[1].running_mean.tolist()
+
+    assert run_world(2, body) == [[100.0] * 4] * 2
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_gradients_after_an_uneven_block_are_those_of_its_last_step(views):
+    """Also where they lie in buckets, in which the closing round puts zeros."""
+
+    def body(group):
+        net = torch.nn.Linear(2, 1, bias=False)
+        ddp = DistributedDataParallel(net, group, gradient_as_bucket_view=views)
+        with ddp.uneven(lambda: None):
+            for _ in range(1 + group.rank):
+                ddp.zero_grad()
+                ddp(torch.ones(1, 2)).sum().backward()
+        return net.weight.grad.tolist()
+
+    assert run_world(2, body)[1] == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_a_part_that_is_being_accumulated_as_an_uneven_block_ends_is_kept(views):
+    def body(group):
+        net = torch.nn.Linear(2, 1, bias=False)
+        ddp = DistributedDataParallel(net, group, gradient_as_bucket_view=views)
+        ddp(torch.ones(1, 2)).sum().backward()
+        ddp.zero_grad(set_to_none=False)
+        with ddp.uneven(lambda: None), ddp.no_sync():
+            ddp(torch.ones(1, 2) * (1 + group.rank)).sum().backward()
+        ddp(torch.ones(1, 2)).sum().backward()
+        return net.weight.grad.tolist()
+
+    assert run_world(2, body) == [[[2.5, 2.5]]] * 2
