@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from ferrorpc.config import host_name
 from ferrorpc.errors import ConfigError
@@ -32,8 +32,19 @@ _NO_RANK: Final = -1
 _log = logging.getLogger("ferrorpc.trace")
 
 
+def _created(directory: Path, stem: str) -> tuple[Path, TextIO]:
+    """A new file of this name, or of one with a number. No other file is overwritten, also none of another host's process."""
+    for number in itertools.count(1):
+        path = directory / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+        with contextlib.suppress(FileExistsError):
+            return path, path.open("x", encoding="utf-8")
+    raise AssertionError
+
+
 class TraceFile:
     """The trace file of one process, `<host>-<pid>.json`. Process numbers in it are world ranks.
+
+    Where that file exists already, a number follows: a container that restarts has its host name and process id again.
 
     Args:
         directory: created if it is missing.
@@ -44,10 +55,9 @@ class TraceFile:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self.path = Path(directory) / f"{host_name()}-{os.getpid()}.json"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", encoding="utf-8")
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self.path, self._file = _created(Path(directory), f"{host_name()}-{os.getpid()}")
         except OSError as problem:
             raise ConfigError(
                 f"FERRORPC_TRACE_DIR={directory}: {problem.strerror or problem}", hint="name a directory to write to"

@@ -76,6 +76,15 @@ def test_only_the_ranks_asked_for_are_shown_and_all_are_logged(tmp_path):
     ]
 
 
+def test_logs_of_an_earlier_launch_are_kept(tmp_path):
+    """As when a scheduler starts a job that has failed again."""
+    script = write_script(tmp_path, "import sys; print(sys.argv[1])")
+    for number in range(3):
+        assert run("-n", "1", "--log-dir", str(tmp_path / "logs"), "--job", "j", script, str(number)).returncode == 0
+    kept = {path.name: path.read_text() for path in (tmp_path / "logs/j/attempt0").iterdir()}
+    assert kept == {"rank0.log": "2\n", "rank0.log.1": "0\n", "rank0.log.2": "1\n"}
+
+
 def test_the_first_failing_rank_is_reported_last_with_its_words_and_its_exit_code(tmp_path):
     script = write_script(
         tmp_path,

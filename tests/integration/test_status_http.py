@@ -175,7 +175,8 @@ def test_a_stream_ends_with_the_coordinator():
 
 def test_on_loopback_only_requests_for_loopback_are_answered(running):
     _, port = running
-    assert port.ask("/api/v1/jobs", host="localhost")[0] == 200
+    for name in ("localhost", "127.0.0.2:29701", "[::1]:29701"):
+        assert port.ask("/api/v1/jobs", host=name)[0] == 200
     for name in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
         assert port.ask("/api/v1/jobs", host=name)[0] == 421
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ferrorpc.config import host_name
 from ferrorpc.errors import ConfigError
 from ferrorpc.telemetry import set_up_telemetry
 from ferrorpc.testing import run_world
@@ -100,8 +100,13 @@ def test_who_is_killed_leaves_what_was_done_a_second_before(tmp_path, monkeypatc
 
 
 def test_a_full_disk_ends_the_trace_with_a_warning_and_no_operation(tmp_path, caplog) -> None:
-    (tmp_path / f"{socket.gethostname()}-{os.getpid()}.json").symlink_to("/dev/full")
-    trace = TraceFile(str(tmp_path))
+    def on_a_full_disk() -> TraceFile:
+        trace = TraceFile(str(tmp_path))
+        trace._file.close()
+        trace._file = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115  the trace closes it
+        return trace
+
+    trace = on_a_full_disk()
     trace._flushed = float("-inf")
     for _ in range(2):
         trace.stepped(1.0, 0.0, 0.0)
@@ -109,7 +114,7 @@ def test_a_full_disk_ends_the_trace_with_a_warning_and_no_operation(tmp_path, ca
     (warning,) = caplog.messages
     assert f"{trace.path} ends here: No space left on device" in warning
     assert not trace.writes_to(str(tmp_path))
-    last = TraceFile(str(tmp_path))
+    last = on_a_full_disk()
     last.stepped(1.0, 0.0, 0.0)
     last._flush_before_fork()
     last.close()
@@ -159,3 +164,13 @@ def test_the_variable_is_enough_and_a_script_need_not_close(tmp_path: Path) -> N
     (path,) = tmp_path.glob("traces/*.json")
     events = json.loads(path.read_text())
     assert len({(event["ph"], str(event.get("id2"))) for event in events}) == len(events)
+
+
+def test_no_trace_overwrites_that_of_another_process_of_its_name(tmp_path: Path) -> None:
+    """Containers that share a host name, or one that has restarted, have the same process ids."""
+    (tmp_path / f"{host_name()}-{os.getpid()}.json").write_text("of the one before")
+    traces = [TraceFile(str(tmp_path)) for _ in range(2)]
+    for trace in traces:
+        trace.close()
+    assert [trace.path.name for trace in traces] == [f"{host_name()}-{os.getpid()}-{number}.json" for number in (2, 3)]
+    assert (tmp_path / f"{host_name()}-{os.getpid()}.json").read_text() == "of the one before"

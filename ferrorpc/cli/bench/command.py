@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from ferrorpc.cli.lazy_group import Entry, LazyGroup
 
@@ -26,6 +27,8 @@ def _measure(context: click.Context, fit: Path | None, ranks: str, as_json: bool
         if context.invoked_subcommand is not None or as_json:
             raise click.UsageError("--fit is a separate measurement: leave out --json and other measurements")
         _fit(fit, ranks)
+    elif context.get_parameter_source("ranks") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--ranks says what --fit FILE measures; measurements have options of their own")
     elif not as_json:
         if context.invoked_subcommand is None:
             click.echo(context.get_help())

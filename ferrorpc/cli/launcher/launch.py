@@ -7,6 +7,7 @@ process without other threads can start children at any time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -304,7 +305,10 @@ class _Launch:
         return Worker(child, launch, err, log, path)
 
     def _open_log(self, number: int, attempt: int) -> tuple[IO[bytes] | None, str | None]:
-        """A new file for a worker's output, and its path. A restarted worker does without one if it cannot be made."""
+        """A new file for a worker's output, and its path; one of an earlier launch gets a number behind its name.
+
+        A restarted worker does without one if it cannot be made.
+        """
         if self._plan.log_dir is None:
             return None, None
         directory = self._plan.log_dir / self._plan.job / f"attempt{attempt}"
@@ -312,6 +316,7 @@ class _Launch:
         path = directory / (f"rank{rank}.log" if rank is not None else f"{self._plan.name(number)}.log")
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            _set_aside(path)
             return path.open("wb", buffering=0), str(path)
         except OSError as error:
             if not attempt:
@@ -439,3 +444,9 @@ class _Launch:
         worker = self._workers[first.worker]
         others = [end for end in self._group.exits if end is not first]
         return crash_report(first, others, self._labels, worker.err.tail, worker.log_path)
+
+
+def _set_aside(log: Path) -> None:
+    """Renames the log of an earlier launch to the first free name with a number: what failed is still to be read."""
+    if log.is_file():
+        log.rename(next(name for number in itertools.count(1) if not (name := log.with_name(f"{log.name}.{number}")).exists()))

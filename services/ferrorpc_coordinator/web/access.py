@@ -12,6 +12,7 @@ import binascii
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, TypeAlias
 
+from ferrorpc.wire.address import is_loopback
 from ferrorpc_coordinator.state.access import Access
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -20,7 +21,6 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS: Final = frozenset({"/healthz"})
-LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _HEADERS: Final = (
     (
         b"content-security-policy",
@@ -51,7 +51,7 @@ class AccessMiddleware:
             await send(message)
 
         headers = dict(scope["headers"])
-        if self._loopback and not self._access.requires_token and _host(headers) not in LOOPBACK_NAMES:
+        if self._loopback and not self._access.requires_token and not is_loopback(_host(headers)):
             await _refuse(send_with_headers, 421, b"this address answers to localhost only\n")
         elif scope["path"] not in OPEN_PATHS and self._access.requires_token and not self._has_token(headers):
             await _refuse(send_with_headers, 401, b"a token that is valid for every job is needed\n")

@@ -96,7 +96,12 @@ def test_ctrl_c_is_no_measurement_that_failed(tmp_path, monkeypatch, capfd, rank
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--fit", "x", "--ranks", "1"], "of at least 2"), (["--fit", "x", "barrier"], "separate measurement"), ([], "--fit")],
+    [
+        (["--fit", "x", "--ranks", "1"], "of at least 2"),
+        (["--fit", "x", "barrier"], "separate measurement"),
+        (["--ranks", "2"], "what --fit FILE measures"),
+        ([], "--fit"),
+    ],
 )
 def test_what_the_group_of_measurements_says(arguments, words):
     assert words in CliRunner().invoke(command, arguments).output
