@@ -52,7 +52,10 @@ class Reduction:
         self._received: set[str] = set()
         self._in_flight: list[BucketReduction] = []
         self._parker = buckets.clock.parker()
+        self._unused: set[str] = set()
+        """Parameters that this rank has not used."""
         self._used: set[str] = set()
+        """Parameters that any rank has used."""
         self._began = buckets.clock.now()
         for memory in buckets.memory:
             memory.begin(None if weight is None else self._summable(memory, weight))
@@ -77,7 +80,10 @@ class Reduction:
                 copied together.
         """
         memory, slot = self._buckets.at(name)
-        memory.write(slot, None if self.weight == 0 else gradient, used and gradient is not None, deferrable)
+        is_used = used and gradient is not None
+        if not is_used:
+            self._unused.add(name)
+        memory.write(slot, None if self.weight == 0 else gradient, is_used, deferrable)
         self.put_in_place(slot)
 
     def put_in_place(self, slot: Slot) -> None:
@@ -115,7 +121,9 @@ class Reduction:
         if self.weight is not None and self.weight <= _ZERO_IN_FLOAT32 and float((yield header)[bucket.weight]) == 0:
             return  # nothing is averaged in this step, and what a hook remembers must not be sent for it
         weight = self._summable(memory, 1.0 if self.weight is None else self.weight)
-        part = Part(f"bucket{bucket.index}", array[bucket.header :], matrices(bucket), weight=weight)
+        unused = [(slot.start - bucket.header, slot.stop - bucket.header) for slot in bucket.slots if slot.name in self._unused]
+        values = array[bucket.header :]
+        part = Part(f"bucket{bucket.index}", values, matrices(bucket), weight=weight, unused=tuple(unused))
         yield from hook.exchange(part, collectives)
         for (
             start,

@@ -32,8 +32,8 @@ class ErrorFeedback(Hook):
     Residues are of a rank's gradients: they count with its weight in the step that delivers them, and wait while that
     is 0. A bucket whose sum is not finite leaves no residue on any rank, so that an overflow does not affect later steps. If a
     step is interrupted, as when a member dies, nothing of it counts as delivered, and all of its values are added to the next.
-    To repeat such a step, load the `state()` from before it, or its gradients count twice. The residue of a parameter that no
-    rank uses in a step is dropped with its sum.
+    To repeat such a step, load the `state()` from before it, or its gradients count twice. The residue of a parameter waits for
+    a step in which this rank uses it: if no rank does, its sum is dropped.
     """
 
     def __init__(self, hook: Hook) -> None:
@@ -68,15 +68,22 @@ class ErrorFeedback(Hook):
         if weight != part.weight:
             ops.scale(residue, part.weight / weight)
         self._residues[part.key] = ops, residue, part.weight
+        waiting = [(residue[start:stop], residue[start:stop].copy()) for start, stop in part.unused]
+        for place, _ in waiting:
+            place[...] = 0
         given = None
         if part.wants_delivered:  # all of it, sooner or later: an outer hook must not remember it as well
             given = ops.zeros(part.values.size)
             ops.assign(given, part.values)
         ops.add(part.values, residue)
         ops.assign(residue, part.values)
-        delivered = yield from self._hook.exchange(inner, collectives)
-        ops.subtract_delivered(residue, delivered)
-        ops.forget_unless_finite(residue, part.values)
+        try:
+            delivered = yield from self._hook.exchange(inner, collectives)
+            ops.subtract_delivered(residue, delivered)
+            ops.forget_unless_finite(residue, part.values)
+        finally:
+            for place, kept in waiting:
+                ops.assign(place, kept)
         return given
 
     def state(self) -> dict[str, Array]:

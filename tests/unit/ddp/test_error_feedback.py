@@ -94,3 +94,21 @@ def test_where_one_rank_overflows_no_rank_keeps_a_residue_of_that_step(make):
         return [float(np.abs(sync({"a": 0 * ONES})["a"]).max()) for _ in range(2)]
 
     assert run_world(3, body) == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize("user", [None, 1])
+def test_the_residue_of_a_parameter_waits_while_its_rank_does_not_use_it(user):
+    """If no rank uses it there is no mean, and what was sent for one would be lost."""
+
+    def body(group):
+        like = {"a": np.zeros(64, np.float32), "b": np.zeros(64, np.float32)}
+        sync = ferrorpc.GradientSynchronizer(like, group, hook=ErrorFeedback(TopK(0.25)))
+        taken = sync({"a": ONES, "b": 0 * ONES})["a"].sum()
+        for _ in range(3):
+            mean = sync({"a": 0 * ONES if group.rank == user else None, "b": 0 * ONES})["a"]
+            taken += 0 if mean is None else mean.sum()
+        for _ in range(6):
+            taken += sync({"a": 0 * ONES, "b": 0 * ONES})["a"].sum()
+        return float(taken)
+
+    assert run_world(2, body) == [64.0, 64.0]
