@@ -139,9 +139,8 @@ class Reducer(BucketSet):
         while self.memory:
             before = [(memory, slot, memory.save(slot)) for memory in self.memory for slot in memory.bucket.slots]
             reduction = self.begin(0.0)
-            if (
-                reduction.wait() == 0
-            ):  # the others have left, too, and gradients that lie in buckets are not those of this round
+            if reduction.wait() == 0:
+                # All have left. Gradients that lie in the buckets are of the last step, not of this round.
                 for memory, slot, saved in before:
                     memory.restore(slot, saved)
                 return

@@ -125,10 +125,8 @@ class Reduction:
         values = array[bucket.header :]
         part = Part(f"bucket{bucket.index}", values, matrices(bucket), weight=weight, unused=tuple(unused))
         yield from hook.exchange(part, collectives)
-        for (
-            start,
-            stop,
-        ) in bucket.gaps:  # where blocks are coded, what is not finite spreads to them, and from them to later steps
+        # Where blocks of values are coded together, what is not finite spreads to the gaps, and from there to later steps.
+        for start, stop in bucket.gaps:
             array[start:stop] = 0
         yield header
 

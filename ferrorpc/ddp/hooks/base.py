@@ -27,10 +27,10 @@ class Part:
         key: the same in every step and on every rank, to file a hook's state under.
         values: float32 of shape (n,), on the host, or for a hook with `on_device` a CuPy array; becomes the sum.
         matrices: (start, rows, columns) of each run of values that is a matrix in C order.
-        unused: [start, stop) of each run of values whose parameter this rank has not used; they are zero.
-        weight: of this rank in the mean: `values` are its gradients times the weight.
         wants_delivered: whether the exchange returns how much of this rank's original `values` was delivered: float32 of shape
             (n,), on the device of `values`. Otherwise it returns None.
+        weight: of this rank in the mean: `values` are its gradients times the weight.
+        unused: [start, stop) of each run of values whose parameter this rank has not used; they are zero.
     """
 
     key: str

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,7 +24,9 @@ from ferrorpc.ddp.hooks.vector_ops import HOST, VectorOps, vector_ops_for
 from ferrorpc.errors import UsageError
 from ferrorpc.operations.stream import Stream
 
-_PREFIX = "residue/"
+_PREFIX: Final = "residue/"
+_WEIGHT_MIN: Final = 2.0**-126
+"""The least weight whose inverse float32 has."""
 
 
 class ErrorFeedback(Hook):
@@ -53,8 +56,8 @@ class ErrorFeedback(Hook):
         return f"error feedback({self._hook.text})"
 
     def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
-        inner = Part(part.key, part.values, part.matrices, wants_delivered=True, weight=part.weight)
-        if part.weight == 0 or not math.isfinite(part.weight):  # nothing of this rank is in the mean, or there is none
+        inner = replace(part, wants_delivered=True)
+        if not _WEIGHT_MIN <= part.weight < math.inf:  # hardly anything of this rank is in the mean, or there is none
             return (yield from self._hook.exchange(inner, collectives))
         ops = vector_ops_for(part.values)
         if part.key not in self._residues:
@@ -66,7 +69,8 @@ class ErrorFeedback(Hook):
         if type(before) is not type(ops):
             residue = ops.from_host(before.to_host(residue))
         if weight != part.weight:
-            ops.scale(residue, part.weight / weight)
+            ops.scale(residue, 1 / weight)  # and not by the quotient, which may be beyond float32
+            ops.scale(residue, part.weight)
         self._residues[part.key] = ops, residue, part.weight
         waiting = [(residue[start:stop], residue[start:stop].copy()) for start, stop in part.unused]
         for place, _ in waiting:

@@ -16,7 +16,9 @@ def synchroniser(group, hook, **more) -> ferrorpc.GradientSynchronizer:
     return ferrorpc.GradientSynchronizer({"a": np.zeros(64, np.float32)}, group, hook=hook, **more)
 
 
-@pytest.mark.parametrize("weights", [(4096, 4096, 4096, 8, 4096), (8, 8, 4096, 8, 8), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "weights", [(4096, 4096, 4096, 8, 4096), (8, 8, 4096, 8, 8), (1, 1, 1, 1, 1), (1, 1e-35, 1e35, 1, 1e-30)]
+)
 @pytest.mark.parametrize("bits", ["bf16", "int8"])
 def test_a_step_of_another_weight_takes_residues_in_its_own_scale(weights, bits):
     """As the last batch of an epoch, which has fewer tokens."""
@@ -112,3 +114,12 @@ def test_the_residue_of_a_parameter_waits_while_its_rank_does_not_use_it(user):
         return float(taken)
 
     assert run_world(2, body) == [64.0, 64.0]
+
+
+def test_a_weight_that_is_hardly_more_than_nothing_leaves_residues_alone():
+    def body(group):
+        sync = synchroniser(group, ErrorFeedback(TopK(0.25)))
+        weights = (1.0, 1.0 if group.rank else 1e-60, 1.0, 1.0)
+        return [float(sync({"a": ONES}, weight=weight)["a"].max()) for weight in weights]
+
+    assert run_world(2, body) == [[1.0, 2.0, 1.5, 2.0]] * 2, "rank 0 sends in the third step what rank 1 sent in the second"
