@@ -72,8 +72,8 @@ def _run(arguments: list[str]) -> int:
     except FerroError as error:
         click.echo(f"ferrorpc: {error}", err=True)
         return exit_code_of(error) or 1
-    except SystemExit as end:  # from click: 0 after shell completion, 1 for a closed pipe (`| head`)
-        return EXIT_PIPE if end.code else 0
+    except SystemExit as end:  # from click: 0 after shell completion, 1 for a closed pipe (`| head`); or as of a signal
+        return EXIT_PIPE if end.code == 1 else int(end.code or 0)
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise

@@ -217,6 +217,7 @@ class Driver:
         outgoing: list[Outgoing] = []
         for effect in effects:
             if isinstance(effect, Note):
+                self._counters.noted(effect)
                 _log_note(effect)
             elif not isinstance(effect, Persist):
                 outgoing.append(effect)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from ferrorpc.versions import own_version, version_of
+from ferrorpc_coordinator.state.effects import Note
 from ferrorpc_coordinator.state.job import Job
 
 _BOUNDS_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -56,7 +57,7 @@ class Counters:
     generations_broken: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
     """Error code of the first cause -> number of generations it ended."""
     member_changes: Counter[str] = field(default_factory=lambda: _zeros(map(state_label, identity_pb2.MemberState.values())))
-    """New state of a member of an open generation -> number of changes."""
+    """New state of a member -> number of changes; "active" where one is back."""
     request_errors: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
     """Error code -> number of session requests answered with it."""
     barrier_spread: Histogram = field(default_factory=Histogram)
@@ -65,18 +66,19 @@ class Counters:
     """How late timers fired, in seconds."""
 
     def observe(self, frame: session_pb2.ServerFrame) -> None:
-        """Counts an answer or event. To be called once per frame, however many recipients it has."""
+        """Counts an answer. To be called once per frame, however many recipients it has."""
         if frame.HasField("result"):
             if frame.result.HasField("barrier"):
                 self.barrier_spread.observe(frame.result.barrier.spread_ms / 1e3)
             elif frame.result.HasField("error"):
                 self.request_errors[code_label(frame.result.error.code)] += 1
-        elif frame.HasField("event"):
-            event = frame.event
-            if event.HasField("broken"):
-                self.generations_broken[code_label(event.broken.cause.code)] += 1
-            for member in event.standings.members:
-                self.member_changes[state_label(member.state)] += 1
+
+    def noted(self, note: Note) -> None:
+        """Counts what happened to a generation or a member, whether or not anybody is left to be told."""
+        if note.kind == "broken":
+            self.generations_broken[code_label(note.code)] += 1
+        elif note.state:
+            self.member_changes[note.state] += 1
 
 
 def _zeros(labels: Iterable[str]) -> Counter[str]:

@@ -45,6 +45,8 @@ class TokenFile:
     def reload(self) -> None:
         """Reads the file, and replaces the tokens if they changed."""
         try:
+            if self._path.exists() and not self._path.is_file():  # to open a FIFO would wait for a writer
+                raise ConfigError(f"the token file {self._path} is no regular file", hint="check FERRORPC_TOKEN_FILE")
             grants = read_token_file(self._path)
         except ConfigError as error:
             if error.message != self._reported:

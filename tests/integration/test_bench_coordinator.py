@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 from ferrorpc.cli.bench import barrier, load_generator, rendezvous, torch_baseline
 from ferrorpc.errors import CoordinatorUnavailableError
 from tests.integration.launching import children_of, wait_until_gone
+from tests.waiting import eventually
 
 
 def test_rendezvous_reports_connecting_joining_and_the_journal_apart():
@@ -73,6 +75,17 @@ with coordinator_process(durable=False) as address:
         finally:
             process.kill()
     assert wait_until_gone([coordinator]) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_measurement_that_is_stopped_leaves_nothing_behind(tmp_path, number):
+    command, environment = [sys.executable, "-P", "-m", "ferrorpc", "bench", "barrier"], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        eventually(lambda: list(tmp_path.glob("ferrorpc-bench-*/journal.sqlite")), seconds=30)
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_fails_has_no_time(monkeypatch):

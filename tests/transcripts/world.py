@@ -12,7 +12,7 @@ from typing import Any
 
 from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.coordinator import Coordinator
-from ferrorpc_coordinator.state.effects import Close, Effect, Persist, Reply, Send, SendMany, UnaryResponse
+from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, SendMany, UnaryResponse
 from ferrorpc_coordinator.state.events import (
     Called,
     Connected,
@@ -66,6 +66,7 @@ class World:
         self.replies: dict[int, UnaryResponse | error_pb2.ErrorDetail] = {}
         self.seen: list[tuple[str, session_pb2.ServerFrame]] = []
         self.effects: list[Effect] = []
+        self.notes: list[Note] = []
         self._numbers = itertools.count(1)
         self._mints = itertools.count(1)
         self._next_beat = BEAT_NS
@@ -99,6 +100,8 @@ class World:
             case SendMany():
                 for stream, data in effect.encoded():
                     self._deliver(stream, session_pb2.ServerFrame.FromString(data))
+            case Note():
+                self.notes.append(effect)
             case Reply(call, message):
                 self.replies[call] = message
             case Close(stream):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -63,6 +64,8 @@ STEPS: Final = (1e-7, 1e-7, 1e-13)
 """Step of each parameter for the numerical derivative: small compared with any realistic value."""
 FOLDED_BYTES: Final = 32 << 20
 FOLDS: Final = 15
+_STOPPED: Final = (128 + signal.SIGTERM, 128 + signal.SIGHUP)
+"""Exit codes of a launcher that was stopped. It took the signal of this process, which ends as by it."""
 _WORKER: Final = "ferrorpc.cli.bench.fit_worker"
 
 
@@ -120,6 +123,8 @@ def _measured(ranks: int, cases: Sequence[Case], seconds: float) -> list[float]:
         code = launch(make_plan(target=target, no_python=True, processes=str(ranks), standalone=True))
         if code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
+        if code in _STOPPED:
+            raise SystemExit(code)
         if code:
             raise BackendUnavailableError(
                 f"{ranks} processes could not be measured: exit code {code}", "read their errors above"

@@ -110,7 +110,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Prints a message of the launcher itself, on standard error."""
-        lines = (f"ferrorpc: {line}\n" for line in text.splitlines())
+        lines = (f"ferrorpc: {line}\n" for line in text.split("\n"))  # a worker's words in it may contain other separators
         self._write((2, b""), "".join(lines).encode(errors="surrogateescape"))
 
     def progress(self, descriptor: int, prefix: bytes, line: bytes, now: float) -> None:

@@ -5,7 +5,7 @@ next gradients. So everything is delivered eventually, and biased compressors co
 
 Source. Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019.
 
-Cost: memory of one float32 per value, and four passes over them.
+Cost: memory of one float32 per value, and five passes over them.
 """
 
 from __future__ import annotations

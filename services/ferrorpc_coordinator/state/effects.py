@@ -76,6 +76,10 @@ class Note:
     rank: int
     """World rank, -1 for none."""
     generation: int
+    code: error_pb2.ErrorCode.ValueType = error_pb2.ERROR_CODE_UNSPECIFIED
+    """Error code of the first cause, where a generation has broken."""
+    state: str = ""
+    """New state of the member that it is about, where that has changed."""
 
 
 Effect = Send | SendMany | Reply | Close | Persist | Note

@@ -149,10 +149,11 @@ class Generations:
         self._history_entry(generation).end_reason = reason
         if generation.number in self._times:
             self._times[generation.number] = self._times[generation.number][0], self._context.now
-        origin = -1 if generation.broken is None else generation.broken.origin_rank
-        kind = "ended" if generation.broken is None else "broken"
+        kind, origin, code = "ended", -1, error_pb2.ERROR_CODE_UNSPECIFIED
+        if generation.broken is not None:
+            kind, origin, code = "broken", generation.broken.origin_rank, generation.broken.cause.code
         text = f"generation {generation.number} {kind}: {reason}"
-        self._context.occurrences.add(kind, text, rank=origin, generation=generation.number)
+        self._context.occurrences.add(kind, text, rank=origin, generation=generation.number, code=code)
 
     def status(self) -> list[session_pb2.GenerationStatus]:
         """The status of the last generations, with their times where known."""

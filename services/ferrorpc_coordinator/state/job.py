@@ -240,9 +240,8 @@ class Job:
 
     def _mark_gone(self, member: Member, liveness: Liveness, reason: str) -> None:
         member.liveness, member.reason = liveness, reason
-        self.context.occurrences.add(
-            liveness.value, f"{member.display_name}: {reason}", rank=member.rank, generation=member.generation
-        )
+        text, state = f"{member.display_name}: {reason}", liveness.value
+        self.context.occurrences.add(state, text, rank=member.rank, generation=member.generation, state=state)
         self.leases.cancel(member)
         self.members.mark_gone(member)
         self.rendezvous.withdraw(member)

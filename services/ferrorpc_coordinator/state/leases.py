@@ -78,13 +78,14 @@ class Leases:
     def _set_liveness(self, member: Member, liveness: Liveness, reason: str) -> None:
         if member.liveness is not liveness:
             member.liveness, member.reason = liveness, reason
-            self._log(member)
+            self._log(member, "active" if liveness is Liveness.PRESENT else liveness.value)
             self._on_change(member)
 
-    def _log(self, member: Member) -> None:
+    def _log(self, member: Member, new_state: str = "") -> None:
         back = member.liveness is Liveness.PRESENT
         kind, what = ("back", "it is back") if back else (member.liveness.value, member.reason)
-        self._context.occurrences.add(kind, f"{member.display_name}: {what}", rank=member.rank, generation=member.generation)
+        text = f"{member.display_name}: {what}"
+        self._context.occurrences.add(kind, text, rank=member.rank, generation=member.generation, state=new_state)
 
     def _expired(self, member: Member) -> None:
         now = self._context.now

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ferrorpc.v1 import session_pb2
+from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc_coordinator.state.effects import Note
 from ferrorpc_coordinator.state.settings import MILLISECOND
 
@@ -41,10 +41,19 @@ class OccurrenceLog:
         self._records: deque[Record] = deque(maxlen=OCCURRENCES_MAX)
         self._count = 0
 
-    def add(self, kind: str, text: str, *, rank: int = -1, generation: int = 0) -> None:
-        """Adds an entry. `kind` is one of the words listed in session.proto."""
+    def add(
+        self,
+        kind: str,
+        text: str,
+        *,
+        rank: int = -1,
+        generation: int = 0,
+        code: error_pb2.ErrorCode.ValueType = error_pb2.ERROR_CODE_UNSPECIFIED,
+        state: str = "",
+    ) -> None:
+        """Adds an entry. `kind` is one of the words listed in session.proto; the rest is as in `Note`."""
         self._count += 1
-        note = Note(self._job, kind, text[:1024], rank, generation)
+        note = Note(self._job, kind, text[:1024], rank, generation, code, state)
         self._records.append(Record(self._count, self._now(), note))
         self._emit(note)
 

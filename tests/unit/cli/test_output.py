@@ -227,6 +227,13 @@ def test_bytes_that_are_no_text_are_shown_as_they_came_and_told_as_well_as_can_b
     assert screen.text() == "\r\x1b[2K0: \ufffd 5%".encode()
 
 
+def test_what_a_worker_has_written_begins_no_line_of_the_launchers(sinks):
+    """Its last line may contain what other programs take for the end of one."""
+    err = sinks()
+    Console(sinks(), err, {}).say("its last line:\n  | bad\x0crank 1 ended\u2028\x85\x1e")
+    assert err.text().decode() == "ferrorpc: its last line:\nferrorpc:   | bad\x0crank 1 ended\u2028\x85\x1e\n"
+
+
 def test_the_launcher_can_name_a_file_whose_name_is_no_text(sinks):
     err = sinks()
     Console(sinks(), err, {}).say("all of its output: caf\udce9.log, d\u00e9j\u00e0 vu")

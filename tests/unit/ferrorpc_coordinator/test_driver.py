@@ -404,7 +404,8 @@ async def test_an_exception_while_sending_stops_everything_too(make):
 async def test_a_cause_of_a_later_version_is_sent_and_counted(make):
     broken = session_pb2.ServerFrame()
     broken.event.broken.cause.code = 9999
-    driver, _ = make(lambda event: [Send(1, broken)] if isinstance(event, Received) else [])
+    note = Note("job", "broken", "generation 1 broken", -1, 1, code=9999)
+    driver, _ = make(lambda event: [note, Send(1, broken)] if isinstance(event, Received) else [])
     queue = driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
     assert len(queue) == 1

@@ -4,7 +4,7 @@ from ferrorpc_coordinator.metrics import MEMBERS_BY_RANK_MAX, Counters, Histogra
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import identity_pb2, session_pb2
+from ferrorpc.v1 import session_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import arrive, join, set_
 
@@ -21,11 +21,27 @@ def test_answers_are_counted_by_kind():
     counters = Counters()
     counters.observe(session_pb2.ServerFrame(result={"barrier": {"spread_ms": 1500}}))
     counters.observe(session_pb2.ServerFrame(result={"error": {"code": int(ErrorCode.BARRIER_TIMEOUT)}}))
-    counters.observe(session_pb2.ServerFrame(event={"standings": {"members": [{"state": identity_pb2.MEMBER_STATE_STALLED}]}}))
     assert counters.barrier_spread.total == 1.5
     assert +counters.request_errors == {"barrier_timeout": 1}
-    assert +counters.member_changes == {"stalled": 1}
-    assert not +counters.generations_broken
+
+
+def test_what_happens_to_members_and_generations_is_counted_also_where_nobody_is_left_to_be_told():
+    world, counters = World(), Counters()
+
+    def noted() -> tuple[dict[str, int], dict[str, int]]:
+        for note in world.notes:
+            counters.noted(note)
+        world.notes.clear()
+        return dict(+counters.member_changes), dict(+counters.generations_broken)
+
+    join(world, "a", "b")
+    world.cut("a")
+    world.hello("a", resume=True)
+    assert noted() == ({"suspect": 1, "active": 1}, {})
+    world.cut("a")
+    world.cut("b")
+    world.tick(120 * SECOND)
+    assert noted() == ({"suspect": 3, "active": 1, "dead": 2}, {"peer_lost": 1})
 
 
 def test_counters_start_at_zero():

@@ -1,5 +1,7 @@
 """A coordinator's token file that is replaced while it runs."""
 
+import os
+
 import pytest
 from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.events import Caller
@@ -35,6 +37,10 @@ def test_tokens_follow_the_file_and_a_file_with_errors_changes_nothing(tmp_path,
     assert caplog.text.count("the tokens in use are kept: the token file is empty") == 2
     path.unlink()
     file.reload()
+    access.check(SOMEBODY, NEW, "a", Role.WORKER)
+    os.mkfifo(path)
+    file.reload()
+    assert "no regular file" in caplog.text, "and the coordinator does not wait for who writes to it"
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
     assert OLD not in caplog.text
     assert NEW not in caplog.text
