@@ -121,9 +121,11 @@ class Shard:
         return work
 
     def store(self, weights: Mapping[str, Any]) -> None:
-        """Writes the gathered weights to the parameters."""
+        """Writes the gathered weights to those of the parameters that are given."""
         with self._stream_order():
             for slot in self.bucket.slots:
+                if slot.name not in weights:
+                    continue
                 place = view_out(weights[slot.name], slot.spec, on_device=self._kind is not None)
                 place.data.reshape(-1)[...] = self._storage[self._part(slot)]
                 place.commit()
@@ -230,7 +232,7 @@ class Shards:
             shard.finish_reduce(work)
 
     def gather(self, weights: Mapping[str, Any]) -> None:
-        """Gathers all ranks' `weights` and writes them to the arrays."""
+        """Gathers all ranks' `weights` and writes them to the arrays, by name; a parameter that is not given is left alone."""
         for shard, work in [(shard, shard.gather()) for shard in self.shards]:
             work.wait(host=True)
             shard.store(weights)

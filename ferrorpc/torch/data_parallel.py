@@ -176,6 +176,22 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
             state_dict = _without_prefix(state_dict)
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
+    def get_parameter(self, target: str) -> torch.nn.Parameter:
+        """The module's own, by a name that `named_parameters` gives."""
+        found: torch.nn.Parameter = self._inner_or_own("get_parameter", target)
+        return found
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """The module's own, by a name that `named_buffers` gives."""
+        found: torch.Tensor = self._inner_or_own("get_buffer", target)
+        return found
+
+    def _inner_or_own(self, getter: str, target: str) -> Any:
+        try:
+            return getattr(self.module, getter)(target)
+        except AttributeError:
+            return getattr(super(), getter)(target)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The module's own."""
         yield from self.module.named_parameters(*args, **kwargs)

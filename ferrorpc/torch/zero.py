@@ -78,8 +78,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             members.update({name: value for name, value in _settings(own).items() if name not in members})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters by the mean of all ranks' gradients; one without a gradient counts as zeros. Collective. An
-        error of the optimizer ends the generation.
+        """Updates the parameters by the mean of all ranks' gradients; one without a gradient counts as zeros, and one that was
+        frozen since keeps its value. Collective. An error of the optimizer ends the generation.
 
         Returns:
             This rank's result of `closure`, if given. It is called once, before the step.
@@ -106,7 +106,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._inner.step()
             self._take_settings()  # it may count its steps there
             for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
-                shards.gather(_detached(trained))
+                updated = {name: parameter for name, parameter in trained.items() if parameter.requires_grad}
+                shards.gather(_detached(updated))
+                for parameter in updated.values():  # written behind autograd's back: a graph from before must not go on
+                    torch.autograd.graph.increment_version(parameter)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -128,11 +131,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         whole: dict[str, Any] = super().state_dict()
         whole["state"] |= {key: value for key, value in self._inner.state.items() if not isinstance(key, torch.Tensor)}
-        for members, shards, own in zip(whole["param_groups"], self._shards, self._inner.param_groups, strict=True):
+        groups = zip(whole["param_groups"], self._shards, self._inner.param_groups, self._trainable_groups, strict=True)
+        for members, shards, own, trained in groups:
             for shard, part in zip(shards.shards, own["params"], strict=True):
                 for name, state in unshard_state(shard, self._inner.state.get(part, {}), root).items():
                     if state:
-                        whole["state"][members["params"][_index(name)]] = state
+                        found = {key: _laid_out_like(trained[name], value) for key, value in state.items()}
+                        whole["state"][members["params"][_index(name)]] = found
         return whole if self._group.rank == root else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -284,6 +289,13 @@ def _detached(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Outside of the graph that backward(create_graph=True) makes it part of."""
     return None if parameter.grad is None else parameter.grad.detach()
+
+
+def _laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
+    """A per-element tensor in the parameter's order in memory, which torch's fused optimizers take for granted."""
+    if not is_per_element(value) or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter.detach(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _index(name: str) -> int:

@@ -1,0 +1,96 @@
+"""What torch's own optimizers do, ZeroOptimizer does too: frozen weights, memory order, graphs from before a step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from ferrorpc.testing import run_world
+
+torch = pytest.importorskip("torch")
+
+from ferrorpc.torch import DistributedDataParallel, ZeroOptimizer  # noqa: E402
+
+
+def test_a_parameter_that_is_frozen_later_keeps_its_value():
+    initial = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+
+    def body(group):
+        net = copy.deepcopy(initial)
+        optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, group, lr=0.1)
+
+        def step():
+            optimizer.zero_grad()
+            net(torch.ones(2, 3)).pow(2).mean().backward()
+            optimizer.step()
+
+        step()
+        net[0].requires_grad_(False)
+        frozen, other = net[0].weight.clone(), net[1].weight.clone()
+        step()
+        assert not torch.equal(net[1].weight, other)
+        return torch.equal(net[0].weight, frozen)
+
+    assert run_world(2, body) == [True, True]
+
+
+def test_a_gathered_state_has_the_memory_order_of_the_parameters():
+    """torch's fused optimizers go through memory, whatever the strides are."""
+
+    initial = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8)
+
+    def body(group):
+        net, plain = copy.deepcopy(initial), copy.deepcopy(initial)
+        zero = ZeroOptimizer(net.parameters(), torch.optim.AdamW, group, lr=0.01)
+        own = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
+
+        def step(module, optimizer):
+            optimizer.zero_grad()
+            module(x).pow(2).mean().backward()
+            optimizer.step()
+
+        for _ in range(2):
+            step(net, zero)
+            step(plain, own)
+        state = zero.gather_state_dict(0)
+        if group.rank:
+            return None
+        assert state["state"][0]["exp_avg"].stride() == own.state[plain.weight]["exp_avg"].stride()
+        resumed = copy.deepcopy(plain)
+        again = torch.optim.AdamW(resumed.parameters(), lr=0.01, fused=True)
+        again.load_state_dict(state)
+        for _ in range(2):
+            step(plain, own)
+            step(resumed, again)
+        return torch.allclose(plain.weight, resumed.weight, atol=1e-6)
+
+    assert run_world(2, body)[0] is True
+
+
+def test_a_graph_from_before_a_step_cannot_be_used_after_it():
+    def body(group):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, group, lr=0.5)
+        out = net(torch.ones(2, 3))
+        out.mean().backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.pow(2).mean().backward()
+        return True
+
+    assert run_world(2, body) == [True, True]
+
+
+def test_the_names_of_parameters_and_buffers_find_them():
+    def body(group):
+        ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)), group)
+        assert all(ddp.get_parameter(name) is parameter for name, parameter in ddp.named_parameters())
+        assert all(ddp.get_buffer(name) is buffer for name, buffer in ddp.named_buffers())
+        assert ddp.get_parameter("module.0.weight") is ddp.module[0].weight
+        with pytest.raises(AttributeError):
+            ddp.get_parameter("2.weight")
+        return True
+
+    assert run_world(2, body) == [True, True]
