@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from ferrorpc.operations.results import Into, New, Result
 from ferrorpc.testing import run_world
 from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.transports.mailbox import Mailbox
+from tests.interrupts import InterruptAt
 
 X = np.ones(3, np.float32)
 LONG = np.ones(1 << 19, np.float32)
@@ -288,20 +288,8 @@ def test_a_message_that_cannot_be_made_into_an_array_stays_for_the_next_recv(mon
     run_world(2, body, timeout=10.0)
 
 
-class Strike:
-    """Raises KeyboardInterrupt once, where Python may in ferrorpc: as a function begins, or after a call."""
-
-    def __init__(self, place: int) -> None:
-        self.left = place
-
-    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
-        if f"{os.sep}ferrorpc{os.sep}" not in frame.f_code.co_filename or event not in ("call", "c_return"):
-            return
-        if event == "c_return" and called.__name__ in ("__enter__", "__exit__"):
-            return
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
+def is_ours(file: str) -> bool:
+    return f"{os.sep}ferrorpc{os.sep}" in file
 
 
 def expected_and_forgotten(group: ProcessGroup) -> None:
@@ -328,7 +316,7 @@ def test_wherever_a_recv_is_interrupted_the_next_ones_get_all_messages_or_an_err
     broken = in_all = 0
     for place in itertools.count(1):
         mine, other = (ProcessGroup(each, 5.0) for each in SimulatedBackend.create_group(2, timeout=5.0))
-        strike, before, taken = Strike(place), sys.getprofile(), []
+        strike, before, taken = InterruptAt(place, is_ours), sys.getprofile(), []
         try:
             sys.setprofile(strike)
             work = receive(mine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.work import Work
+from tests.interrupts import InterruptAt
 from tests.unit.collectives.test_progress import Never, Scripted, reporter
 from tests.waiting import eventually
 
@@ -307,25 +307,6 @@ def test_a_signal_handler_that_waits_for_what_it_has_interrupted_is_told_so(prog
     busy.may_go.set()
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt once, where Python may: as a function of what is tested begins, or after one that it called.
-
-    Python does so nowhere else, nor between a lock's `__enter__` and the body.
-    """
-
-    def __init__(self, place: int) -> None:
-        self.left = place
-
-    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
-        if frame.f_code.co_filename not in MODULES or event not in ("call", "c_return"):
-            return
-        if event == "c_return" and called.__name__ in ("__enter__", "__exit__"):
-            return
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-
 class LetsGo(Polled):
     """Its last step lets the progress thread go on."""
 
@@ -382,7 +363,7 @@ def test_wherever_an_interrupt_strikes_the_operation_ends(
         told, times = threading.Event(), list[int]()
         work.on_done(lambda times=times: times.append(1))  # type: ignore[misc]
         work.on_done(told.set)
-        tracer, before = InterruptAt(place), sys.getprofile()
+        tracer, before = InterruptAt(place, MODULES.__contains__), sys.getprofile()
         try:
             sys.setprofile(tracer)
             work.wait()
