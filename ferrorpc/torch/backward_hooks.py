@@ -13,6 +13,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -80,14 +81,10 @@ class _AccumulateHook:
 
 
 class BackwardHooks:
-    """The hooks of one replica.
-
-    Attributes:
-        weight: of this rank in the next mean; None for an unweighted one.
-    """
+    """The hooks of one replica."""
 
     def __init__(self, replica: Replica) -> None:
-        self.weight: float | None = None
+        self._weight: float | None = None
         self._replica = replica
         self._reduction: Reduction | None = None
         self._graph_task = -1
@@ -111,6 +108,16 @@ class BackwardHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    @contextmanager
+    def weighted(self, weight: float) -> Iterator[None]:
+        """Within it means count this rank with this weight. Raises as `Replica.check_weight`."""
+        self._replica.check_weight(weight)
+        before, self._weight = self._weight, weight
+        try:
+            yield
+        finally:
+            self._weight = before
 
     def would_be_replaced(self, parameters: Collection[int]) -> bool:
         """Whether a new wrapper, of the parameters with these ids, leaves nothing to this one: it has all of this one's
@@ -172,7 +179,7 @@ class BackwardHooks:
 
     def _begin(self) -> Reduction:
         self._check()
-        self._reduction = self._replica.begin(self.weight)
+        self._reduction = self._replica.begin(self._weight)
         self._graph_task = _current_task()
         finish = partial(self._finish)
         self._unfinished = weakref.ref(finish)

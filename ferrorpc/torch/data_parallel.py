@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Generic
 
 import torch
@@ -18,6 +17,7 @@ from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.torch.arguments import checked_module
 from ferrorpc.torch.backward_hooks import BackwardHooks, check_not_shared
+from ferrorpc.torch.compiler import hide_from_compiler, hide_methods
 from ferrorpc.torch.parameter_snapshot import ParameterSnapshot
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ else:
 
 _PREFIX: Final = "module."
 """Of the names in checkpoints of torch's own wrapper."""
+
+_PARTS: Final = (torch.Tensor, torch.nn.Module)
 
 
 class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
@@ -86,7 +88,8 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         self._hooks = BackwardHooks(self._replica)
         self._snapshot = ParameterSnapshot(module)
         weakref.finalize(self, self._hooks.remove)
-        _hide_from_compiler()
+        hide_from_compiler()
+        hide_methods(DistributedDataParallel, "_before", "_after")
         self.register_load_state_dict_pre_hook(_add_own_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,26 +127,20 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     def require_backward_grad_sync(self, value: bool) -> None:
         self._replica.syncs = bool(value)
 
-    @contextmanager
-    def weighted(self, weight: float) -> Iterator[None]:
+    def weighted(self, weight: float) -> AbstractContextManager[None]:
         """Backward passes within it have this weight in the mean, such as this rank's number of tokens or samples:
         sum(weight * grad) / sum(weight). On all ranks or on none. Around all parts of a step, with the weight of the whole.
 
         Raises:
             UsageError: it is begun within `no_sync`.
         """
-        self._replica.check_weight(weight)
-        before, self._hooks.weight = self._hooks.weight, weight
-        try:
-            yield
-        finally:
-            self._hooks.weight = before
+        return self._hooks.weighted(weight)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses a tensor under the name of one of the module's: it would be set, and the module would not use it."""
-        if isinstance(value, torch.Tensor) and isinstance(getattr(self.module, name, None), torch.Tensor):
+        """Refuses a tensor or module under the name of one of the module's, which would not use it."""
+        if isinstance(value, _PARTS) and name != "module" and isinstance(getattr(self.module, name, None), _PARTS):
             raise UsageError(
-                f"{name!r} is a tensor of the module, but was set on its wrapper",
+                f"{name!r} is a part of the module, but was set on its wrapper",
                 hint="set it on ddp.module; and give torch.func.functional_call ddp.module in place of ddp",
             )
         super().__setattr__(name, value)
@@ -186,11 +183,28 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         found: torch.Tensor = self._inner_or_own("get_buffer", target)
         return found
 
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """The module's own, by a name that `named_modules` gives. "" is the wrapper."""
+        found: torch.nn.Module = self._inner_or_own("get_submodule", target) if target else self
+        return found
+
     def _inner_or_own(self, getter: str, target: str) -> Any:
         try:
             return getattr(self.module, getter)(target)
         except AttributeError:
             return getattr(super(), getter)(target)
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The wrapper, then the module and its parts under the module's own names, so that a part's name and the names in its
+        `named_parameters()` join to those that this one's gives. The wrapper and the module both have the name ""."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The module's own."""
@@ -211,16 +225,6 @@ def _check_batch_norm(module: torch.nn.Module, size: int) -> None:
                 f"{name or 'the module'} is a SyncBatchNorm, which goes through torch.distributed, and that is not initialised",
                 hint="use BatchNorm (each rank's own statistics) or GroupNorm; torch has SyncBatchNorm for GPUs only",
             )
-
-
-@cache
-def _hide_from_compiler() -> None:
-    """Makes `torch.compile` of a wrapper compile the wrapped module only, not the wrapper's own code.
-
-    This is done at the first construction, not at import, because torch.compiler imports a large part of torch.
-    """
-    for name in ("_before", "_after"):
-        setattr(DistributedDataParallel, name, torch.compiler.disable(getattr(DistributedDataParallel, name)))
 
 
 def _without_prefix(state: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from ferrorpc.ddp.shards import Shard, Shards, check_state_rank
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
+from ferrorpc.torch.compiler import hide_from_compiler
 from ferrorpc.torch.zero_state import is_per_element, per_element_keys, shard_state, unshard_state
 from ferrorpc.types import TensorSpec
 
@@ -59,6 +60,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _check_class(optimizer)
         _check_elementwise(optimizer)
         self._group = group = group_given(group)
+        hide_from_compiler()
         self._shards: list[Shards] = []
         with _translated("parameters", "pass model.parameters(), or torch's dicts of such"):
             super().__init__(parameters, options)
