@@ -205,6 +205,10 @@ class Kind(ABC):
         on this kind's GPU."""
         return 0
 
+    def will_write(self, x: Any) -> None:
+        """Tells x's library that the elements of x will be other ones, so that it can refuse what relies on those of now."""
+        return
+
     def takes_any_order(self, x: Any) -> bool:
         """Whether x's library accepts companions of x, such as its gradient, in another memory order."""
         return True

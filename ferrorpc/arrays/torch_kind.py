@@ -40,8 +40,11 @@ class TorchKind(Kind):
         return View(self, spec, data, borrowed, origin if self._on_host else None)
 
     def spec(self, x: Any) -> TensorSpec:
-        if x.requires_grad:
-            raise UsageError("the tensor requires a gradient, which does not flow through this call", hint="pass x.detach()")
+        if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+            raise UsageError(
+                "the tensor requires a gradient, which does not flow through this call",
+                hint="pass x.detach(), or call it within torch.no_grad()",
+            )
         if x.is_meta:
             raise UsageError("the tensor is on the meta device, so it has no elements", hint="pass one that has data")
         if str(x.layout) != "torch.strided":
@@ -54,11 +57,16 @@ class TorchKind(Kind):
     def out(self, x: Any, spec: TensorSpec) -> Out:
         check_spec(self.spec(x), spec)
         check_not_lazy(x)
+        plain = x.detach()
         if not self._on_host:
-            return Out(x, spec, None, lambda data: x.copy_(_tensor(data, spec)))
-        origin = _host_array(x)
+            return Out(x, spec, None, lambda data: plain.copy_(_tensor(data, spec)))
+        origin = _host_array(plain)
         check_writable(origin)
         return Out(x, spec, origin)
+
+    def will_write(self, x: Any) -> None:
+        if not x.is_inference():  # such a tensor is in no graph
+            sys.modules["torch"].autograd.graph.increment_version(x)
 
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
         tensor = _tensor(owned_array(data, spec), spec)

@@ -75,12 +75,14 @@ class DeviceFastPath:
             device.current()  # raises during a capture, which an allocation would make invalid
             out = kind.empty(x.shape, dtype)
             target = kind.address(out)
-        elif out is not x:
-            if type(out) is not key[0] or out.dtype != key[1] or out.shape != key[2]:
-                return GENERAL_PATH
-            target = kind.address(out)
-            if not target or 0 < abs(target - source) < size_bytes:
-                return GENERAL_PATH
+        else:
+            if out is not x:
+                if type(out) is not key[0] or out.dtype != key[1] or out.shape != key[2]:
+                    return GENERAL_PATH
+                target = kind.address(out)
+                if not target or 0 < abs(target - source) < size_bytes:
+                    return GENERAL_PATH
+            kind.will_write(out)
         return self._launch(prepared, source, target, (x, out), async_op, timeout)
 
     def _launch(

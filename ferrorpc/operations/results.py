@@ -114,7 +114,7 @@ class Into(Result):
     __slots__ = ("_follow_call", "out")
 
     def __init__(self, out: Any, spec: TensorSpec | None, device_arrays: bool = False) -> None:
-        self.out = view_out(out, spec_of(out) if spec is None else spec, device_arrays)
+        self.out = _written_out(out, spec_of(out) if spec is None else spec, device_arrays)
         self.targets, self.on_device = [self.out.data], kind_of(out).on_device
         self._follow_call = order_after_call([out]) if self.on_device else _nothing
 
@@ -140,7 +140,7 @@ class IntoList(Result):
         if len(set(map(id, out))) != size:
             raise TensorMismatchError("out has one array several times", hint="pass a list of arrays, not [array] * group.size")
         self._given = out
-        self._outs: list[Out] = [view_out(part, spec_of(part), device_arrays) for part in out]
+        self._outs: list[Out] = [_written_out(part, spec_of(part), device_arrays) for part in out]
         check_apart(self._outs)
         self.targets = [part.data for part in self._outs]
         self.on_device = any(kind_of(part).on_device for part in out)
@@ -171,7 +171,7 @@ class IntoWhole(Result):
         spec = spec_of(out)
         if not spec.shape:
             raise TensorMismatchError("out is a single number, which cannot be split among ranks", hint="pass a list of arrays")
-        self._out = view_out(out, spec, device_arrays)
+        self._out = _written_out(out, spec, device_arrays)
         self.targets, self.on_device = split(self._out.data, size), kind_of(out).on_device
         self._specs = [TensorSpec(spec.dtype, part.shape) for part in self.targets]
         self._follow_call = order_after_call([out]) if self.on_device else _nothing
@@ -188,6 +188,13 @@ class IntoWhole(Result):
     def is_in_place(self, source: View) -> bool:
         """Whether it is, or holds, memory of `source`."""
         return self._out.may_overlap(source)
+
+
+def _written_out(out: Any, spec: TensorSpec, device_arrays: bool) -> Out:
+    """As `view_out`, of an array whose library learns that it is written."""
+    found = view_out(out, spec, device_arrays)
+    kind_of(out).will_write(out)
+    return found
 
 
 def order_after_call(arrays: Iterable[Any]) -> Callable[[], None]:
