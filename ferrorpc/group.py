@@ -196,7 +196,8 @@ class ProcessGroup(Collectives):
     # Life.
 
     def synchronize(self) -> None:
-        """Blocks until no operation of this rank is in flight. Each ends by its own deadline. Errors stay with their Works.
+        """Blocks until no operation of this group is in flight on this rank, and results are complete also where a GPU
+        computes them. Each ends by its own deadline. Errors stay with their Works.
 
         Raises:
             FerroError: the generation has ended, so that a GPU may not have done its operations.

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -36,6 +37,20 @@ class Meter(Protocol):
         """The thread has waited so long."""
 
 
+class Landing(Protocol):
+    """Where a result that a GPU computes is complete."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the GPU has come there. Never blocks."""
+
+    def follow(self) -> None:
+        """Orders the calling thread's current stream after it."""
+
+    def settle(self, clock: Clock, until: float) -> None:
+        """Waits until the GPU is there, or until that clock time."""
+
+
 class Work(Generic[Result]):
     """The handle of an asynchronous operation. It keeps the operation's arrays alive until it is done.
 
@@ -49,16 +64,18 @@ class Work(Generic[Result]):
     meter: Meter | None = None
     """For the driver, likewise: counts the time of callers that wait."""
     make_result: Callable[[Any], Result] | None = None
-    """For the driver, likewise: converts what the operation has produced to the result, on the thread that waits first.
-    Arrays on a GPU belong to a stream, and every thread has its own current stream."""
-    hand_over: Callable[[Any], Callable[[], None]] | None = None
-    """For the driver, likewise: called with the result where it was made. Returns a function that orders the current stream
-    of a later waiter after it."""
-    settle: Callable[[Any, float], None] | None = None
-    """For the driver, likewise: waits until the GPU has computed the result, or until that clock time."""
+    """For the driver of an operation whose result is on a GPU: converts what it has produced to the result, on the thread that
+    waits first. Arrays on a GPU belong to a stream, and every thread has its own current stream."""
+    land: Callable[[Any], Landing | None] | None = None
+    """For that driver, likewise: called with the result where it was made."""
+    landing_context: Callable[[], AbstractContextManager[Any]] | None = None
+    """For that driver, likewise: where a result for the caller's arrays is made once the operation has ended, if nobody waits
+    before; None for a new array."""
+    is_on_device = False
+    """For that driver, likewise: whether the result is on a GPU."""
     assist: Callable[[], None] | None = None
     """For the driver, likewise: advances the operation for a moment, on a thread that waits for it."""
-    _order_stream: Callable[[], None] | None = None
+    _landing: Landing | None = None
     _done = False
     _observed = False
     _result: Result | None = None
@@ -80,11 +97,11 @@ class Work(Generic[Result]):
         return str(self._label)
 
     def done(self) -> bool:
-        """Whether the operation has ended, successfully or not. If not, other threads go first: a loop of such calls would keep
-        the interpreter from the thread that has to end the operation."""
+        """Whether the operation has ended, successfully or not, and the caller's arrays are complete. If not, other threads go
+        first: a loop of such calls would keep the interpreter from the thread that has to end the operation."""
         if not self._done:
             self._clock.give_way()
-        return self._done
+        return self._done and self._has_landed()
 
     @property
     def has_ended(self) -> bool:
@@ -134,22 +151,58 @@ class Work(Generic[Result]):
         error = self._translated(self._error)
         if error is not None:  # a copy, whose traceback this handle does not keep, nor with it the caller's frame
             raise error.again() if isinstance(error, FerroError) else error
-        if self.make_result is not None or self._order_stream is not None:
+        if self.is_on_device:
             self._give(self._result)
-        if host and self.settle is not None:
-            self.settle(self._result, until)
+        if host and self._landing is not None:
+            self._landing.settle(self._clock, until)
         return self._result  # type: ignore[return-value]
 
     def _give(self, left: Any) -> None:
         """Makes the result; where that was done before, orders the current stream after it."""
         with self._result_lock:
             if self.make_result is not None:
-                result = self.make_result(left)
-                if self.hand_over is not None:
-                    self._order_stream = self.hand_over(result)
-                self._result, self.make_result = result, None  # only now: a wait that failed before takes nothing from the next
-            elif self._order_stream is not None:
-                self._order_stream()
+                self._make(left)
+            elif self._landing is not None:
+                self._landing.follow()
+
+    def _make(self, left: Any) -> None:
+        if self.make_result is not None:
+            result = self.make_result(left)
+            if self.land is not None:
+                self._landing = self.land(result)
+            self._result, self.make_result = result, None  # only now: a wait that failed before takes nothing from the next
+
+    def _has_landed(self) -> bool:
+        if not self.complete_arrays():
+            return False
+        try:
+            return self._landing is None or self._landing.is_reached
+        except FerroError:  # the GPU has failed: whoever waits is told
+            return True
+
+    def complete_arrays(self, wait: bool = False) -> bool:
+        """For the driver: once the operation has ended, brings its result to the caller's arrays unless that was done.
+
+        Args:
+            wait: for a thread that is just doing it.
+
+        Returns:
+            False where another thread is just doing it.
+        """
+        context = self.landing_context
+        if context is None or self.make_result is None or self._error is not None:
+            return True
+        if not self._result_lock.acquire(blocking=wait):
+            return False
+        try:
+            with context():
+                self._make(self._result)
+        except Exception as problem:  # noqa: BLE001  whoever waits meets it
+            _log.debug("%s has ended, but its result was not made: %s", self.label, problem)
+            self.landing_context = None
+        finally:
+            self._result_lock.release()
+        return True
 
     def _park(self, until: float, seconds: float) -> None:
         parker = self._clock.parker()
@@ -234,6 +287,7 @@ class Work(Generic[Result]):
     def _end(self) -> None:
         with self._lock:
             self._done = True
+        self.complete_arrays()
         self.assist = None
         if self._register is not None:
             self._register.pop(id(self), None)

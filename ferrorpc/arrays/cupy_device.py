@@ -301,15 +301,18 @@ class CupyDevice:
             self.check_not_captured(stream, "current")
         return stream
 
+    def is_captured(self, stream: Stream) -> bool:
+        """As `Device.is_captured`."""
+        if stream.pointer <= _NULL_NUMBERS:
+            return False
+        try:
+            return bool(self.runtime.streamIsCapturing(stream.pointer))
+        except RuntimeError:  # an error has ended the capture
+            return True
+
     def check_not_captured(self, stream: Stream, which: str) -> None:
         """As `Device.check_not_captured`."""
-        if stream.pointer <= _NULL_NUMBERS:
-            return
-        try:
-            is_captured = self.runtime.streamIsCapturing(stream.pointer)
-        except RuntimeError:  # an error has ended the capture
-            is_captured = True
-        if is_captured:
+        if self.is_captured(stream):
             raise UsageError(
                 f"a CUDA graph is being captured from the {which} stream",
                 hint="operations cannot be captured: begin them, and wait for them, before the capture or after it",

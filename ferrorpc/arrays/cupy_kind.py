@@ -57,7 +57,9 @@ class CupyKind(Kind):
             return View(self, spec, origin, True, None, x)
         self.device.current()  # raises before the copy would become a part of a graph that is being captured
         with self.device.here():
-            return View(self, spec, _stored(x.copy(), spec.dtype), False, None, x)
+            copy = x.copy()
+        self.staging.keep(x)
+        return View(self, spec, _stored(copy, spec.dtype), False, None, x)
 
     def spec(self, x: Any) -> TensorSpec:
         return TensorSpec(dtype_in(x), x.shape)
@@ -95,9 +97,10 @@ class CupyKind(Kind):
         return self.staging.to_host(data).reshape(spec.shape)
 
     def assign(self, target: DeviceArray, data: DeviceArray) -> None:
-        """target[...] = data, as many elements of one storage dtype, in the current stream."""
+        """target[...] = data, as many elements of one storage dtype, in the current stream. Both are kept until then."""
         with self.device.here():
             target[...] = data.reshape(target.shape)
+        self.staging.keep((target, data))
 
 
 _kinds: dict[int, CupyKind] = {}
@@ -137,9 +140,6 @@ class DeviceOut(Out):
         """Brings what was written to `data` into the caller's array, in the current stream."""
         if self._home is not None:
             self._kind.assign(self._stored, self.data)
-            stream = self._kind.device.current()
-            if stream.pointer != self._home.pointer:
-                self._home.wait(stream.record())
         return self.given
 
 

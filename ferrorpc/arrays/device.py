@@ -103,8 +103,11 @@ class Device(Protocol):
     def adopt(self, stream: Any) -> Stream:
         """Wraps a stream that a caller has made: one of the device's library, or a CUDA stream as a number."""
 
+    def is_captured(self, stream: Stream) -> bool:
+        """Whether a CUDA graph is being captured from a stream. Null streams cannot be."""
+
     def check_not_captured(self, stream: Stream, which: str) -> None:
-        """Raises UsageError if a CUDA graph is being captured from a stream. Null streams cannot be.
+        """Raises UsageError if a CUDA graph is being captured from a stream.
 
         Args:
             which: says in the error which stream it is.

@@ -152,6 +152,7 @@ def copy_into(target: Any, source: Any) -> None:
         kind, spec = kind_of(target), TensorSpec(dtype_of(np.dtype(target.dtype)), target.shape)
         with kind.staging.device.here():
             target[...] = to_kind(kind, source, spec)
+        kind.staging.keep((target, source))
 
 
 def copy_of(data: Any) -> Any:

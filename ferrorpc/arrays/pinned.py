@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.device import Device, Event
+from ferrorpc.arrays.device import Device, Event, Stream
 
 UNIT_BYTES: Final = 4 << 10
 """Loans begin and end at multiples of this, so that no two of them share a cache line."""
@@ -142,6 +142,7 @@ class Ring:
         self._made = 0
         self._free: deque[tuple[Array, Event | None]] = deque()
         self._kept: deque[tuple[Event, Any]] = deque()
+        self._spare_streams: deque[tuple[Stream, Event]] = deque()
 
     def take(self) -> Array | None:
         """A free slot, as uint8; None while there is none. Memory is pinned when first needed."""
@@ -162,6 +163,21 @@ class Ring:
                 self._free.appendleft((slot, None))
             else:
                 self._free.append((slot, event))
+
+    def lend_stream(self) -> Stream:
+        """A stream in which nothing is left, for copies that may have to wait long."""
+        with self._lock:
+            for _ in range(len(self._spare_streams)):
+                stream, event = self._spare_streams.popleft()
+                if event.done:
+                    return stream
+                self._spare_streams.append((stream, event))
+        return self._device.new_stream()
+
+    def take_back_stream(self, stream: Stream, event: Event) -> None:
+        """Takes a stream back, whose last copy ends at the event."""
+        with self._lock:
+            self._spare_streams.append((stream, event))
 
     def keep(self, array: Any, event: Event) -> None:
         """Keeps an array or a stream alive until the GPU has reached the event. It takes no lock, because finalizers call it,

@@ -8,13 +8,14 @@ while the host copies one piece between a slot and the array, the GPU transfers 
 of an array can begin with its first piece, and give back a result whose last piece is not there yet. `Staging.to_host` and
 `to_device` advance until all of it is copied.
 
-Streams. All copies of one direction use one CUDA stream. A copy to the host is queued only once the caller's stream has reached
-the point at which the copy was asked for. So the copy stream never waits for anything but copies, and an abandoned copy ends
-soon. Copies to the device are queued at once; they wait for the caller's stream, which later waits for them.
+Streams. All copies of one direction use one CUDA stream, which never waits for anything but copies: what is late in one stream
+must not delay the copies of others. So a copy to the host is queued only once the caller's stream has reached the point at
+which it was asked for, and an abandoned copy ends soon. Copies to the device are queued at once, as long as the caller's stream
+is not there in a stream of their own; but those through slots, which others need, only when it is there. Streams that use what
+was uploaded wait for it on the GPU. Nothing is queued in the caller's stream later, because a CUDA graph may be captured from
+it by then.
 
-Lifetimes. A download keeps its array alive until the GPU has read it. The target of an upload belongs to the caller's stream,
-which waits for the copies before it can give that memory to anyone else. Pinned memory is lent again once the GPU has finished
-with it.
+Lifetimes. Arrays and pinned memory are kept until the GPU has finished with them, whatever stream they were allocated in.
 
 Cost: on the host some tens of microseconds for every SLOT_BYTES, and for arrays in pageable memory a copy, of which all but
 the first and the last piece overlap the GPU's. Pinned on each device: at most POOL_BYTES, and for each direction SLOTS slots
@@ -30,10 +31,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ferrorpc.arrays.device import Device, DeviceArray, Event
+from ferrorpc.arrays.device import Device, DeviceArray, Event, Stream
 from ferrorpc.arrays.pinned import Pool, Ring
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError
-from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Clock, Guard, Latch
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
 
 POOL_BYTES: Final = 256 << 20
 SLOT_BYTES: Final = 4 << 20
@@ -156,13 +157,19 @@ class Upload:
     Args:
         pool: pinned memory in which the array may be, if it stays unchanged until the GPU has read it; None if it may change.
         target: the array to copy to, C-contiguous; None for a new one.
+        is_prompt: whether the current stream never waits long, so that the copies of others may wait for it, too.
     """
 
-    def __init__(self, device: Device, ring: Ring, pool: Pool | None, target: DeviceArray | None = None) -> None:
+    def __init__(
+        self, device: Device, ring: Ring, pool: Pool | None, target: DeviceArray | None = None, is_prompt: bool = False
+    ) -> None:
         self.target = target
         self.device = device
         self._ring = ring
+        self._stream = ring.stream
+        self._own_stream: Stream | None = None
         self._pool = pool
+        self._is_prompt = is_prompt
         self._caller = device.current()
         self._begins: Event | None = None if target is None else self._caller.record()
         self._data: Array | None = None
@@ -194,22 +201,31 @@ class Upload:
     def advance(self) -> bool:
         """Queues what is ready, as far as slots are free. Returns whether to call it again soon, when more are."""
         before, data = self._queued_bytes, self._data
-        if data is None or not (self._allowed or self._ready):
+        if data is None or not (self._allowed or self._ready) or not (self._is_opened or self._open(data)):
             return False
-        if not self._is_opened:
-            self._open(data)
         while self._allowed:
             self._note(*self._allowed.popleft())
-        self._queue(data.reshape(-1).view(np.uint8), _flat_bytes(self.target))
+        if self._ready and self._begin():
+            self._queue(data.reshape(-1).view(np.uint8), _flat_bytes(self.target))
         return self._queued_bytes > before and not self._is_pinned
 
-    def _open(self, data: Array) -> None:
-        self._is_opened = True
-        self._is_pinned = self._pool is not None and self._pool.holds(data)
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether it has something to copy, and the host waits until the caller's stream is there."""
+        return bool(self._allowed or self._ready) and not self._begun
+
+    def _open(self, data: Array) -> bool:
+        """Finds out where to copy to. Returns False while a graph is captured from the caller's stream: none of its memory can
+        be had then."""
         if self.target is None or self.target.shape != data.shape or self.target.dtype != data.dtype:
+            if self.device.is_captured(self._caller):
+                return False
             self.target = self.device.empty(data.shape, data.dtype, self._caller)
             # What the caller's stream holds now may still use that memory.
             self._begins = self._caller.record()
+        self._is_pinned = self._pool is not None and self._pool.holds(data)
+        self._is_opened = True
+        return True
 
     def _note(self, start: int, stop: int) -> None:
         if start < stop:
@@ -228,23 +244,27 @@ class Upload:
                 if last < stop:
                     self._ready[stop] = last
                     break
-        if self._queued_bytes > before:
-            if self._is_pinned:
-                self._mark = self._ring.stream.record()
-            if self.is_complete and self._mark is not None:
-                self._caller.wait(self._mark)
+        if self._queued_bytes > before and self._is_pinned:
+            self._mark = self._stream.record()
 
-    def _begin(self) -> None:
-        if not self._begun and self._begins is not None:
+    def _begin(self) -> bool:
+        """Sees to it that copies come after the caller's stream. Returns whether they may be queued."""
+        if self._begun or self._begins is None:
+            return self._begun
+        if self._begins.done:
             self._begun = True
-            self._ring.stream.wait(self._begins)
+        elif self._is_prompt or self._is_pinned:
+            if not self._is_prompt:
+                self._own_stream = self._stream = self._ring.lend_stream()
+            self._stream.wait(self._begins)
+            self._begun = True
+        return self._begun
 
     def _copy(self, here: Array, there: DeviceArray, start: int, stop: int) -> int:
         """Queues a part that is in pinned memory. Returns its end."""
-        self._begin()
         for first in range(start, stop, self._ring.slot_bytes):
             last = min(first + self._ring.slot_bytes, stop)
-            self.device.upload(there[first:last], here[first:last], self._ring.stream)
+            self.device.upload(there[first:last], here[first:last], self._stream)
         return stop
 
     def _copy_through_slots(self, here: Array, there: DeviceArray, start: int, stop: int) -> int:
@@ -253,11 +273,10 @@ class Upload:
         while start < stop and (slot := ring.take()) is not None:
             size_bytes = min(stop - start, ring.slot_bytes)
             try:
-                self._begin()
                 slot[:size_bytes] = here[start : start + size_bytes]
-                self.device.upload(there[start : start + size_bytes], slot[:size_bytes], ring.stream)
+                self.device.upload(there[start : start + size_bytes], slot[:size_bytes], self._stream)
             finally:  # also where it is interrupted
-                self._mark = ring.stream.record()
+                self._mark = self._stream.record()
                 ring.give_back(slot, self._mark)
             start += size_bytes
         return start
@@ -268,7 +287,7 @@ class Upload:
             self.device.current().wait(self._mark)
 
     def finish(self) -> None:
-        """Ends the copy, complete or not. The caller's stream waits for what is queued before it can reuse the memory."""
+        """Ends the copy, complete or not. What the GPU may still use is kept until it is past what is queued."""
         with suppress(BackendUnavailableError):  # a GPU that has failed uses no memory any more
             self._keep()
         self._allowed.clear()
@@ -276,14 +295,15 @@ class Upload:
         self.target = self._data = None
 
     def _keep(self) -> None:
-        """Keeps what the GPU may still use until it is past what is queued."""
         if not self._begun:
             return
         if self._mark is None or not self.is_complete:
-            self._mark = self._ring.stream.record()  # also behind what an interruption has left without a mark
-            self._caller.wait(self._mark)
+            self._mark = self._stream.record()  # also behind what an interruption has left without a mark
         # Memory of a destroyed stream is reused in no order, so the caller's is kept as well.
-        self._ring.keep((self._caller, self._data if self._is_pinned else None), self._mark)
+        self._ring.keep((self._caller, self.target, self._data if self._is_pinned else None), self._mark)
+        if self._own_stream is not None:
+            self._ring.take_back_stream(self._own_stream, self._mark)
+            self._own_stream = None
 
 
 class Staging:
@@ -311,8 +331,7 @@ class Staging:
 
     def host_memory(self, shape: Sequence[int], storage: np.dtype[Any]) -> Array:
         """A new array on the host, in pinned memory while some is free. Callers must not keep it long."""
-        self.downloads.let_go()
-        self.uploads.let_go()
+        self.let_go()
         found = self.pool.lend(shape, storage)
         return np.empty(shape, storage) if found is None else found
 
@@ -321,17 +340,20 @@ class Staging:
         data = self.host_memory(source.shape, source.dtype)
         return Download(self.device, self.downloads, source, data, self.pool.holds(data))
 
-    def start_upload(self, target: DeviceArray | None = None) -> Upload:
-        """Begins to copy a result to the device; to `target` where its shape and dtype fit."""
-        return Upload(self.device, self.uploads, self.pool, target)
+    def start_upload(self, target: DeviceArray | None = None, is_prompt: bool = False) -> Upload:
+        """Begins to copy a result to the device; to `target` where its shape and dtype fit. `is_prompt` as for `Upload`."""
+        return Upload(self.device, self.uploads, self.pool, target, is_prompt)
 
-    def settle(self, clock: Clock, until: float) -> None:
-        """Blocks the host until the GPU has finished what the calling thread's current stream holds.
+    def let_go(self) -> None:
+        """Drops what was kept for the GPU and is not needed any more."""
+        self.downloads.let_go()
+        self.uploads.let_go()
 
-        Raises:
-            CollectiveTimeoutError: it has not by clock time `until`; where that is FOREVER, within COPY_SECONDS.
-        """
-        wait_for(self.device.current().record(), clock, COPY_SECONDS if until == FOREVER else until - clock.now())
+    def keep(self, things: object) -> None:
+        """Keeps arrays alive until the GPU is past what the calling thread's current stream holds now. They may have been
+        allocated in other streams, which could reuse their memory sooner."""
+        self.let_go()
+        self.uploads.keep(things, self.device.current().record())
 
     def to_host(self, source: DeviceArray) -> Array:
         """A copy of a C-contiguous device array on the host, in storage dtype. Blocks until it is complete.
@@ -339,6 +361,7 @@ class Staging:
         Raises:
             CollectiveTimeoutError: it was not complete within COPY_SECONDS.
         """
+        self.let_go()
         download = Download(self.device, self.downloads, source, np.empty(source.shape, source.dtype))
         return self._downloaded(download, Guard(SYSTEM_CLOCK, Latch(), COPY_SECONDS))
 
@@ -366,20 +389,30 @@ class Staging:
     def to_device(self, source: Array) -> DeviceArray:
         """A copy of a C-contiguous host array on the device, for which the caller's current stream waits.
 
-        `source` may change when it returns. Raises as `to_host`.
+        `source` may change when it returns. The host does not wait for the GPU while pinned memory is free. Raises as
+        `to_host`.
         """
-        return self._uploaded(Upload(self.device, self.uploads, None), source)
+        target = self.device.empty(source.shape, source.dtype, self.device.current())
+        self.write(target, source)
+        return target
 
     def write(self, target: DeviceArray, source: Array) -> None:
-        """target[:] = source, for a small host array of equal size.
-
-        As `to_device`, but the host does not wait for the GPU while pinned memory is free.
-        """
-        copy = self.host_memory(source.shape, source.dtype)
+        """target[:] = source, for a host array of equal size, as `to_device`."""
+        if not source.nbytes:
+            return
+        self.let_go()
+        copy = self.pool.lend(source.shape, source.dtype)
+        if copy is None:
+            self._uploaded(Upload(self.device, self.uploads, None, target), source)
+            return
         copy[...] = source
-        self._uploaded(self.start_upload(target), copy)
+        stream = self.device.current()
+        try:
+            self.device.upload(target, copy, stream)
+        finally:  # also where it is interrupted
+            self.uploads.keep((target, copy), stream.record())
 
-    def _uploaded(self, upload: Upload, source: Array) -> DeviceArray:
+    def _uploaded(self, upload: Upload, source: Array) -> None:
         upload.allow(source, 0, source.nbytes)
 
         def is_complete() -> bool:
@@ -388,7 +421,7 @@ class Staging:
 
         try:
             until_true(is_complete, SYSTEM_CLOCK, COPY_SECONDS)
-            return upload.target
+            upload.make_stream_wait()
         finally:
             upload.finish()
 

@@ -6,8 +6,8 @@ the left fold (kernels/cuda/reference.py), so ranks with arrays on the host and 
 operation.
 
 Streams. All kernels of a device are launched in one stream, in the order in which actions are done: "done" means queued. They
-are launched only once the caller's stream has reached the point of the call, so no operation delays another's kernels. The
-caller's stream waits for the last of them.
+are launched only once the caller's stream has reached the point of the call, so no operation delays another's kernels. Streams
+that use the result wait for the last of them.
 
 Cost, for n bytes of float32 on p ranks, encoded to m: two_shot downloads m and uploads 2 m (p-1)/p.
 """
@@ -160,7 +160,7 @@ class DeviceWorkspace(Workspace):
         if upload is None:
             payload = np.frombuffer(frame.payload, np.uint8)
             with self.device.on(self._stream):
-                upload = self._uploads[place] = self._staging.start_upload()
+                upload = self._uploads[place] = self._staging.start_upload(is_prompt=True)
             upload.allow(payload, 0, payload.size)
         upload.advance()
         return upload.is_complete
@@ -200,21 +200,20 @@ class DeviceWorkspace(Workspace):
         self.device.copy(target, source, self._stream)
 
     def close(self) -> None:
-        """Launches no more kernels. The caller's stream waits for those that were, abandoned ones too."""
+        """Launches no more kernels. What those that were launched use is kept until they are done, of abandoned ones too."""
         copies: list[Download | Upload] = [*self._uploads.values(), *(each.download for each in self._chunks.values())]
         with ExitStack() as stack:
-            stack.callback(self._wait_for_kernels)
+            stack.callback(self._keep_for_kernels)
             for each in copies:
                 stack.callback(each.finish)
             self._chunks.clear()
             self._uploads.clear()
 
-    def _wait_for_kernels(self) -> None:
+    def _keep_for_kernels(self) -> None:
         if self.mark is None:
             self.mark = self._stream.record()
-            self.caller.wait(self.mark)
-            # Memory of a destroyed stream is reused in no order, so the caller's is kept until the kernels are done.
-            self._staging.uploads.keep(self.caller, self.mark)
+            # Memory of a destroyed stream is reused in no order, so the caller's is kept as well.
+            self._staging.uploads.keep((self.caller, self._inputs, self._out), self.mark)
 
 
 class DeviceOutgoing(EncodedMessage):

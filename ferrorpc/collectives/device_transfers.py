@@ -93,8 +93,10 @@ class DeviceTransfers:
         self._is_over = False
         self._in_place = in_place
         self._downloads = downloads = {item: each for item, each in enumerate(self.sources) if isinstance(each, Download)}
-        self.polling = DevicePolling(lambda: not _are_complete(downloads))
-        self._uploads = {item: each for item, each in enumerate(self.targets or ()) if isinstance(each, Upload)}
+        self._uploads = uploads = {item: each for item, each in enumerate(self.targets or ()) if isinstance(each, Upload)}
+        self.polling = DevicePolling(
+            lambda: not _are_complete(downloads) or any(each.waits_for_gpu for each in uploads.values())
+        )
 
     @property
     def device(self) -> Device | None:

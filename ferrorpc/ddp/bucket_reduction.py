@@ -87,7 +87,6 @@ class BucketReduction:
     def _wait(self, host: bool) -> None:
         if self._work is not None:
             self._work.meter = None  # the step counts its waits itself
-            self._work.hand_over = None  # and its bucket orders the streams that use the result
             self._work.wait(host=host)
 
     def abandon(self) -> None:

@@ -68,9 +68,14 @@ class StreamOrder:
         self._alive.add(self)
 
     def enter(self) -> Stream:
-        """Orders what the current stream is given from now on after all earlier uses. Returns that stream."""
+        """Orders what the current stream is given from now on after all earlier uses. Returns that stream.
+
+        Raises:
+            UsageError: a graph is being captured from the stream of the last use, or from the current one.
+        """
         stream = self._device.current()
         if stream.pointer != self._last.pointer:
+            self._device.check_not_captured(self._last, "gradients' last")
             stream.wait(self._last.record())
         self._last = stream
         return stream

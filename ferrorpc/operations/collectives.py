@@ -422,11 +422,13 @@ class Collectives(PointToPoint):
     @overload
     def barrier(self, timeout: float | None = ..., *, async_op: Later, algorithm: str | None = ...) -> Work[None]: ...
     def barrier(self, timeout: float | None = None, *, async_op: bool = False, algorithm: str | None = None) -> Any:
-        """Returns when every rank has called it.
+        """Returns when every rank has called it; results on a GPU that this rank has are complete then.
 
         Raises:
             BarrierTimeoutError: naming every rank that did not, and what is known of it.
         """
+        if self._dispatch.landings and not async_op:
+            self._dispatch.await_landings_or_end(timeout)
         simple = timeout is None and algorithm is None and not async_op
         if simple and self._fast_path is not None and self._fast_path.barrier():
             return None

@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from ferrorpc.arrays.base import View
@@ -19,15 +20,26 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.driver import out_of_memory, verdict
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
-from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError, LimitExceededError, UsageError
+from ferrorpc.errors import (
+    CollectiveTimeoutError,
+    FerroError,
+    GroupAbortedError,
+    GroupClosedError,
+    LimitExceededError,
+    UsageError,
+)
 from ferrorpc.guard import FOREVER, Guard, seconds_of
 from ferrorpc.operations.arguments import check_sendable
-from ferrorpc.operations.results import NOTHING, Result, hand_over, settle
+from ferrorpc.operations.results import NOTHING, Landing, Result
 from ferrorpc.telemetry import telemetry
 from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
+POLL_SECONDS: Final = 100e-6
+"""How often a thread that waits for GPUs looks at them."""
+LANDINGS: Final = 16
+"""From how many on it is looked which of them the GPU has reached."""
 PREPARED_CALLS: Final = 1024
 """How many prepared calls are cached. Beyond that the oldest is dropped."""
 
@@ -52,6 +64,8 @@ class Dispatch:
         self._streams = 0
         self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
+        self.landings: dict[tuple[tuple[int, int], ...], Landing] = {}
+        """Where the latest results on GPUs are complete, by the streams that they were made in. Shared likewise."""
         self._closing = GroupClosedError("the group was closed")
         self._is_subgroup = backend.group_id != 0
         self._latch_of_recvs, self._ticket = backend.latch.part() if self._is_subgroup else (backend.latch, 0)
@@ -206,7 +220,10 @@ class Dispatch:
             return self.submit(execution, result)
         self.note(execution.label)
         self.run(execution)
-        return result.of(execution)
+        found = result.of(execution)
+        if result.on_device:
+            self._note_landing(result, found)
+        return found
 
     def ran(self, execution: Execution, activity: str) -> bool:
         """As `Execution.ran`; notes the activity then. It is not timed: the host has not waited."""
@@ -281,9 +298,7 @@ class Dispatch:
                 self.end(refusal)
             raise
         if result.on_device:
-            work.make_result = result.of
-            work.hand_over = hand_over
-            work.settle = self._settle
+            self._make_on_device(work, result)
         if ended is not None:
             work.on_done(lambda: ended(work.failure))
         if self._is_subgroup:
@@ -337,10 +352,60 @@ class Dispatch:
         self.note("a group of one")
         into_own = result.targets is not None
         arrays = [source.data if into_own or not source.borrowed else copy_of(source.data) for source in sources]
-        return result.give(arrays, [source.spec for source in sources], "an operation of one rank")
+        found = result.give(arrays, [source.spec for source in sources], "an operation of one rank")
+        if result.on_device:
+            self._note_landing(result, found)
+        return found
 
-    def _settle(self, result: Any, until: float) -> None:
-        settle(self.backend.clock, result, until)
+    def _make_on_device(self, work: Work[Any], result: Result) -> None:
+        """Has the result of a Work made in a stream of a GPU."""
+        work.is_on_device = True
+        work.make_result = result.of
+        work.land = partial(self._note_landing, result)
+        device = result.landing_device
+        if device is not None:
+            work.landing_context = partial(device.on, device.staging.kernels)
+            if work.has_ended:  # perhaps before it had the context
+                work.complete_arrays()
+
+    def _note_landing(self, result: Result, given: Any) -> Landing | None:
+        landing = result.landing(given)
+        if landing is not None:
+            if len(self.landings) > LANDINGS:  # streams have come and gone
+                for streams, each in list(self.landings.items()):
+                    if each.is_reached:
+                        self.landings.pop(streams, None)
+            self.landings[landing.streams] = landing
+        return landing
+
+    def await_landings_or_end(self, timeout: float | None) -> None:
+        """As `await_landings`, before an operation with this timeout, in seconds. Other ranks wait for that, so if it cannot
+        begin in time the generation ends."""
+        self.check_open()
+        try:
+            self.await_landings(self.backend.clock.now() + seconds_of(timeout, self.timeout))
+        except CollectiveTimeoutError as error:
+            self.end(error)
+            raise
+
+    def await_landings(self, until: float = FOREVER) -> None:
+        """Blocks the host until the results that were made so far are complete on their GPUs.
+
+        Raises:
+            CollectiveTimeoutError: they were not by clock time `until`.
+            FerroError: the generation's first cause.
+        """
+        parker = self.backend.clock.parker()
+        while self.landings:
+            _, landing = self.landings.popitem()
+            while not landing.is_reached:
+                self.backend.latch.check()
+                now = self.backend.clock.now()
+                if now >= until:
+                    self.landings.setdefault(landing.streams, landing)
+                    raise CollectiveTimeoutError([], "the GPU had not brought earlier results to their arrays in time")
+                parker.park(min(until, now + POLL_SECONDS))
+            landing.let_go()
 
     def note(self, activity: str) -> None:
         """Counts an operation that begins, for the next heartbeat."""
@@ -355,12 +420,14 @@ class Dispatch:
             while not work.has_ended:
                 if not parker.park(until) and not work.has_ended:
                     return
+            work.complete_arrays(wait=True)
 
     def settle(self) -> None:
         """Waits until nothing of this group is in flight, on devices too."""
         self.drain(FOREVER)
         try:
             self.backend.synchronize(FOREVER)
+            self.await_landings()
         except FerroError as error:
             error.mark_shown()
             raise self.located(error) from None

@@ -9,13 +9,71 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, Out, View, check_apart
+from ferrorpc.arrays.device import Device, Event, Stream
 from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, to_kind, view_out
+from ferrorpc.arrays.staging import COPY_SECONDS, until_true
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import TensorMismatchError
-from ferrorpc.guard import Clock
+from ferrorpc.guard import FOREVER, Clock
 from ferrorpc.types import TensorSpec
 
 Array = np.ndarray[Any, Any]
+
+
+class Landing:
+    """Where a result on a GPU is complete: at events behind what the streams held that it was made in.
+
+    Args:
+        given: the result, just made; the current streams wait for it.
+    """
+
+    __slots__ = ("_marks",)
+
+    def __init__(self, given: Any) -> None:
+        devices = {
+            kind.staging.device
+            for kind in map(kind_of, given if isinstance(given, list | tuple) else (given,))
+            if kind.on_device
+        }
+        self._marks: list[tuple[Device, Stream, Event]] = []
+        for device in devices:
+            with device.here():
+                self._marks.append((device, *device.marked()))
+
+    @property
+    def streams(self) -> tuple[tuple[int, int], ...]:
+        """The streams that it was made in, by the numbers of their GPUs and their own."""
+        return tuple((device.index, stream.pointer) for device, stream, _ in self._marks)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the GPU has come there. Never blocks."""
+        for device, _, event in self._marks:
+            with device.beside_captures():
+                if not event.done:
+                    return False
+        return True
+
+    def let_go(self) -> None:
+        """Drops what was kept until the GPU is there."""
+        for device, _, _ in self._marks:
+            device.staging.let_go()
+
+    def follow(self) -> None:
+        """Makes the stream that is current now wait until there."""
+        for device, stream, event in self._marks:
+            current = device.current()
+            if current.pointer != stream.pointer:
+                current.wait(event)
+
+    def settle(self, clock: Clock, until: float) -> None:
+        """Blocks the host until the GPU is there.
+
+        Raises:
+            CollectiveTimeoutError: it was not by clock time `until`; where that is FOREVER, within COPY_SECONDS.
+        """
+        until_true(lambda: self.is_reached, clock, COPY_SECONDS if until == FOREVER else until - clock.now())
+        self.let_go()
 
 
 class Result(ABC):
@@ -24,12 +82,15 @@ class Result(ABC):
     Attributes:
         targets: C-contiguous storage arrays that the operation writes to; None to let it allocate.
         on_device: whether the caller's result is on a GPU. `give` then runs on the caller's thread, for its stream.
+        landing_device: the GPU on which it is brought to the caller's arrays as soon as the operation has ended, also if nobody
+            waits. None for arrays on the host, and for new ones, which nobody knows before.
     """
 
-    __slots__ = ("on_device", "targets")
+    __slots__ = ("landing_device", "on_device", "targets")
 
     targets: list[Array] | None
     on_device: bool
+    landing_device: Device | None
 
     @abstractmethod
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
@@ -44,6 +105,10 @@ class Result(ABC):
         execution.make_stream_wait()
         return self.give(execution.results, execution.specs, execution)
 
+    def landing(self, given: Any) -> Landing | None:
+        """Where the result that `of` has just given is complete; None on the host, and where the operation itself knows."""
+        return Landing(given) if self.on_device else None
+
 
 class Nothing(Result):
     """No result: a barrier, a send, a rank that is not the root."""
@@ -51,7 +116,7 @@ class Nothing(Result):
     __slots__ = ()
 
     def __init__(self) -> None:
-        self.targets, self.on_device = None, False
+        self.targets, self.on_device, self.landing_device = None, False, None
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> None:
         """None."""
@@ -66,12 +131,16 @@ class DeviceResult(Result):
     __slots__ = ("_out",)
 
     def __init__(self, out: Any) -> None:
-        self.targets, self.on_device = None, True
+        self.targets, self.on_device, self.landing_device = None, True, None
         self._out = out
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """That array."""
         return self._out
+
+    def landing(self, given: Any) -> None:
+        """None: it is complete behind the operation's own end event. Raises UsageError where the current stream is captured."""
+        kind_of(given).staging.device.current()
 
 
 class New(Result):
@@ -80,7 +149,7 @@ class New(Result):
     __slots__ = ("_kind",)
 
     def __init__(self, kind: Kind) -> None:
-        self.targets, self.on_device = None, kind.on_device
+        self.targets, self.on_device, self.landing_device = None, kind.on_device, None
         self._kind = kind
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
@@ -94,7 +163,7 @@ class NewList(Result):
     __slots__ = ("_kind",)
 
     def __init__(self, kind: Kind) -> None:
-        self.targets, self.on_device = None, kind.on_device
+        self.targets, self.on_device, self.landing_device = None, kind.on_device, None
         self._kind = kind
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> list[Any]:
@@ -115,7 +184,8 @@ class Into(Result):
 
     def __init__(self, out: Any, spec: TensorSpec | None, device_arrays: bool = False) -> None:
         self.out = _written_out(out, spec_of(out) if spec is None else spec, device_arrays)
-        self.targets, self.on_device = [self.out.data], kind_of(out).on_device
+        self.targets, self.landing_device = [self.out.data], device_among([out])
+        self.on_device = self.landing_device is not None
         self._follow_call = order_after_call([out]) if self.on_device else _nothing
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
@@ -143,7 +213,8 @@ class IntoList(Result):
         self._outs: list[Out] = [_written_out(part, spec_of(part), device_arrays) for part in out]
         check_apart(self._outs)
         self.targets = [part.data for part in self._outs]
-        self.on_device = any(kind_of(part).on_device for part in out)
+        self.landing_device = device_among(out)
+        self.on_device = self.landing_device is not None
         self._follow_call = order_after_call(out) if self.on_device else _nothing
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
@@ -172,7 +243,8 @@ class IntoWhole(Result):
         if not spec.shape:
             raise TensorMismatchError("out is a single number, which cannot be split among ranks", hint="pass a list of arrays")
         self._out = _written_out(out, spec, device_arrays)
-        self.targets, self.on_device = split(self._out.data, size), kind_of(out).on_device
+        self.targets, self.landing_device = split(self._out.data, size), device_among([out])
+        self.on_device = self.landing_device is not None
         self._specs = [TensorSpec(spec.dtype, part.shape) for part in self.targets]
         self._follow_call = order_after_call([out]) if self.on_device else _nothing
 
@@ -197,6 +269,12 @@ def _written_out(out: Any, spec: TensorSpec, device_arrays: bool) -> Out:
     return found
 
 
+def device_among(arrays: Iterable[Any]) -> Device | None:
+    """The GPU of the first array that is on one; None if all are on the host."""
+    kinds = (kind for kind in map(kind_of, arrays) if kind.on_device)
+    return next((kind.staging.device for kind in kinds), None)
+
+
 def order_after_call(arrays: Iterable[Any]) -> Callable[[], None]:
     """Called with the `out` of a call. Returns a function that makes the stream that is current then, later or on another
     thread, wait for what the caller's stream holds at the call: that may still write those arrays."""
@@ -217,33 +295,6 @@ def order_after_call(arrays: Iterable[Any]) -> Callable[[], None]:
 
 def _nothing() -> None:
     """As the function that `order_after_call` returns, for arrays on the host."""
-
-
-def hand_over(result: Any) -> Callable[[], None]:
-    """Called with a result that the current stream waits for. Returns a function that makes the stream that is current then,
-    later or on another thread, wait for it too."""
-    kinds = {kind_of(each) for each in (result if isinstance(result, list | tuple) else (result,))}
-    where = [(kind.staging.device, kind.staging.device.current()) for kind in kinds if kind.on_device]
-
-    def follow() -> None:
-        for device, stream in where:
-            current = device.current()
-            if current.pointer != stream.pointer:
-                current.wait(stream.record())
-
-    return follow
-
-
-def settle(clock: Clock, result: Any, until: float) -> None:
-    """Waits until the current stream has finished a result on a device.
-
-    Raises:
-        CollectiveTimeoutError: it had not at clock time `until`.
-    """
-    for each in result if isinstance(result, list | tuple) else (result,):
-        kind = kind_of(each)
-        if kind.on_device:
-            kind.staging.settle(clock, until)
 
 
 def _check(found: TensorSpec, wanted: TensorSpec, label: object) -> None:

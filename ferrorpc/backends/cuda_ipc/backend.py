@@ -52,6 +52,7 @@ class CudaIpcBackend(DeviceBackend):
             )
         process = this_process() if process is None else process
         memory = None if lanes.control is None else lanes.control.memory
+        self._slot_bytes = slot_bytes
         connector = IpcConnector(device, lanes.session, memory, process, slot_bytes)
         super().__init__(lanes, device, connector, stream=stream, ending=ending)
 
@@ -61,4 +62,4 @@ class CudaIpcBackend(DeviceBackend):
         return not is_mean and super()._suits_device(call)
 
     def _renewed(self, lanes: MessageBackend) -> Self:
-        return type(self)(lanes, self.device, stream=self._stream)
+        return type(self)(lanes, self.device, stream=self._stream, slot_bytes=self._slot_bytes)

@@ -206,12 +206,15 @@ class CollectiveExecution(DeviceExecution):
                 return False
             call, context = self._prepared.call, self.context
             with context.device.here():
+                made = None
+                if call.operation in DESCRIBED:
+                    if self._must_wait_for_memory():
+                        return False
+                    made = self.caller.record() if self._place() else None
+                self.after = [event for event in (self._begins, queue.last_event, made) if event is not None]
                 queue.stream.wait(self._begins)
-                self.after = [self._begins] if queue.last_event is None else [self._begins, queue.last_event]
-                if call.operation in DESCRIBED and self._place():
-                    made = self.caller.record()
-                    queue.stream.wait(made)  # because their memory was used, and given back, in the caller's stream
-                    self.after = [*self.after, made]
+                if made is not None:  # memory that was used, and given back, in the caller's stream
+                    queue.stream.wait(made)
                 self._launch = Launch(
                     queue.communicator,
                     context.device,
@@ -227,6 +230,17 @@ class CollectiveExecution(DeviceExecution):
                 self._launch.run()
         return True
 
+    def _must_wait_for_memory(self) -> bool:
+        """Whether it needs new arrays and none can be had, because a graph is being captured from the caller's stream."""
+        if not self.context.device.is_captured(self.caller):
+            return False
+        return not all(self._fit(results_of(self._prepared.call, self.context.rank, self._everyones)))
+
+    def _fit(self, specs: Sequence[TensorSpec]) -> list[bool]:
+        """For each result whether the caller's output is on the GPU and fits."""
+        wanted = list(self._outputs or ())
+        return [item < len(wanted) and _fits(wanted[item], spec) for item, spec in enumerate(specs)]
+
     def _place(self) -> bool:
         """Chooses where results go: the caller's outputs where they are on the GPU and fit, else new arrays.
 
@@ -236,8 +250,7 @@ class CollectiveExecution(DeviceExecution):
         self.specs = results_of(call, context.rank, self._everyones)
         if self._everyones and call.root is not None and not self._sources:
             self._on_host = self._on_host and self._everyones[call.root].on_host
-        wanted = list(self._outputs or ())
-        fit = [item < len(wanted) and _fits(wanted[item], spec) for item, spec in enumerate(self.specs)]
+        wanted, fit = list(self._outputs or ()), self._fit(self.specs)
         if len(self.specs) > 1 and not any(fit) and len(set(self.specs)) == 1:
             spec = self.specs[0]
             whole = context.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self.caller)

@@ -83,13 +83,13 @@ class DeviceWork(Work[Any]):
 
     def wait(self, timeout: float | None = None, host: bool = False) -> Any:
         execution = self._execution
-        if host or self._done or (self.make_result is None and self._order_stream is None):
-            return super().wait(timeout)
+        if host or self._done or not self.is_on_device:
+            return super().wait(timeout, host)
         if self._queued is not None:
             self._queued.wait(timeout)
         may_have_failed = execution.guard.latch.cause is not None and not execution.has_completed
         if execution.end_event is None or may_have_failed:
-            return super().wait(timeout)
+            return super().wait(timeout, host)
         execution.join()
         self._give(execution)
         return self._result

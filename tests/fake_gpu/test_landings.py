@@ -1,0 +1,268 @@
+"""When results are complete on a GPU: for the host, for other streams, and for arrays that are let go of elsewhere.
+
+`seen()` is what the memory of an array holds right now, without waiting for anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.staging import Staging
+from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK
+from ferrorpc.operations import results as results_module
+from ferrorpc.operations.results import Landing
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.fake_gpu.ddp_worlds import EACH_ITS_OWN_GPU, LANES, world
+from tests.waiting import eventually
+
+COUNT = 6
+
+
+def full(cupy: StandIn, value: float, dtype: Any = np.float32) -> Any:
+    return cupy.asarray(np.full(COUNT, value, dtype))
+
+
+def strided(cupy: StandIn) -> Any:
+    return cupy.asarray(np.zeros((COUNT, 2), np.float32))[:, 0]
+
+
+def own_stream(cupy: StandIn) -> Any:
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+def is_captured(stream: Any, value: bool) -> None:
+    stream.fake.captured = value
+
+
+def all_are(array: Any, value: float) -> bool:
+    return bool((array.seen() == value).all())
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_wait_of_the_host_waits_for_the_copy_to_where_the_result_belongs(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        with own_stream(cupy):
+            for _ in range(3):
+                out = strided(cupy)
+                assert all_are(group.all_reduce(full(cupy, 1), out=out, async_op=True).wait(host=True), group.size)
+
+    world(cupy, lanes, 2, body)
+
+
+CALLS: dict[str, Callable[[StandIn, ProcessGroup], Any]] = {
+    "plain": lambda cupy, group: group.all_reduce(full(cupy, 1)),
+    "strided": lambda cupy, group: group.all_reduce(full(cupy, 1), out=strided(cupy)),
+    "list": lambda cupy, group: group.all_gather(full(cupy, 2), out=[strided(cupy), strided(cupy)])[1],
+    "int16": lambda cupy, group: group.all_reduce(full(cupy, 1, np.int16)),
+    "wire": lambda cupy, group: group.all_reduce(full(cupy, 1), wire="int8"),
+}
+
+
+@pytest.mark.parametrize("lanes", ["simulated", "hybrid"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("wait", ["synchronize", "barrier"])
+def test_the_host_goes_on_after_results_are_complete(cupy: StandIn, lanes: str, call: str, wait: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        with own_stream(cupy):
+            result = CALLS[call](cupy, group)
+            getattr(group, wait)()
+            assert all_are(result, 2)
+
+    world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("how", ["strided", "list", "broadcast", "recv"])
+def test_arrays_of_the_caller_are_complete_although_nobody_waits_for_the_work(cupy: StandIn, lanes: str, how: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        with own_stream(cupy) as stream:
+            out = strided(cupy)
+            stream.synchronize()
+            if how == "strided":
+                work: Any = group.all_reduce(full(cupy, 1), out=out, async_op=True)
+            elif how == "list":
+                work = group.all_gather(full(cupy, 2), out=[out, strided(cupy)], async_op=True)
+            elif how == "recv":
+                group.send(full(cupy, 2), 1 - group.rank)
+                work = group.recv(1 - group.rank, out=out, async_op=True)
+            else:  # the root's array is on the host
+                out = full(cupy, 2) if group.rank == 0 else full(cupy, 0)
+                stream.synchronize()
+                given = np.full(COUNT, 2, np.float32) if group.rank == 0 else None
+                work = group.broadcast(given, 0, out=None if group.rank == 0 else out, async_op=True)
+            eventually(work.done, "it is done")
+            assert all_are(out, 2)
+            group.synchronize()
+
+    world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("lanes", EACH_ITS_OWN_GPU)
+@pytest.mark.parametrize("how", ["strided", "wire"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_an_array_may_be_dropped_in_the_stream_that_made_it(cupy: StandIn, lanes: str, how: str, async_op: bool) -> None:
+    """Its memory may be used again in that stream, whatever the operation's stream still has to do."""
+    if (lanes, how) == ("nccl", "wire"):
+        pytest.skip("NCCL has no such operation")
+
+    def body(group: ProcessGroup) -> None:
+        first, second = own_stream(cupy), own_stream(cupy)
+        with first:
+            x = cupy.asarray(np.ones((4096, 2), np.float32))
+        first.synchronize()
+        with second:
+            options = {"wire": "int8"} if how == "wire" else {}
+            result: Any = group.all_reduce(x.reshape(-1) if how == "wire" else x[:, 0], async_op=async_op, **options)
+            with first:
+                del x
+            first.synchronize()
+            if async_op:
+                result = result.wait()
+            np.testing.assert_array_equal(cupy.asnumpy(result), 2)
+
+    world(cupy, lanes, 2, body)
+    assert not cupy.machine.faults
+
+
+@pytest.mark.parametrize("lanes", ["simulated", "hybrid"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_output_may_be_dropped_in_the_stream_that_made_it(cupy: StandIn, lanes: str, size: int) -> None:
+    released: list[bool] = []
+    cupy.machine.copying = lambda direction, gpu, size_bytes: direction == "down" or bool(released)
+
+    def body(group: ProcessGroup) -> None:
+        first = own_stream(cupy)
+        with first:
+            x, out = full(cupy, 1, np.int16), cupy.asarray(np.zeros(COUNT, np.int16))
+            released.append(True)
+            first.synchronize()
+            released.clear()
+        group.barrier()
+        with own_stream(cupy):
+            group.all_reduce(x, out=out)
+            del out
+        first.synchronize()
+        released.append(True)
+        cupy.machine.settle()
+
+    world(cupy, lanes, size, body)
+    assert not cupy.machine.faults
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_later_waiter_waits_for_nothing_but_the_result(cupy: StandIn, lanes: str) -> None:
+    """What the first waiter's stream was given since may need this very rank, and takes no graph into that stream's capture."""
+
+    def body(group: ProcessGroup) -> None:
+        first, later = own_stream(cupy), own_stream(cupy)
+        with first:
+            work = group.all_reduce(full(cupy, 1), out=strided(cupy), async_op=True)
+            work.wait(host=True)
+            released: list[bool] = []
+            first.fake.enqueue(lambda: bool(released))
+        is_captured(first, True)
+        with later:
+            np.testing.assert_array_equal(cupy.asnumpy(work.wait()), 2)
+        is_captured(first, False)
+        released.append(True)
+
+    world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("lanes", ["simulated", "hybrid"])
+def test_what_is_late_in_one_stream_does_not_delay_copies_for_another(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        late, other = own_stream(cupy), own_stream(cupy)
+        with late:
+            into = full(cupy, 0)
+        with other:
+            wanted = full(cupy, 0)
+        late.synchronize()
+        other.synchronize()
+        group.barrier()
+        if group.rank == 0:
+            released: list[bool] = []
+            with late:
+                late.fake.enqueue(lambda: bool(released))
+                group.recv(1, tag=1, out=into)
+            with other:
+                np.testing.assert_array_equal(cupy.asnumpy(group.recv(1, tag=2, out=wanted)), 7)
+            released.append(True)
+            with late:
+                np.testing.assert_array_equal(cupy.asnumpy(into), 7)
+        else:
+            group.send(np.full(COUNT, 7, np.float32), 0, tag=1)
+            group.send(np.full(COUNT, 7, np.float32), 0, tag=2)
+
+    world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("lanes", ["simulated", "hybrid"])
+@pytest.mark.parametrize("operation", ["all_reduce", "int16", "all_gather", "broadcast", "all_to_all"])
+def test_operations_begun_before_a_capture_leave_the_captured_stream_alone(cupy: StandIn, lanes: str, operation: str) -> None:
+    """Whatever of them has to be done in the meantime."""
+    captured = threading.Event()
+
+    def begun(group: ProcessGroup, x: Any) -> Any:
+        if operation == "all_to_all":
+            return group.all_to_all([x, x], async_op=True)
+        if operation == "broadcast":
+            return group.broadcast(x, 1, async_op=True)
+        return getattr(group, "all_reduce" if operation == "int16" else operation)(x, async_op=True)
+
+    def body(group: ProcessGroup) -> None:
+        with own_stream(cupy) as stream:
+            x = full(cupy, 1, np.int16 if operation == "int16" else np.float32)
+            stream.synchronize()
+            if group.rank == 0:
+                work = begun(group, x)
+                is_captured(stream, True)
+                captured.set()
+                SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.2)
+                is_captured(stream, False)
+            else:
+                captured.wait(20)
+                work = begun(group, x)
+            found = work.wait()
+            result = found[0] if isinstance(found, list) else found
+            expected = 1 if operation in ("all_gather", "all_to_all", "broadcast") else group.size
+            np.testing.assert_array_equal(cupy.asnumpy(result), expected)
+            group.barrier()
+
+    world(cupy, lanes, 2, body)
+    assert not cupy.machine.faults
+
+
+def test_a_host_array_goes_up_without_waiting_for_the_callers_stream(cupy: StandIn) -> None:
+    """Whatever its size, as long as pinned memory is free: an asynchronous call returns at once."""
+    staging = Staging(device_of(cupy, 0), slot_bytes=64, slots=2)
+    values = np.arange(1000.0)
+    with own_stream(cupy) as busy:
+        free: list[bool] = []
+        busy.fake.enqueue(lambda: bool(free))
+        there = staging.to_device(values)
+        values[:] = 0
+        free.append(True)
+        np.testing.assert_array_equal(cupy.asnumpy(there), np.arange(1000.0))
+
+
+def test_who_gives_a_time_waits_for_the_gpu_so_long(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_module, "COPY_SECONDS", 0.02)
+    free = threading.Event()
+    with own_stream(cupy) as busy:
+        x = full(cupy, 1)
+        busy.fake.enqueue(free.is_set)
+        landing = Landing(x)
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0\.02 s"):
+            landing.settle(SYSTEM_CLOCK, FOREVER)
+        SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.1, free.set)
+        landing.settle(SYSTEM_CLOCK, SYSTEM_CLOCK.now() + 60.0)
+        assert not busy.fake.tasks
