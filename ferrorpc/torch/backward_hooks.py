@@ -279,7 +279,7 @@ def _nearest_leaf(node: Any) -> Any:
     waiting, seen = deque([node]), {node}
     while waiting:
         node = waiting.popleft()
-        if hasattr(node, "variable"):
+        if isinstance(node, torch._C._functions.AccumulateGrad):
             return node
         fresh = [after for after, _ in node.next_functions if after is not None and after not in seen]
         waiting.extend(fresh)

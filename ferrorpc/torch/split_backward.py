@@ -114,7 +114,7 @@ def _continue_from_an_edge() -> None:
 
 def _leaves(nodes: Iterable[Any]) -> list[Any]:
     """The leaves among the nodes and all nodes that can be reached from them."""
-    return [each for each in _all_after(nodes) if hasattr(each, "variable")]
+    return [each for each in _all_after(nodes) if isinstance(each, torch._C._functions.AccumulateGrad)]
 
 
 def _all_after(nodes: Iterable[Any]) -> Iterator[Any]:

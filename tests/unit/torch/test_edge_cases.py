@@ -160,6 +160,27 @@ def test_gradients_that_are_only_asked_for_are_each_ranks_own_affair(of_paramete
         check_close(steps[0], reference(3, lambda m, rank, s=step: m(batch(rank, s)).square().sum().backward()))
 
 
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = 0.5  # leaves have their tensor under this name
+        return x * ctx.variable
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.variable
+
+
+def test_a_function_of_ones_own_is_not_taken_for_a_leaf() -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group)
+        ddp.module.register_forward_hook(lambda _, __, y: Halved.apply(y))
+        torch.autograd.grad(ddp(batch(0)).sum(), list(ddp.parameters()))
+        return ddp.sent_bytes
+
+    assert run_world(2, body) == [0, 0]
+
+
 def test_a_backward_pass_to_some_inputs_alone_averages_those() -> None:
     def body(group):
         ddp = DistributedDataParallel(network(), group)
