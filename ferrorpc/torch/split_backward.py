@@ -6,6 +6,9 @@ computed, and later propagated to these weights alone (the idea of Qi et al., "Z
 arXiv:2401.10241). The same holds for the node of an output that does not depend on the inputs; its gradient is known from the
 beginning. A weight that several such nodes lead to would get several separate gradients, so its gradient is computed with the
 inputs'. The traversal costs O(nodes) in Python.
+
+Autograd runs the hooks of such a node's tensors in both parts. In the second they are given zeros, because what they returned
+in the first is already in the gradient that was kept; so what a hook adds up, as `retain_grad()` does, is added up once.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import Any, Final
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ferrorpc.errors import UsageError
 
 _FIRST_EDGE: Final = threading.Lock()
 
@@ -37,6 +42,9 @@ class SplitBackward:
         self._outputs = list(outputs)
         self._edges = [get_gradient_edge(each) for each in self._outputs]
         self._arrived: dict[Any, tuple[torch.Tensor | None, ...]] = {}
+        self._versions: dict[Any, list[int]] = {}
+        """Of the gradients that arrived: they show whether something was written there later."""
+        self._zeros: dict[Any, torch.Tensor] = {}
         self._given: list[torch.Tensor | None] = []
         ends = {get_gradient_edge(each).node for each in self._inputs}
         starts = {edge.node for edge in self._edges}
@@ -61,7 +69,7 @@ class SplitBackward:
         if not self._input_paths:
             return
         nodes = self._input_paths.intersection(self._later)
-        hooks = [node.register_prehook(partial(self._arrived.__setitem__, node)) for node in nodes]
+        hooks = [node.register_prehook(partial(self._keep, node)) for node in nodes]
         try:
             wanted = [*self._inputs, *self._shared]
             torch.autograd.backward(self._outputs, self._given, retain_graph=True, inputs=wanted)
@@ -70,7 +78,11 @@ class SplitBackward:
                 hook.remove()
 
     def weight(self) -> None:
-        """Adds the gradients of all weights that `input` left out."""
+        """Adds the gradients of all weights that `input` left out.
+
+        Raises:
+            UsageError: a gradient that was kept has been changed in place.
+        """
         if not self._input_paths:
             torch.autograd.backward(self._outputs, self._given)
             return
@@ -80,19 +92,35 @@ class SplitBackward:
             else:
                 roots = [(edge, grad) for edge, grad in zip(self._edges, self._given, strict=True) if edge.node == node]
                 torch.autograd.backward(*zip(*roots, strict=True), inputs=weights)
+        self._zeros.clear()
+
+    def _keep(self, node: Any, arrived: tuple[torch.Tensor | None, ...]) -> None:
+        self._arrived[node] = arrived
+        self._versions[node] = _versions(arrived)
 
     def _continue_from(self, node: Any, weights: Sequence[torch.Tensor]) -> None:
-        """Propagates the gradient that arrived at a node to these weights."""
+        """Propagates the gradient that arrived at a node to these weights. Raises as `weight`."""
         arrived = self._arrived.get(node, ())
-        roots = [(GradientEdge(node, place), grad) for place, grad in enumerate(arrived) if grad is not None]
+        roots = [(GradientEdge(node, place), self._zeros_like(grad)) for place, grad in enumerate(arrived) if grad is not None]
         if not roots:
             return
-        # Hooks of tensors run again, on what they have already changed; this hook runs after them.
-        hook = node.register_prehook(lambda _: arrived)
+        if _versions(arrived) != self._versions[node]:
+            raise UsageError(
+                f"the gradient that {node.name()} got was changed in place before the second part of a split backward pass",
+                hint="let hooks and functions return a new gradient, or pass split=False to ferrorpc.torch.Stage",
+            )
+        hook = node.register_prehook(lambda _: arrived)  # runs after the tensors' hooks
         try:
             torch.autograd.backward(*zip(*roots, strict=True), inputs=weights)
         finally:
             hook.remove()
+
+    def _zeros_like(self, grad: torch.Tensor) -> torch.Tensor:
+        """Zeros, which several nodes may be given one after the other unless a hook writes to them."""
+        key = (grad.shape, grad.dtype, grad.device, grad.layout)
+        if key not in self._zeros or any(_versions([self._zeros[key]])):
+            self._zeros[key] = torch.zeros_like(grad)
+        return self._zeros[key]
 
     def _leaves_beside(self, node: Any) -> list[Any]:
         """The leaves that a node on an input path leads to by edges off these paths."""
@@ -115,6 +143,11 @@ def _continue_from_an_edge() -> None:
 def _leaves(nodes: Iterable[Any]) -> list[Any]:
     """The leaves among the nodes and all nodes that can be reached from them."""
     return [each for each in _all_after(nodes) if isinstance(each, torch._C._functions.AccumulateGrad)]
+
+
+def _versions(grads: Iterable[torch.Tensor | None]) -> list[int]:
+    """How often each was written to."""
+    return [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
 
 
 def _all_after(nodes: Iterable[Any]) -> Iterator[Any]:

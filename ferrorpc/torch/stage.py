@@ -54,8 +54,10 @@ class Stage:
     Args:
         module: any torch module. Its own state, such as running statistics, is updated by every microbatch.
         split: whether schedules may split its backward pass in two. Pass False for modules whose graph is one node, such as
-            compiled ones, which would do everything twice; and for re-entrant checkpoints, which torch refuses then. Hooks of
-            tensors may be called in both parts; what they return counts once.
+            compiled ones, which would do everything twice; for checkpoints, which would run again for each weight (and count
+            in running statistics; torch refuses re-entrant ones); and for functions of one's own whose backward does more than
+            return gradients, such as adding to a `main_grad`, because where inputs and weights meet it runs in both parts.
+            Hooks of tensors do, too, and are given zeros in the second.
 
     Raises:
         UsageError: it is no torch module.

@@ -1,0 +1,137 @@
+"""Hooks of tensors, retained gradients and functions of one's own, in backward passes that are split in two."""
+
+from __future__ import annotations
+
+import pytest
+
+from ferrorpc.errors import UsageError
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+Stage = pytest.importorskip("ferrorpc.torch").Stage
+WIDTH, ROWS = 4, 3
+
+
+class Changed(nn.Module):
+    """Two layers; `watch` is given what is between them, and returns it or something made of it."""
+
+    def __init__(self, watch) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.watch = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), watch
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.watch(self.first(x))))
+
+
+def gradients(module: nn.Module, is_split: bool) -> list:
+    """Of the input and the parameters, after two microbatches."""
+    module.zero_grad()
+    stage, found = Stage(module, split=is_split), []
+    for microbatch in range(2):
+        y, context = stage.forward(torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH) / 10 - microbatch)
+        if is_split:
+            found.append(stage.backward_input(context, torch.ones_like(y)))
+            stage.backward_weight(context, torch.ones_like(y))
+        else:
+            found.append(stage.backward(context, torch.ones_like(y)))
+    return [*found, *(each.grad.clone() for each in module.parameters())]
+
+
+def check_same(module: nn.Module) -> None:
+    for split, whole in zip(gradients(module, True), gradients(module, False), strict=True):
+        assert torch.equal(split, whole)
+
+
+def test_hooks_of_tensors_may_change_the_gradient_in_place():
+    def watch(hidden):
+        hidden.register_hook(lambda grad: grad.mul_(0.5).add_(1))
+        return hidden
+
+    check_same(Changed(watch))
+
+
+def test_what_hooks_of_tensors_add_up_is_added_once():
+    totals = []
+
+    def watch(hidden):
+        hidden.register_hook(lambda grad: totals.append(grad.sum()))
+        return hidden
+
+    module = Changed(watch)
+    gradients(module, True)
+    split = sum(totals)
+    totals.clear()
+    gradients(module, False)
+    assert split == sum(totals)
+
+
+def test_retained_gradients_are_those_of_a_whole_backward_pass():
+    kept = []
+
+    def watch(hidden):
+        hidden.retain_grad()
+        kept.append(hidden)
+        return hidden
+
+    module = Changed(watch)
+    gradients(module, True)
+    gradients(module, False)
+    for split, whole in zip(kept[:2], kept[2:], strict=True):
+        assert torch.equal(split.grad, whole.grad)
+
+
+class HalvesInPlace(torch.autograd.Function):
+    """x @ weight, whose backward pass changes the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad.mul_(0.5)
+        return grad @ weight.T, x.T @ grad
+
+
+class ByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) + 1)
+
+    def forward(self, x):
+        return HalvesInPlace.apply(x, self.weight)
+
+
+def test_a_function_that_changes_the_gradient_in_place_is_refused():
+    with pytest.raises(UsageError, match=r"HalvesInPlaceBackward.*changed in place.*\n.*split=False"):
+        gradients(ByHand(), True)
+    assert len(gradients(ByHand(), False)) == 3
+
+
+class Doubled(torch.autograd.Function):
+    """Keeps a number under the name that leaves have for their tensor."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.variable = 2.0
+        return weight * ctx.variable
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.variable
+
+
+class OfDoubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x @ Doubled.apply(self.layer.weight) + self.layer.bias
+
+
+def test_a_function_may_keep_something_under_the_name_variable():
+    check_same(OfDoubled())
