@@ -25,7 +25,8 @@ class Stage(Protocol):
     With these two, schedules like ZB1P and ZBV fill their idle time with `backward_weight`; `backward` is not needed then.
     `parameters()` or `named_parameters()`, as modules have them, tell the kind of arrays that the stage computes with, and
     allow weights to be tied to another stage's. An attribute `like` that is an array tells the kind, too. An attribute
-    `needs_grad_x` is set by the pipeline: False if the gradient of x is not needed, because x comes from the batch.
+    `needs_grad_x` is set by the pipeline before each call: False if the gradient of x is not needed, because x comes from the
+    batch.
     """
 
     def forward(self, x: Any) -> tuple[Any, Any]:
@@ -60,8 +61,6 @@ class Piece:
                 hint="a stage has forward(x) -> (y, context) and backward(context, grad_y) -> grad_x; "
                 "a torch module becomes one by ferrorpc.torch.Stage(module)",
             )
-        if hasattr(stage, "needs_grad_x"):
-            stage.needs_grad_x = number > 0
         self._stage = stage
         self._contexts: dict[int, Any] = {}
         self._shapes: dict[int, Shapes] = {}
@@ -92,9 +91,15 @@ class Piece:
         parameters = getattr(self._stage, "parameters", None)
         return {str(place): each for place, each in enumerate(parameters())} if callable(parameters) else {}
 
+    def _told(self) -> Any:
+        """The stage, told whether the gradient of x is needed. Each time, because it may be in other pipelines, too."""
+        if hasattr(self._stage, "needs_grad_x"):
+            self._stage.needs_grad_x = self.number > 0
+        return self._stage
+
     def forward(self, microbatch: int, x: Any, keep_context: bool) -> Any:
         """Returns y. Without a kept context there can be no backward."""
-        y, context = pair_of(self._stage.forward(x), f"stage {self.number}'s forward", "(y, context)")
+        y, context = pair_of(self._told().forward(x), f"stage {self.number}'s forward", "(y, context)")
         if keep_context:
             self._contexts[microbatch] = context
             if self.number > 0:  # nobody takes the gradient of what comes from the batch
@@ -103,12 +108,12 @@ class Piece:
 
     def backward(self, microbatch: int, grad_y: Any) -> Any:
         """Returns the gradient of x, and frees the context. Raises UsageError if it has not the shape of x."""
-        context = self._contexts.pop(microbatch)
-        whole = getattr(self._stage, "backward", None)
+        context, stage = self._contexts.pop(microbatch), self._told()
+        whole = getattr(stage, "backward", None)
         if whole is not None:
             return self._checked(microbatch, whole(context, grad_y))
-        grad_x = self._checked(microbatch, self._stage.backward_input(context, grad_y))
-        self._stage.backward_weight(context, grad_y)
+        grad_x = self._checked(microbatch, stage.backward_input(context, grad_y))
+        stage.backward_weight(context, grad_y)
         return grad_x
 
     def backward_input(self, microbatch: int, grad_y: Any) -> Any:
@@ -117,7 +122,7 @@ class Piece:
             return self.backward(microbatch, grad_y)
         context = self._contexts.pop(microbatch)
         self._weights_due[microbatch] = (context, grad_y)
-        return self._checked(microbatch, self._stage.backward_input(context, grad_y))
+        return self._checked(microbatch, self._told().backward_input(context, grad_y))
 
     def _checked(self, microbatch: int, grad_x: Any) -> Any:
         check_like(grad_x, self._shapes.pop(microbatch, None), f"stage {self.number}'s gradient of x", "x")
@@ -126,7 +131,7 @@ class Piece:
     def backward_weight(self, microbatch: int) -> None:
         """Does what `backward_input` left to do, if anything, and frees the context."""
         if microbatch in self._weights_due:
-            self._stage.backward_weight(*self._weights_due[microbatch])
+            self._told().backward_weight(*self._weights_due[microbatch])
             del self._weights_due[microbatch]
 
     def leave_out(self, microbatch: int) -> None:

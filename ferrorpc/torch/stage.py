@@ -63,7 +63,8 @@ class Stage:
         UsageError: it is no torch module.
 
     Attributes:
-        needs_grad_x: whether gradients of inputs are computed. Pipelines set it to False for the model's first stage.
+        needs_grad_x: whether gradients of inputs are computed. Pipelines set it before each call: to False if it is the model's
+            first stage.
     """
 
     def __init__(self, module: torch.nn.Module, split: bool = True) -> None:

@@ -88,3 +88,38 @@ def test_a_stage_may_have_no_gradient_of_a_part_of_x():
     run_world(1, lambda group: Pipeline([Pair(), Sum(1)], group, "zb1p", 2).step(*batch(4), half_square))
     with pytest.raises(UsageError, match=r"stage 1's gradient of x: has shape \(2, 6\), but x has \(2, 1\)"):
         run_world(1, lambda group: Pipeline([Pair(), PartlyWrong(1)], group, "zb1p", 2).step(*batch(4), half_square))
+
+
+def test_a_stage_may_be_in_several_pipelines_at_several_places():
+    """Each tells it anew whether the gradient of x is needed."""
+
+    class Told(Layer):
+        needs_grad_x = True
+
+        def forward(self, x):
+            y, context = super().forward(x)
+            return y, (context, self.needs_grad_x)
+
+        def backward_input(self, context, grad_y):
+            told.append((context[1], self.needs_grad_x))
+            return super().backward_input(context[0], grad_y)
+
+        def backward_weight(self, context, grad_y):
+            super().backward_weight(context[0], grad_y)
+
+        def backward(self, context, grad_y):
+            grad_x = self.backward_input(context, grad_y)
+            self.backward_weight(context, grad_y)
+            return grad_x
+
+    told: list[tuple[bool, bool]] = []
+
+    def body(group):
+        first, last = Layer(0), Told(1)
+        both = Pipeline([first, last], group, "interleaved", 1)
+        alone = Pipeline(last, group, "zb1p", 1)
+        for pipe in (both, alone, both):
+            pipe.step(*batch(4), half_square)
+
+    run_world(1, body)
+    assert told == [(True, True), (False, False), (True, True)]
