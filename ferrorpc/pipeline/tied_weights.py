@@ -31,18 +31,16 @@ class TiedWeight:
     Args:
         number: of the tied weight.
         names: the parameter's name in each piece that holds a copy, in ascending order of pieces.
-        pieces: this rank's.
         placement: the rank of each piece.
         rank: this rank.
 
     Attributes:
-        own: the copies on this rank, by piece.
+        own: the copies on this rank, by piece, as they were when they were looked up.
     """
 
-    def __init__(
-        self, number: int, names: Mapping[int, str], pieces: Mapping[int, Piece], placement: Sequence[int], rank: int
-    ) -> None:
-        self.own = {piece: pieces[piece].named_parameters()[name] for piece, name in names.items() if placement[piece] == rank}
+    def __init__(self, number: int, names: Mapping[int, str], placement: Sequence[int], rank: int) -> None:
+        self.own: dict[int, Any] = {piece: None for piece in names if placement[piece] == rank}
+        self._names = names
         self._holders = list(names)
         self._number = number
         self._remote = [piece for piece in names if placement[piece] != rank]
@@ -50,6 +48,17 @@ class TiedWeight:
         """The first holder on each other rank: a rank receives once, for all of its copies."""
         self._backwards_left = len(self.own)
         self._grads_before: dict[int, Any] = {}
+
+    def look_up(self, parameters: Mapping[int, Mapping[str, Any]]) -> None:
+        """Finds the copies on this rank among the parameters of each piece. Raises UsageError if one is not there any more."""
+        for piece in self.own:
+            name = self._names[piece]
+            if name not in parameters[piece]:
+                raise UsageError(
+                    f"the tied weight '{piece}/{name}' is not there any more",
+                    hint=f"stage {piece} has {', '.join(parameters[piece]) or 'none'}; tie these in a new Pipeline",
+                )
+            self.own[piece] = parameters[piece][name]
 
     def broadcast(self, exchange: Exchange) -> None:
         """Gives all copies the value of the first one."""
@@ -155,7 +164,8 @@ class TiedWeights:
         named = [_holders(names, len(placement)) for names in tied]
         if named:
             _check(named, _all_weights(named, pieces, group))
-        self._weights = [TiedWeight(number, names, pieces, placement, group.rank) for number, names in enumerate(named)]
+        self._weights = [TiedWeight(number, names, placement, group.rank) for number, names in enumerate(named)]
+        self._pieces = {number: piece for number, piece in pieces.items() if self.in_piece(number)}
 
     def in_piece(self, piece: int) -> bool:
         """Whether a piece of this rank has a tied weight: then its gradients are complete only at the end of the step."""
@@ -171,11 +181,13 @@ class TiedWeights:
 
     def broadcast(self, exchange: Exchange) -> None:
         """Gives all copies of each weight the value of the first one."""
+        self._look_up()
         for weight in self._weights:
             weight.broadcast(exchange)
 
     def begin_step(self) -> None:
-        """Must be called before the first backward."""
+        """Must be called before the first backward. Raises UsageError if a tied weight is not there any more."""
+        self._look_up()
         for weight in self._weights:
             weight.begin_step()
 
@@ -188,6 +200,12 @@ class TiedWeights:
         """Gives all copies of each weight the sum of their gradients."""
         for weight in self._weights:
             weight.sum_gradients(exchange)
+
+    def _look_up(self) -> None:
+        """Finds the copies on this rank. Each time, because modules may replace their parameters."""
+        parameters = {number: piece.named_parameters() for number, piece in self._pieces.items()}
+        for weight in self._weights:
+            weight.look_up(parameters)
 
 
 def _holders(names: Sequence[str], pieces: int) -> dict[int, str]:

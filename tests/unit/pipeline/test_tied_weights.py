@@ -257,3 +257,33 @@ class TestOnGradients:
         assert isinstance(second, RuntimeError)
         assert isinstance(first, GroupAbortedError)
         assert "RuntimeError: no room for it" in first.cause
+
+
+def test_a_tied_parameter_may_be_replaced_between_steps():
+    """As `load_state_dict(assign=True)` does."""
+
+    def body(group):
+        stage = Times(2.0)
+        pipe = Pipeline(stage, group, "1f1b", 2, tied=[("0/weight", "1/weight")])
+        pipe.step(ONES, ONES, total, reduction="sum")
+        stage.weight = Parameter(np.array([3.0]))
+        pipe.step(ONES, ONES, total, reduction="sum")
+        return stage.weight.grad.item()
+
+    assert run_world(2, body) == [2 * 3 * 4, 2 * 3 * 4]
+
+
+def test_a_tied_parameter_that_is_gone_is_an_error_on_every_rank():
+    """As after a parametrization of it."""
+
+    def body(group):
+        stage = Times(2.0)
+        pipe = Pipeline(stage, group, "1f1b", 2, tied=[("0/weight", "1/weight")])
+        if group.rank == 0:
+            stage.named_parameters = lambda: iter([("original", stage.weight)])
+        pipe.step(ONES, ONES, total, reduction="sum")
+
+    first, second = run_world(2, body, return_exceptions=True)
+    assert isinstance(first, UsageError)
+    assert isinstance(second, GroupAbortedError)
+    assert "the tied weight '0/weight' is not there any more" in second.cause
