@@ -166,9 +166,9 @@ def check_like(grad: Any, shapes: Shapes, what: str, of: str) -> None:
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """The value times a factor, in its dtype. A factor of 1 returns the value itself."""
-    if factor == 1.0 or value is None:
-        return value
+    """The value times a factor, in its dtype, as a new array."""
+    if value is None:
+        return None
     if isinstance(value, tuple):
         return tuple(scaled(each, factor) for each in value)
     product = value * factor

@@ -66,7 +66,8 @@ class TrainingBatch(BatchIO):
         if grad is None and y is not None:
             raise UsageError("loss_fn returned None as the gradient of y", hint=f"return {_LOSS}")
         check_like(grad, shapes_of(y), "loss_fn's gradient of y", "y")
-        self._grads[microbatch] = scaled(grad, weight)
+        # Also where the weight is 1 a gradient is copied: loss_fn may write that of the next microbatch to the same array.
+        self._grads[microbatch] = grad if len(self._targets) == 1 else scaled(grad, weight)
         share = _weighted(loss, weight)
         self.loss = share if self.loss is None else self.loss + share
 

@@ -7,7 +7,7 @@ import pytest
 
 from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.testing import run_world
-from tests.unit.pipeline.stages import Layer, batch, half_square
+from tests.unit.pipeline.stages import Layer, batch, gradients, half_square, half_square_sum, one_process
 
 
 class Cube:
@@ -58,3 +58,26 @@ def test_earlier_stages_get_the_gradient_of_their_output_in_its_shape(name: str)
     assert loss == pytest.approx(np.einsum("nij,j,i->", x, [1, 2, 3], [1, 2]))
     np.testing.assert_allclose(first, np.einsum("nij,i->j", x, [1, 2]))
     np.testing.assert_allclose(second, np.einsum("nij,j->i", x, [1, 2, 3]))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb1p"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_fn_may_write_each_gradient_to_the_same_array(name: str, reduction: str):
+    """With "sum" a gradient that waited for its backward pass was overwritten by the next microbatch's."""
+    loss = half_square if reduction == "mean" else half_square_sum
+
+    def body(group):
+        stage, buffer = Layer(group.rank), np.empty((2, 6))
+
+        def loss_fn(y, target):
+            value, buffer[:] = loss(y, target)
+            return value, buffer
+
+        Pipeline(stage, group, name, 3).step(*batch(6), loss_fn, reduction)
+        return gradients([stage])
+
+    alone = [Layer(0), Layer(1)]
+    one_process(alone, *batch(6), loss, 3, mean=reduction == "mean")
+    first, last = run_world(2, body)
+    for found, wanted in zip(first + last, gradients(alone), strict=True):
+        np.testing.assert_array_equal(found, wanted)
