@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -103,12 +103,8 @@ class Stage:
         inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if is_tuple else (x,)))
         with torch.enable_grad():
             y = self.module(*(_module_input(each, self.needs_grad_x) for each in inputs))
-        outputs = y if isinstance(y, tuple) else (y,)
-        detached = tuple(
-            # A tensor that is returned twice is copied: what one stage writes to its own must not change the other's.
-            _detached(each, self.module, is_repeated=any(each is before for before in outputs[:place]))
-            for place, each in enumerate(outputs)
-        )
+            outputs = tuple(_output(each, self.module) for each in (y if isinstance(y, tuple) else (y,)))
+        detached = tuple(_detached(each, outputs[:place]) for place, each in enumerate(outputs))
         return (detached if isinstance(y, tuple) else detached[0]), Context(inputs, outputs, is_tuple)
 
     def backward(self, context: Context, grad_y: Any) -> Any:
@@ -204,7 +200,8 @@ def _leaf(x: Any, needs_grad: bool = True) -> Any:
     return x.detach().requires_grad_(needs_grad and (x.is_floating_point() or x.is_complex()))
 
 
-def _detached(y: Any, module: torch.nn.Module, is_repeated: bool) -> Any:
+def _output(y: Any, module: torch.nn.Module) -> Any:
+    """An output, checked; a copy if it is in the memory of the module's state, which later microbatches may change."""
     if y is None:
         return None
     if not isinstance(y, torch.Tensor):
@@ -212,7 +209,19 @@ def _detached(y: Any, module: torch.nn.Module, is_repeated: bool) -> Any:
             f"{type(module).__name__} returned a {type(y).__name__}, which cannot go on to the next stage",
             hint="wrap the module in one that returns a tensor, or a tuple of tensors and Nones",
         )
-    return y.detach().clone() if is_repeated else y.detach()
+    is_new = y.grad_fn is not None and not y._is_view() and not y._version
+    return y if is_new or not _shares_memory(y, chain(module.parameters(), module.buffers())) else y.clone()
+
+
+def _detached(y: Any, before: Iterable[Any]) -> Any:
+    """An output for the next stage; a copy if it shares memory with one before, which another stage may write to."""
+    if y is None:
+        return None
+    return y.detach().clone() if _shares_memory(y, before) else y.detach()
+
+
+def _shares_memory(y: torch.Tensor, others: Iterable[Any]) -> bool:
+    return any(each is y or torch._C._is_alias_of(y, each) for each in others if each is not None)
 
 
 def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

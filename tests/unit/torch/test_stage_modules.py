@@ -96,17 +96,19 @@ def test_what_cannot_go_on_to_the_next_stage_is_named():
         Stage(linear(0)).forward(batch()[0].numpy())
 
 
-def test_a_stage_that_writes_to_what_it_is_given_does_so_to_its_own():
-    """Also when another stage of this rank was given the same tensor."""
+class Sum(nn.Module):
+    def forward(self, x, y):
+        return x.flatten(1) + y
+
+
+@pytest.mark.parametrize("again", [lambda y: y, lambda y: y.view(-1, 2, WIDTH // 2)])
+def test_a_stage_that_writes_to_what_it_is_given_does_so_to_its_own(again):
+    """Also when another stage of this rank was given the same tensor, or a view of it."""
 
     class Twice(nn.Module):
         def forward(self, x):
             y = x * 1
-            return y, y
-
-    class Sum(nn.Module):
-        def forward(self, x, y):
-            return x + y
+            return y, again(y)
 
     schedule = schedules.looped_bfs(1, 2, chunks=3).with_edges([(0, 1), (0, 2), (1, 2)])
     modules = [Twice(), nn.ReLU(inplace=True), Sum()]
@@ -125,3 +127,46 @@ def test_a_lazy_module_gets_its_shapes_in_the_first_step():
         return Pipeline(Stage(nn.LazyLinear(WIDTH)), group, "gpipe", 2).step(*batch(), with_gradient(loss_of))
 
     assert run_world(1, body)[0].isfinite()
+
+
+class Counting(nn.Module):
+    """Returns its own state beside its output: a count of microbatches, and what it computed last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = linear(0), nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("latest", torch.zeros(ROWS // MICROBATCHES, WIDTH))
+
+    def forward(self, x):
+        self.count += 1
+        self.latest = self.latest.detach()
+        self.latest.copy_(self.layer(x))
+        return self.latest.view(-1, 2, WIDTH // 2), self.count, self.shift
+
+
+class Weighing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(1)
+
+    def forward(self, x, count, shift):
+        return self.layer(x.flatten(1)) * count + shift
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_module_may_return_its_own_state_which_later_microbatches_change(ranks: int):
+    """Whether the stage after is on this rank or on another one."""
+    schedule = schedules.looped_bfs(ranks, MICROBATCHES, chunks=2 // ranks)
+    modules, alone = [Counting(), Weighing()], [Counting(), Weighing()]
+
+    def body(group):
+        stages = [Stage(modules[number]) for number in schedule.pieces(group.rank)]
+        Pipeline(stages, group, schedule).step(*batch(), with_gradient(loss_of))
+
+    run_world(ranks, body)
+    for part, wanted in zip(*(each.chunk(MICROBATCHES) for each in batch()), strict=True):
+        (loss_of(alone[1](*alone[0](part)), wanted) / MICROBATCHES).backward()
+    for module, same in zip(modules, alone, strict=True):
+        for found, wanted in zip(module.parameters(), same.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, wanted.grad)
