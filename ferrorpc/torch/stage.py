@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -104,8 +104,8 @@ class Stage:
         with torch.enable_grad():
             y = self.module(*(_module_input(each, self.needs_grad_x) for each in inputs))
             outputs = tuple(_output(each, self.module) for each in (y if isinstance(y, tuple) else (y,)))
-        detached = tuple(_detached(each, outputs[:place]) for place, each in enumerate(outputs))
-        return (detached if isinstance(y, tuple) else detached[0]), Context(inputs, outputs, is_tuple)
+        detached = [_detached(each, outputs[:place]) for place, each in enumerate(outputs)]
+        return _in_form_of(y, detached), Context(inputs, outputs, is_tuple)
 
     def backward(self, context: Context, grad_y: Any) -> Any:
         """The whole backward pass. Returns the gradient of x."""
@@ -147,13 +147,12 @@ def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[An
         raise UsageError(f"criterion={criterion!r} is no function", hint=hint)
 
     def loss_fn(y: Any, target: Any) -> tuple[torch.Tensor, Any]:
-        leaves = tuple(_leaf(each) for each in y) if isinstance(y, tuple) else _leaf(y)
+        leaves = tuple(_leaf(each) for each in (y if isinstance(y, tuple) else (y,)))
         with torch.enable_grad():
-            loss = criterion(leaves, target)
+            loss = criterion(_in_form_of(y, [_module_input(each, is_from_stage=True) for each in leaves]), target)
         _check_loss(loss)
         loss.backward()
-        grads = tuple(map(_grad_of, leaves)) if isinstance(leaves, tuple) else leaves.grad
-        return loss.detach(), grads
+        return loss.detach(), _in_form_of(y, [_grad_of(each) for each in leaves])
 
     return loss_fn
 
@@ -172,7 +171,7 @@ def _check_loss(loss: Any) -> None:
 
 
 class _NonLeaf(torch.autograd.Function):
-    """Makes a non-leaf of a leaf, in the same memory, because modules may write to their input (`ReLU(inplace=True)`)."""
+    """Makes a non-leaf of a leaf, in the same memory: modules and losses may write to their input (`ReLU(inplace=True)`)."""
 
     @staticmethod
     def forward(context: Any, leaf: torch.Tensor) -> torch.Tensor:
@@ -184,7 +183,7 @@ class _NonLeaf(torch.autograd.Function):
 
 
 def _module_input(leaf: Any, is_from_stage: bool) -> Any:
-    """What the module gets for a leaf."""
+    """What the module, or the loss, gets for a leaf."""
     if leaf is not None and leaf.requires_grad:
         return _NonLeaf.apply(leaf)
     # Microbatches are views of one batch. Without `.data` autograd would treat writes to one as writes to all.
@@ -222,6 +221,11 @@ def _detached(y: Any, before: Iterable[Any]) -> Any:
 
 def _shares_memory(y: torch.Tensor, others: Iterable[Any]) -> bool:
     return any(each is y or torch._C._is_alias_of(y, each) for each in others if each is not None)
+
+
+def _in_form_of(y: Any, values: Sequence[Any]) -> Any:
+    """The values as a tuple, a named one, or by itself, as y is."""
+    return getattr(type(y), "_make", tuple)(values) if isinstance(y, tuple) else values[0]
 
 
 def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 
 from ferrorpc import schedules
@@ -170,3 +172,46 @@ def test_a_module_may_return_its_own_state_which_later_microbatches_change(ranks
     for module, same in zip(modules, alone, strict=True):
         for found, wanted in zip(module.parameters(), same.parameters(), strict=True):
             torch.testing.assert_close(found.grad, wanted.grad)
+
+
+def test_a_criterion_may_write_to_what_it_is_given():
+    """As one that masks logits does."""
+
+    def criterion(y, target):
+        y[:, 0] = 0
+        return loss_of(y, target)
+
+    def body(group):
+        stage = Stage(linear(0))
+        return Pipeline(stage, group, "gpipe", 2).step(*batch(), with_gradient(criterion)), stage.module
+
+    ((loss, module),) = run_world(1, body)
+    alone, (x, target) = linear(0), batch()
+    expected = criterion(alone(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(module.weight.grad, alone.weight.grad)
+
+
+class Scores(NamedTuple):
+    logits: Any
+    extra: Any
+
+
+class Scoring(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(0)
+
+    def forward(self, x):
+        return Scores(self.layer(x), None)
+
+
+def test_a_criterion_gets_a_named_tuple_as_the_module_returned_it():
+    def body(group):
+        return Pipeline(Stage(Scoring()), group, "gpipe", 2).step(
+            *batch(), with_gradient(lambda y, target: loss_of(y.logits, target))
+        )
+
+    x, target = batch()
+    torch.testing.assert_close(run_world(1, body)[0], loss_of(linear(0)(x), target).detach())
