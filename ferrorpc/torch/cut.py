@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
@@ -29,7 +31,7 @@ def cut(
     pieces: int,
     by: str = "parameters",
     *,
-    sample: torch.Tensor | None = None,
+    sample: Any = None,
     group: ProcessGroup | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[torch.nn.Sequential]:
@@ -40,19 +42,19 @@ def cut(
 
     Args:
         by: "parameters" counts them; "time" measures the forward and backward pass of each module on a sample.
-        sample: a microbatch of the model's input; needed for "time".
+        sample: a microbatch of the model's input, a tensor or a tuple of them; needed for "time".
         group: with "time", all its ranks must call this, and use what its rank 0 measured; leave it out in one process.
         clock: for the measurements.
 
     Raises:
         UsageError: the model is no Sequential, or has a forward() of its own; it has fewer modules than pieces, `by` is
-            unknown, or `sample` is missing.
+            unknown, or `sample` is missing; a module cannot be measured in this way.
     """
     _check(model, pieces)
     if not 1 <= pieces <= len(model):
         raise UsageError(f"{len(model)} modules cannot be cut into {pieces} pieces", hint="use fewer stages or chunks")
     if by == "parameters":
-        costs = [float(sum(each.numel() for each in module.parameters())) for module in model]
+        costs = [_size(name, module) for name, module in model._modules.items()]
     elif by == "time":
         if group is not None:
             group_given(group)
@@ -78,6 +80,14 @@ def _check(model: Any, pieces: Any) -> None:
         raise UsageError(f"pieces={pieces!r} is no whole number", hint="pass schedule.virtual_stages")
 
 
+def _size(name: str, module: torch.nn.Module) -> float:
+    """The number of elements of a module's parameters."""
+    if any(map(is_lazy, module.parameters())):
+        hint = 'run the model on a sample first, or cut by="time"'
+        raise UsageError(f"module {name!r} has no shapes yet, so that its parameters cannot be counted", hint=hint)
+    return float(sum(each.numel() for each in module.parameters()))
+
+
 def balanced(costs: Sequence[float], pieces: int) -> list[int]:
     """The cut of a sequence that minimises the largest cost of a piece and, among those, the sum of squared costs.
 
@@ -99,36 +109,49 @@ def balanced(costs: Sequence[float], pieces: int) -> list[int]:
     return best[len(costs)][2]
 
 
-def _times(model: torch.nn.Sequential, sample: torch.Tensor | None, clock: Clock) -> list[float]:
+def _times(model: torch.nn.Sequential, sample: Any, clock: Clock) -> list[float]:
     """Seconds of each module's forward and backward pass, measured on copies."""
     if sample is None:
         raise UsageError("time can be measured on a sample only", hint=_SAMPLE)
-    if not isinstance(sample, torch.Tensor):
-        raise UsageError(f"the sample is a {type(sample).__name__}", hint=f"{_SAMPLE}, as a tensor")
-    x = sample.detach().clone()
+    if not all(isinstance(each, torch.Tensor | None) for each in tree_leaves(sample)):
+        raise UsageError(f"the sample is a {type(sample).__name__}", hint=f"{_SAMPLE}, as a tensor or a tuple of tensors")
+    x = tree_map_only(torch.Tensor, lambda each: each.detach().clone(), sample)
     times = []
     with torch.random.fork_rng():
-        for module in model:
-            copied = copy.deepcopy(module)
+        for name, module in model._modules.items():
+            copied = _copy(name, module)
             times.append(min(_once(copied, x, clock) for _ in range(REPETITIONS)))
             with torch.no_grad():
                 x = copied(x)
     return times
 
 
-def _once(module: torch.nn.Module, x: torch.Tensor, clock: Clock) -> float:
-    copied = x.detach().requires_grad_(x.is_floating_point()).clone()  # which modules may write to, unlike to a leaf
+def _copy(name: str, module: torch.nn.Module) -> torch.nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except (RuntimeError, TypeError) as problem:
+        message = f"module {name!r} cannot be copied, to be timed: {problem}"
+        raise UsageError(message, hint='cut by="parameters"') from problem
+
+
+def _once(module: torch.nn.Module, x: Any, clock: Clock) -> float:
+    copied = tree_map_only(torch.Tensor, _non_leaf, x)
     start = _now(x, clock)
-    y = module(copied)
-    outputs = [each for each in (y if isinstance(y, tuple) else (y,)) if each is not None and each.requires_grad]
+    outputs = [each for each in tree_leaves(module(copied)) if isinstance(each, torch.Tensor) and each.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
     return _now(x, clock) - start
 
 
-def _now(x: torch.Tensor, clock: Clock) -> float:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+def _non_leaf(x: torch.Tensor) -> torch.Tensor:
+    """A copy, which modules may write to, unlike to a leaf."""
+    return x.detach().requires_grad_(x.is_floating_point()).clone()
+
+
+def _now(x: Any, clock: Clock) -> float:
+    for each in tree_leaves(x):
+        if isinstance(each, torch.Tensor) and each.is_cuda:
+            torch.cuda.synchronize(each.device)
     return clock.now()
 
 

@@ -48,8 +48,8 @@ class Stage:
 
         pipe = ferrorpc.Pipeline(ferrorpc.torch.Stage(module), group, schedule="zbv")
 
-    Several inputs are passed to the module as several arguments, and it may return a tuple of tensors and Nones. Gradients are
-    added to the parameters' `.grad`, as `loss.backward()` does.
+    Several inputs are passed to the module as several arguments (to a Sequential, which takes one, as a tuple), and it may
+    return a tuple of tensors and Nones. Gradients are added to the parameters' `.grad`, as `loss.backward()` does.
 
     Args:
         module: any torch module. Its own state, such as running statistics, is updated by every microbatch.
@@ -101,8 +101,10 @@ class Stage:
         """
         is_tuple = isinstance(x, tuple)
         inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if is_tuple else (x,)))
+        takes_tuple = is_tuple and type(self.module).forward is torch.nn.Sequential.forward
         with torch.enable_grad():
-            y = self.module(*(_module_input(each, self.needs_grad_x) for each in inputs))
+            given = tuple([_module_input(each, self.needs_grad_x) for each in inputs])
+            y = self.module(given) if takes_tuple else self.module(*given)
             outputs = tuple(_output(each, self.module) for each in (y if isinstance(y, tuple) else (y,)))
         detached = [_detached(each, outputs[:place]) for place, each in enumerate(outputs)]
         return _in_form_of(y, detached), Context(inputs, outputs, is_tuple)

@@ -7,12 +7,14 @@ from itertools import combinations, pairwise
 import pytest
 
 from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.testing import run_world
 from ferrorpc.testing.manual_clock import ManualClock
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
 from ferrorpc.torch.cut import balanced, cut  # noqa: E402
+from ferrorpc.torch.stage import Stage, with_gradient  # noqa: E402
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -43,6 +45,13 @@ def test_by_parameters_names_and_modules_stay():
     assert second[-1] is model[4]
     x = torch.randn(3, 8)
     assert torch.equal(second(first(x)), model(x))
+
+
+@pytest.mark.parametrize("by", ["parameters", "time"])
+def test_a_module_may_be_in_the_model_twice(by: str):
+    layer, activation = nn.Linear(4, 4), nn.Tanh()
+    model = nn.Sequential(layer, activation, layer, activation)
+    assert sum(len(piece) for piece in cut(model, 4, by, sample=torch.zeros(3, 4))) == 4
 
 
 def test_one_piece_is_the_whole_model():
@@ -122,6 +131,63 @@ def test_by_time_the_last_module_may_return_several_values():
 
     model = nn.Sequential(nn.Linear(4, 4), Scores())
     assert [len(each) for each in cut(model, 2, by="time", sample=torch.zeros(3, 4))] == [1, 1]
+
+
+class Pair(nn.Module):
+    """Takes and gives two tensors as one tuple, as modules in a Sequential do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, pair):
+        x, y = pair
+        return self.layer(x), y + 1
+
+
+class Total(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1]
+
+
+@pytest.mark.parametrize("by", ["parameters", "time"])
+def test_modules_may_pass_tuples_on(by: str):
+    model, (x, y) = nn.Sequential(Pair(), Pair(), Total()), torch.randn(2, 6, 4)
+    target, loss_of = torch.randn(6, 4), nn.functional.mse_loss
+    loss = loss_of(model((x, y)), target)
+    loss.backward()
+    wanted = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    pieces = cut(model, 2, by=by, sample=(x, y))
+
+    def body(group):
+        pipe = Pipeline(Stage(pieces[group.rank]), group, "zb1p", 2)
+        return pipe.step((x, y), target, with_gradient(loss_of))
+
+    torch.testing.assert_close(run_world(2, body)[1], loss.detach())
+    for found, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(found.grad, grad)
+
+
+def test_lazy_modules_are_cut_by_time_or_once_they_have_shapes():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))
+    with pytest.raises(UsageError, match=r"module '0' has no shapes yet.*\n.*run the model.*by=\"time\""):
+        cut(model, 2)
+    assert [len(piece) for piece in cut(model, 2, by="time", sample=torch.zeros(3, 4))] == [1, 1]
+    model(torch.zeros(3, 4))
+    assert [len(piece) for piece in cut(model, 2)] == [1, 1]
+
+
+def test_by_time_a_module_that_cannot_be_copied_is_refused():
+    class Computed(nn.Linear):
+        def forward(self, x):
+            self.doubled = self.weight * 2
+            return x @ self.doubled
+
+    model = nn.Sequential(Computed(4, 4), nn.Linear(4, 4))
+    model(torch.zeros(3, 4))
+    with pytest.raises(UsageError, match=r"module '0' cannot be copied.*\n.*parameters"):
+        cut(model, 2, by="time", sample=torch.zeros(3, 4))
 
 
 class Net(nn.Sequential):
