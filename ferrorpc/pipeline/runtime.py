@@ -144,7 +144,8 @@ class Pipeline:
             The batch's loss on the rank of the last stage, None elsewhere.
 
         Raises:
-            UsageError: the batch does not fit the schedule; nothing was sent.
+            UsageError: the batch does not fit the schedule, or on_gradients needs a tie of a weight that two stages share;
+                nothing was sent.
             CollectiveTimeoutError: a message did not come in time.
             FerroError: the generation was ended, by this cause. An exception of a stage, of loss_fn or of on_gradients ends it,
                 too, and is raised here as it is.
@@ -155,7 +156,7 @@ class Pipeline:
             loss = _loss_given(loss_fn)
             targets = split(target, self.schedule.microbatches, "target")
             batch.set_targets(targets, loss_weights(targets, reduction, weight), loss)
-        _check_on_gradients(on_gradients)
+        self._check_on_gradients(on_gradients)
         seconds = seconds_of(timeout, self._group.timeout)
         with others_told(self._group):
             self._begin(awaits_backward=False)
@@ -220,7 +221,7 @@ class Pipeline:
                     )
             check_like(grads, shapes_of(outputs), "grads", "y")
             batch.grads = cut(grads, self._output_rows)
-        _check_on_gradients(on_gradients)
+        self._check_on_gradients(on_gradients)
         seconds = seconds_of(timeout, self._group.timeout)
         with others_told(self._group):
             self._awaits_backward = False
@@ -240,6 +241,14 @@ class Pipeline:
         origin = min((each.start for each in spans), default=0.0)
         moved = [replace(each, start=each.start - origin, stop=each.stop - origin) for each in spans]
         return PipelineTimeline(self.schedule, moved, peaks, f"{self.schedule}, recorded", "seconds")
+
+    def _check_on_gradients(self, function: Any) -> None:
+        if function is None:
+            return
+        if not callable(function):
+            raise UsageError(f"on_gradients={function!r} is no function", hint="it is called with the number of a piece")
+        if len(self._pieces) > 1:
+            self._tied.check_shared(list(self.named_parameters()))
 
     def _begin(self, awaits_backward: bool) -> None:
         """Begins a new pass over a batch, and frees the contexts that an earlier forward kept."""
@@ -333,11 +342,6 @@ def _sound_schedule(
         said = "; ".join(str(each) for each in findings[:3])
         raise UsageError(f"{schedule} is not sound: {said}", hint="schedule.validate() lists all that is wrong with it")
     return chosen
-
-
-def _check_on_gradients(function: Any) -> None:
-    if function is not None and not callable(function):
-        raise UsageError(f"on_gradients={function!r} is no function", hint="it is called with the number of a piece")
 
 
 def _loss_given(loss_fn: Any) -> LossFunction:

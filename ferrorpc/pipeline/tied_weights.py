@@ -166,10 +166,27 @@ class TiedWeights:
             _check(named, _all_weights(named, pieces, group))
         self._weights = [TiedWeight(number, names, placement, group.rank) for number, names in enumerate(named)]
         self._pieces = {number: piece for number, piece in pieces.items() if self.in_piece(number)}
+        self._tied_names = {f"{piece}/{name}" for names in named for piece, name in names.items()}
 
     def in_piece(self, piece: int) -> bool:
         """Whether a piece of this rank has a tied weight: then its gradients are complete only at the end of the step."""
         return any(piece in weight.own for weight in self._weights)
+
+    def check_shared(self, parameters: Sequence[tuple[str, Any]]) -> None:
+        """Raises UsageError if two pieces have one parameter that is not tied: its gradient is complete with the last of them.
+
+        Args:
+            parameters: this rank's, with their names as "piece/name".
+        """
+        names: dict[int, str] = {}
+        for name, each in parameters:
+            first = names.setdefault(id(each), name)
+            is_shared = first.partition("/")[0] != name.partition("/")[0] and getattr(each, "requires_grad", True)
+            if is_shared and not self._tied_names.issuperset((first, name)):
+                raise UsageError(
+                    f"stages share the weight {first!r}, {name!r}, so on_gradients would get its gradient early",
+                    hint=f"tied=[({first!r}, {name!r})]",
+                )
 
     def broadcast_receives(self) -> list[Transfer]:
         """What this rank receives for `broadcast`, in order."""

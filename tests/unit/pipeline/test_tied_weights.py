@@ -244,6 +244,23 @@ class TestOnGradients:
 
         assert run_world(3, body, faults=DELAYS) == [[32.0], [16.0], [32.0]]
 
+    def test_a_weight_that_two_stages_share_must_be_tied(self):
+        """The stage that is done first would give a part of its gradient away as the whole."""
+
+        def body(group, tied):
+            shared, seen = Parameter(np.array([2.0])), {}
+            pipe = Pipeline([Times(0.0, shared), Times(0.0, shared)], group, schedules.looped_bfs(1, 2, chunks=2), tied=tied)
+            pipe.step(ONES, ONES, total, reduction="sum")
+            assert shared.grad.item() == 2 * 2.0 * 4
+            shared.grad = None
+            pipe.step(ONES, ONES, total, "sum", on_gradients=lambda piece: seen.update({piece: shared.grad.item()}))
+            return seen
+
+        (seen,) = run_world(1, lambda group: body(group, [("0/weight", "1/weight")]))
+        assert seen == {0: 16.0, 1: 16.0}
+        with pytest.raises(UsageError, match=r"share the weight '0/weight', '1/weight'(.|\n)*tied=.*'0/weight', '1/weight'"):
+            run_world(1, lambda group: body(group, []))
+
     def test_what_it_raises_ends_the_group(self):
         def refuse(piece):
             raise RuntimeError("no room for it")
