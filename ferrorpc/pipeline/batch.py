@@ -59,9 +59,12 @@ def cut(value: Any, counts: Sequence[int]) -> list[Any]:
     parts, start = [], 0
     for count in counts:
         part = slice(start, start + count)
-        is_tuple = isinstance(value, tuple)
-        parts.append(tuple(None if each is None else each[part] for each in value) if is_tuple else value[part])
         start += count
+        if isinstance(value, tuple):
+            make = getattr(type(value), "_make", tuple)  # a named tuple stays one
+            parts.append(make([None if each is None else each[part] for each in value]))
+        else:
+            parts.append(value[part])
     return parts
 
 

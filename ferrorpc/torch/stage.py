@@ -103,8 +103,8 @@ class Stage:
         inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if is_tuple else (x,)))
         takes_tuple = is_tuple and type(self.module).forward is torch.nn.Sequential.forward
         with torch.enable_grad():
-            given = tuple([_module_input(each, self.needs_grad_x) for each in inputs])
-            y = self.module(given) if takes_tuple else self.module(*given)
+            given = [_module_input(each, self.needs_grad_x) for each in inputs]
+            y = self.module(_in_form_of(x, given)) if takes_tuple else self.module(*given)
             outputs = tuple(_output(each, self.module) for each in (y if isinstance(y, tuple) else (y,)))
         detached = [_detached(each, outputs[:place]) for place, each in enumerate(outputs)]
         return _in_form_of(y, detached), Context(inputs, outputs, is_tuple)

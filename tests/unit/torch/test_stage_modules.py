@@ -198,6 +198,11 @@ class Scores(NamedTuple):
     extra: Any
 
 
+class First(nn.Module):
+    def forward(self, scores):
+        return scores.logits
+
+
 class Scoring(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -207,11 +212,12 @@ class Scoring(nn.Module):
         return Scores(self.layer(x), None)
 
 
-def test_a_criterion_gets_a_named_tuple_as_the_module_returned_it():
+def test_named_tuples_of_the_batch_and_of_the_module_stay_so():
     def body(group):
-        return Pipeline(Stage(Scoring()), group, "gpipe", 2).step(
-            *batch(), with_gradient(lambda y, target: loss_of(y.logits, target))
-        )
+        x, target = batch()
+        stage = Stage(nn.Sequential(First(), Scoring()))
+        loss = with_gradient(lambda y, target: loss_of(y.logits, target.logits))
+        return Pipeline(stage, group, "gpipe", 2).step(Scores(x, None), Scores(target, None), loss)
 
     x, target = batch()
     torch.testing.assert_close(run_world(1, body)[0], loss_of(linear(0)(x), target).detach())
