@@ -118,7 +118,7 @@ def loss_weights(targets: Sequence[Any], reduction: str, weight: Callable[[Any],
         weight: gives what a microbatch counts from its target, such as the number of tokens; None for the number of rows.
 
     Raises:
-        UsageError: weights are negative, or all zero.
+        UsageError: weights are no numbers, or negative.
     """
     if reduction == "sum":
         return [1.0] * len(targets)
@@ -128,12 +128,12 @@ def loss_weights(targets: Sequence[Any], reduction: str, weight: Callable[[Any],
     except (TypeError, ValueError, OverflowError):
         numbers = [-1.0]
     total = sum(numbers)
-    if not 0 < total < math.inf or min(numbers) < 0:
+    if not 0 <= total < math.inf or min(numbers) < 0:
         raise UsageError(
             f"microbatches weigh {weights}, which is no share of a batch",
-            hint="let weight(target) give a number of rows or tokens, 0 or more, and not 0 for all",
+            hint="let weight(target) give a number of rows or tokens, 0 or more",
         )
-    return [each / total for each in numbers]
+    return [each / total if total else 0.0 for each in numbers]
 
 
 def shapes_of(value: Any) -> Shapes:

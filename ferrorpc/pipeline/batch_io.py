@@ -55,6 +55,8 @@ class TrainingBatch(BatchIO):
     def set_targets(self, targets: list[Any], loss_weights: list[float], loss_fn: LossFunction) -> None:
         """For the rank of the last piece: what the outputs are compared with."""
         self._targets, self._loss_weights, self._loss_fn = targets, loss_weights, loss_fn
+        if not any(loss_weights):
+            self.loss = 0.0
 
     def output(self, microbatch: int, y: Any) -> None:
         assert self._loss_fn is not None, "only the last stage has outputs"

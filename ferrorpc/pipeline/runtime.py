@@ -135,7 +135,7 @@ class Pipeline:
             reduction: whether loss_fn takes the "mean" or the "sum" over its microbatch. The gradients are those of the same
                 reduction over the whole batch.
             weight: for means over something other than rows: weight(target) is what a microbatch counts, such as its tokens.
-                One that counts 0 has no loss and no backward.
+                One that counts 0 has no loss and no backward; if all do, the loss is 0.0 and no gradient changes.
             on_gradients: called on this thread with the number of each piece of this rank as soon as its gradients are those of
                 the whole batch. Other ranks often still compute then, so it is the moment to send gradients to replicas.
             timeout: seconds to wait for any one message; None for the group's.

@@ -144,7 +144,6 @@ WRONG |= {
     "step: weight is a number": (lambda g: train(g, weight=3), r"weight=3 is no function\ntry: "),
     "step: weights in words": (lambda g: train(g, weight=lambda t: "x"), r"weigh .*no share of a batch\ntry: "),
     "step: weights that are none": (lambda g: train(g, weight=lambda t: float("nan")), r"weigh .*no share of a batch\ntry: "),
-    "step: weights of nothing": (lambda g: train(g, weight=lambda t: 0), r"weigh .*no share of a batch\ntry: "),
     "step: on_gradients is a number": (lambda g: train(g, on_gradients=3), r"on_gradients=3 is no function\ntry: "),
     "step: too few microbatches": (lambda g: train(g, [X]), r"a list of 1 microbatches, .* 2\ntry: .*array"),
     "uneven: follow is a number": (

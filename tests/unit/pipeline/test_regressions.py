@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ferrorpc import schedules
 from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.testing import run_world
 from tests.unit.pipeline.stages import Layer, batch, gradients, half_square, half_square_sum, one_process
@@ -81,3 +82,29 @@ def test_loss_fn_may_write_each_gradient_to_the_same_array(name: str, reduction:
     first, last = run_world(2, body)
     for found, wanted in zip(first + last, gradients(alone), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", schedules.NAMED)
+def test_a_batch_that_counts_nothing_is_a_step_like_any_other(name: str):
+    """It was an error on the last rank alone, whose later targets then met the inputs of earlier batches."""
+    schedule = schedules.named(name, 2, 4)
+
+    def body(group):
+        stages = {number: Layer(number) for number in schedule.pieces(group.rank)}
+        pipe, losses, complete = Pipeline(list(stages.values()), group, schedule), [], []
+        for step in range(3):
+            x, target = batch(8, seed=step)
+            found = pipe.step(
+                x, target, half_square, weight=lambda rows, counts=step != 1: counts * len(rows), on_gradients=complete.append
+            )
+            losses.append(found)
+        assert sorted(complete) == sorted([*stages] * 3)
+        return losses, stages
+
+    results = run_world(2, body)
+    alone = [Layer(number) for number in range(schedule.virtual_stages)]
+    expected = [one_process(alone, *batch(8, seed=step), half_square, 4) if step != 1 else 0.0 for step in range(3)]
+    assert results[schedule.placement[-1]][0] == pytest.approx(expected, rel=1e-12)
+    pipelined = dict(sorted((results[0][1] | results[1][1]).items()))
+    for found, wanted in zip(gradients(pipelined.values()), gradients(alone), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12)
