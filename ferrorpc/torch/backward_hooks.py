@@ -12,11 +12,11 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -25,6 +25,8 @@ from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import tell_others
+
+_STEP_LATER: Final = "let optimizers step when backward() has returned"
 
 
 class _BucketView:
@@ -93,6 +95,8 @@ class BackwardHooks:
         self._used: set[str] = set()
         self._is_first = True
         self._in_parts: set[str] = set()
+        self._versions: dict[str, int] = {}
+        """Of the parameters with other hooks besides, as the reduction began: torch counts the changes of a tensor."""
         self._is_removed = False
         for each in replica.parameters.values():
             for older in _hooks_of(each):  # otherwise both would average its gradient
@@ -180,6 +184,7 @@ class BackwardHooks:
     def _begin(self) -> Reduction:
         self._check()
         self._reduction = self._replica.begin(self._weight)
+        self._versions = _versions_of_hooked(self._replica.parameters)
         self._graph_task = _current_task()
         finish = partial(self._finish)
         self._unfinished = weakref.ref(finish)
@@ -207,7 +212,12 @@ class BackwardHooks:
         if parameter.grad is None:
             raise UsageError(
                 f"the gradient of {name!r} was taken away, by another hook, before it was averaged",
-                hint="let optimizers step when backward() has returned",
+                hint=_STEP_LATER,
+            )
+        if name in self._versions and parameter._version != self._versions[name]:
+            raise UsageError(
+                f"parameter {name!r} was changed during the backward pass, by another hook, before its gradient was averaged",
+                hint=_STEP_LATER,
             )
         if reduction.has(name):
             raise UsageError(
@@ -259,6 +269,12 @@ def _hooks_of(parameter: Any) -> list[BackwardHooks]:
     calls = (parameter._post_accumulate_grad_hooks or {}).values()
     owners = [getattr(getattr(call, "func", None), "__self__", None) for call in calls]
     return [owner for owner in owners if isinstance(owner, BackwardHooks)]
+
+
+def _versions_of_hooked(parameters: Mapping[str, Any]) -> dict[str, int]:
+    """The versions of the parameters that have a hook of the user's. Others may change without one: a layer that keeps its
+    weights within bounds does so again where a checkpoint repeats its forward pass."""
+    return {name: each._version for name, each in parameters.items() if len(each._post_accumulate_grad_hooks) > 1}
 
 
 def _tensors(outputs: Any, around: tuple[Any, ...] = ()) -> Iterator[torch.Tensor]:

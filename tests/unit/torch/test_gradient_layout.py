@@ -286,3 +286,53 @@ def test_an_optimizer_that_steps_in_a_hook_is_told_that_gradients_are_no_means_y
             train()
 
     run_world(2, body)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("own", [True, False], ids=["an optimizer per parameter", "one optimizer"])
+def test_an_optimizer_that_steps_in_a_hook_and_leaves_the_gradient_is_told_too(own: bool, steps: int) -> None:
+    """It would step by this rank's gradient, and weights would differ between ranks from then on."""
+
+    def body(group):
+        ddp = DistributedDataParallel(network(), group)
+        for _ in range(steps - 1):
+            ddp(batch(group.rank)).square().sum().backward()
+            ddp.zero_grad()
+        for parameter in ddp.parameters() if group.rank == 1 else ():
+            stepped = torch.optim.Adam([parameter] if own else ddp.parameters())
+            parameter.register_post_accumulate_grad_hook(lambda _, stepped=stepped: stepped.step())
+        with ddp.no_sync():
+            ddp(batch(group.rank)).square().sum().backward()  # what a rank does alone is its own affair
+        error, hint = (UsageError, r"backward\(\) has returned") if group.rank == 1 else (GroupAbortedError, "")
+        with pytest.raises(error, match=rf"'4\.bias' was changed(.|\n)*{hint}"):
+            ddp(batch(group.rank)).square().sum().backward()
+
+    run_world(2, body)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_parameters_that_a_checkpoint_changes_again_are_averaged(reentrant: bool) -> None:
+    """As layers do that keep their weights within bounds."""
+
+    class Bounded(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Bounded(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
+
+    def body(group):
+        ddp = DistributedDataParallel(Checkpointed(), group)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(torch.full((1, 6), float(group.rank))).sum().backward()
+        return ddp.module.inner.weight.grad.unique().tolist()
+
+    assert run_world(2, body) == [[0.5]] * 2
