@@ -31,7 +31,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         criterion(model(x), target).backward()    # the bare module: step() averages the gradients
         optimizer.step()
 
-    Each rank's optimizer sees flat shards of parameters, so optimizers that use whole matrices or norms are refused.
+    Each rank's optimizer sees flat shards of parameters, which may hold pieces of several. So an update must depend on the
+    element alone, not on whole matrices or norms. torch's Adafactor, LBFGS, Muon and SparseAdam, and classes derived from
+    them, are refused; that any other class is elementwise, such as your own, is for you to know.
     `param_groups` has the real parameters, so torch's schedulers work. `state_dict()` is this rank's, to be loaded on the same
     rank of a group of the same size; `gather_state_dict()` is that of torch's own optimizer, for groups of any size.
 
@@ -44,7 +46,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options: the optimizer's own, such as lr.
 
     Raises:
-        UsageError: `optimizer` is not elementwise, or no class of an optimizer; or torch's own refuses the arguments.
+        UsageError: `optimizer` is one of those refused, or no class of an optimizer; or torch's own refuses the arguments.
         CollectiveMismatchError: ranks gave different parameters; the message says where they differ.
     """
 
