@@ -62,8 +62,9 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     Raises:
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
         TensorMismatchError: a parameter's dtype has no mean.
-        UsageError: the module contains a SyncBatchNorm, which would see this rank's batches alone, a lazy parameter or buffer,
-            or a submodule that is wrapped already; or a part of its parameters belongs to another module that is wrapped.
+        UsageError: the module contains a lazy parameter or buffer, or a submodule that is wrapped already; or a part of its
+            parameters belongs to another module that is wrapped; or it contains a SyncBatchNorm, the group has several ranks,
+            and torch.distributed is not initialised, so that it would see this rank's batches alone.
     """
 
     def __init__(
