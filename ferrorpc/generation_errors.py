@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError, StaleGenerationError
+from ferrorpc.errors import (
+    CollectiveTimeoutError,
+    ErrorCode,
+    FerroError,
+    GroupAbortedError,
+    PeerLostError,
+    StaleGenerationError,
+)
 
 REFORMED_HINT: Final = (
     "use the group that reform() returned, and make again what belonged to this one: subgroups, wrapped modules, pipelines"
@@ -19,9 +26,10 @@ def error_on_rank(rank: int, origin: int, cause: FerroError) -> FerroError:
     """What `rank` raises when rank `origin` (-1: no rank) ended the generation with `cause`.
 
     All ranks raise the first cause, with one exception: a collective's timeout is raised only on the rank whose deadline
-    passed; the others raise GroupAbortedError. A cause that names no rank names `origin` on the others.
+    passed; the others raise GroupAbortedError. A cause that names no rank names `origin` on the others, and a
+    GroupAbortedError without a rank does so everywhere.
     """
-    if origin in (-1, rank):
+    if origin == -1 or (origin == rank and not isinstance(cause, GroupAbortedError)):
         return cause
     if isinstance(cause, CollectiveTimeoutError):
         return GroupAbortedError(origin, cause.message)
@@ -29,6 +37,17 @@ def error_on_rank(rank: int, origin: int, cause: FerroError) -> FerroError:
         message, fields = f"rank {origin} ended the group: {cause.message}", {**cause.fields, "rank": origin}
         return FerroError.restore(cause.code, message, cause.hint, cause.retryable, fields)
     return cause
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception as the other ranks see it: "ValueError: no such file"."""
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+def ended_by(cause: str, hint: str = GroupAbortedError.default_hint) -> FerroError:
+    """A GroupAbortedError without the rank that reports it, which `error_on_rank` adds."""
+    return FerroError.restore(ErrorCode.GROUP_ABORTED, cause, hint, GroupAbortedError.default_retryable, {"cause": cause})
 
 
 def link_lost(reporter: int, peer: int, reason: str) -> FerroError:

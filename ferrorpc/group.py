@@ -19,9 +19,8 @@ from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Operation, example
 from ferrorpc.coordination.base import Session, Store
-from ferrorpc.coordination.process_exit import reason_of
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, GroupClosedError, UsageError
-from ferrorpc.generation_errors import generation_replaced
+from ferrorpc.generation_errors import generation_replaced, reason_of
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives

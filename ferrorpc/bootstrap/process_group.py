@@ -33,6 +33,7 @@ from ferrorpc.errors import (
     RendezvousTimeoutError,
     UsageError,
 )
+from ferrorpc.generation_errors import reason_of
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
@@ -115,7 +116,7 @@ def init_process_group(
         )
         return ProcessGroup(registry.create(config["backend"], place), config["timeout"])
     except BaseException as error:
-        session.leave(process_exit.reason_of(error))
+        session.leave(reason_of(error))
         if isinstance(error, PeerLostError | GroupAbortedError):
             raise error.again(_NO_GROUP) from None
         raise

@@ -9,6 +9,7 @@ rank raises the same. The driver of asynchronous executions is in progress.py.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -19,6 +20,7 @@ from ferrorpc.arrays.cupy_event import translated
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import BackendUnavailableError, FerroError, LimitExceededError, UsageError, is_own_frame
+from ferrorpc.generation_errors import ended_by, reason_of
 from ferrorpc.guard import FOREVER, Guard, Parker
 from ferrorpc.work import Work
 
@@ -28,6 +30,8 @@ EXPLAINED_AT_ONCE: Final = 8
 """How many asynchronous operations are explained within EXPLAIN_SECONDS."""
 VERDICT_SECONDS: Final = 1.5
 """How long a failed operation waits for the coordinator's first cause before it raises the rank's own error."""
+_LIBRARIES: Final = sys.stdlib_module_names | {"cuda", "cupy", "google", "grpc", "ml_dtypes", "nccl", "numpy", "torch"}
+"""What this library calls, and no user code."""
 
 _log = logging.getLogger("ferrorpc.collectives")
 
@@ -126,25 +130,33 @@ def out_of_memory(label: str, error: MemoryError) -> LimitExceededError:
 
 
 def unexpected(label: str, error: Exception) -> FerroError:
-    """The failure of an operation by an error of another library or of Python: a GPU has failed; or it is a bug in this one; or
-    user code has raised it: a signal handler, which Python calls wherever it is, or a third party's send or recv."""
+    """The failure of an operation by an error of another library or of Python: a GPU has failed; or user code has raised it: a
+    signal handler, which Python calls wherever it is, or a third party's send or recv; or it is a bug in this library."""
     told = translated(error)
     if isinstance(told, FerroError):
         return told
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    place = _place_in_user_code(error)
+    if place is not None:
+        hint = f"see {place}, where it was raised; group.reform() makes a new generation"
+        return ended_by(f"{reason_of(error)} during {label}", hint)
+    return FerroError(f"{label}: {error!r}")
+
+
+def _place_in_user_code(error: Exception) -> str | None:
+    """The last place in user code that this library called, directly or through another one; None if there is none."""
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        if is_own_frame(trace.tb_frame):
+            place = None
+        elif str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
-    hint = FerroError.default_hint
-    if trace is not None and not is_own_frame(trace.tb_frame):
-        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        hint = f"see {place}, where it was raised; if that is not your code, {hint}"
-    return FerroError(f"{label}: {error!r}", hint=hint)
+    return place
 
 
 def interrupted(label: str, interrupt: BaseException) -> FerroError:
     """The failure of an operation that an interrupt has struck, on a thread which may be another than its driver's."""
-    hint = "form the group again with group.reform(), or end the process"
-    return FerroError(f"{label}: {type(interrupt).__name__} interrupted it", hint=hint)
+    return ended_by(f"{type(interrupt).__name__} during {label}")
 
 
 def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.ndarray[Any, Any]]:

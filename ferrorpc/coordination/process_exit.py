@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 from ferrorpc.errors import FerroError, UsageError, is_own_frame
 from ferrorpc.exit_codes import exit_code_of
+from ferrorpc.generation_errors import reason_of
 
 LEAVE_ALL_SECONDS: Final = 2.0
 _PACKAGE: Final = __name__.partition(".")[0]
@@ -138,12 +139,6 @@ def refuse_in_child() -> None:
             f"this process ({os.getpid()}) was forked from one that had been a member, where gRPC does not survive",
             hint="start it with the spawn method (multiprocessing.get_context('spawn')), or before init_process_group()",
         )
-
-
-def reason_of(error: BaseException) -> str:
-    """An exception as the other ranks see it: "ValueError: no such file"."""
-    first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
 def leave_all(reason: str = "") -> None:

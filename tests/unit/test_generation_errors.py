@@ -13,7 +13,7 @@ from ferrorpc.errors import (
     LimitExceededError,
     PeerLostError,
 )
-from ferrorpc.generation_errors import error_on_rank
+from ferrorpc.generation_errors import ended_by, error_on_rank, reason_of
 
 UNNAMED = [LimitExceededError("no memory"), BackendUnavailableError("the GPU has failed", "restart"), FerroError("a bug")]
 
@@ -48,3 +48,16 @@ def test_only_the_rank_whose_deadline_passed_has_timed_out() -> None:
     assert isinstance(there, GroupAbortedError)
     assert there.fields["rank"] == 1
     assert "too late" in there.message
+
+
+def test_a_reason_is_one_line() -> None:
+    assert reason_of(ValueError("first\nsecond")) == "ValueError: first"
+    assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_who_ended_the_generation_without_knowing_its_rank_is_named_there_too() -> None:
+    for rank in range(2):
+        told = error_on_rank(rank, 1, ended_by("ValueError: no"))
+        assert isinstance(told, GroupAbortedError)
+        assert (told.rank, told.cause, told.message) == (1, "ValueError: no", "rank 1 ended the group: ValueError: no")
+        assert told.retryable

@@ -62,6 +62,31 @@ def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monk
         assert re.fullmatch(r"KeyboardInterrupt during all_reduce\(op=sum, float32\[3\]\).*", cause)
 
 
+def test_an_error_of_a_signal_handler_is_the_users_own_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python calls handlers wherever the main thread is."""
+
+    class Alarm(Exception):
+        pass
+
+    def struck(*_: Any) -> None:
+        monkeypatch.undo()
+        raise Alarm("tick")
+
+    def body(group: ProcessGroup) -> tuple[int, str, bool]:
+        if group.rank == 1:
+            monkeypatch.setattr(driver, "_wait", struck)
+            with pytest.raises(Alarm):
+                group.recv(0)
+            group.store.set("struck", b"")
+        else:
+            group.store.wait("struck")
+        with pytest.raises(GroupAbortedError) as broken:
+            group.barrier()
+        return broken.value.rank, broken.value.cause, broken.value.retryable
+
+    assert run_world(2, body, timeout=10.0) == [(1, "Alarm: tick during recv(from rank 0, tag=0)", True)] * 2
+
+
 CALLS = {
     "all_reduce": lambda group: group.all_reduce(X),
     "all_reduce, asynchronous": lambda group: group.all_reduce(X, async_op=True),

@@ -15,7 +15,7 @@ import pytest
 from ferrorpc.collectives.driver import drive
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.progress import Progress
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 
 SECONDS = 60.0
@@ -194,7 +194,7 @@ def test_an_interrupt_is_raised_where_it_struck_and_fails_the_operation_that_was
     struck._work = tell_both
     with pytest.raises(KeyboardInterrupt):
         struck.tell()
-    with pytest.raises(FerroError, match="counting #1: KeyboardInterrupt interrupted it"):
+    with pytest.raises(GroupAbortedError, match="KeyboardInterrupt during counting #1"):
         failing.wait(SECONDS)
     assert going_on.wait(SECONDS) == 7
 

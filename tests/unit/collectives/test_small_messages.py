@@ -205,7 +205,7 @@ def test_where_a_message_that_was_read_may_be_lost_the_generation_ends(small: Sm
     with pytest.raises(ArithmeticError):
         small.recv().has_come(None)
     assert [str(error).splitlines()[0] for error in small.aborted] == [
-        "recv(from rank 1, tag=5): ArithmeticError('of a signal handler')"
+        "ArithmeticError: of a signal handler during recv(from rank 1, tag=5)"
     ]
 
 

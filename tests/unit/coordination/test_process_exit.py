@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ferrorpc.coordination.process_exit import reason_of
-
 MEMBER = """
 import sys
 from ferrorpc.coordination import process_exit
@@ -71,7 +69,7 @@ except PeerLostError:
         ("WARNING", "latch.check()", ["<string>"], 1),
         ("DEBUG", "latch.check()", ["<string>", "guard.py"], 0),
         ("WARNING", "ferrorpc.config.whole_number(None)", ["<string>", "config.py"], 0),  # not an error that ferrorpc means
-        ("WARNING", "process_exit.reason_of(seat2)", ["<string>", "process_exit.py", "<string>"], 0),
+        ("WARNING", "generation_errors.reason_of(seat2)", ["<string>", "generation_errors.py", "<string>"], 0),
         ("WARNING", AFTER_A_LOSS.format("latch.check()"), ["<string>", "<string>"], 2),
         ("WARNING", AFTER_A_LOSS.format("1 / 0"), ["<string>", "<string>"], 1),
         ("WARNING", AFTER_A_LOSS.format("raise KeyError('state') from ValueError('no state')"), ["<string>"], 0),
@@ -83,6 +81,7 @@ def test_an_error_of_the_library_is_shown_without_the_librarys_own_lines(level, 
     code = f"""
 import logging
 import ferrorpc.config
+from ferrorpc import generation_errors
 import ferrorpc.guard
 logging.getLogger("ferrorpc").setLevel("{level}")
 class Seat2:
@@ -108,8 +107,3 @@ if child:
 """
     _, output, _ = run(code)
     assert output == "abandoned\nleft: \n"
-
-
-def test_a_reason_is_one_line():
-    assert reason_of(ValueError("first\nsecond")) == "ValueError: first"
-    assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
