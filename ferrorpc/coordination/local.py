@@ -18,6 +18,7 @@ from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.condition import Condition
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
 from ferrorpc.coordination.nccl_ids import leaders
+from ferrorpc.coordination.ordinals import told_to
 from ferrorpc.errors import (
     BarrierTimeoutError,
     CollectiveTimeoutError,
@@ -341,6 +342,8 @@ class LocalSession(Session):
             generation, exchange = self._arrive(key, exchange, [payload])
         try:
             return self._wait_for(generation, exchange, seconds)
+        except BarrierTimeoutError as error:
+            raise told_to(self.rank, error) from None
         finally:
             with self._condition.lock:
                 exchange.ended += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from threading import Lock
 from typing import Final
 
+from ferrorpc.errors import BarrierTimeoutError
+
 NAMES_MAX: Final = 8_192
 """Names kept for each set of participants. A coordinator knows at most 5,120 barriers, open and past: of a name that is
 forgotten here it knows none any more, so that it may be numbered from 1 again."""
@@ -30,3 +32,14 @@ class Ordinals:
             if len(numbers) > NAMES_MAX:
                 del numbers[next(iter(numbers))]
             return ordinal
+
+
+def told_to(rank: int, error: BarrierTimeoutError) -> BarrierTimeoutError:
+    """A barrier's timeout as it concerns a rank: one that is missing itself has come to a number that is over."""
+    if rank not in error.missing:
+        return error
+    text = f"rank {rank} came when the others had given up: {error.message}"
+    hint = (
+        "the next use of this name is a new barrier on every rank: go on with it, or raise the timeout of those who came first"
+    )
+    return BarrierTimeoutError(error.missing, text, hint=hint)

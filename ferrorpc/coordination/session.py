@@ -17,6 +17,7 @@ from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.coordination.connection import Connection
 from ferrorpc.coordination.explain import explain_wait, member_report
 from ferrorpc.coordination.nccl_ids import leaders
+from ferrorpc.coordination.ordinals import told_to
 from ferrorpc.coordination.pending_requests import Request
 from ferrorpc.coordination.remote_store import RemoteStore, milliseconds
 from ferrorpc.coordination.session_stream import SessionStream
@@ -255,6 +256,8 @@ class RemoteSession(Session):
             response = self._ask_generation(
                 f"barrier {name!r}", seconds, lambda message: BarrierTimeoutError(others, message), barrier=request
             )
+        except BarrierTimeoutError as error:
+            raise told_to(membership.assignment.rank, error) from None
         finally:
             self.activity.operated(self.clock.now() - began)
         return list(response.payloads)

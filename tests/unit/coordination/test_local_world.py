@@ -192,8 +192,12 @@ def test_a_barrier_that_lacks_ranks_names_each_and_breaks_nothing():
     assert "rank 1" in str(caught.value)
     assert "s ago, step 1, last seen in broadcast #7" in str(caught.value)
     assert world.session(0).membership.latch.cause is None
-    with pytest.raises(BarrierTimeoutError):
+    with pytest.raises(
+        BarrierTimeoutError, match=r"rank 1 came when the others had given up: barrier 'b' was not .*: rank 1"
+    ) as late:
         world.session(1).barrier("b")
+    assert late.value.missing == [1, 2]
+    assert "next use of this name" in late.value.hint
     assert on_all(world, lambda s: len(s.barrier("c", timeout=20)), [0, 1, 2]) == [3, 3, 3]
 
 

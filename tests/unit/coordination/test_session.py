@@ -8,8 +8,9 @@ import pytest
 
 from ferrorpc.config import Config
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.errors import CoordinatorUnavailableError, GroupAbortedError, GroupClosedError
+from ferrorpc.errors import BarrierTimeoutError, CoordinatorUnavailableError, GroupAbortedError, GroupClosedError
 from ferrorpc.v1 import identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
+from ferrorpc.wire.error_detail import detail_of
 from tests.waiting import eventually
 
 IDS = [b"\x01" * 128, b"\x02" * 128]
@@ -101,3 +102,19 @@ def test_a_leave_that_is_interrupted_ends_the_session_all_the_same(where: str, m
     assert isinstance(played.connection.ended_by, GroupClosedError)
     assert isinstance(played.session.membership.latch.cause, GroupClosedError)
     assert closed == (["asked", "server"] if where == "callback" else ["server"])
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"), [([0, 1], "rank 0 came when the others had given up: too late"), ([1], "too late")]
+)
+def test_who_comes_to_a_barrier_that_was_given_up_is_told_so(missing: list[int], text: str) -> None:
+    played = Played()
+    played.welcome()
+    played.join(3)
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(played.session.barrier, "epoch", timeout=20.0)
+        (request,) = eventually(lambda: played.streams[0])
+        played.answer(sequence=request.sequence, error=detail_of(BarrierTimeoutError(missing, "too late")))
+        with pytest.raises(BarrierTimeoutError) as caught:
+            arrival.result(20)
+    assert (caught.value.message, caught.value.missing) == (text, missing)
