@@ -169,8 +169,8 @@ def _candidates(call: Call, size: int, tuning: Tuning) -> list[Algorithm]:
 
 
 def _asked_for(call: Call, entries: tuple[Algorithm, ...]) -> list[Algorithm]:
-    both = call.operation is Operation.ALL_REDUCE and call.algorithm == "direct"
-    names = _DIRECT_NAMES if both else (call.algorithm,)
+    either = ["direct"] * (call.operation is Operation.ALL_REDUCE)
+    names = _DIRECT_NAMES if call.algorithm in either else (call.algorithm,)
     found = [entry for entry in entries if entry.name in names]
     if not found:
         if call.algorithm in algorithm_names(call.operation):
@@ -178,7 +178,7 @@ def _asked_for(call: Call, entries: tuple[Algorithm, ...]) -> list[Algorithm]:
                 f"{call.operation.value} by algorithm={call.algorithm!r} needs ranks that share memory on several hosts",
                 hint="leave algorithm= away; transport='auto' finds out which ranks share a host",
             )
-        known = [entry.name for entry in entries] + ["direct"] * (call.operation is Operation.ALL_REDUCE)
+        known = [entry.name for entry in entries] + either
         raise UsageError(
             f"{call.operation.value} has no algorithm {call.algorithm!r}",
             hint=f"leave algorithm= away, or use one of: {', '.join(known)}",
@@ -192,7 +192,7 @@ def _asked_for(call: Call, entries: tuple[Algorithm, ...]) -> list[Algorithm]:
         return found
     sound = [entry for entry in found if entry.compresses]
     if not sound:
-        able = ", ".join(entry.name for entry in entries if entry.compresses)
+        able = ", ".join([entry.name for entry in entries if entry.compresses] + either)
         raise UsageError(
             f"algorithm={call.algorithm!r} cannot compress: it would round partial sums at every hop",
             hint=f"with wire={call.wire!r} leave algorithm= away, or use: {able}",

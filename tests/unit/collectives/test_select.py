@@ -115,8 +115,12 @@ def test_direct_all_reduce_stands_for_the_better_of_both_forms():
 def test_compressed_calls_take_an_algorithm_that_rounds_twice_at_most():
     for size in (2, 16, 17, 33):
         assert select(reduction(4, wire="bf16"), size).name == "two_shot"
-    with pytest.raises(UsageError, match="partial sums"):
+    assert select(reduction(4, wire="bf16", algorithm="direct"), 4).name == "two_shot"
+    with pytest.raises(UsageError, match="partial sums") as refused:
         plan_for(reduction(4, wire="bf16", algorithm="ring"), 0, 4)
+    assert refused.value.hint.endswith("or use: two_shot, direct")
+    with pytest.raises(UsageError, match=r"use: direct$"):
+        plan_for(reduction(4, Operation.REDUCE, wire="bf16", algorithm="tree"), 0, 4)
     with pytest.raises(TensorMismatchError, match="float64"):
         plan_for(reduction(4, wire="bf16", dtype=DType.FLOAT64), 0, 4)
     with pytest.raises(UsageError, match="no wire codec"):
