@@ -73,7 +73,8 @@ INTRODUCTION = """\
 # Reference
 
 Everything that `import ferrorpc` offers, as its docstrings say it (`help(ferrorpc.ProcessGroup)` shows the same). Settings,
-ports, limits and exit codes are in [operations.md](operations.md), commands in `ferrorpc --help`.
+ports, limits and exit codes are in [operations.md](operations.md), commands in `ferrorpc --help`. `ferrorpc.__version__` is the
+version of the installed distribution.
 
 <!-- Written by `make reference`. -->
 """
@@ -96,6 +97,7 @@ class Page:
                 self._object(path)
         self.lines += ["", "## Errors", ""]
         self._errors()
+        self._object("ErrorCode")
         return "\n".join(self.lines).rstrip() + "\n"
 
     def _object(self, path: str) -> None:
@@ -113,6 +115,9 @@ class Page:
             if parameters:
                 self.lines += ["", f"`{_signature(found.name, parameters)}`"]
             self._text(found)
+            enumerated = _enumerated(found)
+            if enumerated:
+                self.lines += ["", enumerated]
             for member in _members(found):
                 self._member(member)
         else:
@@ -166,6 +171,14 @@ def _is_shared_property(found: griffe.Function) -> bool:
 
 def _is_abstract(found: griffe.Class) -> bool:
     return any(str(base) in ("ABC", "Protocol", "Enum", "IntEnum") for base in found.bases)
+
+
+def _enumerated(found: griffe.Class) -> str:
+    """The members of an enumeration with their values; nothing for other classes."""
+    if not {"Enum", "IntEnum"}.intersection(map(str, found.bases)):
+        return ""
+    members = [f"`{each.name} = {each.value}`" for each in found.attributes.values() if each.name.isupper()]
+    return ", ".join(members).replace("'", '"')
 
 
 def _parameters(found: griffe.Class) -> list[griffe.Parameter]:

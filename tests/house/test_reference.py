@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from enum import Enum
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_the_page_is_fresh() -> None:
     assert result.returncode == 0, f"run `make reference`\n{result.stdout}{result.stderr}"
 
 
-@pytest.mark.parametrize("name", sorted({*ferrorpc.__all__} - {"__version__", "ErrorCode", "errors", *ROOMS}))
+@pytest.mark.parametrize("name", sorted({*ferrorpc.__all__} - {"__version__", "errors", *ROOMS}))
 def test_a_name_of_the_face_is_on_the_page(name: str) -> None:
     assert re.search(rf"^### {name}$|^ *- \*\*{name}\*\*", PAGE, re.MULTILINE)
 
@@ -31,6 +32,16 @@ def test_a_name_of_the_face_is_on_the_page(name: str) -> None:
 @pytest.mark.parametrize("name", [name for room in ROOMS for name in getattr(ferrorpc, room).__all__])
 def test_a_name_of_a_room_is_on_the_page(name: str) -> None:
     assert re.search(rf"^### {name}$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("members", [ferrorpc.ErrorCode, ferrorpc.DType, ferrorpc.ReduceOp])
+def test_members_of_enumerations_are_on_the_page(members: type[Enum]) -> None:
+    values = {each.name: f'"{each.value}"' if isinstance(each.value, str) else each.value for each in members}
+    assert ", ".join(f"`{name} = {value}`" for name, value in values.items()) in PAGE.splitlines()
+
+
+def test_the_version_is_on_the_page() -> None:
+    assert "ferrorpc.__version__" in PAGE
 
 
 def test_nothing_private_is_on_the_page() -> None:
