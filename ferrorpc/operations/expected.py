@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import New
@@ -26,19 +26,26 @@ class Expected:
         self._dispatch = dispatch
         self._execution = dispatch.backend.start_recv(peer, tag, None, None, dispatch.guard_of_recv(dispatch.timeout))
         self._execution.awaited = awaited
+        self._is_over = False
         dispatch.let_events_advance(self._execution)
 
     def take(self, timeout: float | None = None) -> Any:
-        """The array, in NumPy. To be called once.
+        """The array, in NumPy. To be called once: what did not come in time is to be expected again.
 
         Args:
             timeout: seconds from now; None for the group's.
 
         Raises:
             CollectiveTimeoutError: it did not come in time. It is kept for the next recv.
+            UsageError: it was taken or given up already, also by a call that raised.
             FerroError: what ended the generation.
         """
-        self._execution.guard = self._dispatch.guard_of_recv(seconds_of(timeout, self._dispatch.timeout))
+        guard = self._dispatch.guard_of_recv(seconds_of(timeout, self._dispatch.timeout))
+        if self._is_over:
+            raise UsageError(
+                f"{self._execution.label} was taken or given up already", hint="call group.expect() again for the next message"
+            )
+        self._execution.guard, self._is_over = guard, True
         try:
             return self._dispatch.finish(self._execution, New(NUMPY), False)
         except BaseException:
@@ -56,6 +63,7 @@ class Expected:
 
     def forget(self) -> None:
         """Gives up the place: the message is for the next recv."""
+        self._is_over = True
         try:
             self._execution.finish()
         except BaseException:  # an interrupt

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, GroupClosedError, InvalidRankError, SelfSendError
+from ferrorpc.errors import (
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    GroupClosedError,
+    InvalidRankError,
+    SelfSendError,
+    UsageError,
+)
 from ferrorpc.testing import run_world
 from ferrorpc.transports.credit import EAGER_BYTES
 
@@ -82,6 +89,32 @@ def test_what_had_come_when_it_was_given_up_is_for_the_next_recv():
         return group.recv(0, timeout=1.0).tolist()
 
     assert run_world(2, body)[1] == [1.0] * 3
+
+
+@pytest.mark.parametrize("how", ["take", "take in vain", "forget"])
+def test_what_was_taken_or_given_up_cannot_be_taken(how: str) -> None:
+    def body(group):
+        if group.rank == 1:
+            group.barrier()
+            for number in range(2):
+                group.send(number, 0)
+            return None
+        expected = group.expect(1)
+        with pytest.raises(UsageError, match="timeout"):
+            expected.take(timeout=-1.0)
+        if how == "take in vain":
+            with pytest.raises(CollectiveTimeoutError):
+                expected.take(timeout=0.1)
+        elif how == "forget":
+            expected.forget()
+        group.barrier()
+        if how == "take":
+            assert expected.take().item() == 0
+        with pytest.raises(UsageError, match="recv\\(from rank 1, tag=0\\) was taken or given up already"):
+            expected.take()
+        return group.recv(1).item()
+
+    assert run_world(2, body)[0] == (1 if how == "take" else 0)
 
 
 def test_the_end_of_the_generation_is_raised_where_a_message_is_expected():
