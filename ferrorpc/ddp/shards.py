@@ -53,6 +53,11 @@ class Shard:
         length = -(-count // (group.size * unit)) * unit
         self._group = group
         self._first = group.rank * length
+        before = bucket.header + self._first
+        gaps = [*bucket.gaps, (bucket.count, bucket.header + group.size * length)]
+        mine = [(max(start - before, 0), min(stop - before, length)) for start, stop in gaps]
+        self._gaps = [slice(start, stop) for start, stop in mine if start < stop]
+        """The elements of this rank's part that belong to no parameter."""
         self._kind = kind
         shape = (group.size * length,)
         self._flat: Any = group.empty(shape, bucket.dtype) if kind is None else kind.empty(shape, bucket.dtype)
@@ -115,7 +120,10 @@ class Shard:
         }
 
     def gather(self) -> Work[Any]:
-        """Starts to gather all ranks' `weights`."""
+        """Starts to gather all ranks' `weights`. What the update has made of those that belong to no parameter becomes zeros:
+        in the next step the buffer's elements there are taken for gradients."""
+        for gap in self._gaps:
+            self.weights[gap] = 0
         mine = self._typed[0] if self._kind is None else self._kind.staging.to_device(self._typed[0])
         work: Work[Any] = self._group.all_gather(mine, out=self._flat, async_op=True)
         return work

@@ -70,6 +70,20 @@ def test_a_rank_remembers_its_share_and_no_more(size, rule):
         assert abs(held - whole / size) <= 0.05 * whole / size
 
 
+def test_a_rule_that_divides_by_zero_without_gradients_leaves_nothing_of_it_between_parameters():
+    """Shards hold elements that belong to no weights, whose gradient is always 0."""
+
+    def body(group):
+        weights = {"a": np.ones(3, np.float32), "b": np.ones(21, np.float32)}
+        optimizer = ZeroOptimizer(weights, group, Adam(1e-3, epsilon=0.0, decay=0.1))
+        for _ in range(3):
+            optimizer.step({name: np.full_like(leaf, 0.5) for name, leaf in weights.items()})
+        return [bool(np.isfinite(array).all()) for array in (*weights.values(), *optimizer.state().values())]
+
+    for found in run_world(3, body):
+        assert all(found)
+
+
 def test_training_goes_on_from_a_saved_state_with_the_same_bits():
     def body(group):
         weights = tree(0)
