@@ -130,12 +130,14 @@ def _random(key: str, columns: int, rank: int) -> Array:
 
 
 def _next_start(key: str, q: Array) -> Array:
-    """The next step's start: Q with random columns for those that are zero or not finite, which would stay so."""
+    """The next step's start: Q with random columns for those that are zero or not finite, which would stay so. Its columns have
+    the scale of 1, so that products with them have the next gradient's; powers of two as factors round nothing."""
     lengths = np.abs(q).sum(axis=0)
     lost = ~(np.isfinite(lengths) & (lengths > _TINY))
     if lost.any():
         q = np.where(lost, _random(key, *q.shape), q)
-    return np.ascontiguousarray(q)
+    _, exponents = np.frexp(np.abs(q).max(axis=0))
+    return np.ascontiguousarray(np.ldexp(q, -exponents))
 
 
 def _product(left: Array, right: Array) -> Array:

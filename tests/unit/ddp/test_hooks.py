@@ -255,16 +255,17 @@ def test_without_feedback_a_low_rank_leaves_the_rest_out_for_ever():
     assert np.linalg.norm(found - best) < 0.05 * np.linalg.norm(best), "the warm start has found the largest singular pair"
 
 
-def test_a_matrix_of_low_rank_comes_whole_after_one_warm_step():
+@pytest.mark.parametrize("scale", [1.0, 1e34, 1e-20], ids=["usual", "large", "small"])
+def test_a_matrix_of_low_rank_comes_whole_after_one_warm_step(scale: float):
     left, right = np.random.default_rng(1).standard_normal((2, 40, 2)).astype(np.float32)
-    product = left @ right[:30].T
+    product = left @ right[:30].T * np.float32(scale)
 
     def body(group):
         sync = ferrorpc.GradientSynchronizer({"w": product}, group, hook=PowerSGD(2))
         return [sync({"w": product * (group.rank + 1)})["w"] for _ in range(2)][-1]
 
     for found in run_world(3, body):
-        np.testing.assert_allclose(found, 2 * product, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(found, 2 * product, rtol=1e-4, atol=1e-4 * scale)
 
 
 @pytest.mark.parametrize("rank", [2, 4])
