@@ -30,6 +30,8 @@ EXPLAINED_AT_ONCE: Final = 8
 """How many asynchronous operations are explained within EXPLAIN_SECONDS."""
 VERDICT_SECONDS: Final = 1.5
 """How long a failed operation waits for the coordinator's first cause before it raises the rank's own error."""
+_GPU_OUT_OF_MEMORY: Final = "OutOfMemoryError"
+"""CuPy's class, a MemoryError."""
 _LIBRARIES: Final = sys.stdlib_module_names | {"cuda", "cupy", "google", "grpc", "ml_dtypes", "nccl", "numpy", "torch"}
 """What this library calls, and no user code."""
 
@@ -122,11 +124,13 @@ def breaks(execution: Execution, error: FerroError) -> bool:
 
 
 def out_of_memory(label: str, error: MemoryError) -> LimitExceededError:
-    """The failure of an operation whose arrays do not fit this process's memory. Peers decide how large they are."""
-    return LimitExceededError(
-        f"{label}: this process has no memory for what the operation brings: {error}",
-        hint="send smaller arrays, give ranks more memory, or fewer of them a host",
-    )
+    """The failure of an operation whose arrays do not fit this process's memory, or its GPU's. Peers decide how large they
+    are."""
+    if type(error).__name__ == _GPU_OUT_OF_MEMORY:
+        who, hint = "the GPU", "send smaller arrays, or free some (cupy.get_default_memory_pool().free_all_blocks())"
+    else:
+        who, hint = "this process", "send smaller arrays, give ranks more memory, or fewer of them a host"
+    return LimitExceededError(f"{label}: {who} has no memory for what the operation brings: {error}", hint=hint)
 
 
 def unexpected(label: str, error: Exception) -> FerroError:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.staging import Staging
-from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, LimitExceededError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK
 from ferrorpc.operations import results as results_module
@@ -266,3 +268,25 @@ def test_who_gives_a_time_waits_for_the_gpu_so_long(cupy: StandIn, monkeypatch: 
         SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.1, free.set)
         landing.settle(SYSTEM_CLOCK, SYSTEM_CLOCK.now() + 60.0)
         assert not busy.fake.tasks
+
+
+def test_who_has_no_memory_is_said(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's error is a MemoryError, too."""
+
+    class OutOfMemoryError(MemoryError):
+        pass
+
+    def body(group: ProcessGroup) -> None:
+        x = full(cupy, 1, np.int16)
+        group.all_reduce(x)
+        if group.rank == 1:  # which may have its own result before
+            with suppress(GroupAbortedError):
+                group.all_reduce(x)
+            return
+        monkeypatch.setattr(
+            device_of(cupy, 0), "empty", Mock(side_effect=OutOfMemoryError("Out of memory allocating 12 bytes"))
+        )
+        with pytest.raises(LimitExceededError, match="the GPU has no memory for what the operation brings: Out of memory"):
+            group.all_reduce(x)
+
+    world(cupy, "hybrid", 2, body)
