@@ -23,6 +23,10 @@ import ferrorpc  # noqa: F401 (first: it sets environment variables that gRPC re
 from benchmarks.options import amount, count
 
 # isort: split
+import grpc
+from grpc_health.v1 import health_pb2
+
+from ferrorpc.wire import options
 from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.crowd import Crowd
 
@@ -31,6 +35,8 @@ DATA, HEADERS, RESET, SETTINGS, PINGS = 0, 1, 3, 4, 6
 END_HEADERS: Final = 4
 CANCEL: Final = struct.pack(">I", 8)
 BATCH: Final = 50
+WINDOW: Final = 8
+HEALTH: Final = "/grpc.health.v1.Health"
 BARRIER_SECONDS: Final = 60.0
 MEBIBYTE: Final = 1 << 20
 
@@ -130,12 +136,32 @@ def gzip_bombs(target: tuple[str, int], seconds: float, _count: int) -> int:
     return repeated(target, seconds, calls(ZIPPED, b"\1" + struct.pack(">I", len(bomb)) + bomb))
 
 
+def health(target: tuple[str, int], seconds: float, _count: int) -> int:
+    """Questions about services with names of almost 2 MiB, and watches of such services, which stay open."""
+    name = "\1" * (options.CONTROL_MESSAGE_BYTES_MAX - 64)
+    request = health_pb2.HealthCheckRequest(service=name).SerializeToString()
+    until, sent = time.monotonic() + seconds, 0
+    with grpc.insecure_channel(f"{target[0]}:{target[1]}", options=options.session_channel()) as channel:
+        check, watch = channel.unary_unary(f"{HEALTH}/Check"), channel.unary_stream(f"{HEALTH}/Watch")
+        watches = []
+        while time.monotonic() < until:
+            asked = [check.future(request, timeout=BARRIER_SECONDS) for _ in range(WINDOW)]
+            if len(watches) < BATCH:
+                watches.append(watch(request))
+                next(watches[-1])
+            sent += sum(call.exception() is not None for call in asked)
+        for call in watches:
+            call.cancel()
+    return sent + len(watches)
+
+
 FLOODS: Final[dict[str, Flood]] = {
     "silent": silent,
     "rapid_reset": rapid_reset,
     "pings": pings,
     "oversized": oversized,
     "gzip_bombs": gzip_bombs,
+    "health": health,
 }
 
 

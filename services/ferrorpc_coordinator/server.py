@@ -19,7 +19,6 @@ from typing import Final
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 
 from ferrorpc.errors import AuthenticationError, ConfigError
 from ferrorpc.wire import options as wire_options
@@ -158,8 +157,7 @@ class _Service:
         self._address = _bind(self._server, options)
         self._driver = Driver(coordinator, journal, self._counters)
         servicer = CoordinatorServicer(self._driver, self._counters)
-        self._server.add_generic_rpc_handlers((servicer.handler(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((servicer.handler(), self._health.handler()))
         self._stopping = asyncio.Event()
         self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
