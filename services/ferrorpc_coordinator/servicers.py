@@ -19,13 +19,12 @@ from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.identity import peer_identities
 from ferrorpc.wire.parse import parse
 from ferrorpc_coordinator.driver import Driver
+from ferrorpc_coordinator.first_message import first_message
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
-HELLO_SECONDS: Final = 10.0
-"""A stream without a Hello for this long is closed."""
 
 _NO_FRAME: Final = "a session sent bytes that are not a ClientFrame"
 
@@ -37,7 +36,7 @@ _UNARY: Final[dict[str, type[UnaryRequest]]] = {
 }
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
-UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
+UnaryHandler = Callable[[AsyncIterator[bytes], Context], Awaitable[bytes]]
 
 
 class CoordinatorServicer:
@@ -51,7 +50,7 @@ class CoordinatorServicer:
         """The handler to register with a gRPC server."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Session": grpc.stream_stream_rpc_method_handler(self._session)}
         for name, request_type in _UNARY.items():
-            methods[name] = grpc.unary_unary_rpc_method_handler(self._unary(name, request_type))
+            methods[name] = grpc.stream_unary_rpc_method_handler(self._unary(name, request_type))
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     # -- the Session stream --------------------------------------------------------------------------------------------
@@ -68,12 +67,11 @@ class CoordinatorServicer:
     # -- unary calls ---------------------------------------------------------------------------------------------------
 
     def _unary(self, name: str, request_type: type[UnaryRequest]) -> UnaryHandler:
-        async def handle(data: bytes, context: Context) -> bytes:
+        async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
             try:
                 if context.time_remaining() is None:
                     raise UsageError(f"{name} was called without a deadline", hint="give the call a timeout")
-                request = parse(request_type, data, f"bytes that are not a {request_type.__name__}")
-                answer = await self._driver.call(request, _caller(context))
+                answer = await self._driver.call(await _read_request(context, request_type), _caller(context))
                 if isinstance(answer, error_pb2.ErrorDetail):
                     raise restore(answer)
             except FerroError as error:
@@ -143,14 +141,13 @@ def _caller(context: Context) -> Caller:
     return Caller(context.peer(), peer_identities(context.auth_context()))
 
 
+async def _read_request(context: Context, request_type: type[UnaryRequest]) -> UnaryRequest:
+    what = request_type.__name__
+    return parse(request_type, await first_message(context, what), f"bytes that are not a {what}")
+
+
 async def _read_hello(context: Context) -> session_pb2.Hello:
-    try:
-        async with asyncio.timeout(HELLO_SECONDS):
-            data = await context.read()
-    except TimeoutError:
-        raise UsageError(f"the stream sent no Hello within {HELLO_SECONDS:.0f} s") from None
-    if not isinstance(data, bytes):
-        raise UsageError("the stream ended before its Hello")
+    data = await first_message(context, "Hello")
     frame = parse(session_pb2.ClientFrame, data, _NO_FRAME)
     if not frame.HasField("hello"):
         raise UsageError(f"the first frame of a session is a Hello, not {frame.WhichOneof('body') or 'an empty one'}")

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from ferrorpc_coordinator import servicers
+from ferrorpc_coordinator import first_message
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SendQueue
 from ferrorpc_coordinator.servicers import CoordinatorServicer
@@ -69,16 +69,16 @@ class RememberingDriver:
         return store_pb2.StoreResponse()
 
 
-def served(call, data=None):
+def served(call, *, unary=False):
     """The driver after one session, or after one unary store request."""
     driver = RememberingDriver()
     servicer = CoordinatorServicer(driver, Counters())
 
     async def serve():
-        if data is None:
-            await servicer._session(None, call)
+        if unary:
+            await servicer._unary("Store", session_pb2.UnaryStoreRequest)(None, call)
         else:
-            await servicer._unary("Store", session_pb2.UnaryStoreRequest)(data.SerializeToString(), call)
+            await servicer._session(None, call)
 
     try:
         asyncio.run(asyncio.wait_for(serve(), 20))
@@ -88,6 +88,7 @@ def served(call, data=None):
 
 
 HELLO = session_pb2.ClientFrame(hello=session_pb2.Hello(job="a"))
+REQUEST = session_pb2.UnaryStoreRequest(request=store_pb2.StoreRequest(get={"key": "k"}))
 
 
 @pytest.mark.parametrize(
@@ -101,13 +102,20 @@ HELLO = session_pb2.ClientFrame(hello=session_pb2.Hello(job="a"))
 )
 def test_a_certificate_without_identities_is_not_taken_for_none(proven, identities):
     """Without a certificate a token is enough; with a foreign one nothing is."""
-    request = session_pb2.UnaryStoreRequest(request=store_pb2.StoreRequest(get={"key": "k"}))
-    for driver in (served(Call(HELLO, proven=proven)), served(Call(proven=proven), request)):
+    for driver in (served(Call(HELLO, proven=proven)), served(Call(REQUEST, proven=proven), unary=True)):
         assert [caller.identities for caller in driver.callers] == [identities]
 
 
-def test_a_session_without_a_hello_is_closed(monkeypatch):
-    monkeypatch.setattr(servicers, "HELLO_SECONDS", 0.02)
+@pytest.mark.parametrize(("unary", "what"), [(False, "Hello"), (True, "UnaryStoreRequest")])
+def test_a_call_without_its_first_message_is_ended(monkeypatch, unary, what):
+    monkeypatch.setattr(first_message, "FIRST_MESSAGE_SECONDS", 0.02)
     call = Call(silent=True)
-    assert not served(call).callers
-    assert "sent no Hello" in call.error.message
+    assert not served(call, unary=unary).callers
+    assert f"sent no {what}" in call.error.message
+
+
+@pytest.mark.parametrize(("unary", "what"), [(False, "Hello"), (True, "UnaryStoreRequest")])
+def test_a_call_that_ends_before_its_first_message_is_refused(unary, what):
+    call = Call()
+    assert not served(call, unary=unary).callers
+    assert f"ended before its {what}" in call.error.message
