@@ -35,6 +35,7 @@ ROWS = (
     ("members of a job; jobs of a coordinator", f"{LIMITS.members:,}; {LIMITS.jobs}"),
     ("members that have gone, whose names and last ranks a job still knows", f"{LIMITS.gone_members:,}"),
     ("unanswered requests of a session", f"{LIMITS.requests:,}"),
+    ("the prefix of a watch", size(LIMITS.key_bytes)),
     ("watches of a job; changes a watch can look back on", f"{LIMITS.watches:,}; {LIMITS.history_events:,}"),
     ("keys for which requests of a job wait, counted once for each request", f"{LIMITS.waited_keys:,}"),
     ("open named barriers of a job", f"{LIMITS.open_barriers:,}"),

@@ -200,6 +200,7 @@ class Store:
         member = requester.member
         if member is None or member.stream is None:
             raise UsageError("a watch needs a session: its events have nowhere else to go")
+        require("the length of a watch's prefix", len(operation.prefix.encode()), "key_bytes", self._context.limits.key_bytes)
         number = self.watches.add(member, member.stream, operation.prefix)
         return store_pb2.StoreResponse(found=True, watch_id=number, revision=self._context.durable_state.revision)
 

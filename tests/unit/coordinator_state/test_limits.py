@@ -132,6 +132,15 @@ def test_too_many_watches() -> None:
     assert result.store.watch_id == 2
 
 
+def test_a_prefix_of_a_watch_too_long() -> None:
+    world = limited()
+    store(world, "a", watch=store_pb2.WatchOperation(prefix="k" * 513))
+    assert limit_of(error(world, "a")) == "key_bytes"
+    result = store(world, "a", watch=store_pb2.WatchOperation(prefix="k" * 512))
+    assert result is not None
+    assert result.store.found
+
+
 def test_too_many_keys_that_are_waited_for() -> None:
     world = limited(waited_keys=5)
     join(world, "b")
