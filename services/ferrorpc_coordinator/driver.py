@@ -157,6 +157,7 @@ class Driver:
         answer: asyncio.Future[UnaryResponse | error_pb2.ErrorDetail] = self._loop.create_future()
         self._calls[number] = answer
         self._step(Called(number, request, caller, self.refuses_writes))
+        del request  # its memory, which may be much, for the time of the wait
         try:
             return await answer
         except asyncio.CancelledError:

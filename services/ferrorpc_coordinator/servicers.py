@@ -17,7 +17,7 @@ from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc.wire import status
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.identity import peer_identities
-from ferrorpc.wire.parse import parse
+from ferrorpc.wire.parse import M, parse
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.first_message import first_message
 from ferrorpc_coordinator.metrics import Counters
@@ -123,7 +123,7 @@ class _Stream:
         read, stream, counters = self._context.read, self._queue.stream, self._counters
         try:
             while isinstance(data := await read(), bytes):  # the end of the stream is grpc.aio.EOF
-                frame = parse(session_pb2.ClientFrame, data, _NO_FRAME)
+                frame = compact(session_pb2.ClientFrame, data, _NO_FRAME)
                 if frame.HasField("beat"):
                     counters.heartbeats += 1
                 self._driver.receive(stream, frame)
@@ -141,14 +141,29 @@ def _caller(context: Context) -> Caller:
     return Caller(context.peer(), peer_identities(context.auth_context()))
 
 
+def compact(message_type: type[M], data: bytes, problem: str) -> M:
+    """The message in `data`, for requests, of which parts are kept until they are answered.
+
+    Each part of a parsed message keeps the memory of all of it: also that of fields of later versions, and of values that were
+    replaced by later ones in the same bytes. A message with such is parsed again without.
+
+    Raises:
+        CodecError: `problem`, as the bytes are no such message.
+    """
+    message = parse(message_type, data, problem)
+    message.DiscardUnknownFields()
+    needed = message.SerializeToString()
+    return message if len(needed) == len(data) else message_type.FromString(needed)
+
+
 async def _read_request(context: Context, request_type: type[UnaryRequest]) -> UnaryRequest:
     what = request_type.__name__
-    return parse(request_type, await first_message(context, what), f"bytes that are not a {what}")
+    return compact(request_type, await first_message(context, what), f"bytes that are not a {what}")
 
 
 async def _read_hello(context: Context) -> session_pb2.Hello:
     data = await first_message(context, "Hello")
-    frame = parse(session_pb2.ClientFrame, data, _NO_FRAME)
+    frame = compact(session_pb2.ClientFrame, data, _NO_FRAME)
     if not frame.HasField("hello"):
         raise UsageError(f"the first frame of a session is a Hello, not {frame.WhichOneof('body') or 'an empty one'}")
     return frame.hello

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging.handlers
+import sys
 from unittest import mock
 
 import pytest
@@ -177,6 +178,18 @@ async def test_an_answer_for_a_call_cancelled_at_the_same_moment_is_dropped(make
     with pytest.raises(asyncio.CancelledError):
         await abandoned
     assert not driver.failure.done()
+
+
+@driven
+async def test_a_request_is_not_kept_while_its_caller_waits(make):
+    driver, state_machine = make()
+    request = session_pb2.UnaryStoreRequest()
+    before = sys.getrefcount(request)
+    call = asyncio.ensure_future(driver.call(request))
+    await turns()
+    state_machine.events.clear()
+    assert sys.getrefcount(request) == before
+    call.cancel()
 
 
 @driven

@@ -1,6 +1,7 @@
 """The RPCs over a driver and a call of their own: who calls, and who says nothing."""
 
 import asyncio
+import os
 
 import grpc
 import grpc.aio
@@ -8,9 +9,10 @@ import pytest
 from ferrorpc_coordinator import first_message
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SendQueue
-from ferrorpc_coordinator.servicers import CoordinatorServicer
+from ferrorpc_coordinator.servicers import CoordinatorServicer, compact
 
-from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
+from benchmarks.floods import MEBIBYTE, resident_bytes
+from ferrorpc.v1 import error_pb2, rendezvous_pb2, session_pb2, store_pb2
 from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.status import TRAILER
 
@@ -119,3 +121,18 @@ def test_a_call_that_ends_before_its_first_message_is_refused(unary, what):
     call = Call()
     assert not served(call, unary=unary).callers
     assert f"ended before its {what}" in call.error.message
+
+
+JOIN = session_pb2.ClientFrame(sequence=1, join=rendezvous_pb2.JoinRequest(pinned_rank=3))
+UNKNOWN = b"\xc2\x3e" + b"\x80\x80\x40" + bytes(MEBIBYTE)
+"""A field with number 1000 of a later version."""
+REPLACED = session_pb2.ClientFrame(store={"set": {"key": "k", "value": bytes(MEBIBYTE)}})
+
+
+@pytest.mark.parametrize("more", [UNKNOWN, REPLACED.SerializeToString()], ids=["unknown", "replaced"])
+def test_what_is_kept_of_a_request_keeps_no_memory_of_what_nobody_reads(more):
+    """A join is kept until its round closes."""
+    before = resident_bytes(os.getpid())
+    joins = [compact(session_pb2.ClientFrame, more + JOIN.SerializeToString(), "").join for _ in range(64)]
+    assert joins == [JOIN.join] * 64
+    assert resident_bytes(os.getpid()) - before < 32 * MEBIBYTE
