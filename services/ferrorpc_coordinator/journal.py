@@ -110,12 +110,14 @@ class Journal:
         Raises:
             ConfigError: the database is damaged.
         """
+        # A flipped bit may make bytes a text, and a text one that is not UTF-8: the row is to be named then too.
+        self._connection.text_factory = lambda text: text.decode(errors="backslashreplace")
         try:
             found = list(self._connection.execute("SELECT tab, key, value, checksum FROM rows ORDER BY tab, key"))
         except sqlite3.DatabaseError as error:
             raise _open_error(self._directory, error) from None
         for table, key, value, checksum in found:
-            if checksum != _checksum(table, key, value):
+            if not isinstance(value, bytes) or checksum != _checksum(table, key, value):
                 raise damaged(self._directory, f"the row {key!r} of {table!r} in journal.sqlite is not what was written")
         return [(table, key, value) for table, key, value, _ in found]
 

@@ -180,6 +180,30 @@ def test_an_emptied_journal_is_not_taken_for_a_new_one(tmp_path, left):
         opened(tmp_path, reserve_bytes=4096)
 
 
+@pytest.mark.parametrize(
+    ("column", "other"),
+    [("value", "CAST(value AS TEXT)"), ("value", "NULL"), ("value", "7"), ("key", "CAST(key AS BLOB)"), ("tab", "x'ff'")],
+)
+@pytest.mark.parametrize("value", [b"text", b"\xff\xfe"], ids=["text", "bytes"])
+def test_a_row_whose_bytes_have_become_another_type_is_named(tmp_path, value, column, other):
+    """One flipped bit is enough for it."""
+    journal = opened(tmp_path)
+    journal.commit([("store", "a", b"1"), ("store", "weights", value)])
+    journal._connection.execute(f"UPDATE rows SET {column} = {other} WHERE key = 'weights'")
+    with pytest.raises(ConfigError, match=r"the row b?'weights' of .* in journal\.sqlite is not what was written"):
+        journal.rows()
+    journal.close()
+
+
+def test_a_row_whose_key_is_no_text_any_more_is_named(tmp_path):
+    journal = opened(tmp_path)
+    journal.commit([("store", "weights", b"1")])
+    journal._connection.execute("UPDATE rows SET key = CAST(x'ff776569' AS TEXT)")
+    with pytest.raises(ConfigError, match=r"the row '.{1,2}xffwei' of 'store'"):
+        journal.rows()
+    journal.close()
+
+
 def test_a_journal_that_cannot_be_used_now_is_not_called_damaged(tmp_path):
     journal = opened(tmp_path)
     journal.close()
