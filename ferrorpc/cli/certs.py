@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -279,7 +280,10 @@ def _names_in(path: Path, role: Role) -> tuple[list[str], list[str]] | None:
 
 
 def _write(directory: Path, stem: str, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
-    """Writes both files, each replaced atomically. Only the owner can ever read the key file."""
+    """Writes both files, each replaced atomically. Only the owner can ever read the key file.
+
+    It must be new until it has its place: in a directory of several users another one could have made it, to read what comes.
+    """
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -288,8 +292,8 @@ def _write(directory: Path, stem: str, certificate: x509.Certificate, key: Ellip
         (directory / f"{stem}.key", secret, 0o600),
         (directory / f"{stem}.pem", certificate.public_bytes(Encoding.PEM), 0o644),
     ):
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,27 @@ def test_where_there_is_no_certificate_to_renew_it_is_for_the_default_job(tmp_pa
     run("issue", str(tmp_path), "observer", "admin")
     assert names(tmp_path / "observer.pem") == ["ferrorpc://default/observer"]
     assert names(tmp_path / "admin.pem") == ["ferrorpc://default/admin"]
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_key_is_written_into_no_file_that_somebody_else_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: bool
+) -> None:
+    """Whoever may write into the directory can make a file of any name there, or a link to a file elsewhere."""
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
+    other, directory = tmp_path / "other", tmp_path / "certs"
+    directory.mkdir()
+    other.write_text("important")
+    for end in ("guessed", os.getpid()):
+        made = directory / f".ca.key.{end}"
+        made.symlink_to(other) if link else made.hardlink_to(other)
+    result = CliRunner().invoke(certs.command, ["init", str(directory)])
+    assert isinstance(result.exception, FileExistsError)
+    assert other.read_text() == "important"
+    assert not (directory / "ca.key").exists()
+
+
+def test_what_is_made_for_a_moment_is_gone_and_keys_are_their_owners_alone(tmp_path: Path) -> None:
+    run("init", str(tmp_path), "--job", "*")
+    assert not list(tmp_path.glob(".*"))
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*.key")} == {0o600}
