@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 from pathlib import Path
 from typing import Final
 
@@ -59,6 +60,14 @@ NO_TOKEN: Final = Token()
 """The token of processes that have none."""
 
 
+_PATH_HINT: Final = "FERRORPC_TOKEN_FILE is the path of a file with the token, not the token (`ferrorpc config` shows it)"
+
+
+def is_shown(path: str) -> bool:
+    """Whether the path of a token file may be shown in a message. What leads nowhere may be a token, given by mistake."""
+    return os.path.isabs(path) or os.path.exists(path) or os.path.isdir(os.path.dirname(path))
+
+
 def read_token(path: str | None) -> str:
     """The token in a file; empty without a path.
 
@@ -71,7 +80,8 @@ def read_token(path: str | None) -> str:
         token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in ASCII"
-        raise ConfigError(f"token_file={path!r} cannot be read: {reason}") from None
+        what = f"token_file={path!r}" if is_shown(path) else "token_file"
+        raise ConfigError(f"{what} cannot be read: {reason}", hint=_PATH_HINT) from None
     if len(token.split()) > 1:
         raise ConfigError(
             f"token_file={path!r} lists several tokens, as only a coordinator's may",

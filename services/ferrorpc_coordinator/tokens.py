@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.wire.token import is_shown
 from ferrorpc_coordinator.state.access import Access, Grant, read_grants
 
 POLL_SECONDS: Final = 1.0
@@ -24,7 +25,8 @@ def read_token_file(path: Path) -> tuple[Grant, ...]:
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in ASCII"
-        raise ConfigError(f"the token file {path} cannot be read: {reason}", hint="check FERRORPC_TOKEN_FILE") from None
+        what = f"the token file {path}" if is_shown(str(path)) else "the token file"
+        raise ConfigError(f"{what} cannot be read: {reason}", hint="check FERRORPC_TOKEN_FILE, which is a path") from None
     return read_grants(text)
 
 

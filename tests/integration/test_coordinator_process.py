@@ -47,7 +47,7 @@ def test_it_loads_nothing_of_the_training_side():
         (["--tls-cert", "nowhere.pem"], {}, "belong together"),
         (["--tls-ca", "nowhere.pem"], {}, "protects nothing"),
         (["--tls-cert", "nowhere.pem", "--tls-key", "nowhere.pem"], {}, "cannot read nowhere.pem"),
-        (["--token-file", "nowhere"], {}, "nowhere cannot be read"),
+        (["--token-file", "nowhere"], {}, "the token file cannot be read"),
         (["--data-dir", "/proc/nowhere"], {}, "/proc/nowhere cannot be used"),
         (["--no-such-flag"], {}, "unrecognized arguments: --no-such-flag"),
         ([], {"FERRORPC_STALL": "1e300"}, "FERRORPC_STALL"),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from ferrorpc_coordinator.tokens import read_token_file
 
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.token import NO_TOKEN, Token
@@ -49,6 +50,23 @@ def test_a_file_that_cannot_be_used_leaves_it_as_it_was_and_is_told_of_once_each
 def test_a_file_that_can_never_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         Token(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("token", ["0123456789abcdef" * 2, "0123456789abcdef" * 20, "q83vEjRWeJC/rN3u/w=="])
+def test_a_token_in_place_of_its_file_is_not_repeated(token: str) -> None:
+    """Nor where it is so long that no file could have its name, or contains slashes."""
+    for refuse in (lambda: Token(token), lambda: read_token_file(Path(token))):
+        with pytest.raises(ConfigError, match=r"token.file cannot be read") as caught:
+            refuse()
+        assert token not in str(caught.value)
+
+
+def test_a_path_that_leads_somewhere_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secrets").mkdir()
+    for path in (str(tmp_path / "secret" / "token"), "secrets/token", "secrets"):
+        with pytest.raises(ConfigError, match=f"token_file='{path}' cannot be read"):
+            Token(path)
 
 
 def test_without_a_file_there_is_none_or_one_that_stays() -> None:
