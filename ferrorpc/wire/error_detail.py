@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from ferrorpc.errors import FerroError
+from ferrorpc.logs import escape_unprintable
 from ferrorpc.v1 import error_pb2
+
+_CONTINUED: Final = re.compile(r"\n(?! {4})")
+"""A line end in a message before a line that is not indented, and so could pass for one of this process."""
 
 
 def detail_of(error: FerroError) -> error_pb2.ErrorDetail:
@@ -28,9 +33,18 @@ def encodable(text: str) -> str:
 
 
 def restore(detail: error_pb2.ErrorDetail) -> FerroError:
-    """The error that another process has sent. A code that this version does not know gives the root class."""
+    """The error that another process has sent. A code that this version does not know gives the root class.
+
+    Unprintable characters, with which a text could control the terminal, become escapes. Line ends stay, but the lines of a
+    message are indented from the second on.
+    """
     fields = {field.name: _read(field) for field in detail.fields}
-    return FerroError.restore(detail.code, detail.message, detail.hint, detail.retryable, fields)
+    message = _CONTINUED.sub("\n    ", _printable(detail.message))
+    return FerroError.restore(detail.code, message, _printable(detail.hint), detail.retryable, fields)
+
+
+def _printable(text: str) -> str:
+    return "\n".join(map(escape_unprintable, text.split("\n")))
 
 
 def _write(field: error_pb2.ErrorField, value: Any) -> None:
@@ -67,8 +81,10 @@ def _read(field: error_pb2.ErrorField) -> Any:
     kind = field.WhichOneof("value")
     if kind == "integers":
         return list(field.integers.values)
+    if kind == "text":
+        return _printable(field.text)
     if kind == "texts":
-        return list(field.texts.values)
+        return list(map(_printable, field.texts.values))
     if kind == "rank_texts":
-        return dict(zip(field.rank_texts.ranks, field.rank_texts.texts, strict=False))
+        return dict(zip(field.rank_texts.ranks, map(_printable, field.rank_texts.texts), strict=False))
     return None if kind is None else getattr(field, kind)

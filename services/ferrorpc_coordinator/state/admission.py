@@ -9,6 +9,7 @@ from typing import Final
 
 from ferrorpc.errors import ConfigError, LimitExceededError, MessageTooLargeError, StaleGenerationError, require
 from ferrorpc.v1 import session_pb2
+from ferrorpc.wire.refusal_log import quoted
 from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members
@@ -34,10 +35,13 @@ def check_hello(hello: session_pb2.Hello, limits: Limits) -> None:
     """Checks what does not depend on the job.
 
     Raises:
-        ConfigError: the member's name is invalid.
+        ConfigError: the member's name is invalid, or its host or address has unprintable characters.
         LimitExceededError: its name or the whole Hello is too large.
     """
     check_name("member name", hello.name, limits.name_bytes)
+    for what, text in (("host", hello.host), ("address", hello.address)):
+        if not text.isprintable():  # the other members' errors contain them
+            raise ConfigError(f"the {what} of member {hello.name} is {quoted(text)}", hint="a host's name is printable text")
     require("bytes of a Hello", hello.ByteSize(), "hello_bytes", limits.hello_bytes, MessageTooLargeError)
 
 

@@ -25,7 +25,7 @@ from ferrorpc_coordinator.state.context import JobContext, Requester, SharedStat
 from ferrorpc_coordinator.state.generations import Generation, Generations, Refused
 from ferrorpc_coordinator.state.leases import Leases
 from ferrorpc_coordinator.state.member import Liveness, Member
-from ferrorpc_coordinator.state.members import Members
+from ferrorpc_coordinator.state.members import REASON_CHARACTERS_MAX, Members
 from ferrorpc_coordinator.state.nccl_ids import NcclIdRelay
 from ferrorpc_coordinator.state.rendezvous import Rendezvous
 from ferrorpc_coordinator.state.settings import MILLISECOND
@@ -170,7 +170,7 @@ class Job:
         self.context.answer(requester, rendezvous_pb2.LeaveResponse())
         self._close_stream(member)
         if request.reason:
-            self._mark_gone(member, Liveness.DEAD, request.reason[:4096])
+            self._mark_gone(member, Liveness.DEAD, request.reason[:REASON_CHARACTERS_MAX])
             self._break_generation_of(member, member.reason)
         else:
             self._mark_gone(member, Liveness.LEFT, "it left the job")
@@ -423,4 +423,4 @@ def _exit_text(exited: session_pb2.ProcessExit) -> str:
         how = f"killed by signal {-code} ({Signals(-code).name})" if known else f"killed by signal {-code}"
     else:
         how = f"exited with code {code}" + ("" if code else " without leaving the job")
-    return f"{how}: {exited.reason[:4096]}" if exited.reason else how
+    return f"{how}: {exited.reason[:REASON_CHARACTERS_MAX]}" if exited.reason else how

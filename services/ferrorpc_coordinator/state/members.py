@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
 
+from ferrorpc.logs import escape_unprintable
 from ferrorpc.v1 import identity_pb2, session_pb2
 from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.member import Liveness, Member
@@ -14,6 +15,7 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 TABLE: Final = "member"
 MEMBERS_PER_EVENT: Final = 256
 """Members described in one event."""
+REASON_CHARACTERS_MAX: Final = 4096
 _STATES: Final = {
     Liveness.STALLED: identity_pb2.MEMBER_STATE_STALLED,
     Liveness.SUSPECT: identity_pb2.MEMBER_STATE_SUSPECT,
@@ -105,8 +107,8 @@ class Members:
             address=member.address,
             step=member.step,
             beat_age_ms=max(0, self._context.now - member.last_heard) // MILLISECOND,
-            reason=member.reason,
-            activity=member.activity,
+            reason=escape_unprintable(member.reason)[:REASON_CHARACTERS_MAX],
+            activity=escape_unprintable(member.activity),
             step_age_ms=max(0, self._context.now - member.step_since) // MILLISECOND,
             operation_ms=member.operation_ms,
             training=member.training,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from ferrorpc_coordinator.state.access import Access, read_grants
+from ferrorpc_coordinator.state.events import Received
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.errors import ErrorCode
@@ -33,6 +35,26 @@ def test_a_hello_without_the_token_is_refused() -> None:
     status = world.replies[world.call(session_pb2.StatusRequest(job="job", token="guess"))]
     assert isinstance(status, error_pb2.ErrorDetail)
     assert status.code == ErrorCode.AUTHENTICATION
+
+
+@pytest.mark.parametrize("field", ["host", "address"])
+def test_a_host_that_could_control_a_terminal_is_refused(field: str) -> None:
+    """The errors and the status that others show contain it."""
+    world = World()
+    world.hello("a", **{field: "node\x1b[2J"})
+    assert refusal(world, "a").code == ErrorCode.CONFIG
+    assert rf"the {field} of member a is 'node\x1b[2J'" in refusal(world, "a").message
+
+
+def test_what_others_are_told_of_a_member_is_printable() -> None:
+    world = World()
+    join(world, "a", "b")
+    beat = session_pb2.Beat(step=1, generation=1, activity="all_reduce\x1b[2J")
+    world.step(Received(world.clients["b"].stream or 0, session_pb2.ClientFrame(beat=beat)))
+    world.ask("b", leave={"reason": "boom\x1b[2J\nall is well"})
+    members = world.coordinator.jobs["job"].status("", durable=True).members
+    (told,) = [member for member in members if member.name == "b"]
+    assert (told.activity, told.reason) == (r"all_reduce\x1b[2J", r"boom\x1b[2J\nall is well")
 
 
 def test_a_token_of_another_cluster_is_fenced() -> None:

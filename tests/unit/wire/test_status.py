@@ -34,6 +34,26 @@ def test_a_detail_restores_the_same_error(error: FerroError) -> None:
     assert (back.message, back.hint, back.retryable, back.fields) == (error.message, error.hint, error.retryable, error.fields)
 
 
+ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b\u202e"
+SHOWN = r"\x1b]0;title\x07\x1b[2J\r\x9b\u202e"
+
+
+def test_a_text_of_another_process_neither_controls_the_terminal_nor_passes_for_a_line_of_this_one() -> None:
+    error = errors.PeerLostError(1, f"{ESCAPES}\nit", f"lost: é{ESCAPES}\nferrorpc: all is well\n    indented")
+    back = restore(detail_of(error))
+    assert back.message == f"lost: é{SHOWN}\n    ferrorpc: all is well\n    indented"
+    assert back.fields == {"rank": 1, "reason": f"{SHOWN}\nit"}
+    assert str(restore(detail_of(back))) == str(back), "an error may come through several processes"
+    mismatch = restore(detail_of(errors.CollectiveMismatchError({0: ESCAPES}, "m", names=[ESCAPES])))
+    assert mismatch.fields == {"signatures": {0: SHOWN}, "names": [SHOWN]}
+
+
+def test_a_hint_of_several_lines_stays_as_it_is() -> None:
+    hint = "look at\n  the first line\nthe second"
+    assert restore(detail_of(errors.ConfigError("bad", hint=hint))).hint == hint
+    assert restore(detail_of(errors.ConfigError("bad", hint=ESCAPES))).hint == SHOWN
+
+
 def test_a_number_too_large_for_the_wire_travels_as_text() -> None:
     most = 1 << 63
     back = restore(detail_of(errors.LimitExceededError("too much", most=most, least=-most, several=[1, most])))
