@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import IntEnum, unique
+from operator import index
 from types import FrameType
 from typing import Any, ClassVar, Final
 
@@ -141,8 +142,7 @@ class FerroError(Exception):
     @property
     def group_rank(self) -> int | None:
         """The rank within the subgroup of the call, if it differs from the world rank in the message."""
-        value = self.fields.get("group_rank")
-        return None if value is None else int(value)
+        return _integer(self.fields.get("group_rank"))
 
 
 class ConfigError(FerroError, ValueError):
@@ -207,7 +207,7 @@ class RendezvousTimeoutError(FerroError, TimeoutError):
     @property
     def missing(self) -> list[Any]:
         """The ranks that did not come; names for members that had no rank yet."""
-        return list(self.fields.get("missing", []))
+        return _list(self.fields.get("missing"))
 
 
 class CollectiveTimeoutError(FerroError, TimeoutError):
@@ -223,7 +223,7 @@ class CollectiveTimeoutError(FerroError, TimeoutError):
     @property
     def waiting_on(self) -> list[int]:
         """World ranks that this rank still waited for."""
-        return [int(rank) for rank in self.fields.get("waiting_on", [])]
+        return _integers(self.fields.get("waiting_on"))
 
 
 class BarrierTimeoutError(CollectiveTimeoutError):
@@ -239,7 +239,7 @@ class BarrierTimeoutError(CollectiveTimeoutError):
     @property
     def missing(self) -> list[int]:
         """World ranks that never arrived."""
-        return [int(rank) for rank in self.fields.get("missing", [])]
+        return _integers(self.fields.get("missing"))
 
 
 class StoreTimeoutError(FerroError, TimeoutError):
@@ -279,7 +279,8 @@ class PeerLostError(FerroError):
     @property
     def rank(self) -> int:
         """World rank of the lost member; -1 if the report named none."""
-        return int(self.fields.get("rank", -1))
+        rank = _integer(self.fields.get("rank"))
+        return -1 if rank is None else rank
 
     @property
     def reason(self) -> str:
@@ -300,7 +301,8 @@ class CollectiveMismatchError(FerroError):
     @property
     def signatures(self) -> dict[int, str]:
         """World rank -> the signature of its call."""
-        return {int(rank): str(text) for rank, text in self.fields.get("signatures", {}).items()}
+        found = self.fields.get("signatures")
+        return {int(rank): str(text) for rank, text in found.items()} if isinstance(found, dict) else {}
 
 
 class GroupAbortedError(FerroError):
@@ -316,7 +318,8 @@ class GroupAbortedError(FerroError):
     @property
     def rank(self) -> int:
         """World rank that ended the generation; -1 if the report named none."""
-        return int(self.fields.get("rank", -1))
+        rank = _integer(self.fields.get("rank"))
+        return -1 if rank is None else rank
 
     @property
     def cause(self) -> str:
@@ -396,6 +399,24 @@ def require(what: str, amount: int, limit: str, most: int, error: type[LimitExce
     """
     if amount > most:
         raise error(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
+
+
+def _integer(value: Any) -> int | None:
+    """A field that is an integer. None for anything else, which a report from another process may contain in its place."""
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
+def _list(value: Any) -> list[Any]:
+    """A field that is a list; an empty one for anything else."""
+    return list(value) if isinstance(value, list) else []
+
+
+def _integers(value: Any) -> list[int]:
+    """The integers in a field that is a list."""
+    return [rank for rank in map(_integer, _list(value)) if rank is not None]
 
 
 def is_own_frame(frame: FrameType) -> bool:

@@ -76,6 +76,25 @@ def test_facts_that_did_not_come_along_are_told_as_unknown() -> None:
         assert "what is known" in (getattr(error, "reason", ""), getattr(error, "cause", ""))
 
 
+ODD = [7, -1, 1 << 62, 0.5, float("inf"), "zz", "", True, None, [], ["a", 1.5], [1, "2"], {3: "x"}, {}]
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_a_fact_of_another_type_than_it_should_be_is_left_out(value: object) -> None:
+    """Another process may have reported anything; whoever handles the error must not get another one from it."""
+    names = ("rank", "group_rank", "missing", "waiting_on", "signatures", "reason", "cause")
+    for code, cls in type_of.items():
+        error = FerroError.restore(code, "m", "h", False, dict.fromkeys(names, value))
+        for name in set(names) & set(dir(cls)):
+            getattr(error, name)
+    lost = FerroError.restore(ErrorCode.PEER_LOST, "m", "h", False, {"rank": value})
+    assert isinstance(lost, errors.PeerLostError)
+    assert lost.rank == (value if isinstance(value, int) else -1)
+    late = FerroError.restore(ErrorCode.BARRIER_TIMEOUT, "m", "h", False, {"missing": value})
+    assert isinstance(late, BarrierTimeoutError)
+    assert late.missing == ([1] if value == [1, "2"] else [])
+
+
 def test_a_structured_error_says_what_it_knows_without_a_message() -> None:
     assert str(RendezvousTimeoutError(missing=["rank 2"])).startswith("these did not come in time: ['rank 2']\ntry: ")
     assert str(BarrierTimeoutError(missing=[2, 1])).startswith("ranks [1, 2] did not come in time\ntry: ")
