@@ -43,6 +43,11 @@ class Waiter:
     since: int
     wants_value: bool
 
+    @property
+    def owner(self) -> str | int:
+        """With whose end the wait ends: a session's client, or the number of a unary call."""
+        return self.requester.number if self.requester.member is None else self.requester.client
+
 
 class Store:
     """The store of one job."""
@@ -54,6 +59,9 @@ class Store:
         self.write_results = WriteResults(context)
         self.watches = Watches(context)
         self._waiting: dict[str, dict[int, Waiter]] = {}
+        """Key -> number -> the waiters that miss this key."""
+        self._waiters_of: dict[str | int, dict[int, Waiter]] = {}
+        """Owner -> number -> its waiters."""
         self._waited_keys = 0
         """The number of missing keys of all waiters together."""
         self._numbers = 0
@@ -110,11 +118,11 @@ class Store:
         """A session is over: deletes the keys bound to it, and drops its waits and write results."""
         self._delete_bound(client)
         self.write_results.forget(client)
-        self._stop_waiting(lambda waiter: waiter.requester.member is not None and waiter.requester.client == client)
+        self._stop_waiting(client)
 
     def call_cancelled(self, call: int) -> None:
         """The caller of a unary call has gone."""
-        self._stop_waiting(lambda waiter: waiter.requester.member is None and waiter.requester.number == call)
+        self._stop_waiting(call)
 
     def generation_over(self, number: int) -> None:
         """A generation is over: deletes the keys bound to it."""
@@ -268,6 +276,7 @@ class Store:
         require(what, self._waited_keys + len(missing), "waited_keys", most)
         self._numbers += 1
         waiter = Waiter(self._numbers, requester, keys, missing, self._context.now, wants_value)
+        self._waiters_of.setdefault(waiter.owner, {})[waiter.number] = waiter
         self._wait_for_missing(waiter)
         self._context.arm(("wait", waiter.number), self._context.now + wait_ms * MILLISECOND, partial(self._time_out, waiter))
 
@@ -277,7 +286,7 @@ class Store:
             self._remove_waiter(waiter, key)
             if waiter.missing or self._still_missing(waiter):
                 continue
-            self._context.disarm(("wait", waiter.number))
+            self._end(waiter)
             if waiter.wants_value:
                 readers.append(waiter.requester)
             else:
@@ -315,9 +324,16 @@ class Store:
         self._context.answer(waiter.requester, detail_of(error))
 
     def _give_up(self, waiter: Waiter) -> None:
-        self._context.disarm(("wait", waiter.number))
+        self._end(waiter)
         for key in list(waiter.missing):
             self._remove_waiter(waiter, key)
+
+    def _end(self, waiter: Waiter) -> None:
+        self._context.disarm(("wait", waiter.number))
+        others = self._waiters_of[waiter.owner]
+        del others[waiter.number]
+        if not others:
+            del self._waiters_of[waiter.owner]
 
     def _remove_waiter(self, waiter: Waiter, key: str) -> None:
         waiter.missing.discard(key)
@@ -327,8 +343,6 @@ class Store:
         if not waiting:
             del self._waiting[key]
 
-    def _stop_waiting(self, chosen: Callable[[Waiter], bool]) -> None:
-        waiters = {waiter.number: waiter for waiting in self._waiting.values() for waiter in waiting.values()}
-        for waiter in waiters.values():
-            if chosen(waiter):
-                self._give_up(waiter)
+    def _stop_waiting(self, owner: str | int) -> None:
+        for waiter in list(self._waiters_of.get(owner, {}).values()):
+            self._give_up(waiter)

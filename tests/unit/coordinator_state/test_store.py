@@ -63,6 +63,11 @@ def test_a_unary_wait_ends_with_its_caller() -> None:
     assert world.coordinator.next_deadline() is None
 
 
+def nobody_waits(world: World) -> bool:
+    kept = world.coordinator.jobs["job"].store
+    return not kept._waiting and not kept._waiters_of and kept._waited_keys == 0
+
+
 def test_all_waits_for_a_key_end_when_it_is_set_and_none_begins_after_that() -> None:
     world = World()
     world.hello("a")
@@ -82,7 +87,7 @@ def test_the_wait_of_a_session_ends_with_it() -> None:
     join(world, "a", "b")
     store(world, "a", get=store_pb2.GetOperation(key="k", wait_ms=1_000_000))
     world.ask("a", leave={})
-    assert not world.coordinator.jobs["job"].store._waiting
+    assert nobody_waits(world)
 
 
 def test_the_end_of_a_session_or_a_call_ends_only_its_own_waits() -> None:
@@ -99,7 +104,20 @@ def test_the_end_of_a_session_or_a_call_ends_only_its_own_waits() -> None:
     assert world.clients["a"].results[cancelled].store.value == b"v"
     assert isinstance(world.replies[goes_on], session_pb2.UnaryStoreResponse)
     assert cancelled not in world.replies
-    assert not world.coordinator.jobs["job"].store._waiting
+    assert nobody_waits(world)
+
+
+def test_a_wait_that_is_answered_or_times_out_is_not_kept_for_the_end_of_its_owner() -> None:
+    world = World()
+    world.hello("a")
+    for wait_ms in (1_000, 60_000):
+        store(world, "a", wait=store_pb2.WaitOperation(keys=["k", f"l{wait_ms}"], wait_ms=wait_ms))
+        unary(world, get=store_pb2.GetOperation(key=f"l{wait_ms}", wait_ms=wait_ms))
+    world.tick(2 * SECOND)
+    assert not nobody_waits(world)
+    for key in ("k", "l60000"):
+        set_(world, "a", key, b"")
+    assert nobody_waits(world)
 
 
 @pytest.mark.parametrize(
