@@ -127,6 +127,7 @@ class _Stream:
                 if frame.HasField("beat"):
                     counters.heartbeats += 1
                 self._driver.receive(stream, frame)
+                del data, frame  # their memory, which may be much, until the next frame
                 await self._queue.wait_for_room()
         except CodecError as error:
             self._problem = error

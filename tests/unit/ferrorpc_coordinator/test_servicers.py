@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 
 import grpc
 import grpc.aio
@@ -62,6 +63,9 @@ class RememberingDriver:
     def connect(self, hello, caller):
         self.callers.append(caller)
         return SendQueue(1)
+
+    def receive(self, stream, frame):
+        pass
 
     def disconnect(self, stream):
         pass
@@ -136,3 +140,26 @@ def test_what_is_kept_of_a_request_keeps_no_memory_of_what_nobody_reads(more):
     joins = [compact(session_pb2.ClientFrame, more + JOIN.SerializeToString(), "").join for _ in range(64)]
     assert joins == [JOIN.join] * 64
     assert resident_bytes(os.getpid()) - before < 32 * MEBIBYTE
+
+
+def test_a_session_that_says_nothing_more_keeps_no_memory_of_its_last_frame():
+    data = UNKNOWN + JOIN.SerializeToString()
+
+    class Reading(Call):
+        async def read(self):
+            if self._frames == [None]:
+                await asyncio.sleep(60)
+            frame = self._frames.pop(0)
+            return frame if isinstance(frame, bytes) else frame.SerializeToString()
+
+    async def references():
+        call = Reading(HELLO, data, data, None)
+        session = asyncio.ensure_future(CoordinatorServicer(RememberingDriver(), Counters())._session(None, call))
+        while call._frames != [None]:
+            await asyncio.sleep(0.01)
+        kept = sys.getrefcount(data)
+        session.cancel()
+        return kept
+
+    alone = sys.getrefcount(data)
+    assert asyncio.run(references()) == alone
