@@ -57,8 +57,7 @@ class CoordinatorServicer:
 
     async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
         try:
-            hello = await _read_hello(context)
-            queue = self._driver.connect(hello, _caller(context))
+            queue = self._driver.connect(await _read_hello(context), _caller(context))
             await _Stream(self._driver, self._counters, context, queue).run()
         except FerroError as error:
             await self._abort("Session", context, error)
