@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import replace
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Final
 
 import click
 
+from ferrorpc.cli.launcher.environment import launcher_environment
 from ferrorpc.cli.run import launch, make_plan
 from ferrorpc.cli.system import own_command
 from ferrorpc.errors import ConfigError
@@ -49,9 +51,10 @@ def command(processes: int, epochs: int, seed: int, out: Path) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     click.echo(f"{own_command()} run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
     flags = ("--epochs", str(epochs), "--seed", str(seed), "--out", str(out))
-    plan = make_plan(target=(str(script), *flags), processes=str(processes), standalone=True)
+    environment = launcher_environment(os.environ, joins=False)
+    plan = make_plan(environment=environment, target=(str(script), *flags), processes=str(processes), standalone=True)
     # SIGTERM instead of SIGINT: on Ctrl-C the demo should not print a traceback for each rank.
-    code = launch(replace(plan, policy=replace(plan.policy, interrupt_number=signal.SIGTERM)))
+    code = launch(replace(plan, policy=replace(plan.policy, interrupt_number=signal.SIGTERM)), environment)
     if code == 0:
         click.echo(f"next: {own_command()} run -n 4 train.py, with a script of your own; README.md has one of ten lines")
     return code

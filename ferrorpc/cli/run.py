@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from ferrorpc.cli.launcher import launch as launcher
-from ferrorpc.cli.launcher.environment import worker_environment
+from ferrorpc.cli.launcher.environment import is_worker, launcher_environment, worker_environment
 from ferrorpc.cli.launcher.output import Console
 from ferrorpc.cli.launcher.plan import (
     DEFAULT_MASTER_PORT,
@@ -172,28 +172,31 @@ def command(context: click.Context, /, dry_run: bool, **flags: Any) -> int:
     Everything after SCRIPT is passed to it. The exit code is that of the first rank that failed; 128 + n for signal n; 64 for
     bad configuration; 75 when the membership was lost and a retry can help.
     """
-    plan = make_plan(**flags)
+    joins = not flags["standalone"] and bool(flags["coordinator"] or flags["job"])
+    environment = launcher_environment(os.environ, joins=joins)
+    plan = make_plan(environment=environment, **flags)
     if not flags["no_python"] and context.get_parameter_source("processes") is ParameterSource.DEFAULT:
         options = [option for option in context.command.params if option.expose_value]  # the others have no effect
         _tell_of_misplaced(flags["target"], {spelling for option in options for spelling in option.opts})
     if dry_run:
-        _show(plan)
+        _show(plan, environment)
         return 0
-    return launch(plan)
+    return launch(plan, environment)
 
 
-def launch(plan: Plan) -> int:
+def launch(plan: Plan, environment: Mapping[str, str] = os.environ) -> int:
     """Runs a plan on this process's standard streams. Returns the exit code."""
     with open(os.devnull, "w") as nowhere:  # in place of a stream that this process was started without
         out, err = sys.stdout or nowhere, sys.stderr or nowhere
         out.flush()
         err.flush()
-        return launcher.launch(plan, Console(out.buffer, err.buffer, os.environ), os.environ)
+        return launcher.launch(plan, Console(out.buffer, err.buffer, environment), environment)
 
 
 def make_plan(
     *,
     target: tuple[str, ...],
+    environment: Mapping[str, str] = os.environ,
     processes: str = "1",
     nodes: str = "1",
     world: str | None = None,
@@ -214,13 +217,13 @@ def make_plan(
     shown: str | None = None,
     role: str = "default",
 ) -> Plan:
-    """The plan that these flags ask for.
+    """The plan that these flags ask for, in an environment whose settings stand for flags that are not given.
 
     Raises:
         ConfigError: flags contradict each other, or name something that does not exist.
     """
     require_linux("the launcher", "`ferrorpc coordinator`, and each process with FERRORPC_COORDINATOR and FERRORPC_WORLD_SIZE")
-    config = Config({"job": job})
+    config = Config({"job": job}, environment)
     count, node_span = process_count(processes, target), node_range(nodes)
     command_line = command_of(target, module=module, no_python=no_python)
     coordinator = coordinator or config["coordinator"]
@@ -271,11 +274,13 @@ def _local_ranks(text: str, processes: int) -> frozenset[int]:
     return frozenset(map(int, parts))
 
 
-def _show(plan: Plan) -> None:
-    click.echo(f"coordinator {plan.coordinator} ({'started by the launcher' if plan.owns_coordinator else 'given'})")
+def _show(plan: Plan, base: Mapping[str, str]) -> None:
+    apart = "; this is a worker of another launcher, whose job it does not join" if is_worker(base) else ""
+    whose = f"started by the launcher{apart}" if plan.owns_coordinator else "given"
+    click.echo(f"coordinator {plan.coordinator} ({whose})")
     click.echo(f"command {' '.join(plan.command)}")
     for worker in range(plan.processes):
-        environment = worker_environment(plan, worker, 0, os.environ, Path("(temporary)"))
+        environment = worker_environment(plan, worker, 0, base, Path("(temporary)"))
         click.echo(f"\nrank {plan.label(worker)}")
         for name, value in sorted(environment.items()):
             if os.environ.get(name) != value:

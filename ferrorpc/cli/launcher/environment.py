@@ -8,7 +8,7 @@ from typing import Final
 
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.system import available_cpus
-from ferrorpc.config import PREFIX
+from ferrorpc.config import LAUNCH_VARIABLE, PREFIX
 
 _TORCH: Final = (
     *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"),
@@ -20,6 +20,25 @@ _TORCH: Final = (
 _FERRORPC: Final = ("COORDINATOR", "JOB", "NAME", "WORLD_SIZE", "RANK_HINT")
 _REPLACED: Final = frozenset((*_TORCH, *(PREFIX + name for name in _FERRORPC)))
 """Never inherited: an outer launcher may have set them."""
+_OF_OUTER_JOB: Final = frozenset(PREFIX + name for name in (*_FERRORPC, "HTTP_PORT"))
+_MEETING_PLACE: Final = frozenset((PREFIX + "COORDINATOR", PREFIX + "JOB"))
+
+
+def launcher_environment(base: Mapping[str, str], *, joins: bool) -> dict[str, str]:
+    """The variables that a launcher goes by: in a worker of another launcher without those of that worker's job.
+
+    Args:
+        base: this process's variables.
+        joins: whether flags name a coordinator or a job; those that they leave out are then the worker's.
+    """
+    if not is_worker(base):
+        return dict(base)
+    return {name: value for name, value in base.items() if name not in _OF_OUTER_JOB or (joins and name in _MEETING_PLACE)}
+
+
+def is_worker(environment: Mapping[str, str]) -> bool:
+    """Whether a process with these variables is a worker of a launcher, or was started by one."""
+    return bool(environment.get(LAUNCH_VARIABLE))
 
 
 def worker_environment(plan: Plan, worker: int, attempt: int, base: Mapping[str, str], errors_dir: Path) -> dict[str, str]:

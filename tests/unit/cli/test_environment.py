@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ferrorpc.cli.launcher.environment import worker_environment
+from ferrorpc.cli.launcher.environment import launcher_environment, worker_environment
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.launcher.worker_group import FailurePolicy
 
@@ -95,3 +95,14 @@ def test_what_an_outer_launcher_set_is_not_inherited_but_the_users_settings_are(
 def test_omp_num_threads_is_a_default_only():
     assert environment(base={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
     assert environment(processes=10_000)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_launcher_in_a_worker_of_another_knows_that_workers_job_only_where_a_flag_names_a_job_or_a_coordinator():
+    settings = {"FERRORPC_TRANSPORT": "grpc", "PATH": "/bin"}
+    outer = {name: value for name, value in environment().items() if name.startswith("FERRORPC")} | settings
+    meeting_place = {"FERRORPC_COORDINATOR": "127.0.0.1:4000", "FERRORPC_JOB": "j"}
+    assert launcher_environment(outer, joins=False) == outer, "no launcher is around"
+    outer |= {"FERRORPC_LAUNCH": "0a1b2c3d", "FERRORPC_HTTP_PORT": "29701"}
+    inner = {"FERRORPC_LAUNCH": "0a1b2c3d"} | settings
+    assert launcher_environment(outer, joins=False) == inner
+    assert launcher_environment(outer, joins=True) == inner | meeting_place

@@ -246,6 +246,25 @@ def test_the_environment_names_the_coordinator_and_the_job(script, monkeypatch):
     assert plan.master[0] == "127.0.0.1", "torch's rank 0 is here, wherever the coordinator is"
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "(started by the launcher; this is a worker of another launcher, whose job it does not join)"),
+        (["--standalone", "--job", "day"], "(started by the launcher; this is a worker of another"),
+        (["--job", "day"], "coordinator c:9 (given)"),
+        (["--coordinator", "h:1"], "coordinator h:1 (given)"),
+    ],
+)
+def test_in_a_worker_of_another_launcher_a_job_of_its_own_is_started_unless_flags_name_one(
+    flags, said, script, monkeypatch, capfd
+):
+    outer = {"COORDINATOR": "c:9", "JOB": "night", "WORLD_SIZE": "3:4", "LAUNCH": "0a1b2c3d"}
+    for name, value in outer.items():
+        monkeypatch.setenv(f"FERRORPC_{name}", value)
+    assert run(["run", "-n", "2", *flags, "--dry-run", script]) == 0
+    assert said in capfd.readouterr().out
+
+
 def test_a_console_filter_must_name_local_ranks(script):
     assert make_plan(target=(script,), processes="4", shown="0, 3").shown == {0, 3}
     for text in ("4", "0,", "-1", "9" * 5000):
