@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from ferrorpc.cli.launcher.environment import launcher_environment
+from ferrorpc.cli.launcher.environment import standalone_environment
 from ferrorpc.cli.run import launch, make_plan
 from ferrorpc.cli.system import own_command
 from ferrorpc.errors import ConfigError
@@ -51,7 +51,7 @@ def command(processes: int, epochs: int, seed: int, out: Path) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     click.echo(f"{own_command()} run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
     flags = ("--epochs", str(epochs), "--seed", str(seed), "--out", str(out))
-    environment = launcher_environment(os.environ, joins=False)
+    environment = standalone_environment(os.environ)
     plan = make_plan(environment=environment, target=(str(script), *flags), processes=str(processes), standalone=True)
     # SIGTERM instead of SIGINT: on Ctrl-C the demo should not print a traceback for each rank.
     code = launch(replace(plan, policy=replace(plan.policy, interrupt_number=signal.SIGTERM)), environment)

@@ -36,6 +36,12 @@ def launcher_environment(base: Mapping[str, str], *, joins: bool) -> dict[str, s
     return {name: value for name, value in base.items() if name not in _OF_OUTER_JOB or (joins and name in _MEETING_PLACE)}
 
 
+def standalone_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a launch of ferrorpc's own, such as the demo: its job's size is that of its workers."""
+    given = launcher_environment(base, joins=False)
+    return {name: value for name, value in given.items() if name != PREFIX + "WORLD_SIZE"}
+
+
 def is_worker(environment: Mapping[str, str]) -> bool:
     """Whether a process with these variables is a worker of a launcher, or was started by one."""
     return bool(environment.get(LAUNCH_VARIABLE))

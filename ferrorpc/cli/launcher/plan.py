@@ -183,7 +183,7 @@ def world_range(
     """--world-size: "MIN:MAX" for a world that may lose members; without it all workers of all nodes.
 
     Args:
-        variable: FERRORPC_WORLD_SIZE, used instead of the flag if it is a range. A single number is ignored: the other flags
+        variable: FERRORPC_WORLD_SIZE, used instead of the flag. A single number is ignored for several nodes: the other flags
             already determine it.
 
     Raises:
@@ -201,9 +201,9 @@ def world_range(
             low, high = world_size(text)
         except ValueError as error:
             raise ConfigError(f"{what}: {error}", hint="--world-size 2:4 lets 4 workers shrink to 2") from None
-    elif variable is not None and variable[0] != variable[1]:
+    elif variable is not None and (variable[0] != variable[1] or nodes == (1, 1)):
         low, high = variable
-        what = f"FERRORPC_WORLD_SIZE={low}:{high}"
+        what = f"FERRORPC_WORLD_SIZE={low}" + (f":{high}" if low != high else "")
     else:
         return nodes[0] * processes, together
     if high != together:

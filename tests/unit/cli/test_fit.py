@@ -89,7 +89,7 @@ def test_the_command_writes_a_table_that_can_be_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("ranks_end", "code"), [(130, 130), (1, 64)])
 def test_ctrl_c_is_no_measurement_that_failed(tmp_path, monkeypatch, capfd, ranks_end, code):
-    monkeypatch.setattr(fitting, "launch", lambda plan: ranks_end)
+    monkeypatch.setattr(fitting, "launch", lambda plan, environment: ranks_end)
     assert run(["bench", "--fit", str(tmp_path / "costs.json")]) == code
     assert ("could not be measured: exit code 1" in capfd.readouterr().err) == (code == 64)
 

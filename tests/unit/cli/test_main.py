@@ -250,6 +250,16 @@ def test_the_demo_trains_nothing_where_it_could_not_write_its_picture(tmp_path, 
     assert capfd.readouterr().err.startswith(f"ferrorpc: {tmp_path / 'file'}: ")
 
 
+@pytest.mark.parametrize("size", ["3", "1:4"])
+def test_the_demo_has_as_many_processes_as_it_is_asked_for(size, monkeypatch, tmp_path):
+    plans = []
+    monkeypatch.setattr(demo, "check_packages", lambda: None)
+    monkeypatch.setattr(demo, "launch", lambda plan, environment: plans.append(plan) or 1)
+    monkeypatch.setenv("FERRORPC_WORLD_SIZE", size)
+    assert run(["demo", "-n", "2", "--out", str(tmp_path / "loss.png")]) == 1
+    assert [plan.world for plan in plans] == [(2, 2)]
+
+
 def test_the_demo_finds_its_script():
     assert demo.find_script().name == "digits_ddp.py"
 

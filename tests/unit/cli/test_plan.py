@@ -290,8 +290,14 @@ def test_a_range_of_world_sizes_may_be_a_variable(script, monkeypatch):
     assert make_plan(target=(script,), processes="4", world="3:4").world == (3, 4)
     with pytest.raises(ConfigError, match="FERRORPC_WORLD_SIZE=2:4 with 2 workers in all"):
         make_plan(target=(script,), processes="2")
+
+
+def test_a_world_size_that_is_a_variable_must_be_that_of_the_workers_on_one_node(script, monkeypatch):
     monkeypatch.setenv("FERRORPC_WORLD_SIZE", "8")
-    assert make_plan(target=(script,), processes="4").world == (4, 4)
+    assert make_plan(target=(script,), processes="8").world == (8, 8)
+    assert make_plan(target=(script,), processes="4", nodes="1:2", coordinator="h:1").world == (4, 8)
+    with pytest.raises(ConfigError, match="FERRORPC_WORLD_SIZE=8 with 4 workers in all"):
+        make_plan(target=(script,), processes="4")
 
 
 @pytest.mark.parametrize("text", ["2:3", "4:2", "two", "5"])
