@@ -82,7 +82,7 @@ def test_the_guard_process_outlives_signals_that_everybody_gets(family):
     launcher, pids = family("stubborn")
     helpers = children_of(launcher.pid)
     (guard,) = [pid for pid, command in helpers.items() if "cleanup.py" in command]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(guard, number)
     launcher.kill()
     assert wait_until_gone([*pids, *helpers]) == []

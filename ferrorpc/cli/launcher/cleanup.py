@@ -14,8 +14,9 @@ import signal
 import sys
 from collections.abc import Iterable
 
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end the launcher must not end this process. The launcher starts it with these blocked."""
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that the launcher handles and that schedulers send to every process of a job. The launcher starts this process with
+these blocked."""
 
 
 def groups_left(lines: Iterable[str]) -> set[int]:

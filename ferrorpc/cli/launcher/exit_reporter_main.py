@@ -4,6 +4,8 @@
 
 An answer is "ok" or "failed: ...".
 
+Signals that schedulers send to every process of a job do not end it: exits are still to be reported. It ends with the launcher.
+
 After an exit report the coordinator declares a suspect member dead at once. Its peers need not wait for the grace period in
 which a member whose stream broke may resume.
 """
@@ -11,6 +13,7 @@ which a member whose stream broke may resume.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +21,7 @@ from typing import Any, Final
 
 import click
 
+from ferrorpc.cli.launcher.signals import FORWARDED_SIGNALS, STOP_SIGNALS
 from ferrorpc.errors import CoordinatorUnavailableError, FerroError
 from ferrorpc.guard import SYSTEM_CLOCK
 
@@ -74,4 +78,6 @@ def _request(report: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
+    for number in (*STOP_SIGNALS, *FORWARDED_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
     serve(sys.argv[1], sys.argv[2])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -92,6 +94,16 @@ def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monke
     serve("127.0.0.1:1", "j")
     assert capfd.readouterr().out == "ready\nfailed: nobody there\nok\n"
     assert [(one.name, one.instance_id, one.returncode) for one in sent] == [("box-0", "launch0", 0), ("box-1", "launch1", 1)]
+
+
+def test_signals_that_every_process_of_a_job_gets_do_not_end_the_reporter():
+    command = [sys.executable, "-P", "-m", "ferrorpc.cli.launcher.exit_reporter_main", "127.0.0.1:1", "j"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reporter:
+        assert reporter.stdout.readline() == b"ready\n"
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+            reporter.send_signal(number)
+        reporter.stdin.close()
+        assert reporter.wait(60) == 0
 
 
 def test_a_reporter_that_is_gone_owes_no_answer(reporter, reports):
