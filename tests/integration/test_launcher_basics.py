@@ -118,8 +118,8 @@ def test_a_traceback_of_a_worker_is_shown_and_its_code_kept(tmp_path):
     assert "ferrorpc:   | ValueError: bad batch" in result.stderr
 
 
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(1)", 75), ("os.kill(os.getpid(), 9)", 128 + 9)])
-def test_who_says_that_it_lost_a_member_is_a_victim_unless_a_signal_ended_it(tmp_path, end, code):
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(1)", 75), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + 9)])
+def test_who_says_that_it_lost_a_member_is_a_victim_unless_its_exit_says_something_else(tmp_path, end, code):
     body = f"import os, sys; print('ferrorpc.errors.PeerLostError: rank 9 was lost', file=sys.stderr); {end}"
     assert run("-n", "1", write_script(tmp_path, body)).returncode == code
 

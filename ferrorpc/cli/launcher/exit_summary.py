@@ -11,6 +11,7 @@ from ferrorpc.exit_codes import EXIT_RETRY
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
 _EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?((?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit))(: ?.*)?")
+_UNCAUGHT = 1
 _REASON_CHARACTERS_MAX = 300
 """A report with a longer one could exceed PIPE_BUF: in JSON a character takes up to 12 bytes."""
 
@@ -24,9 +25,12 @@ def last_exception(tail: Sequence[str]) -> str | None:
     return None
 
 
-def is_victim(tail: Sequence[str]) -> bool:
-    """Whether a process ended because another member failed."""
-    exception = last_exception(tail)
+def is_victim(returncode: int, tail: Sequence[str]) -> bool:
+    """Whether a process ended because another member failed.
+
+    Only Python's code for an uncaught exception leaves that to its last lines: any other is the script's own.
+    """
+    exception = last_exception(tail) if returncode == _UNCAUGHT else None
     return exception is not None and exception.partition(":")[0] in _MEMBERSHIP_ERRORS
 
 

@@ -371,7 +371,7 @@ class _Launch:
             if not self._reporter.started:
                 self._start_reporter()
             self._reporter.send(self._plan.name(number), worker.launch, returncode, exit_reason(returncode, tail))
-        self._carry_out(self._group.exited(number, returncode, victim=returncode > 0 and is_victim(tail), now=now))
+        self._carry_out(self._group.exited(number, returncode, victim=is_victim(returncode, tail), now=now))
 
     def _start_reporter(self) -> None:
         """Starts the process that reports exits. A job runs without it, too: the coordinator sees a worker's stream end."""

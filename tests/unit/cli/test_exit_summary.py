@@ -45,14 +45,19 @@ def test_the_last_of_several_exceptions_counts():
 
 
 def test_who_lost_a_member_is_a_victim():
-    assert is_victim(LOST)
-    assert not is_victim(TRACEBACK)
-    assert not is_victim([])
+    assert is_victim(1, LOST)
+    assert not is_victim(1, TRACEBACK)
+    assert not is_victim(1, [])
+
+
+@pytest.mark.parametrize("returncode", [0, 3, 64, -signal.SIGKILL])
+def test_who_chose_an_exit_code_of_its_own_or_was_killed_is_no_victim(returncode):
+    assert not is_victim(returncode, LOST)
 
 
 @pytest.mark.parametrize("kind", [PeerLostError, GroupAbortedError, StaleGenerationError])
 def test_every_error_of_the_membership_makes_a_victim(kind):
-    assert is_victim([f"{kind.__module__}.{kind.__qualname__}: what happened"])
+    assert is_victim(1, [f"{kind.__module__}.{kind.__qualname__}: what happened"])
 
 
 def test_an_exception_that_says_very_much_is_cut():
