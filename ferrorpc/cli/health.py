@@ -7,8 +7,11 @@ from typing import Final
 import click
 
 from ferrorpc.cli.client import CALL_SECONDS, address_of
+from ferrorpc.cli.parameters import Seconds
 from ferrorpc.config import Config
 
+_SECONDS_MAX: Final = 1e6
+"""Eleven days. gRPC takes some times beyond its own range for ones that have passed."""
 _HINT: Final = "check that it runs there (`ferrorpc coordinator`), its address, and that both sides have TLS or neither"
 _HINT_SERVICE: Final = "leave --service out to ask about the whole server, or give a service's full name, as in its .proto file"
 
@@ -17,7 +20,7 @@ _HINT_SERVICE: Final = "leave --service out to ask about the whole server, or gi
 @click.option("--addr", "--coordinator", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700.")
 @click.option("--service", default="", help="A service's full name; empty for the whole server.")
 @click.option(
-    "--timeout", "timeout_seconds", type=click.FloatRange(min=0.01), default=CALL_SECONDS, show_default=True, help="Seconds."
+    "--timeout", "timeout_seconds", type=Seconds(0.01, _SECONDS_MAX), default=CALL_SECONDS, show_default=True, help="Seconds."
 )
 def command(address: str | None, service: str, timeout_seconds: float) -> int:
     """Ask a server whether it is healthy. Prints its answer; exit code 0 if it serves, else 1."""

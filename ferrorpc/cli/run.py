@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from ferrorpc.cli.launcher.plan import (
     world_range,
 )
 from ferrorpc.cli.launcher.worker_group import FailurePolicy
+from ferrorpc.cli.parameters import Seconds
 from ferrorpc.cli.ports import LOOPBACK, free_port
 from ferrorpc.cli.system import require_linux
 from ferrorpc.config import Config
@@ -36,16 +36,6 @@ def _spellings(name: str, *more: str) -> tuple[str, ...]:
     """The spellings of an option: with dashes and, as torchrun allows, with underscores."""
     both = [spelling for option in (name, *more) for spelling in (option, "--" + option.removeprefix("--").replace("-", "_"))]
     return tuple(dict.fromkeys(both))
-
-
-class _Seconds(click.FloatRange):
-    """A duration in seconds; NaN is refused."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        return seconds
 
 
 def _of_torchrun(command: Any) -> Any:
@@ -142,7 +132,7 @@ def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter
 @click.option(
     "--grace",
     "grace_seconds",
-    type=_Seconds(min=0),
+    type=Seconds(min=0),
     default=5.0,
     show_default=True,
     help="Seconds that the others have to end by themselves after a failure, before SIGTERM.",
@@ -150,7 +140,7 @@ def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter
 @click.option(
     *_spellings("--shutdown-timeout"),
     "shutdown_seconds",
-    type=_Seconds(min=0),
+    type=Seconds(min=0),
     default=30.0,
     show_default=True,
     help="Seconds between SIGTERM and SIGKILL.",

@@ -132,6 +132,12 @@ def test_health_of_nobody_is_1(capfd):
     assert "127.0.0.1:1: UNAVAILABLE" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["inf", "nan", "1e10", "0"])
+def test_a_time_that_health_cannot_wait_is_64(seconds, capfd):
+    assert run(["health", "--addr", "127.0.0.1:1", "--timeout", seconds]) == 64
+    assert "--timeout" in capfd.readouterr().err
+
+
 def test_config_shows_each_value_and_where_it_came_from(capfd, monkeypatch):
     monkeypatch.setenv("FERRORPC_LEASE", "500ms")
     monkeypatch.setenv("FERRORPC_WORLD_SIZE", "2:4")
