@@ -96,7 +96,7 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
     """
     if module and no_python:
         raise ConfigError("--module and --no-python exclude each other", hint="leave one of them out")
-    if not target:
+    if not target or not target[0]:
         raise ConfigError("there is no script to run", hint="ferrorpc run -n 4 train.py [arguments of train.py]")
     if no_python:
         if shutil.which(target[0]) is None:

@@ -39,6 +39,9 @@ def test_a_module_and_a_program_run_as_such():
     ("target", "flags", "complaint"),
     [
         ([], {"module": False, "no_python": False}, "no script"),
+        (["", "-x"], {"module": False, "no_python": False}, "no script"),
+        ([""], {"module": True, "no_python": False}, "no script"),
+        ([""], {"module": False, "no_python": True}, "no script"),
         (["missing.py"], {"module": False, "no_python": False}, "no file 'missing.py'"),
         (["no-such-program-here"], {"module": False, "no_python": True}, "no program"),
         (["x"], {"module": True, "no_python": True}, "exclude each other"),
