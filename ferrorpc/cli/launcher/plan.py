@@ -112,7 +112,8 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
         raise ConfigError(f"there is no file {target[0]!r}", hint=_hint_for(target))
     if _is_program(Path(target[0])):
         raise ConfigError(f"{target[0]!r} is a program, not a Python script", hint=_hint_for(target))
-    return (sys.executable, *target)
+    script = f"./{target[0]}" if target[0].startswith("-") else target[0]  # else Python takes it for an option
+    return (sys.executable, script, *target[1:])
 
 
 def _is_program(path: Path) -> bool:

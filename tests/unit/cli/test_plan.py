@@ -30,6 +30,12 @@ def test_a_script_runs_under_this_interpreter(script):
     assert command_of([script, "-x"], module=False, no_python=False) == (sys.executable, script, "-x")
 
 
+def test_a_script_whose_name_begins_like_an_option_is_a_script_for_python_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-x.py").touch()
+    assert command_of(["-x.py", "-x"], module=False, no_python=False) == (sys.executable, "./-x.py", "-x")
+
+
 def test_a_module_and_a_program_run_as_such():
     assert command_of(["pkg.mod", "-x"], module=True, no_python=False) == (sys.executable, "-m", "pkg.mod", "-x")
     assert command_of(["sh", "-c", "true"], module=False, no_python=True) == ("sh", "-c", "true")
