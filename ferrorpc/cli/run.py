@@ -24,7 +24,7 @@ from ferrorpc.cli.launcher.plan import (
     world_range,
 )
 from ferrorpc.cli.launcher.worker_group import FailurePolicy
-from ferrorpc.cli.parameters import Seconds
+from ferrorpc.cli.parameters import Directory, Seconds
 from ferrorpc.cli.ports import LOOPBACK, free_port
 from ferrorpc.cli.system import require_linux
 from ferrorpc.config import Config
@@ -147,7 +147,7 @@ def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.option(*_spellings("--no-python"), "no_python", is_flag=True, help="SCRIPT is a program.")
-@click.option(*_spellings("--log-dir"), "log_dir", type=click.Path(path_type=Path), help="Keep each worker's output there too.")
+@click.option(*_spellings("--log-dir"), "log_dir", type=Directory(), help="Keep each worker's output there too.")
 @click.option(*_spellings("--ranks", "--local-ranks-filter"), "shown", help="Show only these local ranks, such as 0,3.")
 @click.option(*_spellings("--role"), "role", default="default", show_default=True, help="Value of ROLE_NAME for the workers.")
 @_of_torchrun

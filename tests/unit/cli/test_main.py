@@ -68,6 +68,8 @@ def test_the_launcher_loads_neither_grpc_nor_numpy():
         ["run"],
         ["run", "-n", "0", "x.py"],
         ["run", "--grace", "nan", __file__],
+        ["run", "--log-dir", "", "--dry-run", __file__],
+        ["run", "--log-dir", __file__, "--dry-run", __file__],
         ["run", "--http-port", "70000", __file__],
         ["run", "--master-port", "-1", __file__],
         ["run", "--ranks", "\u00b2", __file__],
