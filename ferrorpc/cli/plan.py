@@ -10,7 +10,7 @@ import click
 
 from ferrorpc.cli.plan_collective import COMMANDS, FILE
 from ferrorpc.cli.table import table
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import ConfigError, UsageError
 from ferrorpc.pipeline import schedules
 from ferrorpc.pipeline.schedules import PipelineTimeline, Schedule
 from ferrorpc.pipeline.schedules.simulation import columns
@@ -24,7 +24,17 @@ PASSES_MAX: Final = 100_000
 """Forward passes in total, which take up to a minute for each schedule."""
 
 
-@click.group("plan")
+class _Plans(click.Group):
+    """Counts and names that no plan has are wrong arguments of the command line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            raise ConfigError(error.message, hint=error.hint) from None
+
+
+@click.group("plan", cls=_Plans)
 def command() -> None:
     """Show what a plan would do and cost, before anything runs."""
 

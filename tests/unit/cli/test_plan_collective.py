@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from ferrorpc.cli.plan import command
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.tuning import packaged_table
-from ferrorpc.errors import ConfigError, UsageError
+from ferrorpc.errors import ConfigError
 from ferrorpc.testing import run_world
 from ferrorpc.wire.cost_table import Costs, CostTable
 
@@ -121,9 +121,9 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
     assert "3 ranks cannot be spread over 4 hosts" in runner.invoke(command, ["barrier", "--ranks", "3", "--hosts", "4"]).output
     assert "--ranks" in runner.invoke(command, ["barrier", "--ranks", "1000000000"]).output
     assert "expected a size" in runner.invoke(command, ["barrier", "--size", "many"]).output
-    with pytest.raises(UsageError, match="no algorithm 'butterfly'"):
+    with pytest.raises(ConfigError, match="no algorithm 'butterfly'"):
         run("all_reduce", "--algorithm", "butterfly")
-    with pytest.raises(UsageError, match="several hosts"):
+    with pytest.raises(ConfigError, match="several hosts"):
         run("all_reduce", "--algorithm", "hierarchical")
-    with pytest.raises(UsageError, match="too many messages"):
+    with pytest.raises(ConfigError, match="too many messages"):
         run("all_reduce", "--algorithm", "ring", "--ranks", "3000", "--svg", str(tmp_path / "x.svg"))

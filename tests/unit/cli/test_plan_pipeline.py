@@ -67,7 +67,7 @@ def test_without_a_name_all_are_compared_at_these_costs(capsys):
 
 
 def test_what_a_schedule_does_not_admit_is_said(capsys):
-    assert run(["plan", "pipeline", "--schedule", "zbv", "--chunks", "3"]) == 1
+    assert run(["plan", "pipeline", "--schedule", "zbv", "--chunks", "3"]) == EXIT_CONFIG
     assert "every rank holds 2" in capsys.readouterr().err
 
 
