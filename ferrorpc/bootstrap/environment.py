@@ -81,11 +81,12 @@ def detect_launch(environment: Environment, config: Mapping[str, Any]) -> Launch
         return _with_world_size(config["world_size"], launched, index if hint is None else hint, local)
     if launched is not None:
         return replace(launched, hinted_rank=hint)
-    if _INDEX in environment:
-        raise ConfigError(
-            f"{_INDEX} is set, but nothing says how many processes there are",
-            hint="set FERRORPC_WORLD_SIZE; to 1 where every process works for itself",
-        )
+    for name in _NUMBERS:
+        if name in environment:
+            raise ConfigError(
+                f"{name} is set, but nothing says how many processes there are",
+                hint="set FERRORPC_WORLD_SIZE; to 1 where every process works for itself",
+            )
     if config["coordinator"] is not None:
         raise ConfigError("a coordinator is named, but not how many members its job has", hint="set FERRORPC_WORLD_SIZE")
     return LaunchInfo(NO_LAUNCHER, (1, 1))
@@ -180,7 +181,10 @@ def _torchrun_id(environment: Environment) -> str:
 def _kubeflow(environment: Environment) -> LaunchInfo | None:
     """The variables with which a pod would start torchrun, in a process started without torchrun; or PET_RANK and the like."""
     if "PET_NNODES" not in environment:
-        return _torchrun(environment, "PET_")
+        launch = _torchrun(environment, "PET_")
+        if launch is None and "PET_NODE_RANK" in environment:
+            raise _incomplete("PET_NODE_RANK", "PET_NNODES")
+        return launch
     nodes, each = _number(environment, "PET_NNODES") or 1, _number(environment, "PET_NPROC_PER_NODE") or 1
     node, local = _number(environment, "PET_NODE_RANK"), _number(environment, "LOCAL_RANK")
     local = 0 if local is None and each == 1 else local
@@ -200,10 +204,11 @@ def _kubeflow(environment: Environment) -> LaunchInfo | None:
 
 
 def _slurm(environment: Environment) -> LaunchInfo | None:
-    """The batch script of a job has some of these variables too, but runs alone. A step has its own number of tasks."""
+    """A step has its own number of tasks. The batch script of a job, and the shell of salloc, have some of these variables too,
+    but run alone."""
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    batch_script = tasks == "SLURM_NTASKS" and environment.get("ENVIRONMENT") == "BATCH"
-    if "SLURM_PROCID" not in environment or tasks not in environment or batch_script:
+    alone = "SLURM_PROCID" not in environment or environment.get("ENVIRONMENT") == "BATCH"
+    if tasks == "SLURM_NTASKS" and alone:
         return None
     rank, size = _rank_and_size(environment, "SLURM_PROCID", tasks)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -220,7 +225,7 @@ def _slurm(environment: Environment) -> LaunchInfo | None:
 
 
 def _open_mpi(environment: Environment) -> LaunchInfo | None:
-    if "OMPI_COMM_WORLD_RANK" not in environment:
+    if "OMPI_COMM_WORLD_RANK" not in environment and "OMPI_COMM_WORLD_SIZE" not in environment:
         return None
     rank, size = _rank_and_size(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     return LaunchInfo(
@@ -235,7 +240,7 @@ def _open_mpi(environment: Environment) -> LaunchInfo | None:
 
 
 def _pmi(environment: Environment) -> LaunchInfo | None:
-    if "PMI_RANK" not in environment:
+    if "PMI_RANK" not in environment and "PMI_SIZE" not in environment:
         return None
     rank, size = _rank_and_size(environment, "PMI_RANK", "PMI_SIZE")
     return LaunchInfo(
@@ -250,6 +255,8 @@ def _pmi(environment: Environment) -> LaunchInfo | None:
 
 
 _INDEX: Final = "JOB_COMPLETION_INDEX"
+_NUMBERS: Final = (_INDEX, "LOCAL_RANK")
+"""Variables that number processes, and alone say that there are others."""
 _LAUNCHERS: Final[tuple[Callable[[Environment], LaunchInfo | None], ...]] = (_torchrun, _kubeflow, _slurm, _open_mpi, _pmi)
 
 
@@ -275,11 +282,14 @@ def _number(environment: Environment, name: str) -> int | None:
 def _rank_and_size(environment: Environment, rank_name: str, size_name: str) -> tuple[int, int]:
     rank, size = _number(environment, rank_name), _number(environment, size_name)
     if rank is None or size is None:
-        present, absent = (size_name, rank_name) if rank is None else (rank_name, size_name)
-        raise ConfigError(f"{present} is set, but {absent} is not", hint=f"set {absent} as well, or unset {present}")
+        raise _incomplete(size_name, rank_name) if rank is None else _incomplete(rank_name, size_name)
     if rank >= size:
         raise ConfigError(f"{rank_name}={rank} is not below {size_name}={size}", hint="ranks count from 0")
     return rank, size
+
+
+def _incomplete(present: str, absent: str) -> ConfigError:
+    return ConfigError(f"{present} is set, but {absent} is not", hint=f"set {absent} as well, or unset {present}")
 
 
 def _join_values(environment: Environment, *names: str) -> str:
