@@ -8,20 +8,22 @@ import errno
 import logging
 import os
 import select
+import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ferrorpc.bootstrap.coordinator_watchdog import LINGER_SECONDS
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import is_loopback, join_address, split_address
 
 START_SECONDS: Final = 30.0
-PORT_SECONDS: Final = LINGER_SECONDS + 3.0
-"""How long the port may be taken: the watchdog of a run that has just ended stops its coordinator within that time."""
+PORT_SECONDS: Final = 8.0
+"""How long the port may be taken: the coordinator of a run that was killed lingers, and ends within that time."""
+_BLOCKED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that schedulers send to every process of a job, whose ranks may handle them and go on: they do not end it."""
 _POLL_SECONDS: Final = 0.1
 _FLAGS: Final = (
     "lease",
@@ -38,8 +40,8 @@ _FLAGS: Final = (
     "log_format",
 )
 _log = logging.getLogger("ferrorpc.bootstrap")
-_watchdog_pipes: dict[str, int] = {}
-"""Address -> the pipe to the watchdog. Its end means that this process has ended; a byte in it, that it exited normally."""
+_pipes: dict[str, int] = {}
+"""Address -> the pipe to the coordinator. Its end means that this process has ended; a byte in it, that it exited normally."""
 
 
 def start_coordinator(address: str, config: Config, environment: Mapping[str, str]) -> None:
@@ -51,10 +53,10 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     Raises:
         ConfigError: it could not start; its own message is on standard error.
     """
-    if address in _watchdog_pipes:
-        if _is_running(_watchdog_pipes[address]):
+    if address in _pipes:
+        if _is_running(_pipes[address]):
             return
-        os.close(_watchdog_pipes.pop(address))
+        os.close(_pipes.pop(address))
     if sys.platform != "linux":
         hint = "run `ferrorpc coordinator` and name it in FERRORPC_COORDINATOR"
         raise ConfigError(f"rank 0 starts a coordinator on Linux only, and this is {sys.platform}", hint=hint)
@@ -66,18 +68,19 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
             hint="set FERRORPC_BIND=0.0.0.0 on every node, with FERRORPC_TLS_* or FERRORPC_INSECURE=1",
         )
     _await_port(listen)
-    announced, watchdog_pipe, process = _spawn(["--listen", listen, *_flags(config)], environment)
+    announced, pipe, process = _spawn(["--listen", listen, *_flags(config)], environment)
     try:
         ready = _first_line(announced)
     except BaseException:
-        os.close(watchdog_pipe)  # the watchdog then stops what nobody knows of
+        os.close(pipe)  # what nobody knows of then ends
         raise
     finally:
         os.close(announced)
     if ready.startswith(b"listening"):
-        _watchdog_pipes[address] = watchdog_pipe
+        _pipes[address] = pipe
         return
-    os.close(watchdog_pipe)
+    os.close(pipe)
+    os.kill(process, signal.SIGKILL)  # one that has not said in time that it listens
     _, status = os.waitpid(process, 0)
     raise ConfigError(
         f"rank 0 could not start a coordinator on {listen} (exit code {os.waitstatus_to_exitcode(status)})",
@@ -86,10 +89,10 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     )
 
 
-def _is_running(watchdog_pipe: int) -> bool:
-    """Whether the watchdog, and with it the coordinator, still runs."""
+def _is_running(pipe: int) -> bool:
+    """Whether the coordinator still runs."""
     end = select.poll()
-    end.register(watchdog_pipe, 0)
+    end.register(pipe, 0)
     return not end.poll(0)
 
 
@@ -125,33 +128,35 @@ def _is_bound(family: socket.AddressFamily, address: Any) -> bool:
 
 
 def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Starts the watchdog in a session of its own, so that Ctrl-C does not reach it.
+    """Starts the coordinator in a session of its own, so that Ctrl-C does not reach it.
 
     Returns:
-        The descriptor to read the ready line from, the pipe that tells the watchdog when this process ends, and its process id.
+        The descriptor to read the ready line from, the pipe that tells the coordinator when this process ends, and its process
+        id.
 
     Raises:
         ConfigError: the system refuses a process.
     """
     announced, announcing = os.pipe()
-    watched, watchdog_pipe = os.pipe()
+    watched, pipe = os.pipe()
     try:
         process = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-P", "-m", "ferrorpc.bootstrap.coordinator_watchdog", *arguments],
+            [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--transient", "--starter-fd", "0", *arguments],
             dict(environment),
             file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
             setsid=True,
+            setsigmask=_BLOCKED,
         )
     except OSError as error:
         os.close(announced)
-        os.close(watchdog_pipe)
+        os.close(pipe)
         hint = "raise the limit of processes (`ulimit -u`), or run `ferrorpc coordinator` and name it in FERRORPC_COORDINATOR"
         raise ConfigError(f"rank 0 could not start a coordinator: {error.strerror}", hint=hint, retryable=True) from None
     finally:
         os.close(announcing)
         os.close(watched)
-    return announced, watchdog_pipe, process
+    return announced, pipe, process
 
 
 def _first_line(descriptor: int) -> bytes:
@@ -178,17 +183,17 @@ def _flags(config: Config) -> list[str]:
 
 def _forget_in_child() -> None:
     """Closes the pipes in a forked child, which must not keep its parent's coordinator running."""
-    for watchdog_pipe in _watchdog_pipes.values():
-        os.close(watchdog_pipe)
-    _watchdog_pipes.clear()
+    for pipe in _pipes.values():
+        os.close(pipe)
+    _pipes.clear()
 
 
 def _announce_exit() -> None:
-    for watchdog_pipe in _watchdog_pipes.values():
+    for pipe in _pipes.values():
         with contextlib.suppress(BrokenPipeError):
-            os.write(watchdog_pipe, b".")
-        os.close(watchdog_pipe)
-    _watchdog_pipes.clear()
+            os.write(pipe, b".")
+        os.close(pipe)
+    _pipes.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

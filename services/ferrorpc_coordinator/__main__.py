@@ -16,8 +16,9 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from ferrorpc_coordinator import grpc_verbosity  # noqa: F401 (must be the first import)
 
@@ -34,6 +35,8 @@ from ferrorpc_coordinator.server import Announcement, Options, serve
 from ferrorpc_coordinator.state.settings import SECOND, Settings
 from ferrorpc_coordinator.tokens import read_token_file
 
+_PROCESS_FLAGS: Final = ("announce_fd", "starter_fd", "transient")
+"""Flags that are no settings: they are for who starts this process."""
 logger = logging.getLogger("ferrorpc.coordinator")
 
 
@@ -41,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a coordinator; returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        config = Config({name: value for name, value in vars(arguments).items() if name not in ("announce_fd", "transient")})
+        config = Config({name: value for name, value in vars(arguments).items() if name not in _PROCESS_FLAGS})
         set_up_logging(config)
         _raise_descriptor_limit()
-        options = options_from(config)
+        options = replace(options_from(config), starter_fd=arguments.starter_fd)
         _require_role(options.tls)
         forgets = options.data_dir is None and not arguments.transient
         asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd, forgets)))
@@ -129,6 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--announce-fd", metavar="N", type=int, default=None, help="also write the ready line to this descriptor"
+    )
+    parser.add_argument(
+        "--starter-fd",
+        metavar="N",
+        type=int,
+        default=None,
+        help="end soon after the process that holds the other end of this pipe, or, where a byte came first, after all members",
     )
     return parser
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import signal
 import time
@@ -43,6 +44,10 @@ HANDLERS_SECONDS: Final = 1.0
 """How long the handlers of calls may take to return after the calls have ended."""
 ALONE_SECONDS: Final = 1.0
 """After SIGUSR1: how long there may have been no member that is known to live before the coordinator stops."""
+LINGER_SECONDS: Final = 5.0
+"""After the death of the process that started this one: how long it runs on, to notice that and tell the other members."""
+STOP_SECONDS: Final = 5.0
+"""How long the end may take after that, before the kernel ends this process."""
 _POLL_SECONDS: Final = 0.1
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -67,6 +72,8 @@ class Options:
     insecure: bool = False
     """Whether to allow listening beyond loopback without TLS."""
     http_port: int | None = None
+    starter_fd: int | None = None
+    """A pipe whose other end is the starter's. A byte in it: the starter exited normally; its end without one: it died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,8 @@ def warn_of_floods(options: Options, grpcio_version: str) -> None:
 async def serve(options: Options, announce: Callable[[Announcement], None]) -> None:
     """Runs a coordinator until SIGTERM or SIGINT, then drains it. The process ignores these signals afterwards.
 
-    SIGUSR1 stops it as soon as all its members have left.
+    SIGUSR1 stops it as soon as all its members have left, and so does the normal exit of the process at the other end of
+    `starter_fd`. The death of that process stops it after LINGER_SECONDS.
 
     Raises:
         ConfigError: it cannot start with these options.
@@ -165,6 +173,8 @@ class _Service:
     async def run(self, announce: Callable[[Announcement], None]) -> None:
         for number in _SIGNALS:
             signal.signal(number, self._stop_soon)
+        if self._options.starter_fd is not None:
+            self._loop.add_reader(self._options.starter_fd, self._starter_ended, self._options.starter_fd)
         try:
             self._driver.tick()
             await self._or_failure(self._first(self._driver.settled(), self._stopping.wait()))
@@ -193,6 +203,14 @@ class _Service:
         """Handles a signal: between two instructions of the event loop's thread."""
         at_once = number in _STOP_SIGNALS
         self._loop.call_soon_threadsafe(self._stopping.set if at_once else lambda: self._start(self._stop_when_alone()))
+
+    def _starter_ended(self, descriptor: int) -> None:
+        self._loop.remove_reader(descriptor)
+        if os.read(descriptor, 1):
+            self._start(self._stop_when_alone())
+        else:
+            signal.setitimer(signal.ITIMER_REAL, LINGER_SECONDS + STOP_SECONDS)
+            self._loop.call_later(LINGER_SECONDS, self._stopping.set)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         """Starts a task that ends with this service."""

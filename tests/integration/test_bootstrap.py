@@ -99,6 +99,7 @@ def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others
     assert processes[0].wait(60) == -signal.SIGKILL
     processes[0].stdout.close()  # its coordinator, which stays for a while, has these too
     processes[0].stderr.close()
+    eventually(lambda: not listens(port), "the end of the coordinator soon after that")
 
 
 def test_ranks_that_are_started_again_at_once_meet_again(port):
@@ -114,17 +115,22 @@ def test_ranks_that_are_started_again_at_once_meet_again(port):
     assert [(code, output) for code, output, _ in outcomes] == [(0, "0 2 grpc 3.0\n"), (0, "1 2 grpc 3.0\n")], outcomes
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_coordinator_that_rank_0_started_ends_with_its_watchdog(number):
-    command = [sys.executable, "-P", "-m", "ferrorpc.bootstrap.coordinator_watchdog", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as watchdog:
-        try:
-            assert watchdog.stdout.readline().startswith(b"listening")
-            (coordinator,) = children_of(watchdog.pid)
-        finally:
-            watchdog.send_signal(number)
-        assert watchdog.wait(60) == (0 if number == signal.SIGTERM else -number)
-        assert wait_until_gone([coordinator]) == []
+def test_signals_that_every_process_of_a_job_gets_do_not_end_the_coordinator_before_its_ranks(port):
+    """As from a scheduler, before its time is up: ranks that handle them save what they have, together."""
+    longer = "\nwarned = signal.sigwait({signal.SIGUSR1})\nprint(group.store.add('saved', 1), group.all_reduce(warned))"
+    code = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})" + RANK + longer
+    ranks = [start(code, torchrun(rank, 2, port)) for rank in range(2)]
+    assert [rank.stdout.readline() for rank in ranks] == ["0 2 grpc 3.0\n", "1 2 grpc 3.0\n"]
+    (coordinator,) = children_of(ranks[0].pid)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGTERM):
+        os.kill(coordinator, number)
+    time.sleep(0.5)  # one that ends has time to
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR1)
+    outcomes = [outcome(rank) for rank in ranks]
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+    assert sorted(output for _, output, _ in outcomes) == [f"{place} {2 * signal.SIGUSR1}\n" for place in (1, 2)]
+    assert wait_until_gone([coordinator]) == []
 
 
 def test_files_of_the_user_do_not_shadow_what_rank_0s_coordinator_imports(port, tmp_path):

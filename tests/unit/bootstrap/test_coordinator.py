@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from ferrorpc_coordinator import server
 
 from ferrorpc.bootstrap import coordinator
 from ferrorpc.config import Config
@@ -88,31 +89,35 @@ def test_a_port_that_stays_taken_is_waited_for_no_longer_than_a_coordinator_ling
         coordinator.start_coordinator(f"127.0.0.1:{other.getsockname()[1]}", Config({}, {}), {})
 
 
+def test_a_port_is_waited_for_longer_than_a_coordinator_lingers_and_drains() -> None:
+    assert coordinator.PORT_SECONDS > server.LINGER_SECONDS + server.DRAIN_SECONDS + server.HANDLERS_SECONDS
+
+
 def test_one_that_was_started_before_is_kept_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "_spawn", asked)
-    watched, watchdog_pipe = os.pipe()
-    monkeypatch.setattr(coordinator, "_watchdog_pipes", {"127.0.0.1:4711": watchdog_pipe})
+    watched, kept = os.pipe()
+    monkeypatch.setattr(coordinator, "_pipes", {"127.0.0.1:4711": kept})
     coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
-    os.close(watched)  # its watchdog has ended, and with it the coordinator
+    os.close(watched)  # it has ended
     with pytest.raises(Asked):
         coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
-    assert coordinator._watchdog_pipes == {}
+    assert coordinator._pipes == {}
 
 
 def test_one_whose_start_is_interrupted_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it keeps the port for as long as this process lives, and the next try finds it taken."""
     announced, announcing = os.pipe()
-    watched, watchdog_pipe = os.pipe()
+    watched, kept = os.pipe()
 
     def interrupted(descriptor: int) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(coordinator, "_spawn", lambda *_: (announced, watchdog_pipe, 0))
+    monkeypatch.setattr(coordinator, "_spawn", lambda *_: (announced, kept, 0))
     monkeypatch.setattr(coordinator, "_first_line", interrupted)
     with pytest.raises(KeyboardInterrupt):
         coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
     assert os.read(watched, 1) == b""
-    assert coordinator._watchdog_pipes == {}
+    assert coordinator._pipes == {}
     os.close(watched)
     os.close(announcing)
 
