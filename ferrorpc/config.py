@@ -21,7 +21,8 @@ LANES_MAX: Final = 16
 """Most data streams from one rank to another."""
 PREFIX: Final = "FERRORPC_"
 LAUNCH_VARIABLE: Final = PREFIX + "LAUNCH"
-"""Not a setting: the id that a launcher gives each start of a process, to tell its exit from that of a later start."""
+"""Not a setting: RUN/START, an id of the launcher's run and one of each start of a process, to tell its exit from that of a
+later start."""
 _SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
 _SECONDS_MAX: Final = 1e9
 """About 30 years, which fit into 64 bits as nanoseconds."""

@@ -112,6 +112,15 @@ def _pods_host_name(environment: Environment, job: str) -> str | None:
     return f"{job}-{index}" if name and index and not name.endswith(f"-{index}") else name
 
 
+def run_label(environment: Environment, launch: LaunchInfo) -> dict[str, str]:
+    """The label by which the coordinator keeps apart runs of `ferrorpc run` that use one job by mistake.
+
+    Empty unless the world is fixed and all of it was started by one launcher: others may have members of several.
+    """
+    run, slash, _ = environment.get(LAUNCH_VARIABLE, "").partition("/")
+    return {"run": run} if slash and launch.one_node and launch.world[0] == launch.world[1] else {}
+
+
 def job_named_after(run_id: str) -> str:
     """The name of the job of a launcher's run. Launchers allow names of runs that no job may have."""
     try:

@@ -18,6 +18,7 @@ from ferrorpc.bootstrap.environment import (
     job_named_after,
     member_name,
     own_coordinator_address,
+    run_label,
 )
 from ferrorpc.bootstrap.launcher_process import launcher_process_id
 from ferrorpc.collectives.tuning import parse_algorithms
@@ -170,7 +171,7 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
             worker_address=server.address,
             host=host,
             launch=os.environ.get(LAUNCH_VARIABLE, ""),
-            labels=join_labels(config["backend"], config["device"], launch.local_rank),
+            labels=join_labels(config["backend"], config["device"], launch.local_rank) | run_label(os.environ, launch),
             config=config,
         ).join()
     except BaseException as error:

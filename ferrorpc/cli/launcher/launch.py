@@ -67,7 +67,7 @@ class Worker:
     """One worker: its process and its output.
 
     Attributes:
-        launch: random id of this start, by which an exit report names the process.
+        launch: random ids of this run and this start, by which an exit report names the process.
     """
 
     child: Child
@@ -142,6 +142,7 @@ class _Launch:
         self._labels = [plan.label(worker) for worker in range(plan.processes)]
         self._pipes = Pipes()
         self._reporter = ExitReporter(children, plan.coordinator, plan.job, self._environment)
+        self._run_id = secrets.token_hex(4)
         self._workers: dict[int, Worker] = {}
         self._coordinator: CoordinatorProcess | None = None
         self._pending_restart: tuple[Start, float] | None = None
@@ -289,7 +290,7 @@ class _Launch:
                 self._finish_output(before)
                 self._children.discard(before.child)
             environment = worker_environment(self._plan, number, start.attempt, self._environment, self._directory)
-            name = secrets.token_hex(4)
+            name = f"{self._run_id}/{secrets.token_hex(4)}"
             stdin = inheritable_stdin() if self._plan.processes == 1 else subprocess.DEVNULL
             child = self._children.start(self._plan.command, {**environment, LAUNCH_VARIABLE: name}, stdin=stdin)
             self._workers[number] = self._connect(number, child, name, start.attempt)

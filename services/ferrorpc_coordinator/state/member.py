@@ -74,6 +74,11 @@ class Member:
         return "", self.instance_id.partition(".")[0], self.instance_id
 
     @property
+    def run(self) -> str:
+        """The launcher's run whose workers are the whole world; empty for a world that is not of one run."""
+        return dict(self.labels).get("run", "")
+
+    @property
     def alive(self) -> bool:
         """Neither dead nor departed; perhaps suspect."""
         return self.liveness not in (Liveness.DEAD, Liveness.LEFT)

@@ -116,6 +116,7 @@ class Rendezvous:
         try:
             self._check(member, request)
             self._check_size(member, request)
+            self._check_run(member)
             self._check_rank(member, request.pinned_rank)
         except FerroError as error:
             self.refused(member.name, error)
@@ -345,6 +346,15 @@ class Rendezvous:
                 hint="give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
             )
 
+    def _check_run(self, member: Member) -> None:
+        """Raises ConfigError if members of another run ask. If `member` is of the run that goes on, refuses those instead."""
+        others = [other for other in self._pending.values() if member.run and other.member.run not in ("", member.run)]
+        newest = self._generations.newest
+        if others and newest is not None and any(known.run == member.run for known in newest.living):
+            self._reject(others, _run_conflict(self._context.job, others[0].member, member))
+        elif others:
+            raise _run_conflict(self._context.job, member, others[0].member)
+
     def _check_rank(self, member: Member, rank: int) -> None:
         """Raises ConfigError if another process has the pinned rank, unless `member` holds it already: then that is refused."""
         if rank < 0:
@@ -468,6 +478,15 @@ def _rank_conflict(rank: int, claimant: Member, holder: Member) -> ConfigError:
         retryable=gone,
         claimants=[holder.name, claimant.name],
     )
+
+
+def _run_conflict(job: str, member: Member, other: Member) -> ConfigError:
+    """The error for a member of another run than that of those who wait, which may be over if their streams have ended."""
+    hint = (
+        "give each run its own job (`ferrorpc run --job NAME`); where the other has just been killed, try again in some seconds"
+    )
+    text = f"{member} and {other} are of two runs of `ferrorpc run`, with the same job {job} at this coordinator"
+    return ConfigError(text, hint=hint, retryable=not other.connected)
 
 
 def _keep_last(texts: dict[str, str], name: str, text: str) -> None:

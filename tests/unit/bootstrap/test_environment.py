@@ -9,6 +9,7 @@ from ferrorpc.bootstrap.environment import (
     job_named_after,
     member_name,
     own_coordinator_address,
+    run_label,
 )
 from ferrorpc.config import Config, plain_name
 from ferrorpc.errors import ConfigError
@@ -196,6 +197,22 @@ def test_what_cannot_be_names_the_variable(environment, named):
 )
 def test_rank_0_starts_a_coordinator_where_the_launcher_says_it_is_but_never_on_the_master_port(environment, expected):
     assert own_coordinator_address(launch_of(environment), 29700) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "label"),
+    [
+        ({}, {"run": "0a1b"}),
+        ({"FERRORPC_LAUNCH": ""}, {}),
+        ({"LOCAL_WORLD_SIZE": "4"}, {}),
+        ({"FERRORPC_WORLD_SIZE": "2:8"}, {}),
+        ({"FERRORPC_WORLD_SIZE": "16"}, {}),
+    ],
+    ids=str,
+)
+def test_a_member_names_its_run_where_one_launcher_started_the_whole_of_a_fixed_world(changes, label):
+    ours = TORCHRUN | {"LOCAL_WORLD_SIZE": "8", "FERRORPC_WORLD_SIZE": "8", "FERRORPC_LAUNCH": "0a1b/2c3d"} | changes
+    assert run_label(ours, launch_of(ours)) == label
 
 
 def test_a_run_may_have_a_name_that_no_job_may_have():
