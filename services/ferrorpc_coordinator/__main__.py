@@ -1,7 +1,7 @@
 """The coordinator's process: `python -m ferrorpc_coordinator --listen 127.0.0.1:29700 --data-dir DIR`.
 
 When it is ready it writes one line to stdout: `listening HOST:PORT cluster CLUSTER_ID`, followed by ` http HOST:PORT` if it has
-an HTTP port. At SIGTERM it drains and exits with code 0.
+an HTTP port. At SIGTERM, SIGINT or SIGHUP it drains and exits with code 0.
 Exit code 64: invalid configuration. 70: it failed; with a data directory, a restart loses nothing.
 """
 

@@ -50,7 +50,7 @@ STOP_SECONDS: Final = 5.0
 """How long the end may take after that, before the kernel ends this process."""
 _POLL_SECONDS: Final = 0.1
 
-_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SIGNALS: Final = (*_STOP_SIGNALS, signal.SIGUSR1)
 _log = logging.getLogger("ferrorpc.coordinator")
 
@@ -129,7 +129,7 @@ def warn_of_floods(options: Options, grpcio_version: str) -> None:
 
 
 async def serve(options: Options, announce: Callable[[Announcement], None]) -> None:
-    """Runs a coordinator until SIGTERM or SIGINT, then drains it. The process ignores these signals afterwards.
+    """Runs a coordinator until SIGTERM, SIGINT or SIGHUP, then drains it. The process ignores these signals afterwards.
 
     SIGUSR1 stops it as soon as all its members have left, and so does the normal exit of the process at the other end of
     `starter_fd`. The death of that process stops it after LINGER_SECONDS.
@@ -172,7 +172,8 @@ class _Service:
 
     async def run(self, announce: Callable[[Announcement], None]) -> None:
         for number in _SIGNALS:
-            signal.signal(number, self._stop_soon)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                signal.signal(number, self._stop_soon)
         if self._options.starter_fd is not None:
             self._loop.add_reader(self._options.starter_fd, self._starter_ended, self._options.starter_fd)
         try:

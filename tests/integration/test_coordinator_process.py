@@ -106,6 +106,26 @@ def test_the_command_without_flags_follows_its_variables(tmp_path):
     assert (tmp_path / "journal").is_dir()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_end_of_a_terminal_drains_it_like_other_stop_signals(number):
+    process = CoordinatorProcess()
+    process.process.send_signal(number)
+    process.process.wait(60)
+    assert process.stop()[0] == 0
+
+
+def test_one_that_is_to_outlive_its_terminal_does():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        process = CoordinatorProcess()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.process.poll() is None
+    assert process.stop()[0] == 0
+
+
 def test_the_ready_line_also_goes_to_a_descriptor():
     readable, writable = os.pipe()
     process = subprocess.Popen(
