@@ -15,6 +15,7 @@ from ferrorpc.cli.bench.comparison import Comparison
 from ferrorpc.cli.bench.rank_processes import RankProcesses
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
 from tests.integration.launching import wait_until_gone
+from tests.waiting import eventually
 
 SUM = Case(ALL_REDUCE, 2, 4096)
 
@@ -128,6 +129,17 @@ def test_ranks_end_with_a_driver_that_is_killed_in_the_middle_of_their_turn_and_
         driver.kill()
     assert len(ranks) == 2
     assert wait_until_gone(ranks) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_driver_that_is_stopped_while_ranks_start_leaves_no_files(number, tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", DRIVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as driver:
+        eventually(lambda: list(tmp_path.glob("*/driver")), "the socket that ranks connect to")
+        driver.send_signal(number)
+        driver.communicate(timeout=60)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from ferrorpc.cli.bench.orderly_end import ended_in_order
 from ferrorpc.cli.launcher.exec_shim import tied_to_this_process
 from ferrorpc.coordination.session import PROTOCOL_VERSION
 from ferrorpc.errors import CoordinatorUnavailableError
@@ -36,28 +36,13 @@ TIMEOUT_MS: Final = 60_000
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Within it SIGTERM and SIGHUP end this process by way of what is to be undone, as Ctrl-C does."""
-
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def coordinator_process(*, durable: bool) -> Iterator[str]:
     """Runs a coordinator on a free loopback port, with or without a journal. Yields its address.
 
     On Linux it ends with this process, however that ends; call this on the main thread. Ctrl-C reaches this process alone,
     which ends the coordinator.
     """
-    with _ended_in_order(), tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
+    with ended_in_order(), tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
         kept = ["--data-dir", directory] if durable else []
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
         # -P: the user's directory must not shadow what the coordinator imports.

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
 from ferrorpc.cli.bench.case import Case, Contender, System
+from ferrorpc.cli.bench.orderly_end import ended_in_order
 from ferrorpc.cli.launcher.exec_shim import tied_to_this_process
 from ferrorpc.cli.ports import held_ports
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, FerroError, PeerLostError
@@ -156,7 +157,11 @@ class RankProcesses:
 
     def _start(self, ranks: int, settings: dict[str, Any]) -> None:
         # The directory is gone once all ranks have connected, so that a driver that is killed later leaves nothing behind.
-        with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory, socket.socket(socket.AF_UNIX) as listener:
+        with (
+            ended_in_order(),
+            tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory,
+            socket.socket(socket.AF_UNIX) as listener,
+        ):
             address = f"{directory}/driver"
             listener.bind(address)
             listener.listen(ranks)
