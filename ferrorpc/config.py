@@ -113,7 +113,7 @@ def port(text: str) -> int:
 
 
 def host_port(text: str) -> str:
-    """ "host:port"; an IPv6 host in brackets."""
+    """ "host:port", the port without leading zeros; an IPv6 host in brackets."""
     host, _, number = text.rpartition(":")
     if not host or not number.isdecimal() or int(number) > 65535 or (":" in host and not host.startswith("[")):
         raise ValueError("expected HOST:PORT, an IPv6 host in brackets")
@@ -121,7 +121,7 @@ def host_port(text: str) -> str:
         host.encode("idna")  # as whoever resolves it does
     except UnicodeError:
         raise ValueError("a part of the host's name is empty or longer than 63 characters") from None
-    return text
+    return f"{host}:{int(number)}"
 
 
 def plain_host(text: str) -> str:

@@ -225,8 +225,7 @@ def node_placement(
         ConfigError: several nodes without a common coordinator, or an invalid node rank.
     """
     single = nodes == (1, 1)
-    if coordinator is not None and coordinator.endswith(":0"):
-        coordinator = None
+    coordinator = None if coordinator is None else _known_address(coordinator)
     if not single and (coordinator is None or standalone):
         raise ConfigError(
             "several nodes need one coordinator that all of them reach",
@@ -239,10 +238,16 @@ def node_placement(
     name = host_name() if node_rank is None else f"node{node_rank}"
     if coordinator is None or standalone:
         return rank, name, f"{LOOPBACK}:{free_port()}", True
+    return rank, name, coordinator, False
+
+
+def _known_address(coordinator: str) -> str | None:
+    """The coordinator's address in its usual form; None if it names none."""
     try:
-        return rank, name, host_port(coordinator), False
+        address = host_port(coordinator)
     except ValueError as error:
         raise ConfigError(f"--coordinator {coordinator}: {error}", hint="--coordinator 127.0.0.1:29700") from None
+    return None if address.endswith(":0") else address
 
 
 def _here() -> str:

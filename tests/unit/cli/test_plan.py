@@ -195,9 +195,10 @@ def test_a_given_coordinator_is_used_unless_standalone_is_asked_for():
     assert node_placement((1, 1), None, "h:1", standalone=True)[3]
 
 
-def test_torchruns_any_free_port_is_a_coordinator_of_the_launchers_own():
+@pytest.mark.parametrize("port", ["0", "00"])
+def test_torchruns_any_free_port_is_a_coordinator_of_the_launchers_own(port):
     """Waiting for somebody there would end with exit code 75, as if a retry could help."""
-    _, _, address, owns = node_placement((1, 1), None, "localhost:0", standalone=False)
+    _, _, address, owns = node_placement((1, 1), None, f"localhost:{port}", standalone=False)
     assert owns
     assert not address.endswith(":0")
 
