@@ -336,14 +336,20 @@ class Rendezvous:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")
 
     def _check_size(self, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
-        """Raises ConfigError if the others ask for another size of the world."""
-        size = request.policy.min_size, request.policy.max_size
-        other = next((other for other in self._pending.values() if other.member is not member), None)
-        if other is not None and other.size != size:
+        """Raises ConfigError if others have, or ask for, another size of the world. A newcomer must ask for that of the living
+        members of a generation: if it came before them, they would be refused."""
+        size, newest = (request.policy.min_size, request.policy.max_size), self._generations.newest
+        waiting = next((pending for pending in self._pending.values() if pending.member is not member), None)
+        other, wanted = (None, size) if waiting is None else (waiting.member, waiting.size)
+        if newest is not None and not newest.includes(member) and (living := newest.living):
+            other = next((holder for holder in living if holder.connected), living[0])
+            wanted = newest.policy.min_size, newest.policy.max_size
+        if other is not None and wanted != size:
             raise ConfigError(
-                f"{member} asks for a world of {_world(size)}, {other.member} for one of {_world(other.size)}, "
+                f"{member} asks for a world of {_world(size)}, {other} for one of {_world(wanted)}, "
                 f"in the same job {self._context.job}",
                 hint="give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
+                retryable=not other.connected,  # it may be dead
             )
 
     def _check_run(self, member: Member) -> None:

@@ -22,6 +22,20 @@ def join(world: World, *names: str, size: int = 0, timeout_ms: int = 60_000) -> 
         world.ask(name, join=request)
 
 
+def ask_elastic(world: World, name: str, low: int, high: int, last_call_ms: int = 0, pinned_rank: int = -1) -> int:
+    """Asks to join a world of `low` to `high` members; new ones send a Hello first. Returns the request's number."""
+    if name not in world.clients:
+        world.hello(name)
+    request = rendezvous_pb2.JoinRequest(
+        policy=rendezvous_pb2.WorldPolicy(min_size=low, max_size=high, last_call_ms=last_call_ms),
+        after_generation=world.clients[name].generation,
+        pinned_rank=pinned_rank,
+        hinted_rank=-1,
+        timeout_ms=60_000,
+    )
+    return world.ask(name, join=request)
+
+
 def store(world: World, name: str, request_id: int = 0, **operation: object) -> session_pb2.Result | None:
     """One store request; its answer, if there is one already."""
     request = store_pb2.StoreRequest(request_id=request_id, **operation)  # type: ignore[arg-type]

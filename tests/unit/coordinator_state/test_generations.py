@@ -6,9 +6,9 @@ import pytest
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import error_pb2, rendezvous_pb2, session_pb2
+from ferrorpc.v1 import error_pb2, session_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import arrive, error, join
+from tests.unit.coordinator_state.helpers import arrive, ask_elastic, error, join
 
 
 def test_a_failure_without_a_message_ends_the_generation_once() -> None:
@@ -39,11 +39,9 @@ def test_a_fixed_world_waits_for_the_survivors_of_a_broken_generation() -> None:
 def test_members_are_told_when_nobody_waits_for_them_any_more() -> None:
     """They would reform for a process that has given up."""
     world = World()
-    join(world, "a", "b")
-    world.hello("c")
-    policy = rendezvous_pb2.WorldPolicy(min_size=2, max_size=3)
-    world.ask("c", join=rendezvous_pb2.JoinRequest(policy=policy, pinned_rank=-1, hinted_rank=-1, timeout_ms=3_000))
-    world.tick(4 * SECOND)
+    for name in "abc":
+        ask_elastic(world, name, 2, 3)
+    world.tick(61 * SECOND)
     told = [list(event.pending.names) for event in world.clients["a"].events if event.HasField("pending")]
     assert told == [["c"], []]
 

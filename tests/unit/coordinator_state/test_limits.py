@@ -15,7 +15,7 @@ from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, rendezvous_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import add, arrive, error, join, set_, store
+from tests.unit.coordinator_state.helpers import add, arrive, ask_elastic, error, join, set_, store
 
 
 def limited(**limits: int) -> World:
@@ -440,7 +440,7 @@ def test_nothing_grows_without_bound() -> None:
         generations=4,
     )
     world = World(Settings(durable=True, limits=limits))
-    join(world, "a")
+    ask_elastic(world, "a", 1, 2)
     for number in range(1, 301):
         add(world, "a", "counter", request_id=number)
         arrive(world, "a", "epoch", ordinal=number)
@@ -453,7 +453,8 @@ def test_nothing_grows_without_bound() -> None:
         request = store_pb2.StoreRequest(request_id=1, add=store_pb2.AddOperation(key="n", amount=1))
         world.call(session_pb2.UnaryStoreRequest(job="job", client_id=f"c{number}", request=request))
         world.call(session_pb2.UnaryBarrierRequest(job="job", client_id=f"c{number}", request=unary))
-        join(world, "a", f"b{number}")
+        for name in ("a", f"b{number}"):
+            ask_elastic(world, name, 1, 2, last_call_ms=1)
         world.ask(f"b{number}", leave={})
     tables = Counter(table for table, _ in world.rows)
     assert tables["member"] <= 8 + 4

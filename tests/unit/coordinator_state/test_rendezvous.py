@@ -6,23 +6,9 @@ import pytest
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import identity_pb2, rendezvous_pb2
+from ferrorpc.v1 import identity_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import error, join
-
-
-def ask_elastic(world: World, name: str, low: int, high: int, last_call_ms: int = 0, pinned_rank: int = -1) -> int:
-    """Asks to join a world of `low` to `high` members; new ones send a Hello first. Returns the request's number."""
-    if name not in world.clients:
-        world.hello(name)
-    request = rendezvous_pb2.JoinRequest(
-        policy=rendezvous_pb2.WorldPolicy(min_size=low, max_size=high, last_call_ms=last_call_ms),
-        after_generation=world.clients[name].generation,
-        pinned_rank=pinned_rank,
-        hinted_rank=-1,
-        timeout_ms=60_000,
-    )
-    return world.ask(name, join=request)
+from tests.unit.coordinator_state.helpers import ask_elastic, error, join
 
 
 def pending_names(world: World, name: str) -> list[list[str]]:
@@ -89,6 +75,36 @@ def test_a_working_generation_is_not_ended_by_those_who_want_to_join_it() -> Non
     assert [world.clients[name].generation for name in "ad"] == [2, 2]
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_who_asks_for_another_size_is_refused_and_never_the_members_of_the_generation(broken: bool) -> None:
+    world = World()
+    for name in "ab":
+        ask_elastic(world, name, 1, 2, last_call_ms=1_000)
+    if broken:
+        world.ask("b", leave={"reason": "killed"})
+    ask_elastic(world, "late", 1, 8)
+    refused = error(world, "late")
+    assert (refused.code, refused.retryable) == (ErrorCode.CONFIG, False)
+    assert "late asks for a world of 1:8, a for one of 1:2" in refused.message
+    assert pending_names(world, "a") == []
+    for name in "a" if broken else "ab":
+        ask_elastic(world, name, 1, 2)
+    assert world.clients["a"].generation == 2
+
+
+def test_a_job_may_go_on_in_another_size_once_its_last_members_are_gone() -> None:
+    world = World()
+    for name in "ab":
+        ask_elastic(world, name, 2, 2)
+    for name in "ab":
+        world.cut(name)
+    ask_elastic(world, "c", 1, 1)
+    assert error(world, "c").retryable, "those who had the other size may be dead"
+    world.tick(5 * SECOND)
+    ask_elastic(world, "c", 1, 1)
+    assert world.clients["c"].generation == 2
+
+
 def test_members_of_a_broken_generation_are_waited_for_before_others_get_their_places() -> None:
     world = World()
     for name in ("a", "b"):
@@ -131,9 +147,9 @@ def test_a_member_that_asked_and_whose_stream_ended_is_waited_for_until_it_is_de
 
 def test_a_pinned_rank_may_be_one_that_no_launcher_pinned_or_that_the_last_world_had_not() -> None:
     world = World()
-    join(world, "a")
+    ask_elastic(world, "a", 1, 2)
     for name, rank in (("b", 0), ("c", 1)):
-        number = ask_elastic(world, name, 2, 2, pinned_rank=rank)
+        number = ask_elastic(world, name, 1, 2, pinned_rank=rank)
         assert number not in world.clients[name].results
     world.ask("a", leave={})
     assert [world.clients[name].rank for name in "bc"] == [0, 1]
