@@ -87,7 +87,8 @@ class _Generation:
 
 
 class LocalWorld:
-    """One job with all its members, in one process.
+    """One job with all its members, in one process. The next generation waits for all living members of the last one, however
+    long they take: a coordinator goes on without them in an elastic world, after some seconds.
 
     Args:
         size: members of the first generation, and the most that any generation has.

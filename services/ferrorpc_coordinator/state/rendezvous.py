@@ -3,7 +3,7 @@
 A fixed world (min == max) closes when that many members are there. An elastic one closes when max are there, or when all
 survivors of the previous generation have asked and min are there, or when min are there and the last call has passed. Two rules
 protect running work: a working generation is never ended by processes that want to join it, only by all its own members asking;
-and a fixed world does not close without a living member of the previous generation.
+and no round closes without survivors while there are any: a fixed world waits for all of them, an elastic one for the first.
 
 Members that get no place keep waiting: they are the spares.
 """
@@ -201,9 +201,11 @@ class Rendezvous:
             self._cancel_last_call()
             return None
         newest, not_joining = self._generations.newest, self._not_joining()
-        if not_joining and newest is not None and (first.fixed or not newest.over):
-            self._cancel_last_call()
-            return None
+        if not_joining and newest is not None:
+            has_survivor = any(newest.includes(pending.member) for pending in ready)
+            if first.fixed or not newest.over or not has_survivor:
+                self._cancel_last_call()
+                return None
         survivors_asked = newest is not None and not not_joining and any(member.alive for member in newest.members)
         full = len(ready) >= high and not not_joining
         if survivors_asked or full or self._last_call_passed(ready, bool(not_joining)):

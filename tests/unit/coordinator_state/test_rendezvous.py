@@ -118,6 +118,35 @@ def test_members_of_a_broken_generation_are_waited_for_before_others_get_their_p
     assert [world.clients[name].generation for name in "acd"] == [2, 2, 0]
 
 
+def test_newcomers_do_not_go_on_alone_while_a_survivor_lives() -> None:
+    """They would train from the start, and the survivor, which is busy, would have to take their weights."""
+    world = World()
+    for name in "abx":
+        ask_elastic(world, name, 2, 3, last_call_ms=1_000)
+    world.ask("x", leave={"reason": "killed"})
+    for name in "cd":
+        ask_elastic(world, name, 2, 3)
+    world.tick(30 * SECOND)
+    assert [world.clients[name].generation for name in "cd"] == [0, 0]
+    ask_elastic(world, "b", 2, 3)
+    world.tick(4 * SECOND)
+    assert world.clients["c"].generation == 0, "the other survivor may come"
+    world.tick(2 * SECOND)
+    assert [world.clients[name].generation for name in "abcd"] == [1, 2, 2, 2]
+
+
+def test_newcomers_go_on_once_the_last_survivor_is_gone() -> None:
+    world = World()
+    for name in "ab":
+        ask_elastic(world, name, 1, 2, last_call_ms=1_000)
+    world.ask("b", leave={"reason": "killed"})
+    ask_elastic(world, "c", 1, 2)
+    world.tick(10 * SECOND)
+    assert world.clients["c"].generation == 0
+    world.ask("a", leave={})
+    assert world.clients["c"].generation == 2
+
+
 def test_a_round_without_survivors_waits_for_the_longest_last_call() -> None:
     world = World()
     ask_elastic(world, "a", 1, 3)
