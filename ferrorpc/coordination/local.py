@@ -243,7 +243,7 @@ class LocalWorld:
         self.condition.notify_all()
 
     def _begin_generation(self, members: Sequence[LocalSession], reason: str) -> None:
-        ranked = _by_rank(members)
+        ranked = _by_rank(members, elastic=self._min_size < self._max_size)
         peers = tuple(Peer(rank, member.name) for rank, member in enumerate(ranked))
         self.generation = _Generation(self.generation.number + 1, ranked)
         for rank, member in enumerate(ranked):
@@ -251,13 +251,15 @@ class LocalWorld:
             member.assign(Membership(assignment))
 
 
-def _by_rank(members: Sequence[LocalSession]) -> list[LocalSession]:
-    """Members keep their rank if the new generation has it. The others fill the gaps, oldest first."""
+def _by_rank(members: Sequence[LocalSession], elastic: bool) -> list[LocalSession]:
+    """Members keep their rank if the new generation has it; the first survivor of an elastic world becomes rank 0, as with a
+    coordinator. The others fill the gaps, oldest first."""
     ranked: list[LocalSession | None] = [None] * len(members)
     others = []
     for member in members:
-        if 0 <= member.rank < len(ranked):
-            ranked[member.rank] = member
+        rank = 0 if elastic and member is members[0] else member.rank
+        if 0 <= rank < len(ranked):
+            ranked[rank] = member
         else:
             others.append(member)
     return [member if member is not None else others.pop(0) for member in ranked]

@@ -241,9 +241,9 @@ class Rendezvous:
         self._cancel_last_call()
         newest = self._generations.newest
         number = max([self._context.newest_generation, *(pending.request.after_generation for pending in chosen)]) + 1
-        ranks = assign([self._claim(pending) for pending in chosen], len(chosen))
-        in_order = [pending for _, pending in sorted(zip(ranks, chosen, strict=True), key=lambda pair: pair[0])]
         low, high = chosen[0].size
+        ranks = assign([self._claim(pending) for pending in chosen], len(chosen), elastic=low < high)
+        in_order = [pending for _, pending in sorted(zip(ranks, chosen, strict=True), key=lambda pair: pair[0])]
         reason = f"{len(chosen)} of {high} joined" if low == high else f"{len(chosen)} joined, {low} to {high} were wanted"
         if newest is not None:
             reason += f", after generation {newest.number}: {newest.end_reason or 'all its members asked for another'}"

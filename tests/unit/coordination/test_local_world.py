@@ -286,16 +286,20 @@ def test_survivors_of_an_elastic_world_go_on_with_the_ranks_they_can_keep():
     assert survivors[0].store.get("kept") == b"yes"
 
 
-def test_a_fixed_world_waits_for_the_replacement_which_gets_the_free_rank():
-    world = LocalWorld(3)
-    world.kill(1, "signal 9")
+@pytest.mark.parametrize(("min_size", "lost", "rank"), [(None, 1, 1), (None, 0, 0), (2, 2, 2), (2, 0, 1)])
+def test_a_replacement_gets_the_free_rank_but_not_rank_0_of_an_elastic_world(min_size, lost, rank):
+    world = LocalWorld(3, min_size=min_size)
+    world.kill(lost, "signal 9")
     joined: list[LocalSession] = []
     thread = threading.Thread(target=lambda: joined.append(world.join(20)))
     thread.start()
-    on_all(world, lambda s: s.rejoin(20), [0, 2])
+    survivors = [world.session(number) for number in range(3) if number != lost]
+    while not survivors[0].pending_members:
+        pass
+    on_all(world, lambda s: s.rejoin(20), [number for number in range(3) if number != lost])
     thread.join(20)
-    assert joined[0].membership.assignment.rank == 1
-    assert world.session(1) is joined[0]
+    assert joined[0].membership.assignment.rank == rank
+    assert world.session(rank) is joined[0]
 
 
 def test_a_round_that_does_not_fill_says_whom_it_lacks():

@@ -40,6 +40,28 @@ def test_every_rank_is_given_exactly_once(claims: list[Claim]) -> None:
     assert sorted(assign(claims, len(claims))) == list(range(len(claims)))
 
 
+def test_rank_0_of_an_elastic_world_goes_to_a_survivor() -> None:
+    """Members that wrap their modules again take the weights of rank 0. In a fixed world ranks may do different work."""
+    newcomer = Claim("h", last=0, hinted=0)
+    claims = [newcomer, Claim("h", current=2), Claim("h", current=1)]
+    assert assign(claims, 3, elastic=True) == [1, 2, 0]
+    assert assign(claims, 3) == [0, 2, 1]
+
+
+def test_pinned_ranks_stay_whoever_has_rank_0() -> None:
+    assert assign([Claim("h", pinned=0), Claim("h", current=1)], 2, elastic=True) == [0, 1]
+    survivor = Claim("h", pinned=1, current=1)
+    assert assign([Claim("h"), survivor, Claim("h", current=2)], 3, elastic=True) == [2, 1, 0]
+    assert assign([Claim("h"), survivor], 2, elastic=True) == [0, 1]
+
+
+@given(CLAIMS)
+def test_rank_0_of_an_elastic_world_is_a_survivor_if_there_is_one(claims: list[Claim]) -> None:
+    ranks = assign(claims, len(claims), elastic=True)
+    assert sorted(ranks) == list(range(len(claims)))
+    assert claims[ranks.index(0)].current >= 0 or all(claim.current < 0 for claim in claims)
+
+
 @given(CLAIMS)
 def test_a_survivor_keeps_its_rank_when_nobody_else_has_it(claims: list[Claim]) -> None:
     size = len(claims)
