@@ -292,7 +292,7 @@ class LocalSession(Session):
         self.reason = ""
         self.rejoining = False
         self.gave_up_at = -math.inf
-        """Clock time when its last `rejoin` timed out."""
+        """Clock time when its last `rejoin` timed out in this generation."""
         self.store = LocalStore(world.keyspace, world.condition, world.timeout, self._check_alive, self._owner_of)
         self.activity = _ReportingActivity(self._note_operation)
         self._last_operation_at = self.clock.now()
@@ -315,7 +315,7 @@ class LocalSession(Session):
     def assign(self, membership: Membership) -> None:
         """Gives it a rank in a new generation. The caller holds the lock."""
         self.membership = membership
-        self.state, self.rejoining = "active", False
+        self.state, self.rejoining, self.gave_up_at = "active", False, -math.inf
 
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership
@@ -492,7 +492,8 @@ def _lost_link_error(reporter: int, peer: int, member: LocalSession, reason: str
         return PeerLostError(peer, member.departure_reason)
     if member.state == "left":
         return member_left(peer)
-    return already_reforming(reporter, peer) if member.rejoining else link_lost(reporter, peer, reason)
+    has_asked = member.rejoining or member.gave_up_at > -math.inf
+    return already_reforming(reporter, peer) if has_asked else link_lost(reporter, peer, reason)
 
 
 def _timeout_error(generation: _Generation, exchange: _Exchange, seconds: float) -> FerroError:

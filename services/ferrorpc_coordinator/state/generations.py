@@ -45,6 +45,8 @@ class Generation:
     """The cost table by which its members choose algorithms; empty for the one shipped with ferrorpc."""
     departed: set[int] = field(default_factory=set)
     """Ranks that left. The generation goes on without them until an operation needs one."""
+    reforming: set[int] = field(default_factory=set)
+    """Ranks that have asked for the next generation, and closed their data streams for it. Some may have given up since."""
     ranks: tuple[int, ...] = field(init=False)
     links: dict[tuple[int, int], int] = field(default_factory=dict)
     """Reported broken data streams that are not decided yet: (reporter, peer) -> time of the report."""
@@ -83,7 +85,6 @@ class Generations:
 
     Args:
         break_generation: breaks the generation that a lost link ends, given the cause and the rank it came from.
-        is_joining: whether a member has asked for the next generation.
     """
 
     def __init__(
@@ -91,12 +92,10 @@ class Generations:
         context: JobContext,
         members: Members,
         break_generation: Callable[[Generation, error_pb2.ErrorDetail, int], None],
-        is_joining: Callable[[Member], bool],
     ) -> None:
         self._context = context
         self._members = members
         self._break_generation = break_generation
-        self._is_joining = is_joining
         self.newest: Generation | None = None
         self.history: deque[session_pb2.GenerationStatus] = deque()
         self._times: dict[int, tuple[int, int | None]] = {}
@@ -212,7 +211,7 @@ class Generations:
             return
         reporter, peer = (generation.members[rank] for rank in link)
         unsure = any(member.liveness is Liveness.SUSPECT for member in (reporter, peer))
-        parting = reason == PEER_LEFT and peer.liveness is not Liveness.LEFT and not self._is_joining(peer)
+        parting = reason == PEER_LEFT and peer.liveness is not Liveness.LEFT and peer.rank not in generation.reforming
         awaited = self._context.now < reported + max(peer.lease_ns, self._context.settings.grace_ns)
         if unsure or (awaited and (parting or peer.last_heard <= reported)):
             self._decide_link_at(generation, link, self._context.now + self._context.settings.tick_interval_ns, reason)
@@ -220,7 +219,7 @@ class Generations:
         if peer.liveness is Liveness.LEFT:
             del generation.links[link]
             return
-        if self._is_joining(peer):
+        if peer.rank in generation.reforming:
             self._break_generation(generation, detail_of(already_reforming(*link)), link[1])
         else:
             self._break_generation(generation, detail_of(link_lost(*link, reason)), link[0])

@@ -42,7 +42,7 @@ class Job:
         self.context = JobContext(shared, name)
         self.members = Members(self.context)
         self.admission = Admission(self.context, self.members)
-        self.generations = Generations(self.context, self.members, self._break, lambda member: self.rendezvous.joining(member))
+        self.generations = Generations(self.context, self.members, self._break)
         self.rendezvous = Rendezvous(self.context, self.members, self.generations, self._generation_replaced)
         self.leases = Leases(self.context, self._liveness_changed, self.declare_dead)
         self.barriers = Barriers(self.context, self.members)

@@ -122,6 +122,8 @@ class Rendezvous:
             self.refused(member.name, error)
             raise
         self._refused.pop(member.name, None)
+        if newest is not None and newest.includes(member):
+            newest.reforming.add(member.rank)
         before = self._pending.pop(member.name, None)
         if before is not None:
             self._context.answer(

@@ -309,6 +309,18 @@ def test_a_round_that_does_not_fill_says_whom_it_lacks():
     assert caught.value.missing == [1, 2]
 
 
+@pytest.mark.parametrize("gave_up", [False, True])
+def test_who_called_reform_and_gave_up_has_not_left(gave_up):
+    world = LocalWorld(2)
+    if gave_up:
+        with pytest.raises(RendezvousTimeoutError):
+            world.session(1).rejoin(0.05)
+    world.session(0).report_link_lost(1, PEER_LEFT)
+    cause = world.session(0).membership.latch.cause
+    assert ("it called reform() already" in str(cause)) == gave_up
+    assert ("it left the job" in str(cause)) != gave_up
+
+
 def test_survivors_that_give_up_together_name_whom_nobody_replaced_and_not_each_other():
     world = LocalWorld(3)
     world.kill(1, "signal 9")

@@ -124,6 +124,19 @@ def test_who_said_goodbye_to_one_that_needs_it_and_stays_ends_the_generation() -
     assert "it left the job, and an operation here still needs it" in cause.message
 
 
+@pytest.mark.parametrize("gave_up", [False, True])
+def test_who_asked_for_the_next_generation_has_not_left_also_if_it_gave_up(gave_up: bool) -> None:
+    world = World()
+    join(world, "a", "b")
+    join(world, "b", size=2, timeout_ms=1_000 if gave_up else 60_000)
+    world.tick(2 * SECOND)
+    report_a_lost_link(world, PEER_LEFT)
+    world.tick(9 * SECOND)
+    (cause,) = [event.broken.cause for event in world.clients["a"].events if event.HasField("broken")]
+    assert cause.code == ErrorCode.GROUP_ABORTED
+    assert "it called reform() already" in cause.message
+
+
 def test_who_resumes_learns_who_is_stalled() -> None:
     """It was told when that happened, but had no stream."""
     world = World()
