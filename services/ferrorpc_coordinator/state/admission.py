@@ -87,8 +87,10 @@ class Admission:
         if hello.resume_token:
             return self._resume(hello)
         holder = self._members.get(hello.name)
-        if holder is not None and holder.alive and holder.instance_id == hello.instance_id and hello.instance_id:
-            return self._reissue_token(holder)
+        same_process = holder is not None and holder.instance_id == hello.instance_id != ""
+        if holder is not None and holder.alive and same_process:
+            # One that has a rank got its Welcome, and was at another cluster since: its generation there is another.
+            return self._reissue_token(holder) if holder.rank < 0 else self._new(hello, holder)
         if holder is not None and holder.alive and (holder.recovered or holder.liveness is not Liveness.SUSPECT):
             silent = format_seconds(max(0, self._context.now - holder.last_heard))
             where = f" on {holder.host}" if holder.host else ""

@@ -77,8 +77,7 @@ class Job:
             raise
         member = admitted.member
         if admitted.replaced is not None:
-            where = f" on {hello.host}" if hello.host else ""
-            self.declare_dead(admitted.replaced, f"another process{where} took over its name")
+            self.declare_dead(admitted.replaced, _replacement_text(admitted.replaced, hello))
         before = member.stream
         if not admitted.resumed:
             self.members.add(member)
@@ -413,6 +412,13 @@ class Job:
 def sets_a_value(request: store_pb2.StoreRequest) -> bool:
     """Whether a request contains a value, so that it may be as large as one."""
     return request.WhichOneof("operation") in ("set", "compare_set")
+
+
+def _replacement_text(replaced: Member, hello: session_pb2.Hello) -> str:
+    """Describes how a member lost its name to another session."""
+    if replaced.instance_id == hello.instance_id:
+        return "its process forgot this session, as after it was at a coordinator with other data"
+    return f"another process{f' on {hello.host}' if hello.host else ''} took over its name"
 
 
 def _exit_text(exited: session_pb2.ProcessExit) -> str:

@@ -82,13 +82,28 @@ def test_the_token_of_a_member_whose_name_was_taken_over_is_fenced() -> None:
 def test_the_token_of_a_second_hello_survives_a_restart() -> None:
     """Its process, whose first Welcome was lost, would be fenced."""
     world = World()
-    join(world, "a")
-    first = world.clients["a"].token
+    first = world.hello("a").token
     world.hello("a")
     assert world.clients["a"].token != first
     world.restart()
     world.hello("a", resume=True)
     assert world.clients["a"].stream is not None
+
+
+def test_who_was_at_another_cluster_since_does_not_get_its_place_in_the_old_generation_again() -> None:
+    """As after a coordinator ran on other data for a while. It would wait there alone, among barriers that are over."""
+    world = World()
+    join(world, "a", "b")
+    world.restart()
+    world.hello("a")
+    join(world, "a", size=2)
+    assert world.clients["a"].generation == 0
+    world.hello("b")
+    join(world, "b", size=2)
+    assert [(world.clients[name].generation, world.clients[name].rank) for name in "ab"] == [(2, 0), (2, 1)]
+    newest = world.coordinator.jobs["job"].generations.newest
+    assert newest is not None
+    assert "its process forgot this session" in newest.reason
 
 
 def test_after_a_restart_a_member_has_its_own_lease_to_come_back_if_that_is_longer() -> None:
