@@ -74,8 +74,9 @@ class Connection:
     Args:
         connect: makes a channel to the coordinator.
         listener: the owner.
-        initial_outage: seconds the coordinator may be unreachable until `joined` is called.
-        max_outage: seconds it may be unreachable later.
+        join_timeout: seconds that it may refuse a member without a session, for a reason that may pass; and the most it may
+            be unreachable until `joined` is called.
+        max_outage: seconds it may be unreachable at all.
         heartbeat_interval: seconds between heartbeats, unless the coordinator wants them more often.
     """
 
@@ -85,7 +86,7 @@ class Connection:
         listener: Listener,
         clock: Clock,
         *,
-        initial_outage: float,
+        join_timeout: float,
         max_outage: float,
         heartbeat_interval: float,
     ) -> None:
@@ -109,7 +110,8 @@ class Connection:
         self._loss_logged = False
         """Its loss was logged as a warning, so its return is, too."""
         self._failure: FerroError = CoordinatorUnavailableError(f"nobody has answered at {connect.address} yet")
-        self._outage_limit = initial_outage
+        self._join_timeout = join_timeout
+        self._outage_limit = min(join_timeout, max_outage)
         self._max_outage = max_outage
         self._interval = heartbeat_interval
         self._reader_parker = clock.parker()
@@ -407,10 +409,12 @@ class Connection:
         return bool(self._token) or not error.retryable
 
     def _give_up_after_outage(self) -> None:
-        down_since = self._down_since
-        if down_since is None or self._clock.now() - down_since < self._outage_limit:
+        down_since, refused = self._down_since, not isinstance(self._failure, CoordinatorUnavailableError)
+        is_joining = refused and not self._token
+        limit = max(self._outage_limit, self._join_timeout) if is_joining else self._outage_limit
+        if down_since is None or self._clock.now() - down_since < limit:
             return
-        if not isinstance(self._failure, CoordinatorUnavailableError):
+        if refused:
             self._fail(self._failure)
             return
         seconds, last = self._outage_limit, self._failure.message

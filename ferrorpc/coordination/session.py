@@ -119,7 +119,7 @@ class RemoteSession(Session):
             ChannelFactory(address, job, config),
             self,
             self.clock,
-            initial_outage=min(self._timeout, config["max_outage"]),
+            join_timeout=self._timeout,
             max_outage=config["max_outage"],
             heartbeat_interval=config["heartbeat_interval"],
         )

@@ -140,7 +140,7 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
         ChannelFactory(address, "job", Config()),
         listener,
         SYSTEM_CLOCK,
-        initial_outage=20,
+        join_timeout=20,
         max_outage=20,
         heartbeat_interval=0.1,
     )

@@ -10,6 +10,7 @@ from ferrorpc.coordination import connection as module
 from ferrorpc.coordination.connection import Connection
 from ferrorpc.errors import (
     AuthenticationError,
+    ConfigError,
     CoordinatorUnavailableError,
     FerroError,
     StoreTimeoutError,
@@ -20,12 +21,12 @@ from ferrorpc.testing import ManualClock
 from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
 
 
-def connection(clock: Clock = SYSTEM_CLOCK) -> Connection:
-    nobody: Any = SimpleNamespace(address="nowhere:1")
+def connection(clock: Clock = SYSTEM_CLOCK, join_timeout: float = 1.0) -> Connection:
+    nobody: Any = SimpleNamespace(address="nowhere:1", diagnose=lambda: None)
     listener: Any = SimpleNamespace(
         welcomed=lambda: None, result=lambda position, result: None, session_ended=lambda cause: None
     )
-    return Connection(nobody, listener, clock, initial_outage=1.0, max_outage=1.0, heartbeat_interval=1.0)
+    return Connection(nobody, listener, clock, join_timeout=join_timeout, max_outage=1.0, heartbeat_interval=1.0)
 
 
 def welcomed(connection: Connection) -> Connection:
@@ -104,6 +105,23 @@ def test_a_stranger_that_answers_at_the_coordinators_address_ends_no_session() -
     assert not welcomed(connection())._is_final(stranger)
     assert connection()._is_final(stranger), "the address may be wrong"
     assert welcomed(connection())._is_final(VersionMismatchError("speaks protocol 2"))
+
+
+@pytest.mark.parametrize(
+    ("failure", "seconds"),
+    [(CoordinatorUnavailableError("nobody there"), 1.0), (ConfigError("the name is another's", retryable=True), 60.0)],
+)
+def test_a_refusal_that_may_pass_is_no_outage(failure: FerroError, seconds: float) -> None:
+    """As for the name of a process that died together with the coordinator, which waits for it some seconds."""
+    clock = ManualClock()
+    joining = connection(clock, join_timeout=60.0)
+    joining._went_down(failure)
+    clock.advance(seconds - 0.5)
+    joining._give_up_after_outage()
+    assert joining.ended_by is None
+    clock.advance(1.0)
+    joining._give_up_after_outage()
+    assert isinstance(joining.ended_by, type(failure))
 
 
 def test_heartbeats_that_fail_end_the_connection_at_once() -> None:
