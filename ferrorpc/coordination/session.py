@@ -214,8 +214,17 @@ class RemoteSession(Session):
         request = rendezvous_pb2.LeaveRequest(generation=generation, reason=encodable(reason[:1024]))
         closed = GroupClosedError(f"{self.name} has left job {self.job!r}")
         self._connection.leave_error = closed
+        had_ended = self._connection.ended_by is not None
         try:
-            self._connection.try_ask("leave", LEAVE_SECONDS, leave=request)
+            answer = self._connection.try_ask("leave", LEAVE_SECONDS, leave=request)
+            if answer is None and generation and not reason and not had_ended:
+                _log.warning(
+                    "%s leaves, but the coordinator at %s has not answered for %g s: if it was not told, it takes this rank "
+                    "for dead some seconds after it is back, and the others' generation ends",
+                    self.name,
+                    self._connection.address,
+                    LEAVE_SECONDS,
+                )
         finally:
             self._connection.close(closed)
             own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed

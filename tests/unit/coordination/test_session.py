@@ -80,6 +80,27 @@ def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same
     assert leave.leave.reason == "FileNotFoundError: caf\\udce9.txt"
 
 
+def test_who_leaves_while_the_coordinator_is_away_says_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+    played = Played()
+    played.welcome()
+    played.join(2)
+    played.lose()
+    with caplog.at_level("WARNING", "ferrorpc.coordination"):
+        played.session.leave()
+    assert "m leaves, but the coordinator at nowhere:1 has not answered for 0.7 s" in caplog.messages[-1]
+
+
+def test_who_leaves_after_its_session_has_ended_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Its end was told before."""
+    played = Played()
+    played.welcome()
+    played.join(2)
+    played.connection.close(CoordinatorUnavailableError("nobody answered"))
+    with caplog.at_level("WARNING", "ferrorpc.coordination"):
+        played.session.leave()
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("where", ["callback", "answer"])
 def test_a_leave_that_is_interrupted_ends_the_session_all_the_same(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its heartbeats go on, and the others wait for a rank that will never come. A second leave does nothing."""
