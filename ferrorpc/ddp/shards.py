@@ -3,7 +3,8 @@
 Idea. Parameters are packed into flat buffers of one dtype, padded so that every rank's shard has the same length; a shard may
 begin and end within a parameter. Each rank gets only the mean gradients of its shard, updates its weights, and all ranks
 gather the new weights. This is the first stage of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", 2020. Buffers have a size limit, so that one is packed or unpacked while others are in transfer.
+Parameter Models", 2020. Buffers have a size limit, so that one is packed while others are in transfer. Weights are unpacked
+when all of them are there, so that an error leaves none half updated.
 
 Cost, for n bytes of gradients on p ranks: n (p-1)/p bytes sent to reduce and as many to gather, as for an all_reduce. Memory:
 n bytes of buffers, 2 n/p for the shards of gradients and weights, and 1/p of the update rule's state. Buffers are on the
@@ -240,7 +241,11 @@ class Shards:
             shard.finish_reduce(work)
 
     def gather(self, weights: Mapping[str, Any]) -> None:
-        """Gathers all ranks' `weights` and writes them to the arrays, by name; a parameter that is not given is left alone."""
-        for shard, work in [(shard, shard.gather()) for shard in self.shards]:
+        """Gathers all ranks' `weights` and writes them to the arrays, by name; a parameter that is not given is left alone.
+
+        Nothing is written before everything has arrived.
+        """
+        for work in [shard.gather() for shard in self.shards]:
             work.wait(host=True)
+        for shard in self.shards:
             shard.store(weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import reduce
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from ferrorpc.ddp.rules import SGD, Adam
 from ferrorpc.ddp.zero import ZeroOptimizer
-from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError, TensorMismatchError, UsageError
+from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, TensorMismatchError, UsageError
+from ferrorpc.testing import FaultPlan, Kill, World
 from tests.unit.ddp.world import run_world
 
 RULES = [SGD(0.1), SGD(0.05, momentum=0.8, decay=0.01), Adam(0.01), Adam(0.02, decay=0.1)]
@@ -203,6 +205,25 @@ def test_a_rule_that_fails_on_one_rank_is_what_the_others_hear_of():
         return caught.value.rank, caught.value.cause
 
     assert run_world(2, body) == [(1, "ZeroDivisionError")] * 2
+
+
+@pytest.mark.parametrize("operation", range(10, 22))
+def test_an_interrupted_step_leaves_all_weights_of_a_survivor_in_the_same_step(operation):
+    """Survivors go on from their own weights."""
+
+    def body(group):
+        weights = {name: np.zeros(2000, np.float32) for name in "abcd"}
+        optimizer = ZeroOptimizer(weights, group, SGD(1.0), bucket_cap_mb=0.008)
+        with suppress(FerroError):
+            for _ in range(3):
+                optimizer.step({name: np.full(2000, -1, np.float32) for name in weights})
+        return {float(value) for leaf in weights.values() for value in leaf}
+
+    faults = FaultPlan(kill={1: Kill(at_operation=operation)}, delay_seconds=(0, 0.01))
+    world = World(3, faults=faults, min_size=2, seed=operation)
+    reached = [each for each in world.run(body, return_exceptions=True) if isinstance(each, set)]
+    assert reached
+    assert [len(steps) for steps in reached] == [1] * len(reached)
 
 
 def test_halves_are_refused_with_what_to_do():
