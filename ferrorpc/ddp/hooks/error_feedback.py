@@ -34,9 +34,10 @@ class ErrorFeedback(Hook):
 
     Residues are of a rank's gradients: they count with its weight in the step that delivers them, and wait while that
     is 0. A bucket whose sum is not finite leaves no residue on any rank, so that an overflow does not affect later steps. If a
-    step is interrupted, as when a member dies, nothing of it counts as delivered, and all of its values are added to the next.
-    To repeat such a step, load the `state()` from before it, or its gradients count twice. The residue of a parameter waits for
-    a step in which this rank uses it: if no rank does, its sum is dropped.
+    step is interrupted, as when a member dies, buckets that were exchanged before count as delivered, although no optimizer
+    gets their means, and all values of the others are added to the next step. To repeat such a step, load the `state()` from
+    before it, or these count twice. The residue of a parameter waits for a step in which this rank uses it: if no rank does,
+    its sum is dropped.
     """
 
     def __init__(self, hook: Hook) -> None:
