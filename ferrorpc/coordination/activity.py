@@ -96,3 +96,15 @@ class Activity:
             reported.pop(peer, None)
             reported[peer] = sent
         return [identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent) for peer, kind, sent in changed[:LINKS_MAX]]
+
+
+class ReportingActivity(Activity):
+    """An Activity that calls `on_operation` for every operation."""
+
+    def __init__(self, on_operation: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_operation = on_operation
+
+    def note(self, operation: str) -> None:
+        super().note(operation)
+        self._on_operation()

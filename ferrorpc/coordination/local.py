@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ferrorpc.coordination import limits
-from ferrorpc.coordination.activity import Activity
+from ferrorpc.coordination.activity import ReportingActivity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.condition import Condition
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
@@ -265,18 +265,6 @@ def _by_rank(members: Sequence[LocalSession], elastic: bool) -> list[LocalSessio
     return [member if member is not None else others.pop(0) for member in ranked]
 
 
-class _ReportingActivity(Activity):
-    """An Activity that calls `on_operation` for every operation."""
-
-    def __init__(self, on_operation: Callable[[], None]) -> None:
-        super().__init__()
-        self._on_operation = on_operation
-
-    def note(self, operation: str) -> None:
-        super().note(operation)
-        self._on_operation()
-
-
 class LocalSession(Session):
     """One member of a LocalWorld, which makes it."""
 
@@ -294,7 +282,7 @@ class LocalSession(Session):
         self.gave_up_at = -math.inf
         """Clock time when its last `rejoin` timed out in this generation."""
         self.store = LocalStore(world.keyspace, world.condition, world.timeout, self._check_alive, self._owner_of)
-        self.activity = _ReportingActivity(self._note_operation)
+        self.activity = ReportingActivity(self._note_operation)
         self._last_operation_at = self.clock.now()
 
     @property

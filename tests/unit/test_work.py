@@ -6,6 +6,10 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +28,12 @@ class InTurns(SystemClock):
 
 def work() -> Work[int]:
     return Work(SYSTEM_CLOCK, "all_reduce #1")
+
+
+def on_device(handle: Work[Any], make_result: Callable[[Any], Any]) -> Work[Any]:
+    """One whose result is on a GPU."""
+    handle.is_on_device, handle.make_result = True, make_result
+    return handle
 
 
 @pytest.fixture(autouse=True)
@@ -255,17 +265,21 @@ def test_what_ends_in_the_moment_of_a_timeout_has_ended() -> None:
 
 
 def test_a_result_on_a_device_is_waited_for_on_the_host_only_where_that_is_asked_for() -> None:
-    handle, settled = work(), list[int]()
-    handle.settle = lambda result, until: settled.append(result)
+    handle, landing = on_device(work(), lambda left: left), Mock(is_reached=False)
+    handle.land = lambda result: landing
     handle.complete(7)
-    assert (handle.wait(), settled) == (7, [])
-    assert (handle.wait(host=True), settled) == (7, [7])
+    assert handle.wait() == 7
+    assert not landing.settle.called
+    assert not handle.done(), "the GPU is not there yet"
+    assert handle.wait(host=True) == 7
+    assert landing.settle.called
+    landing.is_reached = True
+    assert handle.done()
 
 
 def test_a_result_is_made_once_however_often_it_is_waited_for() -> None:
     handle: Work[list[int]] = Work(SYSTEM_CLOCK, "all_reduce #1")
-    handle.make_result = lambda left: [left]
-    handle.complete(3)  # type: ignore[arg-type]  what it is made of
+    on_device(handle, lambda left: [left]).complete(3)  # type: ignore[arg-type]  what it is made of
     first = handle.wait()
     assert first == [3]
     assert handle.wait() is first
@@ -294,3 +308,35 @@ def test_who_stopped_awaiting_leaves_nothing_behind(clock: SystemClock) -> None:
 
     asyncio.run(impatient())
     assert handle._callbacks == []
+
+
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_arrays_of_the_caller_are_written_once_the_operation_has_ended_unless_who_waits_did(waits_first: bool) -> None:
+    made: list[str] = []
+    handle, landing = work(), Mock(is_reached=True)
+    on_device(handle, lambda left: made.append("where nobody waits" if entered else "where it was waited for"))
+    entered: list[bool] = []
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    handle.land = lambda result: landing
+    handle.complete(7)  # the driver may be faster than the one who has submitted it
+    if waits_first:
+        handle.wait()
+    handle.landing_context = context
+    assert handle.done()
+    assert made == ["where it was waited for" if waits_first else "where nobody waits"]
+
+
+def test_arrays_that_could_not_be_written_are_written_by_who_waits() -> None:
+    def refused() -> AbstractContextManager[None]:
+        raise RuntimeError("a graph is being captured")
+
+    handle = on_device(work(), lambda left: left)
+    handle.landing_context = refused
+    handle.complete(7)
+    assert handle.done()
+    assert handle.wait() == 7

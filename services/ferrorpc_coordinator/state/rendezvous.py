@@ -16,7 +16,6 @@ from functools import partial
 from typing import Final
 
 from ferrorpc.errors import (
-    ConfigError,
     FerroError,
     InvalidRankError,
     InvalidWorldSizeError,
@@ -27,6 +26,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.error_detail import detail_of
+from ferrorpc_coordinator.state.conflicts import rank_conflict, run_conflict, size_conflict
 from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.member import Liveness, Member
@@ -349,21 +349,16 @@ class Rendezvous:
             other = next((holder for holder in living if holder.connected), living[0])
             wanted = newest.policy.min_size, newest.policy.max_size
         if other is not None and wanted != size:
-            raise ConfigError(
-                f"{member} asks for a world of {_world(size)}, {other} for one of {_world(wanted)}, "
-                f"in the same job {self._context.job}",
-                hint="give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
-                retryable=not other.connected,  # it may be dead
-            )
+            raise size_conflict(self._context.job, member, size, other, wanted)
 
     def _check_run(self, member: Member) -> None:
         """Raises ConfigError if members of another run ask. If `member` is of the run that goes on, refuses those instead."""
         others = [other for other in self._pending.values() if member.run and other.member.run not in ("", member.run)]
         newest = self._generations.newest
         if others and newest is not None and any(known.run == member.run for known in newest.living):
-            self._reject(others, _run_conflict(self._context.job, others[0].member, member))
+            self._reject(others, run_conflict(self._context.job, others[0].member, member))
         elif others:
-            raise _run_conflict(self._context.job, member, others[0].member)
+            raise run_conflict(self._context.job, member, others[0].member)
 
     def _check_rank(self, member: Member, rank: int) -> None:
         """Raises ConfigError if another process has the pinned rank, unless `member` holds it already: then that is refused."""
@@ -375,10 +370,10 @@ class Rendezvous:
             if other.request.pinned_rank != rank or other.member is member:
                 continue
             if current is not member:
-                raise _rank_conflict(rank, member, other.member)
-            self._reject([other], _rank_conflict(rank, other.member, member))
+                raise rank_conflict(rank, member, other.member)
+            self._reject([other], rank_conflict(rank, other.member, member))
         if current is not None and current is not member and current.pinned and current.connected:
-            raise _rank_conflict(rank, member, current)  # it may replace one whose stream has ended
+            raise rank_conflict(rank, member, current)  # it may replace one whose stream has ended
 
     def _time_out(self, name: str) -> None:
         """Fails a request that timed out, with what is known of all members."""
@@ -469,34 +464,6 @@ class Rendezvous:
         known = [self._members.summary(member) for member in gone if member not in described]
         known += [f"{name}: {how}, before it said Hello" for name, how in self._early_exits.items()]
         return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
-
-
-def _world(size: tuple[int, int]) -> str:
-    """The size in the format of FERRORPC_WORLD_SIZE: "4", or "2:4"."""
-    low, high = size
-    return f"{low}" if low == high else f"{low}:{high}"
-
-
-def _rank_conflict(rank: int, claimant: Member, holder: Member) -> ConfigError:
-    """The error for a claimant of a rank that another process has. A holder whose stream has ended may be dead."""
-    gone = not holder.connected
-    return ConfigError(
-        f"rank {rank} is claimed by {claimant} and by {holder}{', whose session ended' if gone else ''}",
-        hint="start this process again in some seconds, unless both run: then give every process its own RANK"
-        if gone
-        else "give every process its own RANK; a process whose rank nobody gave it may leave RANK unset",
-        retryable=gone,
-        claimants=[holder.name, claimant.name],
-    )
-
-
-def _run_conflict(job: str, member: Member, other: Member) -> ConfigError:
-    """The error for a member of another run than that of those who wait, which may be over if their streams have ended."""
-    hint = (
-        "give each run its own job (`ferrorpc run --job NAME`); where the other has just been killed, try again in some seconds"
-    )
-    text = f"{member} and {other} are of two runs of `ferrorpc run`, with the same job {job} at this coordinator"
-    return ConfigError(text, hint=hint, retryable=not other.connected)
 
 
 def _keep_last(texts: dict[str, str], name: str, text: str) -> None:
