@@ -88,7 +88,8 @@ class Work(Generic[Result]):
         self._label = label  # its text is made when it is asked for
         self._clock = clock
         self._lock = threading.Lock()
-        self._result_lock = threading.Lock()
+        self._result_lock = threading.RLock()
+        """Knows its owner, which an interrupted thread does not."""
         self._callbacks: list[Callable[[], None]] = []
 
     @property
@@ -99,9 +100,10 @@ class Work(Generic[Result]):
     def done(self) -> bool:
         """Whether the operation has ended, successfully or not, and the caller's arrays are complete. If not, other threads go
         first: a loop of such calls would keep the interpreter from the thread that has to end the operation."""
-        if not self._done:
+        is_over = self._done and self._has_landed()
+        if not is_over:
             self._clock.give_way()
-        return self._done and self._has_landed()
+        return is_over
 
     @property
     def has_ended(self) -> bool:
@@ -171,6 +173,7 @@ class Work(Generic[Result]):
             if self.land is not None:
                 self._landing = self.land(result)
             self._result, self.make_result = result, None  # only now: a wait that failed before takes nothing from the next
+            self.land = self.landing_context = None  # which keep the operation's arrays
 
     def _has_landed(self) -> bool:
         if not self.complete_arrays():
@@ -181,7 +184,8 @@ class Work(Generic[Result]):
             return True
 
     def complete_arrays(self, wait: bool = False) -> bool:
-        """For the driver: once the operation has ended, brings its result to the caller's arrays unless that was done.
+        """For the driver: once the operation has ended, brings its result to the caller's arrays unless that was done. It has
+        failed where that is not possible.
 
         Args:
             wait: for a thread that is just doing it.
@@ -190,18 +194,19 @@ class Work(Generic[Result]):
             False where another thread is just doing it.
         """
         context = self.landing_context
-        if context is None or self.make_result is None or self._error is not None:
+        if context is None or self._error is not None:
             return True
-        if not self._result_lock.acquire(blocking=wait):
-            return False
         try:
-            with context():
-                self._make(self._result)
-        except Exception as problem:  # noqa: BLE001  whoever waits meets it
-            _log.debug("%s has ended, but its result was not made: %s", self.label, problem)
-            self.landing_context = None
+            if not self._result_lock.acquire(blocking=wait):
+                return False
+            if self.make_result is not None:
+                with context():
+                    self._make(self._result)
+        except Exception as problem:  # noqa: BLE001  any of the GPU's library: whoever waits meets it
+            self._error = problem
         finally:
-            self._result_lock.release()
+            with contextlib.suppress(RuntimeError):  # another thread has it
+                self._result_lock.release()
         return True
 
     def _park(self, until: float, seconds: float) -> None:
@@ -287,7 +292,12 @@ class Work(Generic[Result]):
     def _end(self) -> None:
         with self._lock:
             self._done = True
-        self.complete_arrays()
+        try:
+            self.complete_arrays()
+        finally:  # also where it is interrupted
+            self._tell()
+
+    def _tell(self) -> None:
         self.assist = None
         if self._register is not None:
             self._register.pop(id(self), None)

@@ -25,8 +25,8 @@ of SLOT_BYTES, shared by all users.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -286,6 +286,13 @@ class Upload:
         if self._mark is not None:
             self.device.current().wait(self._mark)
 
+    def hold_caller(self) -> None:
+        """Makes the caller's stream wait for what is queued, where the operation has failed: what the caller then writes to the
+        target must come later."""
+        if self._mark is not None and not self.device.is_captured(self._caller):
+            with suppress(BackendUnavailableError):  # a GPU that has failed writes nothing any more
+                self._caller.wait(self._mark)
+
     def finish(self) -> None:
         """Ends the copy, complete or not. What the GPU may still use is kept until it is past what is queued."""
         with suppress(BackendUnavailableError):  # a GPU that has failed uses no memory any more
@@ -343,6 +350,17 @@ class Staging:
     def start_upload(self, target: DeviceArray | None = None, is_prompt: bool = False) -> Upload:
         """Begins to copy a result to the device; to `target` where its shape and dtype fit. `is_prompt` as for `Upload`."""
         return Upload(self.device, self.uploads, self.pool, target, is_prompt)
+
+    @contextmanager
+    def landing_context(self) -> Iterator[None]:
+        """A context for any thread, in which the current stream is one in which nothing is left, whatever is being captured."""
+        with self.device.beside_captures():
+            stream = self.uploads.lend_stream()
+            try:
+                with self.device.on(stream):
+                    yield
+            finally:
+                self.uploads.take_back_stream(stream, stream.record())
 
     def let_go(self) -> None:
         """Drops what was kept for the GPU and is not needed any more."""

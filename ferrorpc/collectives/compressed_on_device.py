@@ -199,19 +199,25 @@ class DeviceWorkspace(Workspace):
     def _compute(self, action: Load | FoldOwn | Finish | Copy, target: Any, source: Any) -> None:
         self.device.copy(target, source, self._stream)
 
-    def close(self) -> None:
-        """Launches no more kernels. What those that were launched use is kept until they are done, of abandoned ones too."""
+    def close(self, has_succeeded: bool = False) -> None:
+        """Launches no more kernels. What those that were launched use is kept until they are done, of abandoned ones too.
+
+        Args:
+            has_succeeded: else the caller's stream waits for them, because nobody waits for a result.
+        """
         copies: list[Download | Upload] = [*self._uploads.values(), *(each.download for each in self._chunks.values())]
         with ExitStack() as stack:
-            stack.callback(self._keep_for_kernels)
+            stack.callback(self._keep_for_kernels, has_succeeded)
             for each in copies:
                 stack.callback(each.finish)
             self._chunks.clear()
             self._uploads.clear()
 
-    def _keep_for_kernels(self) -> None:
+    def _keep_for_kernels(self, has_succeeded: bool) -> None:
         if self.mark is None:
             self.mark = self._stream.record()
+            if not has_succeeded and not self.device.is_captured(self.caller):
+                self.caller.wait(self.mark)
             # Memory of a destroyed stream is reused in no order, so the caller's is kept as well.
             self._staging.uploads.keep((self.caller, self._inputs, self._out), self.mark)
 
@@ -275,7 +281,7 @@ class CompressedDeviceExecution(PlanExecution):
         finally:
             self._driver = 0
         if over:
-            self._workspace.close()
+            self._workspace.close(has_succeeded=True)
         return over
 
     def notify(self) -> None:

@@ -91,6 +91,7 @@ class DeviceTransfers:
         self.has_new_input = True
         self.position = 0
         self._is_over = False
+        self._has_succeeded = False
         self._in_place = in_place
         self._downloads = downloads = {item: each for item, each in enumerate(self.sources) if isinstance(each, Download)}
         self._uploads = uploads = {item: each for item, each in enumerate(self.targets or ()) if isinstance(each, Upload)}
@@ -168,6 +169,7 @@ class DeviceTransfers:
                     upload.advance()
         if not all(upload.is_complete for _, upload in uploads):
             return None
+        self._has_succeeded = True
         for item, upload in uploads:
             found[item] = upload.target
         return found
@@ -181,6 +183,8 @@ class DeviceTransfers:
         """Ends the transfers, complete or not, and releases what they hold; all of them also where one is interrupted."""
         copies: list[Download | Upload] = [*self._uploads.values(), *self._downloads.values()]
         with ExitStack() as stack:
+            for upload in self._uploads.values() if not self._has_succeeded else ():
+                stack.callback(upload.hold_caller)
             for each in copies:
                 stack.callback(each.finish)
 

@@ -428,7 +428,7 @@ class Collectives(PointToPoint):
             BarrierTimeoutError: naming every rank that did not, and what is known of it.
         """
         if self._dispatch.landings and not async_op:
-            self._dispatch.await_landings_or_end(timeout)
+            timeout = self._dispatch.await_landings_or_end(timeout)
         simple = timeout is None and algorithm is None and not async_op
         if simple and self._fast_path is not None and self._fast_path.barrier():
             return None

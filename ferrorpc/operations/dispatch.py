@@ -65,7 +65,8 @@ class Dispatch:
         self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self.landings: dict[tuple[tuple[int, int], ...], Landing] = {}
-        """Where the latest results on GPUs are complete, by the streams that they were made in. Shared likewise."""
+        """Where the latest results on GPUs are complete, by the streams that they were made in."""
+        self._landing_lock = threading.Lock()
         self._closing = GroupClosedError("the group was closed")
         self._is_subgroup = backend.group_id != 0
         self._latch_of_recvs, self._ticket = backend.latch.part() if self._is_subgroup else (backend.latch, 0)
@@ -221,7 +222,7 @@ class Dispatch:
         self.note(execution.label)
         self.run(execution)
         found = result.of(execution)
-        if result.on_device:
+        if result.on_device and not result.is_written_by_operation:
             self._note_landing(result, found)
         return found
 
@@ -364,48 +365,53 @@ class Dispatch:
         work.land = partial(self._note_landing, result)
         device = result.landing_device
         if device is not None:
-            work.landing_context = partial(device.on, device.staging.kernels)
+            work.landing_context = device.staging.landing_context
             if work.has_ended:  # perhaps before it had the context
                 work.complete_arrays()
 
     def _note_landing(self, result: Result, given: Any) -> Landing | None:
-        landing = result.landing(given)
-        if landing is not None:
-            if len(self.landings) > LANDINGS:  # streams have come and gone
-                for streams, each in list(self.landings.items()):
-                    if each.is_reached:
-                        self.landings.pop(streams, None)
-            self.landings[landing.streams] = landing
+        """Called when a result on a GPU has been given to the caller."""
+        with self._landing_lock:  # so that the latest of a stream is the one that is kept
+            landing = result.landing(given)
+            if landing is not None:
+                if len(self.landings) > LANDINGS:  # streams have come and gone
+                    self.landings = {streams: each for streams, each in self.landings.items() if not each.is_reached}
+                self.landings[landing.streams] = landing
         return landing
 
-    def await_landings_or_end(self, timeout: float | None) -> None:
-        """As `await_landings`, before an operation with this timeout, in seconds. Other ranks wait for that, so if it cannot
-        begin in time the generation ends."""
+    def await_landings_or_end(self, timeout: float | None) -> float:
+        """As `await_landings`, before an operation with this timeout, in seconds, of which it returns what is left. Other ranks
+        wait for the operation, so if it cannot begin in time the generation ends."""
         self.check_open()
+        until = self.backend.clock.now() + seconds_of(timeout, self.timeout)
         try:
-            self.await_landings(self.backend.clock.now() + seconds_of(timeout, self.timeout))
+            self.await_landings(until)
         except CollectiveTimeoutError as error:
             self.end(error)
             raise
+        return max(until - self.backend.clock.now(), 0.0)
 
     def await_landings(self, until: float = FOREVER) -> None:
-        """Blocks the host until the results that were made so far are complete on their GPUs.
+        """Blocks the host until the results that were given so far are complete on their GPUs.
 
         Raises:
             CollectiveTimeoutError: they were not by clock time `until`.
             FerroError: the generation's first cause.
         """
-        parker = self.backend.clock.parker()
-        while self.landings:
-            _, landing = self.landings.popitem()
+        parker, clock = self.backend.clock.parker(), self.backend.clock
+        with self._landing_lock:
+            waiting = list(self.landings.items())
+        for streams, landing in waiting:
             while not landing.is_reached:
                 self.backend.latch.check()
-                now = self.backend.clock.now()
+                now = clock.now()
                 if now >= until:
-                    self.landings.setdefault(landing.streams, landing)
                     raise CollectiveTimeoutError([], "the GPU had not brought earlier results to their arrays in time")
                 parker.park(min(until, now + POLL_SECONDS))
             landing.let_go()
+            with self._landing_lock:
+                if self.landings.get(streams) is landing:
+                    del self.landings[streams]
 
     def note(self, activity: str) -> None:
         """Counts an operation that begins, for the next heartbeat."""

@@ -16,11 +16,12 @@ import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.staging import Staging
-from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, LimitExceededError
+from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, LimitExceededError, TensorMismatchError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK
 from ferrorpc.operations import results as results_module
 from ferrorpc.operations.results import Landing
+from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.ddp_worlds import EACH_ITS_OWN_GPU, LANES, world
 from tests.waiting import eventually
@@ -205,6 +206,117 @@ def test_what_is_late_in_one_stream_does_not_delay_copies_for_another(cupy: Stan
             group.send(np.full(COUNT, 7, np.float32), 0, tag=2)
 
     world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("lanes", ["simulated", "hybrid"])
+def test_a_result_for_a_late_stream_delays_no_kernels_of_others(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        late, other = own_stream(cupy), own_stream(cupy)
+        released: list[bool] = []
+        into = strided(cupy)
+        cupy.cuda.get_current_stream().synchronize()
+        if group.rank == 0:
+            with late:
+                late.fake.enqueue(lambda: bool(released))
+                work = group.recv(1, out=into, async_op=True)
+        else:
+            group.send(np.full(COUNT, 7, np.float32), 0)
+        with other:
+            np.testing.assert_allclose(cupy.asnumpy(group.all_reduce(full(cupy, 1), wire="int8")), 2, rtol=0.02)
+        released.append(True)
+        if group.rank == 0:
+            eventually(work.done, "it has landed")
+            assert all_are(into, 7)
+
+    world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_what_is_written_after_a_failed_operation_stays(cupy: StandIn, wire: str | None) -> None:
+    """Copies to the caller's arrays may still be in the GPU's queues then."""
+    released: list[bool] = []
+
+    def body(group: ProcessGroup) -> None:
+        with own_stream(cupy) as stream:
+            outs, x = [full(cupy, 0) for _ in range(3)], full(cupy, 1)
+            stream.synchronize()
+            group.barrier()
+            cupy.machine.copying = lambda direction, gpu, size_bytes: direction == "down" or bool(released)
+            group.barrier()
+            if group.rank == 2:
+                SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 1.0)
+                return
+            call: Any = group.all_gather if wire is None else group.all_reduce
+            options: dict[str, Any] = {"out": outs} if wire is None else {"out": outs[0], "wire": wire}
+            with pytest.raises((CollectiveTimeoutError, GroupAbortedError)):
+                call(x, timeout=0.5, **options)
+            for out in outs:
+                out[...] = 5
+            SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.7)
+            released.append(True)
+            cupy.machine.settle()
+            assert all(all_are(out, 5) for out in outs)
+
+    world(cupy, "simulated", 3, body)
+
+
+def test_every_thread_that_synchronises_waits_for_all_results(cupy: StandIn) -> None:
+    """Also after an interrupt of another one."""
+    released: list[bool] = []
+
+    def body(group: ProcessGroup) -> None:
+        with own_stream(cupy):
+            x = full(cupy, 1, np.int16)
+            cupy.cuda.get_current_stream().synchronize()
+            group.barrier()
+            cupy.machine.copying = lambda direction, gpu, size_bytes: direction == "down" or bool(released)
+            result = group.all_reduce(x)
+            first = threading.Thread(target=group.synchronize)
+            first.start()
+            SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.2, lambda: released.append(True))
+            group.synchronize()
+            assert all_are(result, 2)
+            first.join(20)
+        group.barrier()
+
+    world(cupy, "simulated", 2, body)
+
+
+@pytest.mark.parametrize("lanes", ["simulated", "hybrid"])
+def test_a_result_that_does_not_fit_is_an_error_although_nobody_waits(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        outs = [full(cupy, 0), cupy.asarray(np.zeros(COUNT - 1, np.float32))]
+        work = group.all_gather(full(cupy, 1), out=outs, async_op=True)
+        eventually(work.done, "it is over")
+        assert isinstance(work.exception(), TensorMismatchError)
+        group.barrier()
+
+    world(cupy, lanes, 2, body)
+
+
+def test_who_asks_whether_a_result_has_landed_lets_others_go_first(cupy: StandIn) -> None:
+    """On a clock whose threads take turns the rank whose thread has to go on would never have its turn."""
+    released: list[bool] = []
+
+    def body(group: ProcessGroup) -> None:
+        with own_stream(cupy) as stream:
+            into = full(cupy, 0)
+            stream.synchronize()
+            group.barrier()
+            if group.rank == 0:
+                stream.fake.enqueue(lambda: bool(released))
+                work = group.recv(1, out=into, async_op=True)
+                until = SYSTEM_CLOCK.now() + 20
+                while not work.done():
+                    assert SYSTEM_CLOCK.now() < until
+                assert all_are(into, 7)
+            else:
+                group.send(np.full(COUNT, 7, np.float32), 0)
+                clock = group._backend.clock
+                clock.parker().park(clock.now() + 1.0)
+                released.append(True)
+
+    run_world(2, body)
 
 
 @pytest.mark.parametrize("lanes", ["simulated", "hybrid"])

@@ -7,13 +7,13 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, PeerLostError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, PeerLostError, TensorMismatchError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Parker, SystemClock
 from ferrorpc.testing import ManualClock
 from ferrorpc.work import Work
@@ -331,12 +331,54 @@ def test_arrays_of_the_caller_are_written_once_the_operation_has_ended_unless_wh
     assert made == ["where it was waited for" if waits_first else "where nobody waits"]
 
 
-def test_arrays_that_could_not_be_written_are_written_by_who_waits() -> None:
-    def refused() -> AbstractContextManager[None]:
-        raise RuntimeError("a graph is being captured")
+def test_an_operation_has_failed_where_arrays_of_the_caller_cannot_be_written() -> None:
+    def refused(left: int) -> None:
+        raise TensorMismatchError("it gave float32[3], but out is float32[2]")
 
-    handle = on_device(work(), lambda left: left)
-    handle.landing_context = refused
+    handle = on_device(work(), refused)
+    handle.landing_context = contextlib.nullcontext
     handle.complete(7)
     assert handle.done()
-    assert handle.wait() == 7
+    assert isinstance(handle.exception(), TensorMismatchError)
+    with pytest.raises(TensorMismatchError):
+        handle.wait()
+
+
+def test_who_is_interrupted_while_a_result_is_made_leaves_it_to_others() -> None:
+    made: list[int] = []
+
+    def interrupted(left: int) -> None:
+        made.append(left)
+        if len(made) == 1:
+            raise KeyboardInterrupt
+
+    handle = on_device(work(), interrupted)
+    told: list[str] = []
+    handle.on_done(lambda: told.append("it has ended"))
+    handle.landing_context = contextlib.nullcontext
+    with pytest.raises(KeyboardInterrupt):
+        handle.complete(7)
+    assert told == ["it has ended"]
+    results: list[object] = []
+    other = threading.Thread(target=lambda: results.append(handle.wait()))
+    other.start()
+    other.join(20)
+    assert made == [7, 7]
+    assert results
+
+
+def test_a_result_that_was_made_keeps_nothing_of_the_operation() -> None:
+    class Arrays:
+        def make(self, left: int) -> int:
+            return left
+
+        def land(self, result: int) -> None:
+            return None
+
+    arrays = Arrays()
+    handle = on_device(work(), arrays.make)
+    handle.land, handle.landing_context = arrays.land, contextlib.nullcontext
+    handle.complete(7)
+    gone = weakref.ref(arrays)
+    del arrays
+    assert gone() is None
