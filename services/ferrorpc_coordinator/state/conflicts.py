@@ -11,10 +11,14 @@ from ferrorpc_coordinator.state.member import Member
 
 def size_conflict(job: str, claimant: Member, size: tuple[int, int], holder: Member, wanted: tuple[int, int]) -> ConfigError:
     """They want worlds of different sizes, each from the least to the most members."""
+    gone = not holder.connected
     return ConfigError(
-        f"{claimant} asks for a world of {_world(size)}, {holder} for one of {_world(wanted)}, in the same job {job}",
-        hint="give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
-        retryable=not holder.connected,
+        f"{claimant} asks for a world of {_world(size)}, {holder}{', whose session ended,' if gone else ''} "
+        f"for one of {_world(wanted)}, in the same job {job}",
+        hint="start this process again in some seconds, when those of the other size are known to be gone"
+        if gone
+        else "give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
+        retryable=gone,
     )
 
 
