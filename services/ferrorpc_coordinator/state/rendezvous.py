@@ -340,14 +340,15 @@ class Rendezvous:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")
 
     def _check_size(self, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
-        """Raises ConfigError if others have, or ask for, another size of the world. A newcomer must ask for that of the living
-        members of a generation: if it came before them, they would be refused."""
+        """Raises ConfigError if others have, or ask for, another size of the world. A newcomer must ask for that of the members
+        of a generation: if it came before them, they would be refused. Those whose streams have ended may be dead."""
         size, newest = (request.policy.min_size, request.policy.max_size), self._generations.newest
         waiting = next((pending for pending in self._pending.values() if pending.member is not member), None)
         other, wanted = (None, size) if waiting is None else (waiting.member, waiting.size)
-        if newest is not None and not newest.includes(member) and (living := newest.living):
-            other = next((holder for holder in living if holder.connected), living[0])
-            wanted = newest.policy.min_size, newest.policy.max_size
+        if newest is not None and not newest.includes(member):
+            there = [holder for holder in newest.living if holder.connected]
+            if there:
+                other, wanted = there[0], (newest.policy.min_size, newest.policy.max_size)
         if other is not None and wanted != size:
             raise size_conflict(self._context.job, member, size, other, wanted)
 
