@@ -104,6 +104,17 @@ def test_a_job_may_go_on_in_another_size_once_its_last_members_are_gone() -> Non
     assert world.clients["c"].generation == 2
 
 
+def test_who_asks_for_another_size_than_one_that_may_be_dead_may_try_again() -> None:
+    world = World()
+    ask_elastic(world, "a", 2, 2)
+    world.cut("a")
+    ask_elastic(world, "c", 1, 1)
+    refused = error(world, "c")
+    assert refused.retryable
+    assert "c asks for a world of 1, a, whose session ended, for one of 2" in refused.message
+    assert "again in some seconds" in refused.hint
+
+
 def test_members_of_a_broken_generation_are_waited_for_before_others_get_their_places() -> None:
     world = World()
     for name in ("a", "b"):
