@@ -202,6 +202,10 @@ class Connection:
             if why:
                 wait_log.say(label, now, why)
 
+    def wait_for_end(self, until: float) -> None:
+        """Returns once the connection has ended, or at clock time `until`."""
+        self._condition.wait_for(lambda: self.ended_by, until)
+
     def outage(self) -> str:
         """Why the connection is down; empty while it is up."""
         down_since = self._down_since

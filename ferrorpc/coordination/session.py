@@ -24,6 +24,7 @@ from ferrorpc.coordination.session_stream import SessionStream
 from ferrorpc.errors import (
     BarrierTimeoutError,
     CollectiveTimeoutError,
+    ConfigError,
     FerroError,
     GroupClosedError,
     PeerLostError,
@@ -43,6 +44,8 @@ LAST_CALL_SECONDS: Final = 1.0
 """How long an elastic rendezvous stays open for more members once it has enough."""
 ROUND_SECONDS: Final = 1.0
 """How long a member waits for the others at least, even if the wait for the coordinator took nearly all its time."""
+ASK_AGAIN_SECONDS: Final = 1.0
+"""How long a member that was refused for one that may be dead waits before it asks again."""
 REPORT_SECONDS: Final = 1.0
 LEAVE_SECONDS: Final = 0.7
 DETAIL_BYTES_MAX: Final = 64 << 10
@@ -148,6 +151,22 @@ class RemoteSession(Session):
     # -- the generation ------------------------------------------------------------------------------------------------
 
     def rejoin(self, timeout: float) -> Membership:
+        until, refused = self.clock.now() + timeout, ""
+        while True:
+            try:
+                self._ask_for_a_place(until - self.clock.now())
+                return self.membership
+            except ConfigError as error:
+                again = self.clock.now() + ASK_AGAIN_SECONDS
+                if not error.retryable or again >= until:
+                    raise
+                if error.message != refused:
+                    refused = error.message
+                    _log.warning("%s asks again for up to %.0f s: %s", self.name, until - self.clock.now(), refused)
+            self._connection.wait_for_end(again)
+
+    def _ask_for_a_place(self, timeout: float) -> None:
+        """Asks once for a place in the next generation, and waits for it."""
         low, high = self._policy
         rank = self.membership.assignment.rank if hasattr(self, "membership") else self._hinted_rank
         request = rendezvous_pb2.JoinRequest(
@@ -161,7 +180,6 @@ class RemoteSession(Session):
         )
         self._connection.ask(self._rendezvous, timeout, lambda message: RendezvousTimeoutError([], message), join=request)
         self._returned = self.membership
-        return self._returned
 
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership

@@ -8,7 +8,14 @@ import pytest
 
 from ferrorpc.config import Config
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.errors import BarrierTimeoutError, CoordinatorUnavailableError, GroupAbortedError, GroupClosedError
+from ferrorpc.errors import (
+    BarrierTimeoutError,
+    ConfigError,
+    CoordinatorUnavailableError,
+    FerroError,
+    GroupAbortedError,
+    GroupClosedError,
+)
 from ferrorpc.v1 import identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.wire.error_detail import detail_of
 from tests.waiting import eventually
@@ -139,3 +146,52 @@ def test_who_comes_to_a_barrier_that_was_given_up_is_told_so(missing: list[int],
         with pytest.raises(BarrierTimeoutError) as caught:
             arrival.result(20)
     assert (caught.value.message, caught.value.missing) == (text, missing)
+
+
+def rank_claimed(retryable: bool) -> FerroError:
+    return ConfigError("rank 0 is claimed by m and by host-0", retryable=retryable)
+
+
+def test_who_is_refused_for_one_that_may_be_dead_asks_again_until_it_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    """As the processes of a job that was killed as it formed, and that is started again at once."""
+    played = Played()
+    played.welcome()
+    with ThreadPoolExecutor(1) as pool, caplog.at_level("WARNING", "ferrorpc.coordination"):
+        rejoining = pool.submit(played.session.rejoin, 20.0)
+        for asked in (1, 2):
+            frames = eventually(lambda asked=asked: played.streams[0] if len(played.streams[0]) == asked else None)
+            played.answer(sequence=frames[-1].sequence, error=detail_of(rank_claimed(retryable=True)))
+        frames = eventually(lambda: played.streams[0] if len(played.streams[0]) == 3 else None)
+        played.position.generation = 1
+        place = rendezvous_pb2.JoinResponse(generation=1, rank=0, peers=[identity_pb2.Member(name="m")])
+        played.answer(sequence=frames[-1].sequence, join=place)
+        assert rejoining.result(20).assignment.size == 1
+    times = [frame.join.timeout_ms for frame in frames]
+    assert 20_000 >= times[0] >= times[1] + 900 >= times[2] + 1_800
+    assert caplog.messages == ["m asks again for up to 20 s: rank 0 is claimed by m and by host-0"]
+
+
+@pytest.mark.parametrize(("retryable", "timeout"), [(False, 20.0), (True, 0.5)])
+def test_who_is_refused_for_good_or_has_no_time_left_does_not_ask_again(retryable: bool, timeout: float) -> None:
+    played = Played()
+    played.welcome()
+    with ThreadPoolExecutor(1) as pool:
+        rejoining = pool.submit(played.session.rejoin, timeout)
+        (request,) = eventually(lambda: played.streams[0])
+        played.answer(sequence=request.sequence, error=detail_of(rank_claimed(retryable)))
+        with pytest.raises(ConfigError, match="rank 0 is claimed"):
+            rejoining.result(20)
+    assert len(played.streams[0]) == 1
+
+
+def test_who_was_refused_and_leaves_asks_no_more() -> None:
+    played = Played()
+    played.welcome()
+    with ThreadPoolExecutor(1) as pool:
+        rejoining = pool.submit(played.session.rejoin, 20.0)
+        (request,) = eventually(lambda: played.streams[0])
+        played.answer(sequence=request.sequence, error=detail_of(rank_claimed(retryable=True)))
+        played.connection.close(GroupClosedError("m has left job 'job'"))
+        with pytest.raises(GroupClosedError):
+            rejoining.result(20)
+    assert len(played.streams[0]) == 1
