@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import logging
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ferrorpc.config import Config
+from ferrorpc.coordination import process_exit
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import is_loopback, join_address, split_address
 
@@ -78,6 +78,7 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
         os.close(announced)
     if ready.startswith(b"listening"):
         _pipes[address] = pipe
+        process_exit.at_exit(_announce_exit)
         return
     os.close(pipe)
     os.kill(process, signal.SIGKILL)  # one that has not said in time that it listens
@@ -197,4 +198,3 @@ def _announce_exit() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-atexit.register(_announce_exit)

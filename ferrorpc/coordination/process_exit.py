@@ -37,19 +37,32 @@ class MemberSession(Protocol):
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _sessions: weakref.WeakSet[MemberSession] = weakref.WeakSet()
+_at_exit: set[tuple[int, Callable[[], None]]] = set()
+"""Process id and action: a forked child inherits none of multiprocessing's finalizers."""
 _installed = False
 _had_sessions = False
 """Whether this process, or the one it was forked from, has been a member."""
 _forked_from_member = False
 
 
+def at_exit(action: Callable[[], None]) -> None:
+    """Calls `action` when this process ends, at least once. Processes that multiprocessing forked call nothing of `atexit`
+    before Python 3.14, but its finalizers."""
+    if (os.getpid(), action) in _at_exit:
+        return
+    _at_exit.add((os.getpid(), action))
+    atexit.register(action)
+    processes, finalizers = sys.modules.get("multiprocessing.process"), sys.modules.get("multiprocessing.util")
+    if processes is not None and finalizers is not None and processes.parent_process() is not None:
+        finalizers.Finalize(None, action, exitpriority=0)
+
+
 def install_hooks() -> None:
-    """Hooks this process's exit, uncaught exceptions and forks. Idempotent."""
+    """Hooks this process's uncaught exceptions and forks. Idempotent."""
     global _installed
     if _installed:
         return
     _installed = True
-    atexit.register(_leave_at_exit)
     os.register_at_fork(after_in_child=_abandon_all)
     previous = sys.excepthook
 
@@ -117,6 +130,7 @@ def register(session: MemberSession) -> None:
     """Leaves this session when the process ends."""
     global _had_sessions
     install_hooks()
+    at_exit(_leave_at_exit)
     _had_sessions = True
     _sessions.add(session)
 
@@ -153,10 +167,10 @@ def leave_all(reason: str = "") -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leaves every session. The reason is an exception that nobody caught, if a later hook than this module's has shown it; in
-    an interactive session that may be an old one."""
-    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    leave_all("" if error is None else reason_of(error))
+    """Leaves every session. The reason is an exception that nobody caught: one that ends a process of multiprocessing, or that
+    a later hook than this module's has shown; in an interactive session that may be an old one."""
+    error = sys.exception() or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
+    leave_all("" if error is None or isinstance(error, SystemExit) else reason_of(error))
 
 
 def _abandon_all() -> None:

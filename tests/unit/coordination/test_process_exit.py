@@ -17,13 +17,15 @@ class Session:
         print("left:", reason, flush=True)
     def abandon_in_child(self):
         print("abandoned", flush=True)
+"""
+REGISTERED = """
 session = Session()
 process_exit.register(session)
 """
 
 
 def run(code: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-c", MEMBER + code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", MEMBER + REGISTERED + code], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -107,3 +109,31 @@ if child:
 """
     _, output, _ = run(code)
     assert output == "abandoned\nleft: \n"
+
+
+IN_A_PROCESS_OF_MULTIPROCESSING = """
+import multiprocessing
+def body():
+    global member
+    member = Session()
+    process_exit.register(member)
+    {how}
+if __name__ == "__main__":
+    rank = multiprocessing.get_context("{method}").Process(target=body)
+    rank.start()
+    rank.join(60)
+    sys.exit(rank.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [("", 0, "left: \n"), ("sys.exit(3)", 3, "left: \n"), ("1 / 0", 1, "left: ZeroDivisionError: division by zero\n")],
+)
+def test_a_process_of_multiprocessing_says_goodbye_like_any_other(tmp_path: Path, method, how, status, said) -> None:
+    """Those that were forked run no function of atexit before Python 3.14, and sys.excepthook is called in none."""
+    script = tmp_path / "script.py"
+    script.write_text(MEMBER + IN_A_PROCESS_OF_MULTIPROCESSING.format(how=how, method=method))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (status, said)
