@@ -175,7 +175,9 @@ class ProcessGroup(Collectives):
         if self._rank not in chosen:
             self._backend.stay_out(chosen, group_id)
             return None
-        return ProcessGroup(self._backend.split(chosen, group_id), self.timeout)
+        group = ProcessGroup(self._backend.split(chosen, group_id), self.timeout)
+        self._dispatch.adopt(group._dispatch)
+        return group
 
     def stream(self, channels: int | None = None) -> Stream:
         """A stream of operations with numbers of the caller's own. All ranks must open their streams in the same order.
@@ -221,8 +223,8 @@ class ProcessGroup(Collectives):
 
         Args:
             timeout: seconds until the others have come; None for the group's. At most three quarters of them go to what is in
-                flight here, and to what peers have not received yet. Connecting to the others afterwards has the timeouts of
-                `init_process_group`.
+                flight here and in subgroups, and to what peers have not received yet. Connecting to the others afterwards has
+                the timeouts of `init_process_group`.
 
         Raises:
             RendezvousTimeoutError: naming who is missing. It may be called again; operations of this group are refused.
@@ -252,7 +254,7 @@ class ProcessGroup(Collectives):
         return following
 
     def close(self) -> None:
-        """Refuses new operations, gives those in flight 0.4 s, and leaves the job. Idempotent.
+        """Refuses new operations, gives those in flight here and in subgroups 0.4 s, and leaves the job. Idempotent.
 
         Wait for a Work first where a peer still needs it: an operation that takes longer than those 0.4 s is abandoned. Its
         Work then raises GroupClosedError, and a peer that needs it gets a PeerLostError. What a send has taken, because it

@@ -82,6 +82,8 @@ class Mesh:
 
 def _check(sizes: Mapping[Any, Any], count: int) -> None:
     """Raises UsageError unless the sizes are those of a grid of `count` ranks."""
+    if not isinstance(sizes, Mapping):
+        raise UsageError(f"dimensions={sizes!r} of a mesh: give a dict of names and sizes, such as {{'data': 2, 'stage': 4}}")
     for name, size in sizes.items():
         if not isinstance(name, str) or integer_of(size) < 1:
             raise UsageError(f"dimension {name!r} of {size!r} ranks: names are text, sizes integers of at least 1")

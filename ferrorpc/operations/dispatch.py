@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -67,8 +68,10 @@ class Dispatch:
         self.landings: dict[tuple[tuple[int, int], ...], Landing] = {}
         """Where the latest results on GPUs are complete, by the streams that they were made in."""
         self._landing_lock = threading.Lock()
-        self._closing = GroupClosedError("the group was closed")
+        self._family = weakref.WeakValueDictionary({backend.group_id: self})
+        """Those of a world and of all subgroups below it, which share it: by the group's id, in the order they were made."""
         self._is_subgroup = backend.group_id != 0
+        self._closing = _subgroup_closed() if self._is_subgroup else GroupClosedError("the group was closed")
         self._latch_of_recvs, self._ticket = backend.latch.part() if self._is_subgroup else (backend.latch, 0)
         """Trips also when a subgroup is closed. Only for recvs: what other ranks wait for goes on."""
         self._activity = None if backend.session is None else backend.session.activity
@@ -418,8 +421,17 @@ class Dispatch:
         if self._activity is not None:
             self._activity.note(activity)
 
+    def adopt(self, subgroup: Dispatch) -> None:
+        """What is in flight in this subgroup is waited for before its world ends."""
+        subgroup._family = self._family
+        self._family[subgroup.backend.group_id] = subgroup
+
     def drain(self, until: float) -> None:
-        """Waits until nothing of this group is in flight, or until clock time `until`."""
+        """Waits until nothing of this group, and of a world's subgroups, is in flight, or until clock time `until`."""
+        for dispatch in (self,) if self._is_subgroup else tuple(self._family.values()):
+            dispatch._drain_own(until)
+
+    def _drain_own(self, until: float) -> None:
         parker = self.backend.clock.parker()
         for work in list(self._in_flight.values()):
             work.on_done(parker.unpark)
@@ -430,7 +442,7 @@ class Dispatch:
 
     def settle(self) -> None:
         """Waits until nothing of this group is in flight, on devices too."""
-        self.drain(FOREVER)
+        self._drain_own(FOREVER)
         try:
             self.backend.synchronize(FOREVER)
             self.await_landings()
@@ -443,6 +455,11 @@ class Dispatch:
         if self._is_subgroup and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
             error.fields["group_rank"] = self.backend.world_ranks.index(error.fields["rank"])
         return error
+
+
+def _subgroup_closed() -> GroupClosedError:
+    hint = "make another with subgroup(), or move close() after the last operation"
+    return GroupClosedError("the subgroup was closed", hint=hint)
 
 
 def _wake_nobody() -> None:

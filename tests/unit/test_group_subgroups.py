@@ -124,6 +124,41 @@ def test_a_subgroup_cannot_reform_and_closing_it_leaves_the_world_alone() -> Non
     assert run_world(2, body) == [2, 2]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("how", ["close", "reform"])
+def test_what_is_in_flight_in_a_subgroup_ends_before_its_world_does(how: str, depth: int) -> None:
+    """Also where nothing but the Work remains of the subgroup."""
+
+    def body(group: ProcessGroup) -> float:
+        inner: Any = group
+        for _ in range(depth):
+            inner = inner.subgroup([1, 0])
+        if group.rank:
+            group.session.clock.parker().park(group.session.clock.now() + 0.2)
+        work = inner.all_reduce(np.ones(4), async_op=True)
+        del inner
+        if how == "close":
+            group.close()
+        else:
+            group.reform()
+        return float(work.wait()[0])
+
+    assert run_world(2, body, faults=FaultPlan(delay_seconds=(0.01, 0.03))) == [2.0, 2.0]
+
+
+def test_who_uses_a_closed_subgroup_is_told_to_make_another() -> None:
+    def body(group: ProcessGroup) -> str | None:
+        sub = group.subgroup([0, 1])
+        assert sub is not None
+        sub.close()
+        with pytest.raises(GroupClosedError, match="the subgroup was closed") as raised:
+            sub.barrier()
+        return raised.value.hint
+
+    hint = "make another with subgroup(), or move close() after the last operation"
+    assert run_world(2, body) == [hint, hint]
+
+
 def closes_while_others_wait(group: ProcessGroup) -> Any:
     """Rank 2 closes a subgroup, and is then busy with something else."""
     sub, clock = group.subgroup([2, 1, 0]), group.session.clock
