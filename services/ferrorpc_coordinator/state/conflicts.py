@@ -9,16 +9,26 @@ from ferrorpc.errors import ConfigError
 from ferrorpc_coordinator.state.member import Member
 
 
-def size_conflict(job: str, claimant: Member, size: tuple[int, int], holder: Member, wanted: tuple[int, int]) -> ConfigError:
-    """They want worlds of different sizes, each from the least to the most members."""
+def size_conflict(
+    job: str, claimant: Member, size: tuple[int, int], holder: Member, wanted: tuple[int, int], has_left: bool = False
+) -> ConfigError:
+    """They want worlds of different sizes, each from the least to the most members.
+
+    Args:
+        has_left: the claimant was in the holder's generation and left it, as where a script goes on with some of its ranks.
+    """
     gone = not holder.connected
+    if has_left:
+        hint = "ask again once the others have left that generation, too"
+    elif gone:
+        hint = "start this process again in some seconds, when those of the other size are known to be gone"
+    else:
+        hint = "give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB"
     return ConfigError(
         f"{claimant} asks for a world of {_world(size)}, {holder}{', whose session ended,' if gone else ''} "
         f"for one of {_world(wanted)}, in the same job {job}",
-        hint="start this process again in some seconds, when those of the other size are known to be gone"
-        if gone
-        else "give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
-        retryable=gone,
+        hint=hint,
+        retryable=gone or has_left,
     )
 
 

@@ -340,17 +340,19 @@ class Rendezvous:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")
 
     def _check_size(self, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
-        """Raises ConfigError if others have, or ask for, another size of the world. A newcomer must ask for that of the members
-        of a generation: if it came before them, they would be refused. Those whose streams have ended may be dead."""
-        size, newest = (request.policy.min_size, request.policy.max_size), self._generations.newest
-        waiting = next((pending for pending in self._pending.values() if pending.member is not member), None)
-        other, wanted = (None, size) if waiting is None else (waiting.member, waiting.size)
-        if newest is not None and not newest.includes(member):
-            there = [holder for holder in newest.living if holder.connected]
-            if there:
-                other, wanted = there[0], (newest.policy.min_size, newest.policy.max_size)
-        if other is not None and wanted != size:
-            raise size_conflict(self._context.job, member, size, other, wanted)
+        """Raises ConfigError if others have, or ask for, another size of the world. That of a generation's connected members
+        counts: who asks for another is refused, also if they came before, while nobody was connected. Otherwise the first's."""
+        size, newest, job = (request.policy.min_size, request.policy.max_size), self._generations.newest, self._context.job
+        holder = None if newest is None else _who_holds(newest, member)
+        if newest is not None and holder is not None and not newest.includes(member):
+            wanted = newest.policy.min_size, newest.policy.max_size
+            if wanted != size:
+                has_left = any(known.name == member.name for known in newest.members)
+                raise size_conflict(job, member, size, holder, wanted, has_left=has_left)
+        for other in [other for other in self._pending.values() if other.member is not member and other.size != size]:
+            if holder is None:
+                raise size_conflict(job, member, size, other.member, other.size)
+            self._reject([other], size_conflict(job, other.member, other.size, member, size))
 
     def _check_run(self, member: Member) -> None:
         """Raises ConfigError if members of another run ask. If `member` is of the run that goes on, refuses those instead."""
@@ -465,6 +467,11 @@ class Rendezvous:
         known = [self._members.summary(member) for member in gone if member not in described]
         known += [f"{name}: {how}, before it said Hello" for name, how in self._early_exits.items()]
         return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
+
+
+def _who_holds(newest: Generation, member: Member) -> Member | None:
+    """A connected member of the newest generation, `member` itself if it is one."""
+    return member if newest.includes(member) else next((known for known in newest.living if known.connected), None)
 
 
 def _keep_last(texts: dict[str, str], name: str, text: str) -> None:

@@ -104,6 +104,43 @@ def test_a_job_may_go_on_in_another_size_once_its_last_members_are_gone() -> Non
     assert world.clients["c"].generation == 2
 
 
+@pytest.mark.parametrize("asks", ["a", "d"])
+def test_who_came_with_another_size_while_no_member_was_connected_is_refused_once_one_is(asks: str) -> None:
+    """Else the members would be refused for it when they reform, or others would be in a world whose size they never asked for."""
+    world = World()
+    join(world, "a", "b")
+    for name in "ab":
+        world.cut(name)
+    for name in "ce":
+        join(world, name, size=3)
+    for name in "ab":
+        world.hello(name, resume=True)
+    join(world, asks, size=2)
+    for name in "ce":
+        refused = error(world, name)
+        assert (refused.code, refused.retryable) == (ErrorCode.CONFIG, False)
+        assert f"{name} asks for a world of 3, {asks} for one of 2" in refused.message
+    join(world, "b" if asks == "a" else "a", size=2)
+    assert world.clients["a"].generation == (2 if asks == "a" else 1)
+
+
+def test_who_has_left_a_generation_may_ask_for_another_size_again_until_the_others_have() -> None:
+    """As a script that goes on with some of its ranks: the others may be a moment later."""
+    world = World()
+    join(world, "a", "b", "c")
+    for name in "ab":
+        world.ask(name, leave={})
+        world.hello(name)
+    join(world, "a", size=2)
+    refused = error(world, "a")
+    assert refused.retryable
+    assert "a asks for a world of 2, c for one of 3" in refused.message
+    world.ask("c", leave={})
+    for name in "ab":
+        join(world, name, size=2)
+    assert [world.clients[name].generation for name in "ab"] == [2, 2]
+
+
 def test_who_asks_for_another_size_than_one_that_may_be_dead_may_try_again() -> None:
     world = World()
     ask_elastic(world, "a", 2, 2)
