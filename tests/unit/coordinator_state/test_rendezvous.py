@@ -106,7 +106,7 @@ def test_a_job_may_go_on_in_another_size_once_its_last_members_are_gone() -> Non
 
 @pytest.mark.parametrize("asks", ["a", "d"])
 def test_who_came_with_another_size_while_no_member_was_connected_is_refused_once_one_is(asks: str) -> None:
-    """Else the members would be refused for it when they reform, or others would be in a world of a size they never asked for."""
+    """Else members would be refused for it when they reform, or others would be in a world of a size they never asked for."""
     world = World()
     join(world, "a", "b")
     for name in "ab":
