@@ -216,8 +216,9 @@ class BackwardHooks:
             )
         if name in self._versions and parameter._version != self._versions[name]:
             raise UsageError(
-                f"parameter {name!r} was changed during the backward pass, by another hook, before its gradient was averaged",
-                hint=_STEP_LATER,
+                f"parameter {name!r} was changed during the backward pass before its gradient was averaged: by another hook "
+                "or by a forward pass that a checkpoint repeated",
+                hint=f"{_STEP_LATER}; and let layers that bound their own weights do so outside checkpoints",
             )
         if reduction.has(name):
             raise UsageError(

@@ -137,6 +137,16 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         """
         return self._hooks.weighted(weight)
 
+    def __getattr__(self, name: str) -> Any:
+        """A part of the module: names that a module around the wrapper gives, such as "body.0.weight", lead through here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            part = getattr(self._modules.get("module"), name, None)
+            if not isinstance(part, _PARTS):
+                raise
+            return part
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses a tensor or module under the name of one of the module's, which would not use it."""
         if isinstance(value, _PARTS) and name != "module" and isinstance(getattr(self.module, name, None), _PARTS):

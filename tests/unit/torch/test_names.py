@@ -63,6 +63,40 @@ def test_the_names_of_modules_find_them():
     assert run_world(2, body) == [True, True]
 
 
+def test_names_that_a_module_around_wrappers_gives_lead_through_them():
+    """As torch.distributed.checkpoint follows them, which asks for one attribute after the other."""
+
+    def body(group):
+        outer = torch.nn.ModuleDict({"net": _net(), "head": torch.nn.Linear(1, 1)})
+        names = [name for name, _ in [*outer.named_parameters(), *outer.named_buffers()]]
+        outer.update({name: DistributedDataParallel(part, group) for name, part in outer.items()})
+        assert [name for name, _ in [*outer.named_parameters(), *outer.named_buffers()]] == names
+        assert all(outer.get_parameter(name) is parameter for name, parameter in outer.named_parameters())
+        assert all(outer.get_buffer(name) is buffer for name, buffer in outer.named_buffers())
+        assert all(outer.get_submodule(name) is part for name, part in outer.named_modules() if "." in name)
+        with pytest.raises(AttributeError, match=r"DistributedDataParallel.* has no attribute .tail"):
+            outer.get_submodule("head.tail")
+        return True
+
+    assert run_world(2, body) == [True, True]
+
+
+def test_torchs_own_checkpoints_take_the_wrapper_and_modules_around_it():
+    state = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+
+    def body(group):
+        wrapper = DistributedDataParallel(_net(), group)
+        for module in (wrapper, torch.nn.ModuleDict({"net": wrapper})):
+            saved = state.get_model_state_dict(module)
+            assert saved.keys() == module.state_dict().keys()
+            state.set_model_state_dict(module, saved)
+            optimizer = torch.optim.AdamW(module.parameters())
+            assert len(state.get_optimizer_state_dict(module, optimizer)["param_groups"][0]["params"]) == 6
+        return True
+
+    assert run_world(1, body) == [True]
+
+
 def test_a_module_set_on_the_wrapper_in_place_of_one_of_the_modules_is_refused():
     """It would be set, and the wrapped module would not use it."""
 
