@@ -347,8 +347,7 @@ class Rendezvous:
         if newest is not None and holder is not None and not newest.includes(member):
             wanted = newest.policy.min_size, newest.policy.max_size
             if wanted != size:
-                has_left = any(known.name == member.name for known in newest.members)
-                raise size_conflict(job, member, size, holder, wanted, has_left=has_left)
+                raise size_conflict(job, member, size, holder, wanted)
         for other in [other for other in self._pending.values() if other.member is not member and other.size != size]:
             if holder is None:
                 raise size_conflict(job, member, size, other.member, other.size)
