@@ -216,7 +216,11 @@ def _slurm(environment: Environment) -> LaunchInfo | None:
     """A step has its own number of tasks. The batch script of a job, and the shell of salloc, have some of these variables too,
     but run alone."""
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    alone = "SLURM_PROCID" not in environment or environment.get("ENVIRONMENT") == "BATCH"
+    alone = (
+        "SLURM_PROCID" not in environment
+        or environment.get("ENVIRONMENT") == "BATCH"
+        or environment.keys().isdisjoint(("SLURM_NTASKS", "SLURM_STEP_ID"))
+    )
     if tasks == "SLURM_NTASKS" and alone:
         return None
     rank, size = _rank_and_size(environment, "SLURM_PROCID", tasks)

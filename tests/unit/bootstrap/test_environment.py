@@ -88,6 +88,7 @@ def launch_of(environment: dict[str, str], **arguments: object) -> LaunchInfo:
             LaunchInfo("nothing", (1, 1)),
         ),
         ({"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}, LaunchInfo("nothing", (1, 1))),
+        ({"SLURM_PROCID": "0", "ENVIRONMENT": "production"}, LaunchInfo("nothing", (1, 1))),  # a script that sets it itself
         ({"SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}, LaunchInfo("nothing", (1, 1))),  # the shell of salloc
         (
             {"SLURM_PROCID": "2", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu07"},
@@ -167,7 +168,7 @@ def test_an_argument_comes_before_the_variables():
         ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NODE_RANK"),
         ({"PET_NODE_RANK": "0"}, "PET_NNODES"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK"),
-        ({"SLURM_PROCID": "0"}, "SLURM_NTASKS"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "SLURM_NTASKS"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID"),
         ({"SLURM_STEP_NUM_TASKS": "2", "ENVIRONMENT": "BATCH"}, "SLURM_PROCID"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
