@@ -172,7 +172,7 @@ class _Service:
 
     async def run(self, announce: Callable[[Announcement], None]) -> None:
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
                 signal.signal(number, self._stop_soon)
         if self._options.starter_fd is not None:
             self._loop.add_reader(self._options.starter_fd, self._starter_ended, self._options.starter_fd)

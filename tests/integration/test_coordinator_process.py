@@ -114,12 +114,25 @@ def test_the_end_of_a_terminal_drains_it_like_other_stop_signals(number):
     assert process.stop()[0] == 0
 
 
-def test_one_that_is_to_outlive_its_terminal_does():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+def started_where_it_is_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        process = CoordinatorProcess()
+        return CoordinatorProcess()
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stop_signals_drain_one_that_a_script_started_in_the_background(number):
+    """There a shell makes its commands ignore SIGINT."""
+    process = started_where_it_is_ignored(number)
+    process.process.send_signal(number)
+    process.process.wait(10)
+    assert process.stop()[0] == 0
+
+
+def test_one_that_is_to_outlive_its_terminal_does():
+    process = started_where_it_is_ignored(signal.SIGHUP)  # as nohup does
     process.process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
     assert process.process.poll() is None
