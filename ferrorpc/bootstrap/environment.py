@@ -5,6 +5,8 @@ Every launcher sets variables of its own. They are looked for in this order, and
 launchers, and the index of a Kubernetes Job. Without any of them this is a world of one. In a worker of `ferrorpc run` only
 what that sets counts: the variables of SLURM, MPI and the like that it inherits describe the launcher, one for all its workers.
 
+A launcher's rank needs the size of its world. A size without a rank is an error only where nothing else says more.
+
 A rank from a launcher with a fixed world is *pinned*: the process gets it or is refused. FERRORPC_RANK_HINT and the index of a
 Job are *hints*: the process gets that rank if it is free.
 """
@@ -81,12 +83,7 @@ def detect_launch(environment: Environment, config: Mapping[str, Any]) -> Launch
         return _with_world_size(config["world_size"], launched, index if hint is None else hint, local)
     if launched is not None:
         return replace(launched, hinted_rank=hint)
-    for name in _NUMBERS:
-        if name in environment:
-            raise ConfigError(
-                f"{name} is set, but nothing says how many processes there are",
-                hint="set FERRORPC_WORLD_SIZE; to 1 where every process works for itself",
-            )
+    _require_nothing_left(environment)
     if config["coordinator"] is not None:
         raise ConfigError("a coordinator is named, but not how many members its job has", hint="set FERRORPC_WORLD_SIZE")
     return LaunchInfo(NO_LAUNCHER, (1, 1))
@@ -144,6 +141,14 @@ def own_coordinator_address(launch: LaunchInfo, port: int) -> str:
     return join_address(host, port)
 
 
+def _require_nothing_left(environment: Environment) -> None:
+    """Raises ConfigError if there are other processes, according to a variable that says no more than that."""
+    for present, absent in _HALVES.items():
+        if present in environment and absent not in environment:
+            hint = f"set FERRORPC_WORLD_SIZE, to 1 where every process works for itself; or unset {present}"
+            raise ConfigError(f"{present} is set, but {absent} is not", hint=hint)
+
+
 def _with_world_size(
     world: tuple[int, int], launched: LaunchInfo | None, hint: int | None, local_rank: int | None
 ) -> LaunchInfo:
@@ -166,7 +171,7 @@ def _with_world_size(
 def _torchrun(environment: Environment, prefix: str = "") -> LaunchInfo | None:
     """Reads RANK, WORLD_SIZE and the rest, with this prefix."""
     rank_name, size_name, master_name = f"{prefix}RANK", f"{prefix}WORLD_SIZE", f"{prefix}MASTER_ADDR"
-    if rank_name not in environment and size_name not in environment:
+    if rank_name not in environment:
         return None
     rank, size = _rank_and_size(environment, rank_name, size_name)
     return LaunchInfo(
@@ -190,10 +195,7 @@ def _torchrun_id(environment: Environment) -> str:
 def _kubeflow(environment: Environment) -> LaunchInfo | None:
     """The variables with which a pod would start torchrun, in a process started without torchrun; or PET_RANK and the like."""
     if "PET_NNODES" not in environment:
-        launch = _torchrun(environment, "PET_")
-        if launch is None and "PET_NODE_RANK" in environment:
-            raise _incomplete("PET_NODE_RANK", "PET_NNODES")
-        return launch
+        return _torchrun(environment, "PET_")
     nodes, each = _number(environment, "PET_NNODES") or 1, _number(environment, "PET_NPROC_PER_NODE") or 1
     node, local = _number(environment, "PET_NODE_RANK"), _number(environment, "LOCAL_RANK")
     local = 0 if local is None and each == 1 else local
@@ -216,12 +218,8 @@ def _slurm(environment: Environment) -> LaunchInfo | None:
     """A step has its own number of tasks. The batch script of a job, and the shell of salloc, have some of these variables too,
     but run alone."""
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    alone = (
-        "SLURM_PROCID" not in environment
-        or environment.get("ENVIRONMENT") == "BATCH"
-        or environment.keys().isdisjoint(("SLURM_NTASKS", "SLURM_STEP_ID"))
-    )
-    if tasks == "SLURM_NTASKS" and alone:
+    alone = environment.get("ENVIRONMENT") == "BATCH" or environment.keys().isdisjoint(("SLURM_NTASKS", "SLURM_STEP_ID"))
+    if "SLURM_PROCID" not in environment or (tasks == "SLURM_NTASKS" and alone):
         return None
     rank, size = _rank_and_size(environment, "SLURM_PROCID", tasks)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -238,7 +236,7 @@ def _slurm(environment: Environment) -> LaunchInfo | None:
 
 
 def _open_mpi(environment: Environment) -> LaunchInfo | None:
-    if "OMPI_COMM_WORLD_RANK" not in environment and "OMPI_COMM_WORLD_SIZE" not in environment:
+    if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, size = _rank_and_size(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     return LaunchInfo(
@@ -253,7 +251,7 @@ def _open_mpi(environment: Environment) -> LaunchInfo | None:
 
 
 def _pmi(environment: Environment) -> LaunchInfo | None:
-    if "PMI_RANK" not in environment and "PMI_SIZE" not in environment:
+    if "PMI_RANK" not in environment:
         return None
     rank, size = _rank_and_size(environment, "PMI_RANK", "PMI_SIZE")
     return LaunchInfo(
@@ -268,8 +266,17 @@ def _pmi(environment: Environment) -> LaunchInfo | None:
 
 
 _INDEX: Final = "JOB_COMPLETION_INDEX"
-_NUMBERS: Final = (_INDEX, "LOCAL_RANK")
-"""Variables that number processes, and alone say that there are others."""
+_HALVES: Final = {
+    "WORLD_SIZE": "RANK",
+    "PET_WORLD_SIZE": "PET_RANK",
+    "PET_NODE_RANK": "PET_NNODES",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    _INDEX: "FERRORPC_WORLD_SIZE",
+    "LOCAL_RANK": "FERRORPC_WORLD_SIZE",
+}
+"""Variables that alone say that there are other processes, but not which rank of how many this one is; and what is missing."""
 _LAUNCHERS: Final[tuple[Callable[[Environment], LaunchInfo | None], ...]] = (_torchrun, _kubeflow, _slurm, _open_mpi, _pmi)
 
 
@@ -295,14 +302,11 @@ def _number(environment: Environment, name: str) -> int | None:
 def _rank_and_size(environment: Environment, rank_name: str, size_name: str) -> tuple[int, int]:
     rank, size = _number(environment, rank_name), _number(environment, size_name)
     if rank is None or size is None:
-        raise _incomplete(size_name, rank_name) if rank is None else _incomplete(rank_name, size_name)
+        hint = f"set {size_name} as well, or unset {rank_name}"
+        raise ConfigError(f"{rank_name} is set, but {size_name} is not", hint=hint)
     if rank >= size:
         raise ConfigError(f"{rank_name}={rank} is not below {size_name}={size}", hint="ranks count from 0")
     return rank, size
-
-
-def _incomplete(present: str, absent: str) -> ConfigError:
-    return ConfigError(f"{present} is set, but {absent} is not", hint=f"set {absent} as well, or unset {present}")
 
 
 def _join_values(environment: Environment, *names: str) -> str:

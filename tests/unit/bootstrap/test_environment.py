@@ -152,6 +152,18 @@ def test_an_argument_comes_before_the_variables():
     assert launch_of({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, rank_hint=1).hinted_rank == 1
 
 
+HALVES = ("WORLD_SIZE", "PET_WORLD_SIZE", "PET_NODE_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+@pytest.mark.parametrize("left", HALVES)
+def test_our_own_variables_and_another_launchers_come_before_what_is_left_of_a_launcher(left):
+    assert launch_of({left: "4", "FERRORPC_WORLD_SIZE": "1"}) == LaunchInfo("FERRORPC_WORLD_SIZE", (1, 1))
+    other = PMI if left in OMPI else OMPI
+    assert launch_of(other | {left: "4"}) == launch_of(other)
+    with pytest.raises(ConfigError, match="set FERRORPC_WORLD_SIZE"):
+        launch_of({left: "4"})
+
+
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
