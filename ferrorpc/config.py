@@ -23,6 +23,9 @@ PREFIX: Final = "FERRORPC_"
 LAUNCH_VARIABLE: Final = PREFIX + "LAUNCH"
 """Not a setting: RUN/START, an id of the launcher's run and one of each start of a process, to tell its exit from that of a
 later start."""
+GIVEN_VARIABLE: Final = PREFIX + "GIVEN"
+"""Not a setting: NAME=VALUE for each setting of its job that a launcher gave the process, which may set others of its own."""
+_NO_SETTINGS: Final = (LAUNCH_VARIABLE, GIVEN_VARIABLE)
 _SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
 _SECONDS_MAX: Final = 1e9
 """About 30 years, which fit into 64 bits as nanoseconds."""
@@ -256,7 +259,7 @@ _TORCH_ARGUMENTS: Final = {
 def unknown_settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """Variables with the prefix of settings that are none, each with the setting that is likely meant, or ""."""
     known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS}
-    given = sorted(name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX) and name != LAUNCH_VARIABLE)
+    given = sorted(name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX) and name not in _NO_SETTINGS)
     near = {name: difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY_MIN) for name in given if name not in known}
     return [(PREFIX + name, known[found[0]] if found else "") for name, found in near.items()]
 

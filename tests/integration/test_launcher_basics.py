@@ -45,6 +45,24 @@ def test_every_worker_gets_its_environment_and_its_arguments(tmp_path):
     assert found[0]["argv"] == ["-n", "--flag"], "what follows the script belongs to it"
 
 
+def test_a_launcher_in_a_worker_goes_by_what_the_worker_has_set_and_not_by_what_the_worker_was_given(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys
+        os.environ.update(variable.split("=") for variable in sys.argv[1:])
+        os.execv(sys.executable, [sys.executable, "-m", "ferrorpc", "run", "--dry-run", "-n", "2", sys.argv[0]])
+        """,
+    )
+    shown = run("--job", "outer", script).stdout
+    assert "(started by the launcher; this is a worker of another launcher" in shown
+    assert "FERRORPC_JOB=default" in shown
+    assert " RANK=1" in shown
+    shown = run("--job", "outer", script, "FERRORPC_COORDINATOR=127.0.0.1:1234", "FERRORPC_WORLD_SIZE=1:2").stdout
+    assert "coordinator 127.0.0.1:1234 (given)" in shown
+    assert " RANK=1" not in shown, "an elastic world has no ranks before the rendezvous"
+
+
 def test_lines_are_whole_and_carry_their_rank(tmp_path):
     script = write_script(
         tmp_path,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ferrorpc.config import (
+    GIVEN_VARIABLE,
     LAUNCH_VARIABLE,
     SETTINGS,
     Config,
@@ -155,7 +156,9 @@ def test_variables_that_are_called_like_settings_and_are_none_come_with_what_is_
         "FERRORPC_SEED": "",  # a program's own
         "FERRORPC_COORDINATOR_PORT": "",  # Kubernetes sets it for a service called ferrorpc-coordinator
     }
-    others = dict.fromkeys([LAUNCH_VARIABLE, "PATH", "NCCL_DEBUG", *(setting.variable for setting in SETTINGS)], "1")
+    others = dict.fromkeys(
+        [LAUNCH_VARIABLE, GIVEN_VARIABLE, "PATH", "NCCL_DEBUG", *(setting.variable for setting in SETTINGS)], "1"
+    )
     assert unknown_settings(given | others) == sorted(given.items())
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.system import available_cpus
-from ferrorpc.config import LAUNCH_VARIABLE, PREFIX
+from ferrorpc.config import GIVEN_VARIABLE, LAUNCH_VARIABLE, PREFIX
 
 _TORCH: Final = (
     *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"),
@@ -20,20 +20,26 @@ _TORCH: Final = (
 _FERRORPC: Final = ("COORDINATOR", "JOB", "NAME", "WORLD_SIZE", "RANK_HINT")
 _REPLACED: Final = frozenset((*_TORCH, *(PREFIX + name for name in _FERRORPC)))
 """Never inherited: an outer launcher may have set them."""
-_OF_OUTER_JOB: Final = frozenset(PREFIX + name for name in (*_FERRORPC, "HTTP_PORT"))
+_OF_JOB: Final = tuple(PREFIX + name for name in (*_FERRORPC, "HTTP_PORT"))
 _MEETING_PLACE: Final = frozenset((PREFIX + "COORDINATOR", PREFIX + "JOB"))
 
 
 def launcher_environment(base: Mapping[str, str], *, joins: bool) -> dict[str, str]:
     """The variables that a launcher goes by: in a worker of another launcher without those of that worker's job.
 
+    What the worker has set itself, to another value than it was given, counts.
+
     Args:
         base: this process's variables.
         joins: whether flags name a coordinator or a job; those that they leave out are then the worker's.
     """
-    if not is_worker(base):
-        return dict(base)
-    return {name: value for name, value in base.items() if name not in _OF_OUTER_JOB or (joins and name in _MEETING_PLACE)}
+    given = base.get(GIVEN_VARIABLE, "").split()
+    return {name: value for name, value in base.items() if f"{name}={value}" not in given or (joins and name in _MEETING_PLACE)}
+
+
+def given_settings(environment: Mapping[str, str]) -> str:
+    """The value of GIVEN_VARIABLE for a worker with these variables."""
+    return " ".join(f"{name}={environment[name]}" for name in _OF_JOB if name in environment)
 
 
 def standalone_environment(base: Mapping[str, str]) -> dict[str, str]:

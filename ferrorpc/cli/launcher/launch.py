@@ -23,7 +23,7 @@ from typing import IO, Final
 
 from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses, living_groups
 from ferrorpc.cli.launcher.coordinator_process import CoordinatorProcess
-from ferrorpc.cli.launcher.environment import worker_environment
+from ferrorpc.cli.launcher.environment import given_settings, worker_environment
 from ferrorpc.cli.launcher.exit_reporter import ExitReporter
 from ferrorpc.cli.launcher.exit_summary import (
     crash_report,
@@ -41,7 +41,7 @@ from ferrorpc.cli.launcher.signals import STOP_SIGNALS, SignalInbox, describe
 from ferrorpc.cli.launcher.worker_group import NO_DEADLINE, Action, Done, Exit, Phase, Signal, Start, WorkerGroup
 from ferrorpc.cli.ports import held_ports
 from ferrorpc.cli.system import own_command
-from ferrorpc.config import LAUNCH_VARIABLE
+from ferrorpc.config import GIVEN_VARIABLE, LAUNCH_VARIABLE
 from ferrorpc.errors import ConfigError
 from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_PIPE, EXIT_RETRY
 
@@ -292,7 +292,8 @@ class _Launch:
             environment = worker_environment(self._plan, number, start.attempt, self._environment, self._directory)
             name = f"{self._run_id}/{secrets.token_hex(4)}"
             stdin = inheritable_stdin() if self._plan.processes == 1 else subprocess.DEVNULL
-            child = self._children.start(self._plan.command, {**environment, LAUNCH_VARIABLE: name}, stdin=stdin)
+            environment.update({LAUNCH_VARIABLE: name, GIVEN_VARIABLE: given_settings(environment)})
+            child = self._children.start(self._plan.command, environment, stdin=stdin)
             self._workers[number] = self._connect(number, child, name, start.attempt)
 
     def _connect(self, number: int, child: Child, launch: str, attempt: int) -> Worker:

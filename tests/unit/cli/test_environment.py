@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ferrorpc.cli.launcher.environment import launcher_environment, worker_environment
+from ferrorpc.cli.launcher.environment import given_settings, launcher_environment, worker_environment
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.launcher.worker_group import FailurePolicy
 
@@ -102,7 +102,10 @@ def test_a_launcher_in_a_worker_of_another_knows_that_workers_job_only_where_a_f
     outer = {name: value for name, value in environment().items() if name.startswith("FERRORPC")} | settings
     meeting_place = {"FERRORPC_COORDINATOR": "127.0.0.1:4000", "FERRORPC_JOB": "j"}
     assert launcher_environment(outer, joins=False) == outer, "no launcher is around"
-    outer |= {"FERRORPC_LAUNCH": "0a1b2c3d", "FERRORPC_HTTP_PORT": "29701"}
-    inner = {"FERRORPC_LAUNCH": "0a1b2c3d"} | settings
-    assert launcher_environment(outer, joins=False) == inner
-    assert launcher_environment(outer, joins=True) == inner | meeting_place
+    outer |= {"FERRORPC_HTTP_PORT": "29701"}
+    launcher = {"FERRORPC_LAUNCH": "0a1b2c3d", "FERRORPC_GIVEN": given_settings(outer)}
+    inner = launcher | settings
+    assert launcher_environment(outer | launcher, joins=False) == inner
+    assert launcher_environment(outer | launcher, joins=True) == inner | meeting_place
+    own = {"FERRORPC_COORDINATOR": "127.0.0.1:1", "FERRORPC_WORLD_SIZE": "1:2"}
+    assert launcher_environment(outer | launcher | own, joins=False) == inner | own, "the worker has set these itself"

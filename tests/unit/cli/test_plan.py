@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from ferrorpc.cli.launcher.environment import given_settings
 from ferrorpc.cli.launcher.plan import command_of, node_placement, process_count, world_range
 from ferrorpc.cli.main import run
 from ferrorpc.cli.run import make_plan
@@ -271,6 +272,7 @@ def test_in_a_worker_of_another_launcher_a_job_of_its_own_is_started_unless_flag
     outer = {"COORDINATOR": "c:9", "JOB": "night", "WORLD_SIZE": "3:4", "LAUNCH": "0a1b2c3d"}
     for name, value in outer.items():
         monkeypatch.setenv(f"FERRORPC_{name}", value)
+    monkeypatch.setenv("FERRORPC_GIVEN", given_settings(os.environ))
     assert run(["run", "-n", "2", *flags, "--dry-run", script]) == 0
     assert said in capfd.readouterr().out
 
