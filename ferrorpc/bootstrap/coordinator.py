@@ -81,13 +81,23 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
         process_exit.at_exit(_announce_exit)
         return
     os.close(pipe)
-    os.kill(process, signal.SIGKILL)  # one that has not said in time that it listens
-    _, status = os.waitpid(process, 0)
     raise ConfigError(
-        f"rank 0 could not start a coordinator on {listen} (exit code {os.waitstatus_to_exitcode(status)})",
+        f"rank 0 could not start a coordinator on {listen} (exit code {_end(process)})",
         hint="read its message above; where another run has the port, give each run a FERRORPC_PORT of its own, such as "
         "$((20000 + SLURM_JOB_ID % 10000)), or name a coordinator that runs",
     )
+
+
+def _end(process: int) -> str:
+    """Ends one that has not said in time that it listens. Returns its exit code."""
+    try:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if not ended:  # so its id is still its own
+            os.kill(process, signal.SIGKILL)
+            _, status = os.waitpid(process, 0)
+    except (ChildProcessError, ProcessLookupError):  # this process ignores SIGCHLD, or waits for all its children elsewhere
+        return "unknown"
+    return str(os.waitstatus_to_exitcode(status))
 
 
 def _is_running(pipe: int) -> bool:

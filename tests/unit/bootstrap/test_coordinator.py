@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -120,6 +122,48 @@ def test_one_whose_start_is_interrupted_is_told_to_end(monkeypatch: pytest.Monke
     assert coordinator._pipes == {}
     os.close(watched)
     os.close(announcing)
+
+
+@pytest.mark.parametrize(
+    ("command", "handler", "code"),
+    [
+        ("exit 64", signal.SIG_DFL, "64"),
+        ("exec sleep 60", signal.SIG_DFL, "-9"),
+        ("exit 64", signal.SIG_IGN, "unknown"),
+        ("exec sleep 60", signal.SIG_IGN, "unknown"),
+    ],
+)
+def test_one_that_does_not_listen_is_ended_while_it_is_a_child_and_its_exit_code_is_named_if_known(
+    command: str, handler: signal.Handlers, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The children of a process that ignores SIGCHLD are forgotten as they end, and others may get their ids."""
+    ends, killed, kill = command == "exit 64", [], os.kill
+
+    def spawn(*_: object) -> tuple[int, int, int]:
+        (announced, announcing), (watched, pipe) = os.pipe(), os.pipe()
+        actions = [(os.POSIX_SPAWN_DUP2, announcing, 1)]
+        process = os.posix_spawn("/bin/sh", ["sh", "-c", command], os.environ, file_actions=actions)
+        os.close(announcing)
+        os.close(watched)
+        if ends:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+        return announced, pipe, process
+
+    def counted(process: int, number: int) -> None:
+        killed.append(process)
+        kill(process, number)
+
+    monkeypatch.setattr(coordinator, "START_SECONDS", 0.2)
+    monkeypatch.setattr(coordinator, "_spawn", spawn)
+    monkeypatch.setattr(os, "kill", counted)
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        with pytest.raises(ConfigError, match=rf"\(exit code {code}\)"):
+            coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert len(killed) == (0 if ends else 1)
 
 
 def test_a_process_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
