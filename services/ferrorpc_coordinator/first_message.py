@@ -14,7 +14,7 @@ import grpc.aio
 from ferrorpc.errors import UsageError
 
 FIRST_MESSAGE_SECONDS: Final = 10.0
-"""A call without its first message for this long is ended."""
+"""A call whose first message is not complete after this long, on a slow link too, is ended."""
 
 
 async def first_message(context: grpc.aio.ServicerContext[Any, Any], what: str) -> bytes:
@@ -30,7 +30,7 @@ async def first_message(context: grpc.aio.ServicerContext[Any, Any], what: str) 
         async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
             data = await context.read()
     except TimeoutError:
-        raise UsageError(f"the call sent no {what} within {FIRST_MESSAGE_SECONDS:.0f} s") from None
+        raise UsageError(f"the call sent no complete {what} within {FIRST_MESSAGE_SECONDS:.0f} s") from None
     if not isinstance(data, bytes):  # the end of the call is grpc.aio.EOF
         raise UsageError(f"the call ended before its {what}")
     return data

@@ -97,7 +97,7 @@ def test_a_call_without_its_request_is_ended(monkeypatch):
     monkeypatch.setattr(first_message, "FIRST_MESSAGE_SECONDS", 0.02)
     answer, (code, details) = checked(None)
     assert (answer, code) == (None, grpc.StatusCode.INVALID_ARGUMENT)
-    assert "sent no HealthCheckRequest" in details
+    assert "sent no complete HealthCheckRequest" in details
 
 
 def test_so_many_may_watch_at_once_and_another_as_soon_as_one_has_gone(monkeypatch):

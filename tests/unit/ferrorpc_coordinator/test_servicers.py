@@ -117,7 +117,7 @@ def test_a_call_without_its_first_message_is_ended(monkeypatch, unary, what):
     monkeypatch.setattr(first_message, "FIRST_MESSAGE_SECONDS", 0.02)
     call = Call(silent=True)
     assert not served(call, unary=unary).callers
-    assert f"sent no {what}" in call.error.message
+    assert f"sent no complete {what}" in call.error.message
 
 
 @pytest.mark.parametrize(("unary", "what"), [(False, "Hello"), (True, "UnaryStoreRequest")])
