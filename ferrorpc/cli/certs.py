@@ -30,6 +30,7 @@ AUTHORITY_DAYS_MAX: Final = 36_500
 LEAF_HOURS: Final = 24.0
 BACKDATED: Final = datetime.timedelta(minutes=5)
 """Certificates become valid this long before they are made, because clocks differ."""
+_OTHERS_WRITE: Final = 0o022
 _LISTENERS: Final = (Role.WORKER, Role.COORDINATOR)
 
 
@@ -102,7 +103,7 @@ def issue(
     """Issue certificates of ROLES from the authority in DIRECTORY, replacing existing ones.
 
     A certificate that exists, where the new one goes or in DIRECTORY, is renewed: it keeps its jobs and hosts unless others are
-    given.
+    given. Where others may not write to the folder, new files have the owner, group and mode of those that they replace.
     """
     if hosts and Role.COORDINATOR not in roles:
         raise ConfigError("--host is for a coordinator's certificate", hint="leave --host away, or name that role too")
@@ -280,7 +281,7 @@ def _names_in(path: Path, role: Role) -> tuple[list[str], list[str]] | None:
 
 
 def _write(directory: Path, stem: str, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
-    """Writes both files, each replaced atomically. Only the owner can ever read the key file.
+    """Writes both files, each replaced atomically. Only its owner, and who could read the old key, can ever read the key file.
 
     It must be new until it has its place: in a directory of several users another one could have made it, to read what comes.
     """
@@ -288,19 +289,53 @@ def _write(directory: Path, stem: str, certificate: x509.Certificate, key: Ellip
 
     directory.mkdir(parents=True, exist_ok=True)
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    for path, content, mode in (
-        (directory / f"{stem}.key", secret, 0o600),
-        (directory / f"{stem}.pem", certificate.public_bytes(Encoding.PEM), 0o644),
+    for path, content, mode, widest in (
+        (directory / f"{stem}.key", secret, 0o600, 0o640),
+        (directory / f"{stem}.pem", certificate.public_bytes(Encoding.PEM), 0o644, 0o644),
     ):
         fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
+                problem = _keep_access(descriptor, path, widest)
             os.replace(fresh, path)
         except BaseException:
             fresh.unlink(missing_ok=True)
             raise
+        if problem:
+            click.echo(f"ferrorpc: {problem}", err=True)
+
+
+def _keep_access(descriptor: int, path: Path, widest: int) -> str:
+    """Gives a new file the owner, the group and at most `widest` of the mode of the one that it will replace, if there is one.
+
+    So services of other users can read what root renews. Not in a directory that others may write to: one of them could have
+    made the old file, to be given the new key. Returns what is wrong where they are not kept, and what to try.
+    """
+    if not path.exists():
+        return ""
+    old, new, where = path.stat(), os.fstat(descriptor), path.parent
+    mode, reason, then = old.st_mode & widest, "", ""
+    if where.stat().st_mode & _OTHERS_WRITE:
+        reason = f"others may write to {where}, so they could have made the old file"
+        then = f"; `chmod go-w {where}` before the next time"
+    else:
+        try:
+            if old.st_gid != new.st_gid:
+                os.fchown(descriptor, -1, old.st_gid)
+            os.fchmod(descriptor, mode)  # only now: it may let the group read
+            if old.st_uid != new.st_uid:
+                os.fchown(descriptor, old.st_uid, -1)
+        except OSError as error:
+            reason = str(error.strerror)
+    new = os.fstat(descriptor)
+    if (new.st_uid, new.st_gid, new.st_mode & 0o777) == (old.st_uid, old.st_gid, mode):
+        return ""
+    return (
+        f"{path} does not have the owner, group and mode of the file that it replaces, so its readers may be shut out: {reason}"
+        f"\ntry: `chown {old.st_uid}:{old.st_gid} {path} && chmod {mode:o} {path}`, as a user who may{then}"
+    )
 
 
 def _chosen(jobs: Sequence[str]) -> Sequence[str]:

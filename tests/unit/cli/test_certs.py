@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -84,3 +85,63 @@ def test_what_is_made_for_a_moment_is_gone_and_keys_are_their_owners_alone(tmp_p
     run("init", str(tmp_path), "--job", "*")
     assert not list(tmp_path.glob(".*"))
     assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*.key")} == {0o600}
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+
+
+def access(path: Path) -> tuple[int, int, int]:
+    state = path.stat()
+    return state.st_uid, state.st_gid, state.st_mode & 0o777
+
+
+@pytest.mark.parametrize(("before", "after"), [(0o640, 0o640), (0o400, 0o400), (0o666, 0o640)])
+def test_a_renewed_key_has_the_mode_of_the_old_one_unless_that_is_too_wide(tmp_path: Path, before: int, after: int) -> None:
+    directory = tmp_path / "certs"
+    directory.mkdir(0o755)
+    run("init", str(directory))
+    for end in ("key", "pem"):
+        (directory / f"worker.{end}").chmod(before)
+    run("issue", str(directory), "worker")
+    assert access(directory / "worker.key")[2] == after
+    assert access(directory / "worker.pem")[2] == before & 0o644
+
+
+@AS_ROOT
+def test_a_service_of_another_user_can_read_the_key_that_root_renews(tmp_path: Path) -> None:
+    run("init", str(tmp_path))
+    key = tmp_path / "worker.key"
+    os.chown(key, 10001, 10002)
+    result = CliRunner().invoke(certs.command, ["issue", str(tmp_path), "worker"])
+    assert (access(key), "ferrorpc:" in result.output) == ((10001, 10002, 0o600), False)
+
+
+@AS_ROOT
+def test_who_may_not_give_the_key_back_is_told_whose_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    run("init", str(tmp_path))
+    key = tmp_path / "worker.key"
+    key.chmod(0o640)
+    os.chown(key, 10001, 10002)
+    monkeypatch.setattr(os, "fchown", refuse)
+    result = CliRunner().invoke(certs.command, ["issue", str(tmp_path), "worker"])
+    assert (result.exit_code, access(key)) == (0, (0, 0, 0o600)), "another group than the old one's never reads it"
+    assert result.output.count("ferrorpc:") == 1
+    assert f"{key} does not have the owner" in result.output
+    assert f"chown 10001:10002 {key} && chmod 640 {key}" in result.output
+
+
+@AS_ROOT
+def test_a_key_is_not_given_to_whoever_has_made_a_file_of_its_name(tmp_path: Path) -> None:
+    """In a directory that others may write to, nobody knows who made the file."""
+    run("init", str(tmp_path))
+    tmp_path.chmod(0o775)
+    key = tmp_path / "worker.key"
+    key.unlink()
+    key.touch(0o640)
+    os.chown(key, 10001, 0)
+    result = CliRunner().invoke(certs.command, ["issue", str(tmp_path), "worker"])
+    assert access(key) == (0, 0, 0o600)
+    assert f"chmod go-w {tmp_path}" in result.output
