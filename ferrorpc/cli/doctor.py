@@ -268,25 +268,38 @@ def gpu(config: Config, environment: Mapping[str, str]) -> Findings:
         yield Finding("bad" if by_nccl else "note", "NCCL", "not installed", _GPU_PACKAGES)
 
 
+def bearer_token(config: Config, environment: Mapping[str, str]) -> Findings:
+    """The token that this process brings, or the list of those that a coordinator accepts."""
+    from ferrorpc.wire.token import is_list, read_token
+
+    path = config["token_file"]
+    if path is not None and is_list(path):
+        what = f"{path} is a list of tokens, right for a coordinator only"
+        yield Finding("note", "token", what, "give any other process a file with the one token that it brings")
+    elif read_token(path):
+        yield Finding("ok", "token", "this process has one")
+
+
 def tls(config: Config, environment: Mapping[str, str]) -> Findings:
-    """The token, and the certificates, checked as the other end will check them."""
+    """The certificates, checked as the other end will check them."""
     from ferrorpc.wire.identity import described
     from ferrorpc.wire.tls import TlsFiles
-    from ferrorpc.wire.token import read_token
 
-    if read_token(config["token_file"]):
-        yield Finding("ok", "token", "this process has one")
     files = TlsFiles.of(config)
     if files is None:
         yield Finding("note", "TLS", "off, which is fine on loopback", "`ferrorpc certs init` for other networks")
         return
     found = files.check(listening=False)
-    if not files.mutual:
+    if files.certificate is None:
         yield Finding("ok", "TLS", "the coordinator is checked by its host name; this process has no certificate")
         return
-    mine = [one for one in found if one.covers(config["job"])]
-    fix = "" if mine else f"`ferrorpc certs issue` with --job {config['job']}, or set FERRORPC_JOB"
-    yield Finding("ok" if mine else "bad", "TLS", f"the certificate is that of {described(found)}", fix)
+    if files.authority is None:
+        what = "a certificate without an authority to check others by, right only for a coordinator whose clients bring tokens"
+        yield Finding("note", "TLS", what, "set FERRORPC_TLS_CA for any other process")
+    else:
+        mine = [one for one in found if one.covers(config["job"])]
+        fix = "" if mine else f"`ferrorpc certs issue` with --job {config['job']}, or set FERRORPC_JOB"
+        yield Finding("ok" if mine else "bad", "TLS", f"the certificate is that of {described(found)}", fix)
     _private(files)
 
 
@@ -302,6 +315,7 @@ CHECKS: Final[dict[str, Check]] = {
     "settings": settings,
     "names": names,
     "proxies": proxies,
+    "token": bearer_token,
     "TLS": tls,
     "ports": ports,
     "clock": clock,

@@ -74,17 +74,25 @@ def read_token(path: str | None) -> str:
     Raises:
         ConfigError: the file cannot be read, or is a coordinator's list of tokens.
     """
-    if path is None:
-        return ""
+    words = [] if path is None else _words(path)
+    if len(words) > 1:
+        raise ConfigError(
+            f"token_file={path!r} lists several tokens or their roles, as only a coordinator's may",
+            hint="give this process a file with the one token that it brings; commands such as `ferrorpc status` need the "
+            "settings of an observer or a worker, not the coordinator's",
+        )
+    return "".join(words)
+
+
+def is_list(path: str) -> bool:
+    """Whether a file lists several tokens or their roles, as a coordinator's may. Raises ConfigError if it cannot be read."""
+    return len(_words(path)) > 1
+
+
+def _words(path: str) -> list[str]:
     try:
-        token = Path(path).read_text(encoding="ascii").strip()
+        return Path(path).read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in ASCII"
         what = f"token_file={path!r}" if is_shown(path) else "token_file"
         raise ConfigError(f"{what} cannot be read: {reason}", hint=_PATH_HINT) from None
-    if len(token.split()) > 1:
-        raise ConfigError(
-            f"token_file={path!r} lists several tokens, as only a coordinator's may",
-            hint="give this process a file with the one token that it brings",
-        )
-    return token

@@ -1,5 +1,6 @@
 """The findings of `ferrorpc doctor`, on healthy and unhealthy machines."""
 
+import datetime
 import socket
 from pathlib import Path
 
@@ -138,6 +139,36 @@ def test_certificates_are_looked_at(tmp_path):
     (tmp_path / "ours" / "worker-a" / "worker.key").chmod(0o644)
     assert states("TLS", job="a", **given) == ["ok", "bad"]
     assert states("TLS", job="a", **(given | {"tls_ca": str(tmp_path / "none")})) == ["bad"]
+
+
+@pytest.mark.parametrize("lines", [f"observer {'1a' * 32}", f"# who\nworker@a {'1a' * 32}\nadmin {'2b' * 32}\n"])
+def test_a_coordinators_list_of_tokens_is_no_fault_and_hides_none_of_its_certificate(tmp_path, lines):
+    pytest.importorskip("cryptography")
+    from tests.certificates import Issuer, settings
+
+    issuer, tokens = Issuer(tmp_path / "ours"), tmp_path / "tokens"
+    tokens.write_text(lines)
+    given = settings(issuer.issue(Role.COORDINATOR, "a")) | {"token_file": str(tokens), "job": "a"}
+    (one,) = found("token", **given)
+    assert (one.state, f"{tokens} is a list of tokens" in one.text) == ("note", True)
+    assert "1a1a" not in str(one)
+    assert states("TLS", **given) == ["ok"]
+    (expired,) = found(
+        "TLS", **(given | settings(issuer.issue(Role.COORDINATOR, "a", lifetime=datetime.timedelta(minutes=-1))))
+    )
+    assert (expired.state, "certificate has expired" in expired.text) == ("bad", True)
+    assert states("token", token_file=str(tmp_path / "none")) == ["bad"]
+
+
+def test_a_coordinator_whose_clients_bring_tokens_has_a_certificate_and_no_authority(tmp_path):
+    pytest.importorskip("cryptography")
+    from tests.certificates import Issuer, settings
+
+    given = settings(Issuer(tmp_path / "ours").issue(Role.COORDINATOR, "a"))
+    (one,) = found("TLS", **(given | {"tls_ca": None}))
+    assert (one.state, "a certificate without an authority" in one.text) == ("note", True)
+    Path(given["tls_key"]).chmod(0o644)
+    assert states("TLS", **(given | {"tls_ca": None})) == ["note", "bad"]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,13 @@ def test_a_file_that_can_never_be_used_is_refused(tmp_path: Path) -> None:
         Token(str(tmp_path / "none"))
 
 
+def test_a_command_with_a_coordinators_list_is_told_whose_settings_it_needs(file: Path) -> None:
+    file.write_text("observer the-first-of-them")
+    with pytest.raises(ConfigError, match="lists several tokens or their roles") as caught:
+        Token(str(file))
+    assert "not the coordinator's" in str(caught.value)
+
+
 @pytest.mark.parametrize("token", ["0123456789abcdef" * 2, "0123456789abcdef" * 20, "q83vEjRWeJC/rN3u/w=="])
 def test_a_token_in_place_of_its_file_is_not_repeated(token: str) -> None:
     """Nor where it is so long that no file could have its name, or contains slashes."""
