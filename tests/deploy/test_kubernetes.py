@@ -230,6 +230,14 @@ def test_selectors_find_the_pods_they_are_for(folder: Path) -> None:
             assert any(selector.items() <= pod.items() for pod in labels), selector
 
 
+def test_workers_reach_dns_at_the_ports_that_its_pods_listen_on() -> None:
+    """A policy counts after the service's port has become the pod's: 5353 in OpenShift."""
+    policies = [one for one in render(KUBERNETES / "base") if one["kind"] == "NetworkPolicy"]
+    (workers,) = [one["spec"] for one in policies if one["metadata"]["name"] == "ferrorpc-worker"]
+    (anywhere,) = [rule["ports"] for rule in workers["egress"] if "to" not in rule]
+    assert {(one["port"], one["protocol"]) for one in anywhere} == {(p, how) for p in (53, 5353) for how in ("UDP", "TCP")}
+
+
 def test_tls_leaves_nothing_unprotected() -> None:
     (coordinator, workers) = sorted(pods(KUBERNETES / "overlays" / "tls"), key=lambda spec: spec["containers"][0]["name"])
     for spec in (coordinator, workers):
