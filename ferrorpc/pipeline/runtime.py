@@ -289,6 +289,9 @@ class Pipeline:
                     self._tied.sum_gradients(exchange)
                     for piece in filter(self._tied.in_piece, self._pieces):
                         on_gradients(piece)
+            except BaseException:
+                self._tied.undo_step()
+                raise
             finally:
                 self._spans += executor.spans
                 self._peak = max(self._peak, executor.peak)

@@ -116,6 +116,15 @@ class TiedWeight:
                 total = parts[piece] if total is None else total + parts[piece]
         for piece, parameter in self.own.items():
             parameter.grad = _accumulated(self._grads_before[piece], total)
+
+    def end_step(self) -> None:
+        """Forgets the gradients of earlier steps, which are in the sums now."""
+        self._grads_before = {}
+
+    def undo_step(self) -> None:
+        """Puts the gradients of earlier steps back, if they are still set aside."""
+        for piece, grad in self._grads_before.items():
+            self.own[piece].grad = grad
         self._grads_before = {}
 
     def _transfer(self, source: int, target: int) -> Transfer:
@@ -217,6 +226,13 @@ class TiedWeights:
         """Gives all copies of each weight the sum of their gradients."""
         for weight in self._weights:
             weight.sum_gradients(exchange)
+        for weight in self._weights:
+            weight.end_step()
+
+    def undo_step(self) -> None:
+        """Must be called when a step ends by an error: tied weights get back the gradients that they had before it."""
+        for weight in self._weights:
+            weight.undo_step()
 
     def _look_up(self) -> None:
         """Finds the copies on this rank. Each time, because modules may replace their parameters."""

@@ -110,6 +110,25 @@ def test_a_backward_apart_settles_ties_too():
     assert run_world(2, body) == [16.0, 16.0]
 
 
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_a_step_that_fails_leaves_tied_weights_the_gradients_of_earlier_ones(fails: str):
+    def refuse(*_):
+        raise ValueError("a bad sample")
+
+    def body(group):
+        stage = Times(2.0)
+        pipe = Pipeline(stage, group, "gpipe", 2, tied=[("0/weight", "1/weight")])
+        pipe.step(ONES, ONES, total, reduction="sum")
+        group.barrier()
+        if group.rank == 0:
+            setattr(stage, fails, refuse)
+        with pytest.raises(GroupAbortedError if group.rank else ValueError, match="a bad sample"):
+            pipe.step(ONES, ONES, total, reduction="sum")
+        return stage.weight.grad.item()
+
+    assert run_world(2, body) == [16.0, 16.0]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_tied_weights_are_one_weight(seed: int):
     """Up to the order of additions: one process in which both stages hold the same parameter."""
