@@ -17,7 +17,7 @@ class Stage(Protocol):
     """A piece of a model. x, y and gradients are arrays of one kind, or tuples of them.
 
     The stage stores the gradients of its weights itself: `backward` adds them to what is there. It does not write to x or
-    grad_y, which may be the batch's memory or another stage's. The following are optional.
+    grad_y, which may be the batch's memory or another stage's, nor again to what it has returned. The following are optional.
 
         backward_input(context, grad_y) -> grad_x      the gradient of the input alone
         backward_weight(context, grad_y)               later: adds the gradients of the weights

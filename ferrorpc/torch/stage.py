@@ -202,7 +202,7 @@ def _leaf(x: Any, needs_grad: bool = True) -> Any:
 
 
 def _output(y: Any, module: torch.nn.Module) -> Any:
-    """An output, checked; a copy if it is in the memory of the module's state, which later microbatches may change."""
+    """An output, checked; a copy if it may be in memory that the module keeps, which later microbatches may change."""
     if y is None:
         return None
     if not isinstance(y, torch.Tensor):
@@ -210,8 +210,17 @@ def _output(y: Any, module: torch.nn.Module) -> Any:
             f"{type(module).__name__} returned a {type(y).__name__}, which cannot go on to the next stage",
             hint="wrap the module in one that returns a tensor, or a tuple of tensors and Nones",
         )
-    is_new = y.grad_fn is not None and not y._is_view() and not y._version
-    return y if is_new or not _shares_memory(y, chain(module.parameters(), module.buffers())) else y.clone()
+    if y.grad_fn is None:  # it may be a workspace
+        return y.clone()
+    is_new = not y._is_view() and not y._version
+    return y if is_new or not _shares_memory(y, _state(module)) else y.clone()
+
+
+def _state(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes."""
+    yield from chain(module.parameters(), module.buffers())
+    for each in module.modules():
+        yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor))
 
 
 def _detached(y: Any, before: Iterable[Any]) -> Any:

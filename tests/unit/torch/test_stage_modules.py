@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -132,13 +133,17 @@ def test_a_lazy_module_gets_its_shapes_in_the_first_step():
 
 
 class Counting(nn.Module):
-    """Returns its own state beside its output: a count of microbatches, and what it computed last."""
+    """Returns its own state beside its output: a count of microbatches, and what it computed last.
 
-    def __init__(self) -> None:
+    Args:
+        keep: keeps a tensor as a part of the state, given the module, a name and the tensor.
+    """
+
+    def __init__(self, keep: Callable[[nn.Module, str, Any], None]) -> None:
         super().__init__()
         self.layer, self.shift = linear(0), nn.Parameter(torch.ones(1))
-        self.register_buffer("count", torch.zeros(1))
-        self.register_buffer("latest", torch.zeros(ROWS // MICROBATCHES, WIDTH))
+        keep(self, "count", torch.zeros(1))
+        keep(self, "latest", torch.zeros(ROWS // MICROBATCHES, WIDTH))
 
     def forward(self, x):
         self.count += 1
@@ -156,11 +161,12 @@ class Weighing(nn.Module):
         return self.layer(x.flatten(1)) * count + shift
 
 
+@pytest.mark.parametrize("keep", [nn.Module.register_buffer, setattr])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_module_may_return_its_own_state_which_later_microbatches_change(ranks: int):
+def test_a_module_may_return_its_own_state_which_later_microbatches_change(ranks: int, keep):
     """Whether the stage after is on this rank or on another one."""
     schedule = schedules.looped_bfs(ranks, MICROBATCHES, chunks=2 // ranks)
-    modules, alone = [Counting(), Weighing()], [Counting(), Weighing()]
+    modules, alone = [Counting(keep), Weighing()], [Counting(keep), Weighing()]
 
     def body(group):
         stages = [Stage(modules[number]) for number in schedule.pieces(group.rank)]
@@ -172,6 +178,24 @@ def test_a_module_may_return_its_own_state_which_later_microbatches_change(ranks
     for module, same in zip(modules, alone, strict=True):
         for found, wanted in zip(module.parameters(), same.parameters(), strict=True):
             torch.testing.assert_close(found.grad, wanted.grad)
+
+
+class OfWorkspace(nn.Module):
+    """Computes without gradients, always in the same memory, which it has in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.workspaces = linear(0), [torch.zeros(ROWS // MICROBATCHES, WIDTH)]
+
+    def forward(self, x):
+        with torch.no_grad():
+            return self.workspaces[0].copy_(self.layer(x))
+
+
+def test_outputs_of_an_inference_may_all_be_in_the_same_memory():
+    x, _ = batch()
+    (y,) = run_world(1, lambda group: Pipeline(Stage(OfWorkspace()), group, "gpipe", MICROBATCHES).forward(x))
+    torch.testing.assert_close(y, linear(0)(x).detach())
 
 
 def test_a_criterion_may_write_to_what_it_is_given():
