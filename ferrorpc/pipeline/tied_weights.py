@@ -2,7 +2,8 @@
 
 Each of these stages has a copy. Copies begin with the same value, and after each step each has the sum of all copies'
 gradients, added in the order of the stages. So equal optimizers keep the copies equal bit for bit. A stage sends its gradient
-to the ranks with the other copies as soon as its last backward is done; it waits for theirs only at the end of the step.
+to the ranks with the other copies as soon as its last backward is done; it waits for theirs only at the end of the step. If a
+copy was replaced, its value goes with the gradient, to be compared.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class TiedWeight:
         """The first holder on each other rank: a rank receives once, for all of its copies."""
         self._backwards_left = len(self.own)
         self._grads_before: dict[int, Any] = {}
+        self._is_replaced = False
+        """Whether a copy on this rank is another object than in the step before: all copies are compared then."""
 
     def look_up(self, parameters: Mapping[int, Mapping[str, Any]]) -> None:
         """Finds the copies on this rank among the parameters of each piece. Raises UsageError if one is not there any more."""
@@ -58,7 +61,8 @@ class TiedWeight:
                     f"the tied weight '{piece}/{name}' is not there any more",
                     hint=f"stage {piece} has {', '.join(parameters[piece]) or 'none'}; tie these in a new Pipeline",
                 )
-            self.own[piece] = parameters[piece][name]
+            before, self.own[piece] = self.own[piece], parameters[piece][name]
+            self._is_replaced |= before is not None and before is not self.own[piece]
 
     def broadcast(self, exchange: Exchange) -> None:
         """Gives all copies the value of the first one."""
@@ -100,16 +104,27 @@ class TiedWeight:
             return
         for holder, grad in self._gradients():
             for target in self._targets:
-                exchange.send(self._transfer(holder, target), grad)
+                value = (grad, self.own[holder].data) if self._is_replaced else grad
+                exchange.send(self._transfer(holder, target), value)
 
     def sum_gradients(self, exchange: Exchange) -> None:
-        """Gives this rank's copies the sum of all gradients, added to what was there before the step."""
+        """Gives this rank's copies the sum of all gradients, added to what was there before the step.
+
+        Raises:
+            UsageError: a copy was replaced, and has not the value of the others.
+        """
         if not self.own:
             return
         kind = self._kind()
         parts = dict(self._gradients())
+        if self._is_replaced:
+            self._check_alike({piece: parameter.data for piece, parameter in self.own.items()})
         for transfer in self.gradient_receives():
-            parts[transfer.source] = exchange.receive(transfer, kind)
+            part = exchange.receive(transfer, kind)
+            if isinstance(part, tuple):
+                part, data = part
+                self._check_alike({min(self.own): self.own[min(self.own)].data, transfer.source: data})
+            parts[transfer.source] = part
         total = None
         for piece in self._holders:
             if parts[piece] is not None:
@@ -120,12 +135,24 @@ class TiedWeight:
     def end_step(self) -> None:
         """Forgets the gradients of earlier steps, which are in the sums now."""
         self._grads_before = {}
+        self._is_replaced = False
 
     def undo_step(self) -> None:
         """Puts the gradients of earlier steps back, if they are still set aside."""
         for piece, grad in self._grads_before.items():
             self.own[piece].grad = grad
         self._grads_before = {}
+
+    def _check_alike(self, copies: Mapping[int, Any]) -> None:
+        """Raises UsageError if copies of these pieces are not equal bit for bit."""
+        (first, data), *others = copies.items()
+        for piece, other in others:
+            if spec_of(data) != spec_of(other) or view(data).data.tobytes() != view(other).data.tobytes():
+                names = f"'{first}/{self._names[first]}', '{piece}/{self._names[piece]}'"
+                raise UsageError(
+                    f"the tied weights {names} differ, since one of them was replaced",
+                    hint="replace all copies, by equal ones, or make the Pipeline anew, which gives all the first one's value",
+                )
 
     def _transfer(self, source: int, target: int) -> Transfer:
         return Transfer(source, target, TransferKind.TIED, self._number)

@@ -309,6 +309,27 @@ def test_a_tied_parameter_may_be_replaced_between_steps():
     assert run_world(2, body) == [2 * 3 * 4, 2 * 3 * 4]
 
 
+@pytest.mark.parametrize("replaced", [[0], [1], [0, 3]])
+def test_a_tied_parameter_that_is_replaced_by_another_value_is_an_error_on_every_rank(replaced: list[int]):
+    """A rank that is done already learns of it with what it does next. With zbv the first and last stage are on one rank."""
+
+    def go_on(pipe, group):
+        pipe.step(ONES, ONES, total, reduction="sum")
+        group.barrier()
+
+    def body(group):
+        stages = [Times(2.0), Times(2.0)]
+        pipe = Pipeline(stages, group, "zbv", 2, tied=[("0/weight", "1/weight", "3/weight")])
+        pipe.step(ONES, ONES, total, reduction="sum")
+        for number, stage in zip(pipe.schedule.pieces(group.rank), stages, strict=True):
+            if number in replaced:
+                stage.weight = Parameter(np.array([3.0]))
+        with pytest.raises((UsageError, GroupAbortedError), match=r"'[01]/weight', '[013]/weight' differ, since one of them"):
+            go_on(pipe, group)
+
+    run_world(2, body)
+
+
 def test_a_tied_parameter_that_is_gone_is_an_error_on_every_rank():
     """As after a parametrization of it."""
 
