@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -83,11 +84,16 @@ class Piece:
         is_parameter = known is NUMPY and not isinstance(first, np.ndarray)
         return kind_of(getattr(first, "data", None)) if is_parameter else known
 
-    def named_parameters(self) -> dict[str, Any]:
-        """Its parameters by name; by position ("0", "1", ...) if the stage has only parameters(); none if it has neither."""
+    def named_parameters(self, aliases: bool = False) -> dict[str, Any]:
+        """Its parameters by name; by position ("0", "1", ...) if the stage has only parameters(); none if it has neither.
+
+        Args:
+            aliases: gives a parameter under all of its names, if the stage can tell them, as those of torch do.
+        """
         named = getattr(self._stage, "named_parameters", None)
         if callable(named):
-            return dict(named())
+            tells = aliases and "remove_duplicate" in signature(named).parameters
+            return dict(named(remove_duplicate=False) if tells else named())
         parameters = getattr(self._stage, "parameters", None)
         return {str(place): each for place, each in enumerate(parameters())} if callable(parameters) else {}
 

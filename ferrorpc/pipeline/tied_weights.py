@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from ferrorpc.pipeline.transfers import Transfer, TransferKind
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
+
+_ONE_TIE: Final = "put all copies of a weight into one tie"
 
 
 class TiedWeight:
@@ -52,8 +54,16 @@ class TiedWeight:
         self._is_replaced = False
         """Whether a copy on this rank is another object than in the step before: all copies are compared then."""
 
-    def look_up(self, parameters: Mapping[int, Mapping[str, Any]]) -> None:
-        """Finds the copies on this rank among the parameters of each piece. Raises UsageError if one is not there any more."""
+    def look_up(self, parameters: Mapping[int, Mapping[str, Any]], tie_of: dict[int, TiedWeight]) -> None:
+        """Finds the copies on this rank.
+
+        Args:
+            parameters: of each piece, under all of their names.
+            tie_of: the tied weight that each parameter was found to be, by its id; gets those of this one.
+
+        Raises:
+            UsageError: a copy is not there any more, or is in another tie, too.
+        """
         for piece in self.own:
             name = self._names[piece]
             if name not in parameters[piece]:
@@ -63,6 +73,8 @@ class TiedWeight:
                 )
             before, self.own[piece] = self.own[piece], parameters[piece][name]
             self._is_replaced |= before is not None and before is not self.own[piece]
+            if tie_of.setdefault(id(self.own[piece]), self) is not self:
+                raise UsageError(f"weight '{piece}/{name}' is in two ties, under two names", hint=_ONE_TIE)
 
     def broadcast(self, exchange: Exchange) -> None:
         """Gives all copies the value of the first one."""
@@ -263,9 +275,10 @@ class TiedWeights:
 
     def _look_up(self) -> None:
         """Finds the copies on this rank. Each time, because modules may replace their parameters."""
-        parameters = {number: piece.named_parameters() for number, piece in self._pieces.items()}
+        parameters = {number: piece.named_parameters(aliases=True) for number, piece in self._pieces.items()}
+        tie_of: dict[int, TiedWeight] = {}
         for weight in self._weights:
-            weight.look_up(parameters)
+            weight.look_up(parameters, tie_of)
 
 
 def _holders(names: Sequence[str], pieces: int) -> dict[int, str]:
@@ -295,7 +308,7 @@ def _all_weights(named: Sequence[Mapping[int, str]], pieces: Mapping[int, Piece]
     problem: list[str] = []
     with others_told(group):
         parameters = {
-            f"{number}/{name}": each for number, piece in pieces.items() for name, each in piece.named_parameters().items()
+            f"{number}/{name}": each for number, piece in pieces.items() for name, each in piece.named_parameters(True).items()
         }
     for full, parameter in parameters.items():
         if full in tied and not hasattr(parameter, "grad"):
@@ -324,7 +337,7 @@ def _check(named: Sequence[Mapping[int, str]], specs: Mapping[str, str]) -> None
                 known = ", ".join(other for other in specs if other.startswith(each.partition("/")[0] + "/"))
                 raise UsageError(f"there is no weight {each!r} to tie", hint=f"that stage has {known or 'none'}")
             if each in seen:
-                raise UsageError(f"weight {each!r} is in two ties", hint="put all copies of a weight into one tie")
+                raise UsageError(f"weight {each!r} is in two ties", hint=_ONE_TIE)
             seen.add(each)
         if len({specs[each] for each in full}) > 1:
             raise UsageError(

@@ -89,9 +89,10 @@ class Stage:
         """The module's."""
         return iter(self.module.parameters())
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The module's."""
-        return iter(self.module.named_parameters())
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The module's; with remove_duplicate=False under all of their names."""
+        asked = {} if remove_duplicate else {"remove_duplicate": False}  # a named_parameters() of one's own may not take it
+        return iter(self.module.named_parameters(**asked))
 
     def forward(self, x: Any) -> tuple[Any, Context]:
         """Returns (y, context): y is detached, and the context has its graph.

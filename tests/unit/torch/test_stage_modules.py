@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ferrorpc import schedules
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.testing import run_world
 
@@ -245,3 +245,43 @@ def test_named_tuples_of_the_batch_and_of_the_module_stay_so():
 
     x, target = batch()
     torch.testing.assert_close(run_world(1, body)[0], loss_of(linear(0)(x), target).detach())
+
+
+class TwoLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(0), linear(0)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def test_a_tied_weight_may_have_another_name_in_its_stage_too():
+    """As after a model's tie_weights(), whether the pipeline is made before or after it."""
+
+    def body(group, is_made_before: bool):
+        module, tied = TwoLinear(), [("0/last.weight", "1/first.weight")]
+        pipe = Pipeline(Stage(module), group, "gpipe", 2, tied=tied) if is_made_before else None
+        if group.rank == 0:
+            module.last.weight = module.first.weight
+        pipe = pipe or Pipeline(Stage(module), group, "gpipe", 2, tied=tied)
+        pipe.step(*batch(), with_gradient(loss_of))
+        return module
+
+    (x, target), alone = batch(), [TwoLinear(), TwoLinear()]
+    alone[0].last.weight = alone[1].first.weight = alone[0].first.weight
+    loss_of(alone[1](alone[0](x)), target).backward()
+    for is_made_before in (True, False):
+        for found, wanted in zip(run_world(2, lambda group, when=is_made_before: body(group, when)), alone, strict=True):
+            torch.testing.assert_close(found.first.weight.grad, wanted.first.weight.grad)
+
+
+def test_a_weight_that_is_in_two_ties_under_two_names_is_refused():
+    def body(group):
+        module = TwoLinear()
+        module.last.weight = module.first.weight
+        ties = [("0/first.weight", "1/last.weight"), ("0/last.weight", "1/first.weight")]
+        with pytest.raises(FerroError, match="is in two ties, under two names"):
+            Pipeline(Stage(module), group, "gpipe", 2, tied=ties)
+
+    run_world(2, body)
