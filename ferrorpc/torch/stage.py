@@ -13,6 +13,7 @@ import torch
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.errors import UsageError
 from ferrorpc.torch.arguments import checked_module
+from ferrorpc.torch.data_parallel import DistributedDataParallel
 from ferrorpc.torch.split_backward import SplitBackward
 
 
@@ -102,7 +103,7 @@ class Stage:
         """
         is_tuple = isinstance(x, tuple)
         inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if is_tuple else (x,)))
-        takes_tuple = is_tuple and type(self.module).forward is torch.nn.Sequential.forward
+        takes_tuple = is_tuple and type(_innermost(self.module)).forward is torch.nn.Sequential.forward
         with torch.enable_grad():
             given = [_module_input(each, self.needs_grad_x) for each in inputs]
             y = self.module(_in_form_of(x, given)) if takes_tuple else self.module(*given)
@@ -171,6 +172,12 @@ def _check_loss(loss: Any) -> None:
         raise UsageError(
             "the criterion's loss does not lead back to y", hint="compute it from y, outside of torch.inference_mode()"
         )
+
+
+def _innermost(module: torch.nn.Module) -> torch.nn.Module:
+    """What is called in the end, where torch.compile or DistributedDataParallel wrap a module."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
+    return module if inner is None else _innermost(inner)
 
 
 class _NonLeaf(torch.autograd.Function):

@@ -224,7 +224,7 @@ class Scores(NamedTuple):
 
 class First(nn.Module):
     def forward(self, scores):
-        return scores.logits
+        return scores[0]
 
 
 class Scoring(nn.Module):
@@ -242,6 +242,32 @@ def test_named_tuples_of_the_batch_and_of_the_module_stay_so():
         stage = Stage(nn.Sequential(First(), Scoring()))
         loss = with_gradient(lambda y, target: loss_of(y.logits, target.logits))
         return Pipeline(stage, group, "gpipe", 2).step(Scores(x, None), Scores(target, None), loss)
+
+    x, target = batch()
+    torch.testing.assert_close(run_world(1, body)[0], loss_of(linear(0)(x), target).detach())
+
+
+class Scaling(nn.Module):
+    """Takes and returns a tuple, as modules of a Sequential do that pass a second value on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(0)
+
+    def forward(self, values):
+        return self.layer(values[0]), values[1]
+
+
+@pytest.mark.parametrize("wrap", ["none", "compile", "DistributedDataParallel", "both"])
+def test_a_wrapped_sequential_takes_a_tuple_as_it_is(wrap: str):
+    def body(group):
+        piece = nn.Sequential(Scaling(), First())
+        if wrap in ("compile", "both"):
+            piece = torch.compile(piece, backend="eager")
+        if wrap in ("DistributedDataParallel", "both"):
+            piece = stages_of_torch.DistributedDataParallel(piece, group)
+        x, target = batch()
+        return Pipeline(Stage(piece, split=False), group, "gpipe", 2).step((x, x), target, with_gradient(loss_of))
 
     x, target = batch()
     torch.testing.assert_close(run_world(1, body)[0], loss_of(linear(0)(x), target).detach())
