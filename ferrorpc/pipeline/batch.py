@@ -61,21 +61,26 @@ def cut(value: Any, counts: Sequence[int]) -> list[Any]:
         part = slice(start, start + count)
         start += count
         if isinstance(value, tuple):
-            make = getattr(type(value), "_make", tuple)  # a named tuple stays one
-            parts.append(make([None if each is None else each[part] for each in value]))
+            parts.append(tuple_like(value, [None if each is None else each[part] for each in value]))
         else:
             parts.append(value[part])
     return parts
 
 
+def tuple_like(value: Any, members: Sequence[Any]) -> Any:
+    """A tuple of these members, a named one if `value` is, also one of torch, such as `torch.return_types.max`."""
+    is_of_torch = hasattr(type(value), "n_sequence_fields")
+    return type(value)(members) if is_of_torch else getattr(type(value), "_make", tuple)(members)
+
+
 def join(parts: Sequence[Any], what: str) -> Any:
-    """Concatenates parts along axis 0 into a new array of their kind (or a tuple of such); None if all are None.
+    """Concatenates parts along axis 0 into a new array of their kind, or a tuple of such, as they are; None if all are None.
 
     Raises:
         TensorMismatchError: they differ in dtype, in shape beyond axis 0, or in whether they are tuples or None.
     """
     if isinstance(parts[0], tuple) and all(isinstance(part, tuple) and len(part) == len(parts[0]) for part in parts):
-        return tuple(join([part[place] for part in parts], what) for place in range(len(parts[0])))
+        return tuple_like(parts[0], [join([part[place] for part in parts], what) for place in range(len(parts[0]))])
     if all(part is None for part in parts):
         return None
     specs = [spec_of(part) for part in parts if not (part is None or isinstance(part, tuple))]

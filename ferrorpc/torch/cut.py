@@ -38,7 +38,7 @@ def cut(
     """Cuts the model into sequences, one for each piece of a pipeline (`schedule.virtual_stages` of them).
 
     They hold the model's own modules under their own names. A weight that modules in two pieces share must be tied
-    (`Pipeline(tied=)`), and an optimizer takes it once.
+    (`Pipeline(tied=)`), and an optimizer takes it once. A named tuple comes to a piece on another rank as a plain one.
 
     Args:
         by: "parameters" counts them; "time" measures the forward and backward pass of each module on a sample.

@@ -12,6 +12,7 @@ import torch
 
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.batch import tuple_like
 from ferrorpc.torch.arguments import checked_module
 from ferrorpc.torch.data_parallel import DistributedDataParallel
 from ferrorpc.torch.split_backward import SplitBackward
@@ -244,7 +245,7 @@ def _shares_memory(y: torch.Tensor, others: Iterable[Any]) -> bool:
 
 def _in_form_of(y: Any, values: Sequence[Any]) -> Any:
     """The values as a tuple, a named one, or by itself, as y is."""
-    return getattr(type(y), "_make", tuple)(values) if isinstance(y, tuple) else values[0]
+    return tuple_like(y, values) if isinstance(y, tuple) else values[0]
 
 
 def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -247,6 +247,32 @@ def test_named_tuples_of_the_batch_and_of_the_module_stay_so():
     torch.testing.assert_close(run_world(1, body)[0], loss_of(linear(0)(x), target).detach())
 
 
+class Maximal(nn.Module):
+    """Returns a named tuple of torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(0)
+
+    def forward(self, x):
+        return torch.max(self.layer(x), dim=1)
+
+
+@pytest.mark.parametrize(("module", "name"), [(Scoring, "logits"), (Maximal, "values")])
+def test_a_criterion_and_who_asks_for_outputs_get_the_named_tuple_of_the_last_stage(module, name: str):
+    def body(group):
+        x, target = batch()
+        pipe = Pipeline(Stage(module()), group, "gpipe", 2)
+        loss = pipe.step(x, target, with_gradient(lambda y, _: getattr(y, name).sum()), reduction="sum")
+        return loss, pipe.forward(x)
+
+    ((loss, outputs),) = run_world(1, body)
+    expected = module()(batch()[0])
+    assert type(outputs) is type(expected)
+    torch.testing.assert_close(getattr(outputs, name), getattr(expected, name).detach())
+    torch.testing.assert_close(loss, getattr(expected, name).detach().sum())
+
+
 class Scaling(nn.Module):
     """Takes and returns a tuple, as modules of a Sequential do that pass a second value on."""
 
