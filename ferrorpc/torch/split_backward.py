@@ -7,8 +7,9 @@ arXiv:2401.10241). The same holds for the node of an output that does not depend
 beginning. A weight that several such nodes lead to would get several separate gradients, so its gradient is computed with the
 inputs'. The traversal costs O(nodes) in Python.
 
-Autograd runs the hooks of such a node's tensors in both parts. In the second they are given zeros, because what they returned
-in the first is already in the gradient that was kept; so what a hook adds up, as `retain_grad()` does, is added up once.
+Autograd runs the hooks of such a node's tensors in both parts: in the second on zeros, so that `retain_grad()` counts once. But
+a hook behind one that changes the gradient would get there what that makes of zeros. Tensors and nodes do not tell whether they
+have hooks; `hooks_registered` tells whether a forward pass has registered any, and then its backward pass is not to be split.
 """
 
 from __future__ import annotations
@@ -21,10 +22,28 @@ from typing import Any, Final
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ferrorpc.errors import UsageError
 
 _FIRST_EDGE: Final = threading.Lock()
+_REGISTERING: Final = threading.Lock()
+_registered_here = 0
+
+
+def hooks_registered() -> int:
+    """How many hooks of tensors, nodes and modules this process has registered so far, without those of this file."""
+    with _REGISTERING:
+        count: int = RemovableHandle.next_id - _registered_here
+    return count
+
+
+def _registered(node: Any, hook: Any) -> Any:
+    """The handle of a hook that runs before a node, and after the hooks of its tensors."""
+    global _registered_here
+    with _REGISTERING:
+        _registered_here += 1
+        return node.register_prehook(hook)
 
 
 class SplitBackward:
@@ -69,7 +88,7 @@ class SplitBackward:
         if not self._input_paths:
             return
         nodes = self._input_paths.intersection(self._later)
-        hooks = [node.register_prehook(partial(self._keep, node)) for node in nodes]
+        hooks = [_registered(node, partial(self._keep, node)) for node in nodes]
         try:
             wanted = [*self._inputs, *self._shared]
             torch.autograd.backward(self._outputs, self._given, retain_graph=True, inputs=wanted)
@@ -109,7 +128,7 @@ class SplitBackward:
                 f"the gradient that {node.name()} got was changed in place before the second part of a split backward pass",
                 hint="let hooks and functions return a new gradient, or pass split=False to ferrorpc.torch.Stage",
             )
-        hook = node.register_prehook(lambda _: arrived)  # runs after the tensors' hooks
+        hook = _registered(node, lambda _: arrived)
         try:
             torch.autograd.backward(*zip(*roots, strict=True), inputs=weights)
         finally:

@@ -15,7 +15,7 @@ from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.batch import tuple_like
 from ferrorpc.torch.arguments import checked_module
 from ferrorpc.torch.data_parallel import DistributedDataParallel
-from ferrorpc.torch.split_backward import SplitBackward
+from ferrorpc.torch.split_backward import SplitBackward, hooks_registered
 
 
 @dataclass(slots=True)
@@ -26,12 +26,14 @@ class Context:
         inputs: leaves of the graph; those of floating-point and complex types require gradients.
         outputs: what the module returned.
         is_tuple: whether the input was a tuple.
+        has_hooks: whether hooks were registered meanwhile. Then its backward pass is not split.
         split: the split backward pass, once its first half is done.
     """
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     is_tuple: bool
+    has_hooks: bool
     split: SplitBackward | None = None
 
 
@@ -59,7 +61,7 @@ class Stage:
             compiled ones, which would do everything twice; for checkpoints, which would run again for each weight (and count
             in running statistics; torch refuses re-entrant ones); and for functions of one's own whose backward does more than
             return gradients, such as adding to a `main_grad`, because where inputs and weights meet it runs in both parts.
-            Hooks of tensors do, too, and are given zeros in the second.
+            A forward pass in which hooks are registered, such as `Tensor.register_hook` does, gets its backward pass in one.
 
     Raises:
         UsageError: it is no torch module.
@@ -105,12 +107,13 @@ class Stage:
         is_tuple = isinstance(x, tuple)
         inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if is_tuple else (x,)))
         takes_tuple = is_tuple and type(_innermost(self.module)).forward is torch.nn.Sequential.forward
+        hooks = hooks_registered()
         with torch.enable_grad():
             given = [_module_input(each, self.needs_grad_x) for each in inputs]
             y = self.module(_in_form_of(x, given)) if takes_tuple else self.module(*given)
             outputs = tuple(_output(each, self.module) for each in (y if isinstance(y, tuple) else (y,)))
         detached = [_detached(each, outputs[:place]) for place, each in enumerate(outputs)]
-        return _in_form_of(y, detached), Context(inputs, outputs, is_tuple)
+        return _in_form_of(y, detached), Context(inputs, outputs, is_tuple, hooks_registered() != hooks)
 
     def backward(self, context: Context, grad_y: Any) -> Any:
         """The whole backward pass. Returns the gradient of x."""
@@ -120,14 +123,17 @@ class Stage:
         return _gradients(context)
 
     def _backward_input(self, context: Context, grad_y: Any) -> Any:
+        if context.has_hooks:
+            return self.backward(context, grad_y)
         outputs, grads = _differentiable(context.outputs, grad_y)
         context.split = SplitBackward([each for each in context.inputs if each is not None and each.requires_grad], outputs)
         context.split.input(grads)
         return _gradients(context)
 
     def _backward_weight(self, context: Context, grad_y: Any) -> None:
-        assert context.split is not None, "backward_input comes first"
-        context.split.weight()
+        if not context.has_hooks:
+            assert context.split is not None, "backward_input comes first"
+            context.split.weight()
 
 
 def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], tuple[torch.Tensor, Any]]:

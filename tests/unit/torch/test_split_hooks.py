@@ -81,6 +81,38 @@ def test_retained_gradients_are_those_of_a_whole_backward_pass():
         assert torch.equal(split.grad, whole.grad)
 
 
+@pytest.mark.parametrize("change", [lambda grad: grad / grad.norm(), lambda grad: grad + 0.1])
+def test_hooks_behind_one_that_makes_something_of_zeros_get_the_gradient_alone(change):
+    seen, kept = [], []
+
+    def watch(hidden):
+        hidden.register_hook(change)
+        hidden.register_hook(lambda grad: seen.append(grad.clone()))
+        hidden.retain_grad()
+        kept.append(hidden)
+        return hidden
+
+    module = Changed(watch)
+    check_same(module)
+    for found in (seen, [each.grad for each in kept]):
+        assert len(found) == 4
+        assert all(torch.equal(split, whole) for split, whole in zip(found[:2], found[2:], strict=True))
+
+
+def test_a_backward_pass_without_hooks_is_split_though_another_is_under_way():
+    """Each part of a split one registers hooks of nodes, in a world of threads while another rank does its forward pass."""
+    stage = Stage(Changed(lambda hidden: hidden))
+    x = torch.ones(ROWS, WIDTH)
+    y, first = stage.forward(x)
+
+    def between(hidden):
+        stage.backward_input(first, torch.ones_like(y))
+        return hidden
+
+    _, second = Stage(Changed(between)).forward(x)
+    assert not second.has_hooks
+
+
 class HalvesInPlace(torch.autograd.Function):
     """x @ weight, whose backward pass changes the gradient that it is given."""
 
