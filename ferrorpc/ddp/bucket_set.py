@@ -35,7 +35,7 @@ class BucketSet:
         memory: one for each bucket.
         size: how many ranks there are.
         traffic: the bytes sent for all buckets.
-        number: of the buckets' stream.
+        name: of the buckets' stream.
     """
 
     def __init__(self, layout: Layout, group: ProcessGroup, hook: Hook | None, kind: CupyKind | None) -> None:
@@ -50,7 +50,7 @@ class BucketSet:
         if hook is not None:
             hook.serve(self._stream)
         self.clock = self._stream.clock
-        self.number = self._stream.number
+        self.name = self._stream.name
         self.memory = self._allocate(group)
 
     def _allocate(self, group: ProcessGroup) -> list[BucketMemory]:

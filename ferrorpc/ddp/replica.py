@@ -97,7 +97,7 @@ class Replica:
     def check_weights(self, when: str) -> None:
         """Raises CollectiveMismatchError if ranks hold different weights. Collective."""
         arrays = {name: parameter.data for name, parameter in self._all_parameters.items()}
-        check_weights(arrays, self.group, self.reducer.number, when)
+        check_weights(arrays, self.group, self.reducer.name, when)
 
     def _check_weights_if_due(self, step: int) -> None:
         if self._check_every and (step + 1) % self._check_every == 0:

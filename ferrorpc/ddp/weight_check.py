@@ -26,11 +26,11 @@ GROUPS_MAX: Final = 128
 """How many hashes one barrier carries: 2 KiB of the 4 KiB that its payload may have."""
 
 
-def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: int, when: str) -> None:
+def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: str, when: str) -> None:
     """Compares arrays between all ranks, bit for bit, with their names, dtypes and shapes. Collective.
 
     Args:
-        owner: distinguishes the callers on one group; the same on all ranks.
+        owner: distinguishes the callers, also those on other groups of the same ranks; the same on all ranks.
         when: for the error, such as "in step 200".
 
     Raises:
@@ -40,7 +40,7 @@ def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: int, wh
     names = list(arrays)
     facts = "\n".join(f"{name}: {spec_of(array)}" for name, array in arrays.items())
     hashes = [_hash(_bytes_of(array)) for array in arrays.values()]
-    barrier = f"ferrorpc/weights/{owner}/{_hash(repr(group.world_ranks).encode()).hex()}"
+    barrier = f"ferrorpc/weights/{owner}"
     found = _exchange(group, barrier, [_hash(facts.encode()), _hash(*hashes)])
     if all(each == found[0] for each in found):
         return

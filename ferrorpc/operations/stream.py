@@ -41,6 +41,11 @@ class Stream:
         return self._number
 
     @property
+    def name(self) -> str:
+        """The name of this stream: the same on every rank, and unique among the streams of all groups of the generation."""
+        return f"{self._dispatch.backend.group_id:x}/{self._number}"
+
+    @property
     def is_open(self) -> bool:
         """Whether operations can still begin: its group is neither closed nor broken."""
         return self._dispatch.is_open

@@ -9,7 +9,7 @@ import pytest
 from ferrorpc.ddp import weight_check
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
-from ferrorpc.errors import CollectiveMismatchError, UsageError
+from ferrorpc.errors import BarrierTimeoutError, CollectiveMismatchError, UsageError
 from ferrorpc.testing import run_world
 from tests.unit.ddp.model import Plain
 
@@ -64,6 +64,17 @@ def test_other_names_dtypes_and_shapes_are_told_as_such(weights, others, message
         group.barrier()
 
     run_world(3, body)
+
+
+def test_checks_of_two_groups_of_the_same_ranks_never_meet():
+    """Or a difference would go unnoticed, or count as one of the other model's."""
+
+    def body(group):
+        syncs = [GradientSynchronizer({}, group.subgroup([0, 1])) for _ in range(2)]
+        syncs[group.rank].check_weights({"w": X})
+
+    first, _ = run_world(2, body, timeout=5, return_exceptions=True)
+    assert isinstance(first, BarrierTimeoutError)
 
 
 def test_a_module_is_checked_every_so_many_steps():
