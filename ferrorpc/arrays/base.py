@@ -197,7 +197,7 @@ class Kind(ABC):
         """An array of this kind that shares the memory of `data` (as for `wrap`); None if this kind's are in other memory."""
 
     def pointer_of(self, x: Any) -> int:
-        """The address of x, to check that an alias still has its memory: some libraries can give an array other memory."""
+        """The address of x's first element, to compare: some libraries can give an array other memory. 0 if it is not known."""
         return 0
 
     def address(self, x: Any) -> int:

@@ -85,6 +85,9 @@ class CupyKind(Kind):
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> None:
         return None
 
+    def pointer_of(self, x: Any) -> int:
+        return int(x.data.ptr)
+
     def address(self, x: Any) -> int:
         memory = x.data
         return int(memory.ptr) if memory.device_id == self._index and x.flags.c_contiguous else 0

@@ -44,6 +44,9 @@ class NumpyKind(Kind):
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
         return self.typed(data.reshape(spec.shape), spec)
 
+    def pointer_of(self, x: Any) -> int:
+        return int(x.__array_interface__["data"][0]) if isinstance(x, np.ndarray) else 0
+
     def typed(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
         """The same memory in the dtype that users know: bfloat16 where storage has uint16."""
         return data.view(_bfloat16()) if spec.dtype is DType.BFLOAT16 else data

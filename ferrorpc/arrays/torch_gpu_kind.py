@@ -40,7 +40,6 @@ class TorchGpuKind(TorchKind):
     def __init__(self, device: Any, device_kind: CupyKind) -> None:
         super().__init__(device)
         self._device_kind = device_kind
-        self._strided = sys.modules["torch"].strided
 
     @property
     def device_kind(self) -> CupyKind:

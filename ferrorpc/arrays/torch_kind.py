@@ -30,6 +30,7 @@ class TorchKind(Kind):
     def __init__(self, device: Any) -> None:
         self._device = device
         self._on_host = device.type == "cpu"
+        self._strided = sys.modules["torch"].strided
 
     def view(self, x: Any) -> View:
         spec = self.spec(x)
@@ -76,7 +77,7 @@ class TorchKind(Kind):
         return _tensor(data.reshape(spec.shape), spec) if self._on_host else None
 
     def pointer_of(self, x: Any) -> int:
-        return int(x.data_ptr())
+        return int(x.data_ptr()) if x.layout is self._strided else 0
 
     def takes_any_order(self, x: Any) -> bool:
         # Fused optimizers go through weights and gradients in memory order and ignore strides.

@@ -6,12 +6,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
-from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.arrays.kinds import NUMPY, kind_of
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.kernels.reduction import is_same_memory, kernel
 from ferrorpc.types import DType, ReduceOp
@@ -53,6 +54,12 @@ class BucketMemory(ABC):
         self.bucket = bucket
         self._weight: float | None = None
         self._float32: Any = None
+
+    @cached_property
+    def addresses(self) -> range:
+        """The addresses of the bytes of `array`."""
+        start = kind_of(self.array).pointer_of(self.array)
+        return range(start, start + self.array.nbytes)
 
     @abstractmethod
     def _zeros(self, dtype: DType) -> Any:
@@ -116,6 +123,10 @@ class BucketMemory(ABC):
         """The memory of a slot: shape (stop - start,), storage dtype."""
 
     @abstractmethod
+    def copied(self, part: Any) -> Any:
+        """A copy of an array that lies in this memory, in storage dtype."""
+
+    @abstractmethod
     def alias(self, slot: Slot, kind: Kind) -> Any | None:
         """The memory of a slot as an array of a kind, in the gradient's shape; None if this kind cannot use that memory."""
 
@@ -127,9 +138,9 @@ class BucketMemory(ABC):
     def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
         """Copies of slots as new arrays of the kinds given for their names."""
 
-    @abstractmethod
     def save(self, slot: Slot) -> Any:
         """A copy of `place`, for `restore`."""
+        return self.copied(self.place(slot))
 
     @abstractmethod
     def restore(self, slot: Slot, saved: Any) -> None:
@@ -208,6 +219,9 @@ class HostBucketMemory(BucketMemory):
     def place(self, slot: Slot) -> Array:
         return self.storage[slot.start : slot.stop]
 
+    def copied(self, part: Array) -> Array:
+        return part.copy()
+
     def alias(self, slot: Slot, kind: Kind) -> Any | None:
         return kind.alias(self.place(slot), slot.spec)
 
@@ -217,9 +231,6 @@ class HostBucketMemory(BucketMemory):
 
     def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
         return [kinds[slot.name].wrap(self.save(slot).reshape(slot.spec.shape), slot.spec) for slot in slots]
-
-    def save(self, slot: Slot) -> Array:
-        return self.place(slot).copy()
 
     def restore(self, slot: Slot, saved: Array) -> None:
         self.place(slot)[...] = saved

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.ddp.bucket import Layout, Slot
 from ferrorpc.ddp.bucket_collectives import BucketCollectives, Traffic
 from ferrorpc.ddp.bucket_memory import BucketMemory, HostBucketMemory
@@ -74,6 +75,14 @@ class BucketSet:
         """The memory and slot of a gradient. The contents belong to a step until the next one begins."""
         slot = self.layout.slots[name]
         return self.memory[slot.bucket], slot
+
+    def elsewhere(self, name: str, gradient: Any) -> BucketMemory | None:
+        """The bucket that an array lies in as a gradient of this name, but not in its own slot, so that another gradient may be
+        written over it. None for any other array."""
+        address, (own, slot) = kind_of(gradient).pointer_of(gradient), self.at(name)
+        if address == own.addresses.start + slot.start * slot.spec.dtype.itemsize:
+            return None
+        return next((memory for memory in self.memory if address in memory.addresses), None)
 
     def collectives(self, step: int, bucket: int) -> BucketCollectives:
         """The collectives of one bucket in one step; with a hook, those of the header and the hook's own."""

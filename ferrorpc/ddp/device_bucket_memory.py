@@ -248,6 +248,11 @@ class DeviceBucketMemory(BucketMemory):
         self._order.enter()
         return self._storage[slot.start : slot.stop]
 
+    def copied(self, part: DeviceArray) -> DeviceArray:
+        self._order.enter()
+        with self._device.here():
+            return part.copy()
+
     def alias(self, slot: Slot, kind: Kind) -> Any | None:
         return kind.wrap(self.place(slot), slot.spec) if kind.device_kind is self._context.kind else None
 
@@ -266,10 +271,6 @@ class DeviceBucketMemory(BucketMemory):
         found = self._device.empty_each([slot.spec.shape for slot in slots], self.bucket.dtype.storage)
         self.read(slots, found)
         return [kinds[slot.name].wrap(each, slot.spec) for each, slot in zip(found, slots, strict=True)]
-
-    def save(self, slot: Slot) -> DeviceArray:
-        with self._device.here():
-            return self.place(slot).copy()
 
     def restore(self, slot: Slot, saved: DeviceArray) -> None:
         with self._device.here():

@@ -10,7 +10,7 @@ import numpy as np
 
 from ferrorpc.arrays.base import Out, View
 from ferrorpc.arrays.error_prefix import ErrorPrefix
-from ferrorpc.arrays.kinds import kind_of, spec_of, view_out
+from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, view_out
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.buffers import Buffers, named_buffers
 from ferrorpc.ddp.hooks.base import Hook
@@ -150,13 +150,26 @@ class Replica:
     # One step: begin, contribute each gradient that is ready, finish.
 
     def begin(self, weight: float | None) -> Reduction:
-        """Begins the next reduction. Raises TensorMismatchError, before anything is sent, as `Buffers.pack`."""
+        """Begins the next reduction. Raises TensorMismatchError, before anything is sent, as `Buffers.pack` and `gradient`."""
+        self._take_out_gradients()
         buffers = None if self._is_uneven else self._buffers.pack()
         reduction = self.reducer.begin(weight)
         self.steps_begun += 1
         if buffers is not None:
             self._buffers.begin(buffers)
         return reduction
+
+    def _take_out_gradients(self) -> None:
+        """Copies each gradient that lies in another one's slot, as after the user has exchanged two. This step writes there."""
+        for name, parameter in self.parameters.items() if self._views else ():
+            gradient = parameter.grad
+            memory = None if gradient is None else self.reducer.elsewhere(name, gradient)
+            if memory is not None:
+                copy = memory.copied(self.gradient(name).data)
+                parameter.grad = None
+                target = self._target(self.reducer.layout.slots[name])
+                copy_into(target.data, copy)
+                target.commit()
 
     def contribute(self, reduction: Reduction, name: str) -> None:
         """Puts a parameter's gradient, which must exist. Raises as `gradient`."""

@@ -126,7 +126,7 @@ class GradientSynchronizer(Generic[Tree]):
         """
         leaves = flatten(grads, nones=self._specs)
         self._check_names(leaves)
-        views = {name: self._read(name, leaf) for name, leaf in leaves.items() if leaf is not None}
+        views = {name: self._read_apart(name, leaf) for name, leaf in leaves.items() if leaf is not None}
         with interrupts_told(self._group), self.step(weight) as step:
             for name in reversed(self._specs):
                 if name in views:
@@ -209,6 +209,12 @@ class GradientSynchronizer(Generic[Tree]):
         if missing or unknown:
             parts = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(unknown)
             raise UsageError(f"the gradients are not those of `like`; {'; '.join(parts)}", hint="pass each leaf, or None")
+
+    def _read_apart(self, name: str, grad: Any) -> View:
+        """As `_read`; a copy of a mean that lies in another gradient's slot, which this step writes to."""
+        got = self._read(name, grad)
+        memory = self._reducer.elsewhere(name, grad) if self._views else None
+        return got if memory is None else got._replace(data=memory.copied(got.data), origin=None, device_origin=None)
 
     def _read(self, name: str, grad: Any) -> View:
         got = self._reducer.view(grad, f"gradient {name!r}")

@@ -348,6 +348,23 @@ def test_a_module_accumulates_keeps_what_nobody_used_and_writes_in_place(cupy: S
 
 
 @pytest.mark.parametrize("lanes", LANES)
+def test_gradients_may_lie_in_the_slots_of_others(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> Any:
+        grads = on_gpu(cupy, {"a": np.full(4, 1, np.float32), "b": np.full(4, 2, np.float32)})
+        module = Plain(**on_gpu(cupy, {name: np.zeros(4, np.float32) for name in grads}))
+        ddp = ferrorpc.DistributedDataParallel(module, group, gradient_as_bucket_view=True)
+        sync = ferrorpc.GradientSynchronizer(grads, group, gradient_as_bucket_view=True)
+        a, b, means = module["a"], module["b"], sync(grads)
+        a.grad, b.grad = grads["a"], grads["b"]
+        ddp.sync_gradients()
+        a.grad, b.grad, means = b.grad, a.grad, sync({"a": means["b"], "b": means["a"]})
+        ddp.sync_gradients()
+        return [float(array[3]) for array in (a.grad, b.grad, means["a"], means["b"])]
+
+    assert world(cupy, lanes, 2, body) == [[2.0, 1.0, 2.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("lanes", LANES)
 def test_a_module_whose_rank_has_left_follows_the_others_steps(cupy: StandIn, lanes: str) -> None:
     counts = [3, 1]
 

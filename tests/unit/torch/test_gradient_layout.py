@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from ferrorpc.errors import GroupAbortedError, TensorMismatchError, UsageError
@@ -99,6 +101,30 @@ def test_gradients_are_averaged_though_the_user_set_the_data_of_those_before() -
         return found
 
     assert run_world(2, body) == [[0.5, 10.5, 20.5, 30.5]] * 2
+
+
+@pytest.mark.parametrize("exchange", ["objects", "data"])
+@pytest.mark.parametrize("weight", [None, 3.0])
+@pytest.mark.parametrize("views", [True, False])
+def test_gradients_that_two_parameters_have_exchanged_are_added_to(views: bool, weight: float | None, exchange: str) -> None:
+    """They lie in each other's slots, which the backward pass writes to in its order."""
+
+    def body(group):
+        module = nn.Module()
+        module.a, module.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        module.forward = lambda a, b: (module.a * a + module.b * b).sum()
+        ddp = DistributedDataParallel(module, group, gradient_as_bucket_view=views)
+        a, b = module.a, module.b
+        for factors in ((1.0, 2.0), (10.0, 20.0), (100.0, 200.0)):
+            with nullcontext() if weight is None else ddp.weighted(weight):
+                ddp(*factors).backward()
+            if exchange == "objects":
+                a.grad, b.grad = b.grad, a.grad
+            else:
+                a.grad.data, b.grad.data = b.grad.data, a.grad.data
+        return a.grad.tolist(), b.grad.tolist()
+
+    assert run_world(2, body) == [([212.0] * 2, [121.0] * 2)] * 2
 
 
 def test_a_module_that_changes_its_dtype_after_wrapping_is_an_error_that_says_so() -> None:
