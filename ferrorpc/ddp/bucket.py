@@ -6,8 +6,9 @@ first bucket is small, so that communication starts early. The last one is halve
 gradient, so the reduction of its bucket is exposed in full. A bucket holds one dtype.
 
 A bucket is one array. It begins with a header in its own dtype: one element for each gradient, which is not zero if the rank
-has used that parameter, and one for the rank's weight. Header and gradients are reduced by the same call, so the used
-parameters and the sum of the weights need no message of their own.
+has used that parameter, one for the rank's weight, and one that is zero if the rank has left an `uneven` block and only follows
+the others. Header and gradients are reduced by the same call, so the used parameters, the sum of the weights, and whether all
+have left need no message of their own.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class Bucket:
     def weight(self) -> int:
         """The index of the header element that holds the weight."""
         return len(self.slots)
+
+    @property
+    def takers(self) -> int:
+        """The index of the header element that holds how many ranks take the step and do not only follow."""
+        return len(self.slots) + 1
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
@@ -160,7 +166,7 @@ def _numbered(full: Iterable[_OpenBucket], text: str) -> Layout:
     slots: dict[str, Slot] = {}
     for index, bucket in enumerate(full):
         unit = ALIGNMENT_BYTES // bucket.dtype.itemsize
-        header = stop = _aligned(len(bucket.members) + 1, unit)
+        header = stop = _aligned(len(bucket.members) + 2, unit)
         for flag, (name, spec) in enumerate(bucket.members):
             start = _aligned(stop, unit)
             stop = start + spec.elements

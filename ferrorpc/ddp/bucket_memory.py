@@ -29,10 +29,12 @@ class ReducedHeader(NamedTuple):
     Attributes:
         used: names of the gradients that at least one rank has used.
         total_weight: the sum of the ranks' weights; None in a step without weights.
+        is_taken: whether any rank takes the step and does not only follow.
     """
 
     used: list[str]
     total_weight: float | None
+    is_taken: bool
 
 
 class BucketMemory(ABC):
@@ -80,11 +82,12 @@ class BucketMemory(ABC):
         return self.array if self._weight is None else self.accumulator
 
     @abstractmethod
-    def begin(self, weight: float | None) -> None:
+    def begin(self, weight: float | None, follows: bool) -> None:
         """Begins a step. Every gradient counts as used until `write` says otherwise.
 
         Args:
             weight: of this rank in a weighted mean; None for an unweighted one.
+            follows: whether this rank has left an `uneven` block and only follows.
         """
 
     @abstractmethod
@@ -149,7 +152,8 @@ class BucketMemory(ABC):
     def _reduced(self, header: Array) -> ReducedHeader:
         flags = (header[: self.bucket.weight] != 0).tolist()
         used = [slot.name for slot, flag in zip(self.bucket.slots, flags, strict=True) if flag]
-        return ReducedHeader(used, None if self._weight is None else float(header[self.bucket.weight].real))
+        total_weight = None if self._weight is None else float(header[self.bucket.weight].real)
+        return ReducedHeader(used, total_weight, bool(header[self.bucket.takers] != 0))
 
 
 class HostBucketMemory(BucketMemory):
@@ -170,9 +174,10 @@ class HostBucketMemory(BucketMemory):
         found[...] = 0
         return found
 
-    def begin(self, weight: float | None) -> None:
+    def begin(self, weight: float | None, follows: bool) -> None:
         self._weight = weight
         self._operand[: self.bucket.weight] = 1
+        self._operand[self.bucket.takers] = not follows
 
     def write(self, slot: Slot, gradient: View | None, used: bool, deferrable: bool) -> None:
         if not used:

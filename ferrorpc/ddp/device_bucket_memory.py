@@ -153,12 +153,13 @@ class DeviceBucketMemory(BucketMemory):
         steps."""
         return self._unweighted if self._weight is None else self._weighted
 
-    def begin(self, weight: float | None) -> None:
+    def begin(self, weight: float | None, follows: bool) -> None:
         self._weight = weight
         self._deferred = []
         header, _ = self._header
         header[...] = 0
         header[: self.bucket.weight] = 1
+        header[self.bucket.takers] = not follows
 
     def write(self, slot: Slot, gradient: View | None, used: bool, deferrable: bool) -> None:
         if not used:

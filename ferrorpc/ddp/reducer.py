@@ -12,7 +12,7 @@ types are weighted and added in float32, and rounded once. The gradients of a ra
 values.
 
 Cost, for a step with n bytes of gradients: one copy into the buckets (none for gradients that are computed there), and for each
-bucket one all_reduce, which carries 1 + gradients elements besides the n bytes.
+bucket one all_reduce, which carries 2 + gradients elements besides the n bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
+from ferrorpc.ddp.bucket_memory import is_divisor
 from ferrorpc.ddp.bucket_set import BucketSet
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import device_name
@@ -104,15 +105,18 @@ class Reducer(BucketSet):
             )
         return kind.view_on_device(gradient)
 
-    def begin(self, weight: float | None = None) -> Reduction:
+    def begin(self, weight: float | None = None, follows: bool = False) -> Reduction:
         """Begins the next step's reduction. All ranks begin it with a weight, or all without.
+
+        Args:
+            follows: this rank has left an `uneven` block and only follows the others.
 
         Raises:
             UsageError: the weight is no number, negative or not finite.
         """
         default = self._default_weight if self.hook is None else 1.0
         weight = default if weight is None else _checked_weight(weight)
-        reduction = Reduction(self, self.steps, self._begun, weight)
+        reduction = Reduction(self, self.steps, self._begun, weight, follows)
         self._begun += 1
         return reduction
 
@@ -138,13 +142,15 @@ class Reducer(BucketSet):
     def _follow(self, follow: Callable[[Reduction], None]) -> None:
         while self.memory:
             before = [(memory, slot, memory.save(slot)) for memory in self.memory for slot in memory.bucket.slots]
-            reduction = self.begin(0.0)
-            if reduction.wait() == 0:
-                # All have left. Gradients that lie in the buckets are of the last step, not of this round.
-                for memory, slot, saved in before:
-                    memory.restore(slot, saved)
+            reduction = self.begin(0.0, follows=True)
+            if is_divisor(reduction.wait()):
+                follow(reduction)
+                continue
+            # The step was refused, or all have left. Gradients that lie in the buckets are of the last step, not of this one.
+            for memory, slot, saved in before:
+                memory.restore(slot, saved)
+            if not reduction.is_taken:
                 return
-            follow(reduction)
 
 
 def _checked_weight(weight: Any) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.ddp.bucket import Bucket, Slot
-from ferrorpc.ddp.bucket_memory import BucketMemory
+from ferrorpc.ddp.bucket_memory import BucketMemory, is_divisor
 from ferrorpc.ddp.bucket_reduction import BucketReduction
 from ferrorpc.ddp.bucket_set import BucketSet
 from ferrorpc.ddp.hooks.base import Part
@@ -37,15 +37,18 @@ class Reduction:
         steps: records its times when it is over.
         number: of this step, from 0.
         weight: of this rank in a weighted mean; None for an unweighted one, on all ranks or on none.
+        follows: whether this rank has left an `uneven` block and only follows the others.
 
     Attributes:
-        is_refused: whether it was refused for the weights of all ranks, on every rank.
+        is_refused: whether it was refused for the weights of all ranks, on every rank that does not only follow.
+        is_taken: after `wait`: whether any rank does not only follow.
     """
 
-    def __init__(self, buckets: BucketSet, steps: Steps, number: int, weight: float | None) -> None:
+    def __init__(self, buckets: BucketSet, steps: Steps, number: int, weight: float | None, follows: bool) -> None:
         self.number = number
         self.weight = weight
         self.is_refused = False
+        self.is_taken = False
         self._buckets = buckets
         self._steps = steps
         self._missing = [len(bucket.slots) for bucket in buckets.layout.buckets]
@@ -58,7 +61,7 @@ class Reduction:
         """Parameters that any rank has used."""
         self._began = buckets.clock.now()
         for memory in buckets.memory:
-            memory.begin(None if weight is None else self._summable(memory, weight))
+            memory.begin(None if weight is None else self._summable(memory, weight), follows)
 
     @property
     def is_complete(self) -> bool:
@@ -137,14 +140,17 @@ class Reduction:
             UsageError: the weights of all ranks sum to zero, or to no finite number (on every rank).
             FerroError: what ended the generation.
         """
-        if self.wait() == 0:
+        total = self.wait()
+        if not is_divisor(total):
             self.is_refused = True
-            raise UsageError("the weights of all ranks sum to zero", hint="at least one rank needs a positive weight")
+            hint = "at least one rank needs a positive weight" if total == 0 else "weigh by samples or tokens, in smaller units"
+            raise UsageError(f"the weights of all ranks sum to {'zero' if total == 0 else total}", hint=hint)
 
     def wait(self) -> float:
-        """As `finish`, but returns the sum of the weights also where it is zero; then there are no means.
+        """As `finish`, but returns the sum of the weights also where it is zero or not finite; then there are no means.
 
-        It is the smallest among buckets: a weight may be zero in one dtype and not in another, and all ranks must decide alike.
+        It is that of one bucket: a weight may be zero, or too large, in one dtype and not in another, and all ranks must decide
+        alike.
         """
         for name in () if self.is_complete else self._buckets.layout.slots:
             if name not in self._received:
@@ -153,12 +159,7 @@ class Reduction:
         with self._steps.waiting(wait_began):
             totals = self._wait_for_buckets()
         self._record(wait_began, reductions)
-        if not all(map(math.isfinite, totals)):
-            self.is_refused = True
-            raise UsageError(
-                f"the weights of all ranks sum to {max(totals)}", hint="weigh by samples or tokens, in smaller units"
-            )
-        return min(totals)
+        return min(totals) if all(map(math.isfinite, totals)) else max(totals)
 
     def _wait_for_buckets(self) -> list[float]:
         """Returns the sum of the weights as each bucket's header has it."""
@@ -216,8 +217,9 @@ class Reduction:
             each.abandon()
 
     def _finish_bucket(self, memory: BucketMemory) -> float:
-        """Notes which parameters were used. Returns the sum of the weights."""
+        """Notes which parameters were used, and whether the step is taken. Returns the sum of the weights."""
         header = memory.finish()
+        self.is_taken = header.is_taken
         self._used.update(header.used)
         return float(self._buckets.size) if header.total_weight is None else header.total_weight
 

@@ -394,7 +394,7 @@ def test_a_bucket_that_is_given_up_leaves_its_header_to_the_gpu_until_that_has_r
     with cupy.cuda.Stream(non_blocking=True) as stream:
         memory = DeviceBucketMemory(bucket, DeviceContext(kind_of(x), SYSTEM_CLOCK))
         stream.fake.enqueue(lambda: bool(released))
-        memory.begin(None)
+        memory.begin(None, follows=False)
         memory.pack()
         del memory
         live = cupy.machine.pinned.live_blocks

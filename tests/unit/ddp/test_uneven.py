@@ -1,0 +1,67 @@
+"""`uneven` blocks: where the ranks that still take steps are refused one, those that have left go on following."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from ferrorpc import hooks
+from ferrorpc.ddp.module import DistributedDataParallel
+from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from ferrorpc.errors import GroupAbortedError, UsageError
+from ferrorpc.testing import run_world
+from tests.unit.ddp.model import Plain
+
+REFUSED = "the weights of all ranks sum to"
+
+
+@pytest.mark.parametrize("hook", [None, hooks.Compress("int8")], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtypes", [["float32"], ["float16", "float64", "complex64"]], ids="-".join)
+@pytest.mark.parametrize("bad", [0, 3e38])
+def test_ranks_that_have_left_follow_after_a_step_that_was_refused(bad, dtypes, hook):
+    """Its weights sum to zero, or in some dtype to infinity."""
+    weights = [[2, bad, 3, bad], [1, bad, 3, bad], []]
+
+    def body(group):
+        sync = GradientSynchronizer({dtype: np.zeros(3, dtype) for dtype in dtypes}, group, hook=hook)
+        found = []
+        with sync.uneven(found.append):
+            for number, weight in enumerate(weights[group.rank]):
+                grads = {dtype: np.full(3, number + group.rank, dtype) for dtype in dtypes}
+                with pytest.raises(UsageError, match=REFUSED) if weight == bad else nullcontext():
+                    found.append(sync(grads, weight))
+        group.barrier()
+        return [[round(float(means[dtype][0].real), 2) for dtype in dtypes] for means in found]
+
+    assert run_world(3, body) == [[[0.33] * len(dtypes), [2.5] * len(dtypes)]] * 3
+
+
+def test_a_refused_step_that_is_not_caught_ends_the_generation_with_its_error():
+    def body(group):
+        sync = GradientSynchronizer({"w": np.zeros(3)}, group)
+        with sync.uneven():
+            for weight in [[2, 0, 3], [1]][group.rank]:
+                sync({"w": np.ones(3)}, weight)
+
+    first, second = run_world(2, body, return_exceptions=True)
+    assert isinstance(first, UsageError)
+    assert isinstance(second, GroupAbortedError)
+    assert f"{REFUSED} zero" in str(second)
+
+
+def test_gradients_of_a_module_that_follows_are_as_before_a_step_that_was_refused():
+    def body(group):
+        module = Plain(w=np.zeros(2))
+        ddp = DistributedDataParallel(module, group, gradient_as_bucket_view=True)
+        followed = []
+        with ddp.uneven(lambda: followed.append(module["w"].grad.tolist())):
+            module["w"].grad = np.full(2, 1.0 + group.rank)
+            ddp.sync_gradients()
+            if group.rank == 0:
+                with pytest.raises(UsageError, match=REFUSED):
+                    ddp.sync_gradients(0)
+        return followed, module["w"].grad.tolist() if group.rank else None
+
+    assert run_world(2, body) == [([], None), ([], [1.5, 1.5])]
