@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -44,6 +45,16 @@ if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
 
 MEBIBYTE = 1 << 20
+
+
+class _OpenBlocks(threading.local):
+    """The groups of the `uneven` blocks that are open in this thread."""
+
+    def __init__(self) -> None:
+        self.groups: list[ProcessGroup] = []
+
+
+_open_blocks = _OpenBlocks()
 
 
 class Reducer(BucketSet):
@@ -128,15 +139,27 @@ class Reducer(BucketSet):
 
         Args:
             follow: called on a rank that has left, after each step of the others, with the finished reduction.
+
+        Raises:
+            UsageError: a block is open already: of this reducer; or in this thread, with another rank of this group.
         """
         if self._default_weight is not None:
             raise UsageError("an uneven() block is open already", hint="leave it first")
+        groups = _open_blocks.groups
+        if any(len({*each.world_ranks} & {*self._group.world_ranks}) > 1 for each in groups):
+            raise UsageError(
+                "an uneven() block of another model is open in this thread: a rank that left one of them would follow there, "
+                "while others wait for its part in the other",
+                hint="average both in one synchroniser, or as parts of one wrapped module; or open one block after the other",
+            )
         self._default_weight = 1.0
+        groups.append(self._group)
         try:
             with others_told(self._group):
                 yield
                 self._follow(follow)
         finally:
+            groups.remove(self._group)
             self._default_weight = None
 
     def _follow(self, follow: Callable[[Reduction], None]) -> None:

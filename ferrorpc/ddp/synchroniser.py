@@ -155,12 +155,16 @@ class GradientSynchronizer(Generic[Tree]):
         """Within it ranks may take different numbers of steps; a rank that leaves counts with weight 0 until all have left.
 
         Steps without a weight have the weight 1, so the mean is over the ranks that still take steps. An exception that leaves
-        the block ends the generation, because the others wait for this rank.
+        the block ends the generation, because the others wait for this rank. A thread has one such block open at a time: a loop
+        that averages two trees gives both to one synchroniser.
 
         Args:
             follow: called on a rank that has left, with the means of each later step. It does what the loop does with them,
                 such as the optimizer's step, so that weights stay the same on all ranks. Without it they differ: broadcast
                 them afterwards.
+
+        Raises:
+            UsageError: as the block begins: another one, with some of the same other ranks, is open in this thread.
         """
 
         def followed(reduction: Reduction) -> None:

@@ -70,12 +70,16 @@ class Wrapper:
         A rank waits at the end of the block until all have left it. An exception that leaves the block ends the generation,
         because the others wait too. Means are over the ranks that still take part. Buffers are not exchanged
         within the block; at its end all ranks take those of the (lowest) rank with the most steps, unless they are "local".
+        A thread has one such block open at a time: a loop that trains two models wraps one module with both as parts.
 
         Args:
             follow: called on a rank that has left, after each later step, with the means in `.grad`: None for a parameter that
                 no rank used in that step, so loops must reset gradients to None, not to zeros. It does what the loop does once
                 gradients are averaged, such as `optimizer.step`, so that weights and optimizer stay the same on all ranks.
                 Without it the weights, too, are taken from the rank with the most steps.
+
+        Raises:
+            UsageError: as the block begins: another one, with some of the same other ranks, is open in this thread.
         """
         return self._replica.uneven(follow)
 

@@ -65,3 +65,43 @@ def test_gradients_of_a_module_that_follows_are_as_before_a_step_that_was_refuse
         return followed, module["w"].grad.tolist() if group.rank else None
 
     assert run_world(2, body) == [([], None), ([], [1.5, 1.5])]
+
+
+def test_a_second_block_in_one_thread_is_refused_as_it_opens():
+    """A rank that left one of them would follow there, while the others wait for its part in the other."""
+
+    def body(group):
+        first, second = [GradientSynchronizer({"w": np.zeros(3)}, group) for _ in range(2)]
+        wrapped = DistributedDataParallel(Plain(w=np.zeros(2)), group)
+        with first.uneven():
+            for other in (second, wrapped):
+                with (
+                    pytest.raises(UsageError, match=r"block of another model is open.*\n.*in one synchroniser"),
+                    other.uneven(),
+                ):
+                    pass
+            for _ in range(1 + group.rank):
+                first({"w": np.ones(3)})
+        with second.uneven():
+            second({"w": np.ones(3)})
+
+    run_world(2, body)
+
+
+def test_blocks_of_groups_with_no_other_rank_in_common_may_be_open_together():
+    """As over the two dimensions of a mesh, where the ranks of a row take equally many of the column's steps."""
+
+    def body(group):
+        rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+        row, column = [next(filter(None, [group.subgroup(each) for each in parts])) for parts in (rows, columns)]
+        outer, inner = GradientSynchronizer({"w": np.zeros(1)}, column), GradientSynchronizer({"w": np.zeros(1)}, row)
+        found = []
+        with outer.uneven():
+            for _ in range(1 + column.rank):
+                with inner.uneven():
+                    for _ in range(1 + row.rank):
+                        found.append(inner({"w": np.ones(1)})["w"][0])
+                found.append(outer({"w": np.ones(1)})["w"][0])
+        return found
+
+    assert [len(found) for found in run_world(4, body)] == [2, 3, 4, 6]
