@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,10 +21,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Landing:
-    """Where a result on a GPU is complete: at events behind what the streams held that it was made in.
+    """Where the streams of arrays on GPUs are now: at events behind what they hold. There a result is complete that was just
+    made, and what the caller did before may no longer write an `out` that was just passed in.
 
     Args:
-        given: the result, just made; the current streams wait for it.
+        given: the result, or the `out`: an array, or a list of arrays; those on the host do not count.
     """
 
     __slots__ = ("_marks",)
@@ -189,7 +190,7 @@ class Into(Result):
         self.out = _written_out(out, spec_of(out) if spec is None else spec, device_arrays)
         self.targets, self.landing_device = [self.out.data], device_among([out])
         self.on_device = self.landing_device is not None
-        self._follow_call = order_after_call([out]) if self.on_device else _nothing
+        self._follow_call = Landing(out).follow if self.on_device else _nothing
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's array."""
@@ -218,7 +219,7 @@ class IntoList(Result):
         self.targets = [part.data for part in self._outs]
         self.landing_device = device_among(out)
         self.on_device = self.landing_device is not None
-        self._follow_call = order_after_call(out) if self.on_device else _nothing
+        self._follow_call = Landing(out).follow if self.on_device else _nothing
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's list."""
@@ -249,7 +250,7 @@ class IntoWhole(Result):
         self.targets, self.landing_device = split(self._out.data, size), device_among([out])
         self.on_device = self.landing_device is not None
         self._specs = [TensorSpec(spec.dtype, part.shape) for part in self.targets]
-        self._follow_call = order_after_call([out]) if self.on_device else _nothing
+        self._follow_call = Landing(out).follow if self.on_device else _nothing
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's array."""
@@ -278,26 +279,8 @@ def device_among(arrays: Iterable[Any]) -> Device | None:
     return next((kind.staging.device for kind in kinds), None)
 
 
-def order_after_call(arrays: Iterable[Any]) -> Callable[[], None]:
-    """Called with the `out` of a call. Returns a function that makes the stream that is current then, later or on another
-    thread, wait for what the caller's stream holds at the call: that may still write those arrays."""
-    devices = {kind.staging.device for kind in map(kind_of, arrays) if kind.on_device}
-    marks = []
-    for device in devices:
-        with device.here():
-            marks.append((device, *device.marked()))
-
-    def follow() -> None:
-        for device, stream, event in marks:
-            current = device.current()
-            if current.pointer != stream.pointer:
-                current.wait(event)
-
-    return follow
-
-
 def _nothing() -> None:
-    """As the function that `order_after_call` returns, for arrays on the host."""
+    """As `Landing.follow`, for arrays on the host."""
 
 
 def _check(found: TensorSpec, wanted: TensorSpec, label: object) -> None:
