@@ -34,7 +34,8 @@ _NUMBER_MAX: Final = (1 << 31) - 1
 """Ranks and sizes of worlds are sent as 32-bit integers."""
 _BYTES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
 NAME_BYTES_MAX: Final = 128
-_NAME: Final = re.compile(r"[!-.0-~]+")
+VALID_NAME: Final = re.compile(r"[!-.0-~]+")
+"""Of a job or of a member; a coordinator refuses others."""
 _SIMILARITY_MIN: Final = 0.85
 """Names as similar as this are taken for misspelt settings. Less would match <SERVICE>_PORT, which Kubernetes sets."""
 _TRUE: Final = ("1", "true", "yes", "on")
@@ -70,7 +71,7 @@ def size_bytes(text: str) -> int:
 
 def plain_name(text: str) -> str:
     """A valid name of a job or of a member."""
-    if len(text) > NAME_BYTES_MAX or not _NAME.fullmatch(text):
+    if len(text) > NAME_BYTES_MAX or not VALID_NAME.fullmatch(text):
         raise ValueError(f"expected at most {NAME_BYTES_MAX} characters of printable ASCII, without blanks and slashes")
     if text in (".", ".."):
         raise ValueError("expected a name that can be that of a directory")
@@ -86,7 +87,7 @@ def path(text: str) -> str:
 
 def host_name() -> str:
     """This machine's name, with a dash for each character that no name may have: members are named after their hosts."""
-    return "".join(letter if _NAME.fullmatch(letter) else "-" for letter in socket.gethostname())
+    return "".join(letter if VALID_NAME.fullmatch(letter) else "-" for letter in socket.gethostname())
 
 
 def whole_number(text: str) -> int:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from operator import index
 from typing import Final
 
 from ferrorpc.errors import InvalidRankError, MessageTooLargeError, UsageError, require
+from ferrorpc.wire.limits import KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, VALID_KEY, VALUE_BYTES_MAX
 
-KEY_BYTES_MAX: Final = 512
-VALUE_BYTES_MAX: Final = 1 << 20
-PAYLOAD_BYTES_MAX: Final = 4 << 10
-FRAME_BYTES_MAX: Final = 256 << 10
-WRITES_MAX: Final = 128
-"""Unanswered writes of a session. A coordinator remembers the results of this many, in case they are sent again."""
 BINDINGS: Final = ("job", "session", "generation")
-_KEY: Final = re.compile(r"[!-~]+")
 
 
 def check_key(key: str) -> None:
@@ -31,7 +24,7 @@ def check_key(key: str) -> None:
             f"a name in the store or of a barrier is text, not {type(key).__name__}", hint="use keys such as 'run/lr'"
         )
     require(f"the length of key {key[:40]!r}...", len(key.encode("utf-8", "surrogatepass")), "key_bytes", KEY_BYTES_MAX)
-    if not _KEY.fullmatch(key):
+    if not VALID_KEY.fullmatch(key):
         raise UsageError(f"key {key!r} is not made of printable ASCII without blanks", hint="use keys such as 'run/lr'")
 
 

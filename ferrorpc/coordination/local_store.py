@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.condition import Condition
 from ferrorpc.errors import StoreTimeoutError, UsageError
 from ferrorpc.guard import seconds_of
+from ferrorpc.wire.limits import VALID_COUNTER
 
-_NUMBER: Final = re.compile(rb"-?[0-9]{1,20}")
 Owner = tuple[str, int]
 """What a key is bound to: ("job", 0), ("session", number) or ("generation", number)."""
 
@@ -101,7 +99,7 @@ class LocalStore(Store):
         amount = limits.check_amount(amount)
         with self._request():
             text = self._keyspace.values.get(key, b"0")
-            if not _NUMBER.fullmatch(text):
+            if not VALID_COUNTER.fullmatch(text):
                 raise UsageError(f"key {key!r} holds {text[:40]!r}, which is no decimal integer")
             total = int(text) + amount
             if not -(1 << 63) <= total < 1 << 63:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import FerroError, NcclError
-
-ID_BYTES: Final = 128
-_RANKS_PER_ID: Final = 128
+from ferrorpc.wire.limits import NCCL_ID_BYTES, RANKS_PER_NCCL_ID
 
 
 def leaders(ranks: Sequence[int]) -> list[int]:
     """The ranks that create ids, one for every 128."""
-    return sorted(ranks)[::_RANKS_PER_ID]
+    return sorted(ranks)[::RANKS_PER_NCCL_ID]
 
 
 def agree_on_ids(
@@ -46,6 +43,6 @@ def agree_on_ids(
         with contextlib.suppress(FerroError):
             session.exchange_nccl_id(communicator, attempt, ranks, error, timeout)
         raise
-    if len(unique_id) != ID_BYTES:
-        raise NcclError(f"an NCCL id has {ID_BYTES} bytes, this one {len(unique_id)}")
+    if len(unique_id) != NCCL_ID_BYTES:
+        raise NcclError(f"an NCCL id has {NCCL_ID_BYTES} bytes, this one {len(unique_id)}")
     return session.exchange_nccl_id(communicator, attempt, ranks, [unique_id], timeout)

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from google.protobuf.message import Message
 
-from ferrorpc.coordination import limits
 from ferrorpc.errors import FerroError, MessageTooLargeError, require
 from ferrorpc.guard import Latch
 from ferrorpc.v1 import session_pb2 as wire
+from ferrorpc.wire.limits import FRAME_BYTES_MAX, VALUE_BYTES_MAX
 
 STORE_OVERHEAD_BYTES: Final = 4 << 10
 
@@ -83,5 +83,5 @@ def check_size(label: str, **body: Any) -> None:
         MessageTooLargeError: naming the request and the limit.
     """
     ((kind, message),) = body.items()
-    most = limits.VALUE_BYTES_MAX + STORE_OVERHEAD_BYTES if kind == "store" else limits.FRAME_BYTES_MAX
+    most = VALUE_BYTES_MAX + STORE_OVERHEAD_BYTES if kind == "store" else FRAME_BYTES_MAX
     require(f"the bytes of {label}", message.ByteSize(), "frame_bytes", most, MessageTooLargeError)

@@ -15,6 +15,7 @@ from ferrorpc.coordination.local_store import timed_out
 from ferrorpc.errors import StoreTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, seconds_of
 from ferrorpc.v1 import store_pb2 as wire
+from ferrorpc.wire.limits import WRITES_MAX
 
 _BINDING: Final = {
     "job": wire.KEY_BINDING_JOB,
@@ -102,7 +103,7 @@ class RemoteStore(Store):
             raise self._connection.ended_by.again()
         while not self._turns.wait_for(self._take_turn, SYSTEM_CLOCK.now() + self._timeout):
             if not self._connection.outage():
-                others = f"{limits.WRITES_MAX} others have no answer"
+                others = f"{WRITES_MAX} others have no answer"
                 raise StoreTimeoutError(f"{label} had no turn for {self._timeout:g} s: {others}")
         try:
             return self._ask(label, **operation)
@@ -112,7 +113,7 @@ class RemoteStore(Store):
                 self._turns.notify_all()
 
     def _take_turn(self) -> bool | None:
-        if self._writing >= limits.WRITES_MAX:
+        if self._writing >= WRITES_MAX:
             return None
         self._writing += 1
         return True

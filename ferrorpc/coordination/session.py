@@ -37,9 +37,9 @@ from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
 from ferrorpc.wire.error_detail import detail_of, encodable, restore
+from ferrorpc.wire.limits import PROTOCOL_VERSION
 from ferrorpc.wire.token import Token
 
-PROTOCOL_VERSION: Final = 1
 LAST_CALL_SECONDS: Final = 1.0
 """How long an elastic rendezvous stays open for more members once it has enough."""
 ROUND_SECONDS: Final = 1.0

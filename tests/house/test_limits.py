@@ -1,4 +1,4 @@
-"""Limits: the library refuses what the coordinator would, defaults are the same on both sides, and the document tells them."""
+"""Limits: they fit together, defaults are the same on both sides, and the document tells them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES
-from ferrorpc.config import NAME_BYTES_MAX, SETTINGS
-from ferrorpc.coordination import limits as client
+from ferrorpc.config import SETTINGS
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.wire import frames, options
 from tests.house.tree import ROOT
@@ -57,15 +56,6 @@ ROWS = (
 def test_a_limit_is_documented_as_it_is(what: str, limit: str) -> None:
     row = f"| {what} | {limit} |"
     assert row in (ROOT / "docs" / "operations.md").read_text().splitlines(), f"write into docs/operations.md: {row}"
-
-
-def test_the_client_refuses_what_the_coordinator_would() -> None:
-    assert LIMITS.key_bytes == client.KEY_BYTES_MAX
-    assert LIMITS.value_bytes == client.VALUE_BYTES_MAX
-    assert LIMITS.payload_bytes == client.PAYLOAD_BYTES_MAX
-    assert LIMITS.frame_bytes == client.FRAME_BYTES_MAX
-    assert LIMITS.remembered_writes == client.WRITES_MAX
-    assert LIMITS.name_bytes == NAME_BYTES_MAX
 
 
 def test_a_store_value_fits_into_what_a_coordinator_receives() -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ferrorpc_coordinator.state.settings import MILLISECOND, PROTOCOL_VERSION, SECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND
 
 from ferrorpc.errors import ErrorCode, GroupAbortedError
 from ferrorpc.v1 import barrier_pb2, rendezvous_pb2, session_pb2, store_pb2
 from ferrorpc.wire.error_detail import detail_of
+from ferrorpc.wire.limits import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation, Wire

@@ -22,9 +22,10 @@ from ferrorpc_coordinator.state.events import (
     Tick,
     UnaryRequest,
 )
-from ferrorpc_coordinator.state.settings import PROTOCOL_VERSION, SECOND, Settings
+from ferrorpc_coordinator.state.settings import SECOND, Settings
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
+from ferrorpc.wire.limits import PROTOCOL_VERSION
 
 BEAT_NS = SECOND // 2
 

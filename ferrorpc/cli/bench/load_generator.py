@@ -22,11 +22,11 @@ import grpc.aio
 
 from ferrorpc.cli.bench.orderly_end import ended_in_order
 from ferrorpc.cli.launcher.exec_shim import tied_to_this_process
-from ferrorpc.coordination.session import PROTOCOL_VERSION
 from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire import options, status
 from ferrorpc.wire.error_detail import restore
+from ferrorpc.wire.limits import PROTOCOL_VERSION
 
 BEAT_SECONDS: Final = 1.0
 START_SECONDS: Final = 20.0

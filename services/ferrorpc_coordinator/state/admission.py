@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
-from typing import Final
 
+from ferrorpc.config import VALID_NAME
 from ferrorpc.errors import ConfigError, LimitExceededError, MessageTooLargeError, StaleGenerationError, require
 from ferrorpc.v1 import session_pb2
 from ferrorpc.wire.refusal_log import quoted
@@ -14,8 +13,6 @@ from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members
 from ferrorpc_coordinator.state.settings import MILLISECOND, Limits, format_seconds
-
-_NAME: Final = re.compile(r"[!-.0-~]+")
 
 
 def check_name(what: str, name: str, most: int) -> None:
@@ -27,7 +24,7 @@ def check_name(what: str, name: str, most: int) -> None:
     """
     if len(name.encode("utf-8", "replace")) > most:
         raise LimitExceededError(f"the {what} {name[:32]!r}... is longer than name_bytes, which is {most}", limit="name_bytes")
-    if not _NAME.fullmatch(name):
+    if not VALID_NAME.fullmatch(name):
         raise ConfigError(f"{what} {name!r} is not made of printable ASCII without blanks and slashes", hint="choose another")
 
 

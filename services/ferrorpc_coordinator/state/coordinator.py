@@ -27,6 +27,7 @@ from ferrorpc.errors import (
 from ferrorpc.v1 import session_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.identity import Role
+from ferrorpc.wire.limits import PROTOCOL_VERSION
 from ferrorpc.wire.refusal_log import RefusalLog
 from ferrorpc_coordinator.state.access import Access, required_role
 from ferrorpc_coordinator.state.admission import check_hello, check_name, unknown_session
@@ -48,7 +49,7 @@ from ferrorpc_coordinator.state.events import (
 from ferrorpc_coordinator.state.job import TABLES, Job, sets_a_value
 from ferrorpc_coordinator.state.member import Member
 from ferrorpc_coordinator.state.running_time import RunningTime
-from ferrorpc_coordinator.state.settings import PROTOCOL_VERSION, Settings
+from ferrorpc_coordinator.state.settings import Settings
 
 
 class Coordinator:

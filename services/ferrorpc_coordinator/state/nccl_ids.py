@@ -15,12 +15,11 @@ from typing import Final, NamedTuple
 from ferrorpc.errors import CollectiveTimeoutError, NcclError, PeerLostError, UsageError, require
 from ferrorpc.v1 import error_pb2, nccl_pb2
 from ferrorpc.wire.error_detail import detail_of
+from ferrorpc.wire.limits import NCCL_ID_BYTES, RANKS_PER_NCCL_ID
 from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 
-RANKS_PER_LEADER: Final = 128
-ID_BYTES: Final = 128
 COMMUNICATORS_MAX: Final = 1_024
 FAILURE_CHARACTERS_MAX: Final = 4_096
 """A leader's reason for having no id is kept for each communicator until the generation is over."""
@@ -46,7 +45,7 @@ class Exchange:
     @property
     def leaders(self) -> tuple[int, ...]:
         """The world ranks that create ids, in the order of their ids."""
-        return self.ranks[::RANKS_PER_LEADER]
+        return self.ranks[::RANKS_PER_NCCL_ID]
 
 
 class NcclIdRelay:
@@ -121,9 +120,9 @@ class NcclIdRelay:
             self._finish(key, exchange, detail_of(error))
             return
         ids = list(request.unique_ids)
-        if any(len(value) != ID_BYTES for value in ids) or len(ids) not in (1, len(leaders)):
+        if any(len(value) != NCCL_ID_BYTES for value in ids) or len(ids) not in (1, len(leaders)):
             most = len(leaders)
-            raise UsageError(f"rank {rank} offered {len(ids)} ids; a leader offers one of {ID_BYTES} bytes, or all {most}")
+            raise UsageError(f"rank {rank} offered {len(ids)} ids; a leader offers one of {NCCL_ID_BYTES} bytes, or all {most}")
         targets = (rank,) if len(ids) == 1 else leaders
         exchange.ids.update(zip(targets, ids, strict=True))
         if len(exchange.ids) == len(leaders):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from ferrorpc.config import NAME_BYTES_MAX
+from ferrorpc.wire.limits import FRAME_BYTES_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, VALUE_BYTES_MAX, WRITES_MAX
+
 MILLISECOND: Final = 1_000_000
 SECOND: Final = 1_000 * MILLISECOND
-PROTOCOL_VERSION: Final = 1
 
 
 def format_seconds(duration_ns: int) -> str:
@@ -19,15 +21,15 @@ def format_seconds(duration_ns: int) -> str:
 class Limits:
     """Limits for one job, session or request. Exceeding one raises LimitExceededError with the field's name."""
 
-    key_bytes: int = 512
-    value_bytes: int = 1 << 20
-    frame_bytes: int = 256 << 10
+    key_bytes: int = KEY_BYTES_MAX
+    value_bytes: int = VALUE_BYTES_MAX
+    frame_bytes: int = FRAME_BYTES_MAX
     """Any control frame except one that sets a value."""
-    payload_bytes: int = 4 << 10
+    payload_bytes: int = PAYLOAD_BYTES_MAX
     """Payload of one member at a barrier."""
     barrier_bytes: int = 1 << 20
     """Payloads of all members at one barrier, which must fit into its answer."""
-    name_bytes: int = 128
+    name_bytes: int = NAME_BYTES_MAX
     hello_bytes: int = 16 << 10
     """A Hello. The other members receive what it contains."""
     world_bytes: int = 1920 << 10
@@ -61,7 +63,7 @@ class Limits:
     """Links of all members together in one status, divided equally among them."""
     status_page_bytes: int = 512 << 10
     """Barriers and members in one page of the status; with the log and the generations it stays below 2 MiB."""
-    remembered_writes: int = 128
+    remembered_writes: int = WRITES_MAX
     """Write results kept per client, for retries."""
     remembered_clients: int = 1_024
     """Clients of unary calls whose write results are kept."""

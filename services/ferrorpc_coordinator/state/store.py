@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.v1 import store_pb2
 from ferrorpc.wire.error_detail import detail_of
+from ferrorpc.wire.limits import VALID_COUNTER, VALID_KEY
 from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generations
 from ferrorpc_coordinator.state.keyspace import Entry, Keyspace
@@ -25,8 +25,6 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 from ferrorpc_coordinator.state.watches import Watches
 from ferrorpc_coordinator.state.write_results import WriteResults
 
-_KEY: Final = re.compile(r"[!-~]+")
-_NUMBER: Final = re.compile(rb"-?[0-9]{1,20}")
 _GROWING: Final = frozenset({"set", "add", "compare_set"})
 """Operations that enlarge the journal."""
 _WRITES: Final = _GROWING | {"delete"}
@@ -160,7 +158,7 @@ class Store:
     def _add(self, requester: Requester, operation: store_pb2.AddOperation) -> store_pb2.StoreResponse:
         entry = self.keyspace.get(self._valid_key(operation.key))
         before = b"0" if entry is None else entry.value
-        if not _NUMBER.fullmatch(before):
+        if not VALID_COUNTER.fullmatch(before):
             raise UsageError(f"key {operation.key!r} holds {before[:32]!r}, which is no decimal number to add to")
         total = int(before) + operation.amount
         if not -(1 << 63) <= total < 1 << 63:
@@ -263,7 +261,7 @@ class Store:
 
     def _valid_key(self, key: str) -> str:
         require("the key's length", len(key), "key_bytes", self._context.limits.key_bytes)
-        if not _KEY.fullmatch(key):
+        if not VALID_KEY.fullmatch(key):
             text = f"key {key[:64]!r} is not made of printable ASCII without blanks"
             raise UsageError(text, hint="use keys such as 'run/lr'")
         return key

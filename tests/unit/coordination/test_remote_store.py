@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ferrorpc.coordination.limits import WRITES_MAX
 from ferrorpc.coordination.remote_store import RemoteStore
 from ferrorpc.errors import StoreTimeoutError, UsageError
 from ferrorpc.v1 import store_pb2
+from ferrorpc.wire.limits import WRITES_MAX
 
 
 class Answering:

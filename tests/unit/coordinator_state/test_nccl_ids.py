@@ -79,7 +79,7 @@ def test_ranks_that_name_different_members_of_a_communicator_are_told_so() -> No
 
 
 def test_one_leader_may_offer_the_ids_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_ids, "RANKS_PER_LEADER", 2)
+    monkeypatch.setattr(nccl_ids, "RANKS_PER_NCCL_ID", 2)
     world = World()
     join(world, "a", "b", "c")
     ids = [b"u" * 128, b"v" * 128]

@@ -1,0 +1,22 @@
+"""What a member and its coordinator agree on: the version of their protocol, the sizes that they take, and what is valid."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+"""Of a member's session. Lanes between members have their own."""
+KEY_BYTES_MAX: Final = 512
+VALUE_BYTES_MAX: Final = 1 << 20
+PAYLOAD_BYTES_MAX: Final = 4 << 10
+"""Of one member at a barrier."""
+FRAME_BYTES_MAX: Final = 256 << 10
+"""Any control frame except one that sets a value."""
+WRITES_MAX: Final = 128
+"""Unanswered writes of a session. A coordinator remembers the results of this many, in case they are sent again."""
+NCCL_ID_BYTES: Final = 128
+RANKS_PER_NCCL_ID: Final = 128
+VALID_KEY: Final = re.compile(r"[!-~]+")
+VALID_COUNTER: Final = re.compile(rb"-?[0-9]{1,20}")
+"""A value of the store that can be added to."""
