@@ -28,9 +28,9 @@ import numpy as np
 from benchmarks.gpu.timing import exit_code, note
 from benchmarks.options import amount
 from ferrorpc.arrays.cupy_device import open_device
-from ferrorpc.backends.device.ending import EXIT_CODE
 from ferrorpc.cli.ports import held_ports
 from ferrorpc.cli.table import table
+from ferrorpc.exit_codes import EXIT_RETRY
 
 SECONDS_MAX = 5.0
 RUN_SECONDS_MAX = 60.0
@@ -124,7 +124,7 @@ def main() -> None:
     targets = {
         f"the survivor on {backend} has PeerLostError within {SECONDS_MAX:g} s": each.get("seconds", SECONDS_MAX) < SECONDS_MAX
         if each["error"] == "PeerLostError"
-        else backend == "cuda_ipc" and each.get("code") == EXIT_CODE
+        else backend == "cuda_ipc" and each.get("code") == EXIT_RETRY
         for backend, each in found.items()
     }
     sys.exit(exit_code(targets))

@@ -16,7 +16,7 @@ from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.cuda_ipc.communicator import ABORT_SECONDS, kernel_of
 from ferrorpc.backends.cuda_ipc.control_block import SLOTS, block_bytes
 from ferrorpc.backends.device.communicator import DataType, Op
-from ferrorpc.backends.device.ending import EXIT_CODE, Ending
+from ferrorpc.backends.device.ending import Ending
 from ferrorpc.backends.registry import Place, create
 from ferrorpc.errors import (
     BackendUnavailableError,
@@ -28,6 +28,7 @@ from ferrorpc.errors import (
     PeerLostError,
     TensorMismatchError,
 )
+from ferrorpc.exit_codes import EXIT_RETRY
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.kernels.cuda.folds import FOLDS, Folds
@@ -346,7 +347,7 @@ def test_a_rank_whose_gpu_waits_for_a_killed_rank_for_ever_ends_to_be_started_ag
 
         on_ranks(found, body)
         backends[0].latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
-        eventually(lambda: codes == [EXIT_CODE], "rank 0 ends")
+        eventually(lambda: codes == [EXIT_RETRY], "rank 0 ends")
         killed.clear()
         in_threads(2, lambda rank: found[rank].close())
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ferrorpc.backends.device.communicator import DataType, Op, State
-from ferrorpc.backends.device.ending import CLOSE_SECONDS, EXIT_CODE, FROZEN_SECONDS, Ending
+from ferrorpc.backends.device.ending import CLOSE_SECONDS, FROZEN_SECONDS, Ending
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError
+from ferrorpc.exit_codes import EXIT_RETRY
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Latch, SystemClock
 from ferrorpc.testing.gpu.nccl import FakeNccl
@@ -43,7 +44,7 @@ def test_an_abort_that_hangs_ends_the_process_with_the_code_for_a_new_start() ->
     ending.add(Stuck())  # type: ignore[arg-type]
     latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
     assert gone.wait(SECONDS)
-    assert codes == [EXIT_CODE] == [75]
+    assert codes == [EXIT_RETRY] == [75]
 
 
 def test_the_system_ends_the_process_where_python_cannot_and_not_if_the_abort_was_in_time() -> None:
@@ -60,7 +61,7 @@ def test_the_system_ends_the_process_where_python_cannot_and_not_if_the_abort_wa
     ending = Ending(SYSTEM_CLOCK, latch, nullcontext, abort_seconds=5.0, exit_later=later)
     ending.add(Prompt())  # type: ignore[arg-type]
     latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
-    eventually(lambda: told == [(5.0 + FROZEN_SECONDS, EXIT_CODE), "aborts", "stays"])
+    eventually(lambda: told == [(5.0 + FROZEN_SECONDS, EXIT_RETRY), "aborts", "stays"])
 
 
 def test_without_a_thread_for_the_abort_the_process_ends_later_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,17 +88,17 @@ def test_without_a_thread_for_the_abort_the_process_ends_later_and_says_so(caplo
     ending.add(Never())  # type: ignore[arg-type]
     latch.watch(lambda: told.append("another watcher"))
     latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
-    assert told == [(5.0 + FROZEN_SECONDS, EXIT_CODE), "another watcher"]
+    assert told == [(5.0 + FROZEN_SECONDS, EXIT_RETRY), "another watcher"]
     assert "refuses a thread (ferrorpc-device-abort)" in caplog.text
     assert "ends with code 75" in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="its timers are Linux's")
-@pytest.mark.parametrize(("cancelled", "code"), [(False, EXIT_CODE), (True, 0)])
+@pytest.mark.parametrize(("cancelled", "code"), [(False, EXIT_RETRY), (True, 0)])
 def test_a_process_whose_threads_do_not_run_is_ended_by_the_system(cancelled: bool, code: int) -> None:
     frozen = (
         "import ctypes\nfrom ferrorpc.backends.device.exit_timer import exit_after\n"
-        f"stay = exit_after(0.5, {EXIT_CODE})\n"
+        f"stay = exit_after(0.5, {EXIT_RETRY})\n"
         f"if {cancelled}: stay()\n"
         "ctypes.PyDLL(None).sleep(3)"  # with the interpreter's lock
     )

@@ -19,6 +19,7 @@ from typing import Any, Final
 from ferrorpc.backends.device.communicator import Communicator, State
 from ferrorpc.backends.device.exit_timer import exit_after
 from ferrorpc.errors import FerroError, LimitExceededError
+from ferrorpc.exit_codes import EXIT_RETRY
 from ferrorpc.guard import Clock, Latch
 
 ABORT_SECONDS: Final = 10.0
@@ -27,8 +28,6 @@ CLOSE_SECONDS: Final = 0.8
 """How long closing a group may take until its communicators are aborted."""
 FROZEN_SECONDS: Final = 2.0
 """How much later the process ends where no thread gets the interpreter."""
-EXIT_CODE: Final = 75
-"""Membership lost: start again."""
 POLL_SECONDS: Final = 1e-3
 _log = logging.getLogger("ferrorpc.backends.device")
 
@@ -89,7 +88,7 @@ class Ending:
         """Aborts on a thread of its own: an abort waits until the GPU has run past what was launched, and that may wait for
         operations of other communicators, which have to be aborted at the same time."""
         over = threading.Event()
-        stay = self._exit_later(self._seconds + FROZEN_SECONDS, EXIT_CODE)
+        stay = self._exit_later(self._seconds + FROZEN_SECONDS, EXIT_RETRY)
         with contextlib.suppress(LimitExceededError):  # then the exit above is the only one
             self._clock.call_at(self._clock.now() + self._seconds, lambda: self._check(over))
         try:
@@ -98,7 +97,7 @@ class Ending:
             _log.critical(
                 "no communicator can be aborted: %s; the process ends with code %d in %g s",
                 refusal.message,
-                EXIT_CODE,
+                EXIT_RETRY,
                 self._seconds + FROZEN_SECONDS,
             )
 
@@ -117,9 +116,9 @@ class Ending:
                 "an abort did not return within %g s after the generation ended (%s); the process ends with code %d",
                 self._seconds,
                 self._latch.cause.message if self._latch.cause is not None else "closed",
-                EXIT_CODE,
+                EXIT_RETRY,
             )
-            self._leave(EXIT_CODE)
+            self._leave(EXIT_RETRY)
 
     def close(self, communicators: Sequence[Communicator], until: float) -> None:
         """Finalizes and destroys communicators. Those that are not finished by clock time `until`, or fail, are aborted."""
