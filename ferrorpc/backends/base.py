@@ -14,12 +14,12 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.blocking import BlockingMessage, BlockingPrepared, BlockingRecv, BlockingSend, Turns
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.driver import drive, drive_apart
 from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.prepared import prepare
 from ferrorpc.collectives.select import explain
 from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.collectives.tuning import Tuning

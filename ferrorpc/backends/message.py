@@ -11,14 +11,13 @@ import numpy as np
 from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.algorithms.plan import Plan
-from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.arena import select as arena_select
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.control_blocks import ControlBlocks
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.point_to_point import RecvExecution, SendExecution, SendQueues
-from ferrorpc.collectives.prepared import PlanPrepared
+from ferrorpc.collectives.prepared import PlanPrepared, prepare
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.ranks_and_tags import BACKEND_TAG_MAX, peer_of, tag_of
 from ferrorpc.collectives.select import DEFAULT_TUNING, explain

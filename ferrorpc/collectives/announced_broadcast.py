@@ -20,7 +20,7 @@ from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.device_transfers import on_host, transfers_for
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.select import DEFAULT_TUNING, bytes_of
+from ferrorpc.collectives.select import bytes_of
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
@@ -34,25 +34,6 @@ _KNOWN_MAX: Final = 64
 """How many plans for announced arrays are cached."""
 
 Array = np.ndarray[Any, Any]
-
-
-def prepare(
-    call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], tuning: Tuning = DEFAULT_TUNING
-) -> Prepared:
-    """Validates a call and prepares its plan, with an announcement first where it needs one.
-
-    Args:
-        run: prepares one call with one plan.
-        tuning: what the selection depends on.
-
-    Raises:
-        UsageError, TensorMismatchError: as `select.plan_for`.
-    """
-    call = tuning.applied(call)
-    select.check(call)
-    if not select.is_announced(call, size, tuning):
-        return run(call, select.plan_for(call, rank, size, tuning))
-    return AnnouncedPrepared(call, rank, size, run, tuning)
 
 
 class AnnouncedPrepared(Prepared):

@@ -1,4 +1,4 @@
-"""A call prepared with its plan. Where the arrays of a run are (host or GPU) decides what runs the plan."""
+"""Calls prepared with their plans. Where the arrays of a run are (host or GPU) decides what runs the plan."""
 
 from __future__ import annotations
 
@@ -6,18 +6,40 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from ferrorpc.collectives import compressed_on_device
+from ferrorpc.collectives import compressed_on_device, select
 from ferrorpc.collectives.algorithms.plan import Plan
+from ferrorpc.collectives.announced_broadcast import AnnouncedPrepared
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.dependencies import in_place
 from ferrorpc.collectives.device_transfers import TransferWorkspace, transfers_for, with_transfers
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import Layout, PlanExecution
 from ferrorpc.collectives.fusion import fused
+from ferrorpc.collectives.select import DEFAULT_TUNING
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.collectives.workspace import Workspace
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.wire.frames import Key
+
+
+def prepare(
+    call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], tuning: Tuning = DEFAULT_TUNING
+) -> Prepared:
+    """Validates a call and prepares its plan, with an announcement first where it needs one.
+
+    Args:
+        run: prepares one call with one plan.
+        tuning: what the selection depends on.
+
+    Raises:
+        UsageError, TensorMismatchError: as `select.plan_for`.
+    """
+    call = tuning.applied(call)
+    select.check(call)
+    if not select.is_announced(call, size, tuning):
+        return run(call, select.plan_for(call, rank, size, tuning))
+    return AnnouncedPrepared(call, rank, size, run, tuning)
 
 
 class PlanPrepared(Prepared):

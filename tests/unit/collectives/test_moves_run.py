@@ -10,8 +10,8 @@ import pytest
 
 from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
-from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.prepared import prepare
 from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.testing import FaultPlan, Pause, run_world
