@@ -201,6 +201,10 @@ class Latch:
             raise self.cause.again()
 
 
+def wake_nobody() -> None:
+    """The `wake` of what its driver polls, and of what has no driver."""
+
+
 def seconds_of(timeout: Any, default: float) -> float:
     """A timeout argument of a caller, in seconds. Raises UsageError."""
     if timeout is None:

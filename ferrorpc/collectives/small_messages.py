@@ -15,6 +15,7 @@ from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives.driver import unexpected
 from ferrorpc.collectives.point_to_point import SEND, SendQueues, label_of_recv, label_of_send
 from ferrorpc.errors import FerroError
+from ferrorpc.guard import wake_nobody
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.point_to_point import PostedReceive
@@ -66,7 +67,7 @@ class SmallMessages:
             return False
         header = Header(tag, SEND, spec.dtype, spec.shape, data.nbytes)
         payload = data.reshape(-1).view(np.uint8) if data.size else None
-        return self.transport.send(peer, Key(self.group, POINT_TO_POINT, number), header, 0, payload, _nobody)
+        return self.transport.send(peer, Key(self.group, POINT_TO_POINT, number), header, 0, payload, wake_nobody)
 
     def label_of_send(self, spec: TensorSpec, dst: int, tag: int) -> str:
         """The text for a send to a group rank."""
@@ -79,7 +80,7 @@ class SmallReceive(PostedReceive):
     __slots__ = ("_mailbox", "_messages", "_place")
 
     def __init__(self, messages: SmallMessages, src: int, tag: int) -> None:
-        super().__init__(_nobody)
+        super().__init__(wake_nobody)
         self._messages = messages
         self._mailbox = messages.transport.mailbox
         self._place = messages.group, messages.world_ranks[src], tag
@@ -137,7 +138,3 @@ class SmallReceive(PostedReceive):
     def put_back(self) -> None:
         """Leaves the message, taken or not, for the next recv."""
         self._mailbox.put_back(*self._place, self)
-
-
-def _nobody() -> None:
-    """What to wake, where nobody waits."""

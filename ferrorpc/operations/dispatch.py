@@ -29,7 +29,7 @@ from ferrorpc.errors import (
     LimitExceededError,
     UsageError,
 )
-from ferrorpc.guard import FOREVER, Guard, seconds_of
+from ferrorpc.guard import FOREVER, Guard, seconds_of, wake_nobody
 from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.results import NOTHING, Landing, Result
 from ferrorpc.telemetry import telemetry
@@ -318,7 +318,7 @@ class Dispatch:
         """
         if not isinstance(execution, EventDrivenExecution):
             return False
-        execution.wake = _wake_nobody  # so its driver has to ask for room again, where a lane is full now
+        execution.wake = wake_nobody  # so its driver has to ask for room again, where a lane is full now
         try:
             return execution.advance()
         except Exception:  # noqa: BLE001  a transport may raise anything
@@ -328,7 +328,7 @@ class Dispatch:
         """Lets the threads that bring its messages advance an execution before its driver has it. Not one that sends: where a
         lane is full, its driver goes on."""
         if isinstance(execution, EventDrivenExecution):
-            execution.wake, execution.has_begun = _wake_nobody, True
+            execution.wake, execution.has_begun = wake_nobody, True
             try:
                 execution.notify()
             except BaseException:  # an interrupt: nobody will have it, so it must not keep its place
@@ -460,7 +460,3 @@ class Dispatch:
 def _subgroup_closed() -> GroupClosedError:
     hint = "make another with subgroup(), or move close() after the last operation"
     return GroupClosedError("the subgroup was closed", hint=hint)
-
-
-def _wake_nobody() -> None:
-    """The wake of an execution without a driver."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Container
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, GroupAbortedError, LimitExceededError
+from ferrorpc.guard import wake_nobody
 from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
 from ferrorpc.transports.point_to_point import Message, PostedReceive, ReceiveQueue, ungranted_error
 from ferrorpc.transports.reassembly import ReassemblyQueue
@@ -60,10 +61,6 @@ class CallRecord(NamedTuple):
     last_signature: str
 
 
-def _no_wake() -> None:
-    """The `wake` of a box that has no driver yet."""
-
-
 class Box:
     """What has arrived for one operation. Filled by reader threads, emptied by the operation's driver."""
 
@@ -83,7 +80,7 @@ class Box:
     def __init__(self) -> None:
         self.signature: str | None = None
         """The local call's signature; None until this rank has entered."""
-        self.wake: Callable[[], None] = _no_wake
+        self.wake: Callable[[], None] = wake_nobody
         self.refused: CollectiveMismatchError | None = None
         """Set when a frame of a different call has arrived: the operation fails with it."""
         self.frames: dict[tuple[int, int], ReassemblyQueue] = {}
@@ -178,7 +175,7 @@ class Mailbox:
                 self._remember(key, signature)
                 self._last[key.group, key.stream] = key.number, signature
                 return
-        self.enter(key, signature, _no_wake)
+        self.enter(key, signature, wake_nobody)
 
     def register_lookup(self, group: int, entered: Callable[[Key], CallRecord]) -> None:
         """Registers a bound method that is asked about operations of this group without messages (those in shared memory).

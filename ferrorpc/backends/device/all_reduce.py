@@ -13,9 +13,8 @@ from ferrorpc.arrays.device import Device
 from ferrorpc.backends.device.collective import CollectivePrepared
 from ferrorpc.backends.device.communicator import DataType, Op
 from ferrorpc.backends.device.execution import ImmediateExecution
-from ferrorpc.backends.device.in_flight import wake_nobody
 from ferrorpc.collectives.execution import PointerAllReduce
-from ferrorpc.guard import Guard
+from ferrorpc.guard import Guard, wake_nobody
 from ferrorpc.wire.frames import Key
 
 

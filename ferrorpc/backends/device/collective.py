@@ -31,13 +31,13 @@ from ferrorpc.backends.device.announcement import (
 from ferrorpc.backends.device.communicator import Connector, DataType, Op
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.execution import DeviceExecution
-from ferrorpc.backends.device.in_flight import first_cause, wake_nobody
+from ferrorpc.backends.device.in_flight import first_cause
 from ferrorpc.backends.device.launch import Launch, results_of
 from ferrorpc.backends.device.launch_queue import NumberedLaunchQueue
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import TensorMismatchError
-from ferrorpc.guard import Guard
+from ferrorpc.guard import Guard, wake_nobody
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 

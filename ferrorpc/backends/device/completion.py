@@ -8,10 +8,10 @@ from collections import deque
 from typing import Final
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.backends.device.in_flight import InFlightExecution, notify, wake_nobody
+from ferrorpc.backends.device.in_flight import InFlightExecution, notify
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import FerroError
-from ferrorpc.guard import FOREVER, Guard
+from ferrorpc.guard import FOREVER, Guard, wake_nobody
 from ferrorpc.work import Work
 
 IDLE_SECONDS: Final = 1e-3

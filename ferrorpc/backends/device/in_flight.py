@@ -12,6 +12,7 @@ from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.device.launch_queue import LaunchQueue
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import FerroError, NcclError
+from ferrorpc.guard import wake_nobody
 
 SUSPICION_SECONDS: Final = 5.0
 """How long a remote error of a communicator is held back for the coordinator to name the dead peer. Longer than its grace."""
@@ -121,7 +122,3 @@ def notify(execution: InFlightExecution, error: FerroError | None) -> bool:
     if on_complete is not None:
         on_complete(error)
     return on_complete is not None
-
-
-def wake_nobody() -> None:
-    """The `wake` of an execution that its driver polls."""

@@ -12,11 +12,10 @@ from collections import deque
 
 from ferrorpc.arrays.device import Device, Event
 from ferrorpc.backends.device.completion import EMPTY_SECONDS, IDLE_SECONDS
-from ferrorpc.backends.device.in_flight import wake_nobody
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, FerroError
-from ferrorpc.guard import Clock, Guard, Latch
+from ferrorpc.guard import Clock, Guard, Latch, wake_nobody
 
 
 class KeptBuffers(Execution):
