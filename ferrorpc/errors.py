@@ -312,8 +312,8 @@ class GroupAbortedError(FerroError):
     default_hint = "look at the log of the rank named above; group.reform() makes a new generation"
     default_retryable = True
 
-    def __init__(self, rank: int, cause: str, message: str | None = None, **more: Any) -> None:
-        super().__init__(message or f"rank {rank} ended the group: {cause}", rank=rank, cause=cause, **more)
+    def __init__(self, rank: int, cause: str, **more: Any) -> None:
+        super().__init__(f"rank {rank} ended the group: {cause}", rank=rank, cause=cause, **more)
 
     @property
     def rank(self) -> int:
