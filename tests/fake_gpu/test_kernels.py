@@ -5,7 +5,6 @@ What they compute is tried as C++ on the host (host_kernels.py); no test here ru
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, QUANTISE_THREADS, ROWS, peers_of
-from ferrorpc.kernels.cuda.program import KERNELS, source
+from ferrorpc.kernels.cuda.program import KERNELS, PAIRS, source
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import codec
 from tests.fake_gpu.compiler import ARITHMETIC, compiled, machine_code
@@ -74,7 +73,7 @@ def test_every_half_value_widens_and_every_boundary_narrows_as_in_numpy(kernels:
     same_bits(narrow, reference.narrowed(floats, dtype))
 
 
-@pytest.mark.parametrize(("of", "to"), list(itertools.product(DTYPES, DTYPES)))
+@pytest.mark.parametrize(("of", "to"), PAIRS)
 def test_many_arrays_are_packed_and_unpacked_with_cast_and_scale(kernels: HostKernels, of: DType, to: DType) -> None:
     counts, starts, scale = [7, 0, 300, 1, 4097], [3, 10, 12, 320, 321], 1 / 3
     chance = np.random.default_rng(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.codecs import DeviceCodec
 from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, ROWS, DeviceKernels
+from ferrorpc.kernels.cuda.program import PAIRS
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import CODEC_NAMES, codec
 from tests.gpu.without import skip_without_gpu
@@ -72,7 +72,7 @@ def starts_of(counts: Sequence[int]) -> list[int]:
     return [MARGIN * (place + 1) + sum(counts[:place]) for place in range(len(counts))]
 
 
-@pytest.mark.parametrize(("of", "to"), list(itertools.product(DTYPES, DTYPES)))
+@pytest.mark.parametrize(("of", "to"), PAIRS)
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])
 def test_many_arrays_are_packed_and_unpacked(cupy: Any, kernels: DeviceKernels, of: DType, to: DType, scale: float) -> None:
     starts = starts_of(COUNTS)

@@ -84,14 +84,13 @@ __device__ inline void move(const From *source, To *target, i64 count, float sca
     }                                                                                                                   \
   }
 
-#define MOVES_FROM(name, From)      \
-  MOVES(name, From, f32, float)     \
-  MOVES(name, From, f16, half_bits) \
-  MOVES(name, From, bf16, bfloat16_bits)
-
-MOVES_FROM(f32, float)
-MOVES_FROM(f16, half_bits)
-MOVES_FROM(bf16, bfloat16_bits)
+MOVES(f32, float, f32, float)
+MOVES(f32, float, f16, half_bits)
+MOVES(f32, float, bf16, bfloat16_bits)
+MOVES(f16, half_bits, f32, float)
+MOVES(f16, half_bits, f16, half_bits)
+MOVES(bf16, bfloat16_bits, f32, float)
+MOVES(bf16, bfloat16_bits, bf16, bfloat16_bits)
 
 // Quantisation to int8, as with `wire="int8"`: a quantisation block of 256 values shares a scale, which is the largest
 // magnitude / 127, clamped so that it is a normal number and 127 times it is finite. If a value is NaN or infinite, the scale

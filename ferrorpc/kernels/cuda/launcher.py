@@ -64,7 +64,7 @@ def peers_of(addresses: Sequence[int]) -> Structure:
 
 
 class DeviceKernels:
-    """The kernels of one process.
+    """The kernels of one process. Dtypes `of` and `to` are those of one of the PAIRS in program.py.
 
     Args:
         cupy: the module `cupy`.

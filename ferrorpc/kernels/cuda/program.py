@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Final
 
 from ferrorpc.kernels.cuda.reference import NAMES
+from ferrorpc.types import DType
 
 OPTIONS: Final = ("--std=c++17",)
-_PAIRS: Final = [f"{of}_{to}" for of, to in itertools.product(NAMES.values(), NAMES.values())]
+PAIRS: Final = tuple((of, to) for of, to in itertools.product(NAMES, NAMES) if of is to or DType.FLOAT32 in (of, to))
+"""The dtypes of what is packed or unpacked and of where it goes. No array of one half type goes into one of the other."""
 KERNELS: Final = (
-    *(f"pack_{pair}" for pair in _PAIRS),
-    *(f"unpack_{pair}" for pair in _PAIRS),
+    *(f"{verb}_{NAMES[of]}_{NAMES[to]}" for verb in ("pack", "unpack") for of, to in PAIRS),
     "quantise_int8",
     "dequantise_int8",
     *(f"sum_peers_{name}" for name in NAMES.values()),
