@@ -23,12 +23,10 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from ferrorpc.errors import CodecError, UsageError
+from ferrorpc.kernels.int8_blocks import BLOCK_VALUES, scales_and_integers
 from ferrorpc.kernels.registry import converter
 from ferrorpc.kernels.thread_state import THREAD_STATE
 from ferrorpc.types import DType
-
-BLOCK_VALUES: Final = 256
-"""Values of int8 that share one scale."""
 
 _STEP_VALUES: Final = 96 * BLOCK_VALUES
 """Values that int8 encodes or decodes at a time: 96 KiB of float32."""
@@ -108,7 +106,7 @@ class _Blocks(Codec):
         return 4 * -(-count // BLOCK_VALUES) + count
 
     def _encode(self, values: Array, encoded: Array) -> None:
-        scales, integers = _parts(encoded, values.size)
+        scales, integers = scales_and_integers(encoded, values.size)
         for start, stop, length in _steps(values.size):
             first = start // BLOCK_VALUES
             shape = (-1, length)
@@ -119,7 +117,7 @@ class _Blocks(Codec):
             )
 
     def _decode(self, encoded: Array, values: Array) -> None:
-        scales, integers = _parts(encoded, values.size)
+        scales, integers = scales_and_integers(encoded, values.size)
         for start, stop, length in _steps(values.size):
             first = start // BLOCK_VALUES
             blocks = values[start:stop].reshape(-1, length)
@@ -156,12 +154,6 @@ def _encode_blocks(values: Array, scales: Array, integers: Array) -> None:
         # A NaN scale makes every product NaN. The integers are zeroed so that the bytes are deterministic.
         scales[damaged] = np.nan
         integers[damaged] = 0
-
-
-def _parts(encoded: Array, count: int) -> tuple[Array, Array]:
-    """Scales and integers of encoded blocks, as views."""
-    scale_bytes = 4 * -(-count // BLOCK_VALUES)
-    return encoded[:scale_bytes].view(np.float32), encoded[scale_bytes:].view(np.int8)
 
 
 _CODECS: Final[dict[str, Codec]] = {

@@ -13,7 +13,8 @@ from __future__ import annotations
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part
 from ferrorpc.ddp.hooks.vector_ops import vector_ops_for
-from ferrorpc.wire.codecs import BLOCK_VALUES, codec
+from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
+from ferrorpc.wire.codecs import codec
 
 
 class Compress(Hook):

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import numpy as np
-
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
-from ferrorpc.kernels.cuda.reference import BLOCK_VALUES
+from ferrorpc.kernels.int8_blocks import scales_and_integers
 from ferrorpc.types import DType
 
 _HALVES: Final = {"bf16": DType.BFLOAT16, "f16": DType.FLOAT16}
@@ -32,17 +30,11 @@ class DeviceCodec:
         if self._half is not None:
             self._kernels.pack([values], [0], encoded, DType.FLOAT32, self._half)
         else:
-            self._kernels.quantise_int8(values, *_parts(encoded, values.size))
+            self._kernels.quantise_int8(values, *scales_and_integers(encoded, values.size))
 
     def decode(self, encoded: Any, values: Any) -> None:
         """values (float32) = the decoded bytes (uint8)."""
         if self._half is not None:
             self._kernels.unpack([values], [0], encoded, self._half, DType.FLOAT32)
         else:
-            self._kernels.dequantise_int8(*_parts(encoded, values.size), values)
-
-
-def _parts(encoded: Any, count: int) -> tuple[Any, Any]:
-    """Views of the scales and of the integers in encoded int8 blocks."""
-    scale_bytes = 4 * -(-count // BLOCK_VALUES)
-    return encoded[:scale_bytes].view(np.float32), encoded[scale_bytes:].view(np.int8)
+            self._kernels.dequantise_int8(*scales_and_integers(encoded, values.size), values)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from ferrorpc.errors import CodecError, UsageError
-from ferrorpc.wire.codecs import BLOCK_VALUES, CODEC_NAMES, codec
+from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
+from ferrorpc.wire.codecs import CODEC_NAMES, codec
 
 FLOAT_MAX = float(np.finfo(np.float32).max)
 TINY = float(np.finfo(np.float32).smallest_subnormal)
