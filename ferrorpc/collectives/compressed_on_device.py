@@ -2,7 +2,7 @@
 
 Idea. Only encoded bytes, two to four times fewer than the arrays have, go through pinned memory. The plan and the executor are
 those of host arrays; only what an action does to its elements is a kernel. Kernels and host agree bit for bit on codecs and on
-the left fold (kernels/cuda/reference.py), so ranks with arrays on the host and ranks with arrays on a GPU may take part in one
+the left fold (testing/gpu/reference.py), so ranks with arrays on the host and ranks with arrays on a GPU may take part in one
 operation.
 
 Streams. All kernels of a device are launched in one stream, in the order in which actions are done: "done" means queued. They

@@ -27,7 +27,7 @@ from ferrorpc.arrays.staging import COPY_SECONDS, wait_for
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.bucket_memory import Array, BucketMemory, ReducedHeader, is_divisor, real_type
 from ferrorpc.guard import Clock
-from ferrorpc.kernels.cuda.reference import NAMES
+from ferrorpc.kernels.cuda.program import NAMES
 from ferrorpc.shared_property import shared_property
 from ferrorpc.types import DType, TensorSpec
 

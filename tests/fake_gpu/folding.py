@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ferrorpc.kernels.cuda import fold_reference
+from ferrorpc.testing.gpu import reference
 from ferrorpc.types import dtype_named
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +27,7 @@ def drawn(element: str, count: int, rank: int) -> Array:
 
 def check_fold(found: Array, arrays: Sequence[Array], operator: str, element: str, divisor: float) -> None:
     """Raises AssertionError unless it has the reference's bits. Which NaN it is is not defined, nor which zero is greater."""
-    wanted = fold_reference.folded(arrays, operator, element, divisor)
+    wanted = reference.folded(arrays, operator, element, divisor)
     if element == "bfloat16":
         found, wanted = ((each.astype(np.uint32) << 16).view(np.float32) for each in (found, wanted))
     np.testing.assert_array_equal(found, wanted)

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, QUANTISE_THREADS, ROWS, peers_of
-from ferrorpc.kernels.cuda.program import KERNELS, PAIRS, source
+from ferrorpc.kernels.cuda.program import KERNELS, NAMES, PAIRS, source
+from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
+from ferrorpc.testing.gpu import reference
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import codec
 from tests.fake_gpu.compiler import ARITHMETIC, compiled, machine_code
 from tests.fake_gpu.host_kernels import HostKernels, addresses, rows
 
-DTYPES = tuple(reference.NAMES)
+DTYPES = tuple(NAMES)
 GRID, THREADS = (2, 1), 8
 
 
@@ -38,9 +39,9 @@ def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arith
 def test_the_text_and_its_launcher_agree_on_sizes() -> None:
     said = {name: int(number) for name, number in re.findall(r"^#define (\w+) (\d+)$", source(), re.MULTILINE)}
     del said["BATCH"]
-    known = {"CHUNK": CHUNK, "ROWS": ROWS, "PEERS": PEERS, "VALUES": reference.BLOCK_VALUES, "LANES": QUANTISE_THREADS}
+    known = {"CHUNK": CHUNK, "ROWS": ROWS, "PEERS": PEERS, "VALUES": BLOCK_VALUES, "LANES": QUANTISE_THREADS}
     assert said == known
-    assert CHUNK % reference.BLOCK_VALUES == 0
+    assert CHUNK % BLOCK_VALUES == 0
 
 
 def every_half(dtype: DType) -> np.ndarray[Any, Any]:
@@ -64,7 +65,7 @@ def same_bits(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> No
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
 def test_every_half_value_widens_and_every_boundary_narrows_as_in_numpy(kernels: HostKernels, dtype: DType) -> None:
-    name = reference.NAMES[dtype]
+    name = NAMES[dtype]
     halves, floats = every_half(dtype), awkward_floats()
     wide, narrow = np.empty(halves.size, np.float32), np.empty(floats.size, dtype.storage)
     kernels.run(f"pack_{name}_f32", GRID, THREADS, *rows([halves], [0]), wide, 1.0)
@@ -78,7 +79,7 @@ def test_many_arrays_are_packed_and_unpacked_with_cast_and_scale(kernels: HostKe
     counts, starts, scale = [7, 0, 300, 1, 4097], [3, 10, 12, 320, 321], 1 / 3
     chance = np.random.default_rng(5)
     arrays = [reference.narrowed(chance.standard_normal(count).astype(np.float32), of) for count in counts]
-    pair = f"{reference.NAMES[of]}_{reference.NAMES[to]}"
+    pair = f"{NAMES[of]}_{NAMES[to]}"
     bucket, expected = (np.zeros(4420, to.storage) for _ in range(2))
     kernels.run(f"pack_{pair}", GRID, THREADS, *rows(arrays, starts), bucket, scale)
     reference.pack(arrays, starts, expected, of, to, scale)
@@ -130,5 +131,5 @@ def test_peers_are_summed_in_rank_order_and_rounded_once(kernels: HostKernels, d
         out = np.empty(501, dtype.storage)
         places = addresses(arrays)
         told = (peers_of(places), np.array(places[PEERS:], np.uint64), peers)
-        kernels.run(f"sum_peers_{reference.NAMES[dtype]}", GRID, THREADS, *told, 501, out, divisor)
+        kernels.run(f"sum_peers_{NAMES[dtype]}", GRID, THREADS, *told, 501, out, divisor)
         same_bits(out, reference.sum_peers(arrays, dtype, divisor))

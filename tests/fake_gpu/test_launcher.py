@@ -9,10 +9,10 @@ import pytest
 
 import ferrorpc
 from ferrorpc.group import ProcessGroup
-from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.launcher import PEERS, ROWS, DeviceKernels
 from ferrorpc.kernels.cuda.program import KERNELS, OPTIONS, source
 from ferrorpc.testing import run_groups
+from ferrorpc.testing.gpu import reference
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType
 from tests.fake_gpu.host_kernels import HostKernels

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
-from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.codecs import DeviceCodec
 from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, ROWS, DeviceKernels
-from ferrorpc.kernels.cuda.program import PAIRS
+from ferrorpc.kernels.cuda.program import NAMES, PAIRS
+from ferrorpc.testing.gpu import reference
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import CODEC_NAMES, codec
 from tests.gpu.without import skip_without_gpu
 
 skip_without_gpu()
 pytestmark = pytest.mark.gpu
-DTYPES = tuple(reference.NAMES)
+DTYPES = tuple(NAMES)
 COUNTS = (1, 7, 0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 100_003)
 MARGIN = 3
 """Elements before, between and after what a kernel writes, which have to stay as they are: so places are odd ones."""

@@ -1,8 +1,8 @@
 // Kernels for gradient buckets on a GPU: pack many arrays into one and unpack them, quantise to int8, sum over peers.
 //
-// Each has the same bits as its reference in NumPy (reference.py). numbers.cu has the arithmetic and conversions. All are
-// memory-bound: they read and write every element once. The table of the arrays is passed by value, as an argument of the
-// launch, so that nothing has to be copied to the device first.
+// Each has the same bits as its reference in NumPy (testing/gpu/reference.py). numbers.cu has the arithmetic and conversions.
+// All are memory-bound: they read and write every element once. The table of the arrays is passed by value, as an argument of
+// the launch, so that nothing has to be copied to the device first.
 
 // A thread block processes CHUNK elements at a time, and each of its threads BATCH of them. A thread reads all of these before
 // it writes the first, so that enough loads are in flight to saturate the memory. Neighbouring threads access neighbouring

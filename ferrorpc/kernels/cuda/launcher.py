@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.kernels.cuda.program import OPTIONS, source
-from ferrorpc.kernels.cuda.reference import BLOCK_VALUES, NAMES
+from ferrorpc.kernels.cuda.program import NAMES, OPTIONS, source
+from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
 from ferrorpc.types import DType
 
 THREADS: Final = 256

@@ -6,10 +6,11 @@ import itertools
 from pathlib import Path
 from typing import Final
 
-from ferrorpc.kernels.cuda.reference import NAMES
 from ferrorpc.types import DType
 
 OPTIONS: Final = ("--std=c++17",)
+NAMES: Final = {DType.FLOAT32: "f32", DType.FLOAT16: "f16", DType.BFLOAT16: "bf16"}
+"""The names of dtypes in kernel names."""
 PAIRS: Final = tuple((of, to) for of, to in itertools.product(NAMES, NAMES) if of is to or DType.FLOAT32 in (of, to))
 """The dtypes of what is packed or unpacked and of where it goes. No array of one half type goes into one of the other."""
 KERNELS: Final = (

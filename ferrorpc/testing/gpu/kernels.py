@@ -10,16 +10,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.kernels.cuda import fold_reference, reference
 from ferrorpc.kernels.cuda.folds import FOLDS
 from ferrorpc.kernels.cuda.launcher import PEERS_LAYOUT, ROWS_LAYOUT
-from ferrorpc.kernels.cuda.program import KERNELS
+from ferrorpc.kernels.cuda.program import KERNELS, NAMES
+from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
+from ferrorpc.testing.gpu import reference
 from ferrorpc.testing.gpu.cuda import CUDADriverError, Driver
 from ferrorpc.testing.gpu.machine import Gpu, GpuFault
 from ferrorpc.types import DType, dtype_named
 
 ARGUMENTS_BYTES_MAX: Final = 4096
-DTYPES: Final = {name: dtype for dtype, name in reference.NAMES.items()}
+DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
 
 Array = np.ndarray[Any, Any]
 
@@ -72,7 +73,7 @@ class Kernel:
         self._at(integers, count, np.int8)[:] = found[1]
 
     def _dequantise(self, scales: int, integers: int, count: int, values: int) -> None:
-        blocks = -(-count // reference.BLOCK_VALUES)
+        blocks = -(-count // BLOCK_VALUES)
         found = reference.dequantise_int8(self._at(scales, blocks, np.float32), self._at(integers, count, np.int8))
         self._at(values, count, np.float32)[:] = found
 
@@ -107,7 +108,7 @@ class Fold:
         size_bytes = count * self._storage.itemsize
         starts = self._gpu.bytes_at(bases, size * 8).view(np.uint64).tolist()
         arrays = [self._gpu.bytes_at(start + offset, size_bytes).view(self._storage) for start in starts]
-        found = fold_reference.folded(arrays, self._operator, self._element, divisor)
+        found = reference.folded(arrays, self._operator, self._element, divisor)
         self._gpu.bytes_at(target, size_bytes).view(self._storage)[:] = found
 
 

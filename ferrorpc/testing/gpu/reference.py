@@ -1,27 +1,26 @@
-"""The reference implementation of the CUDA kernels in NumPy. kernels.cu must give the same bits.
+"""The reference implementation of the CUDA kernels in NumPy. kernels.cu and folds.cu must give the same bits.
 
 As elsewhere in the library, bfloat16 is stored as uint16 and float16 as float16. Conversions are those of kernels/half.py.
-Whether the result of an addition is NaN is defined; which NaN it is, is not.
+Whether a sum or a fold is NaN is defined; which NaN it is, is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, Final
 
 import numpy as np
 
 from ferrorpc.kernels.half import NumpyBFloat16, NumpyFloat16
-from ferrorpc.types import DType
+from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
+from ferrorpc.types import DType, dtype_named
 
 Array = np.ndarray[Any, Any]
 
-BLOCK_VALUES: Final = 256
-"""How many int8 values share a scale."""
-NAMES: Final = {DType.FLOAT32: "f32", DType.FLOAT16: "f16", DType.BFLOAT16: "bf16"}
-"""The names of dtypes in kernel names."""
 _SMALLEST_SCALE: Final = np.float32(2.0**-126)
 _LARGEST_SCALE: Final = np.uint32(0x7C01_0203).view(np.float32)
+_OPERATORS: Final[dict[str, Any]] = {"sum": np.add, "product": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
 def widened(values: Array, dtype: DType) -> Array:
@@ -92,6 +91,17 @@ def residue(values: Array, delivered: Array) -> Array:
     with np.errstate(all="ignore"):
         rest = values - delivered
     return rest if np.isfinite(rest).all() else np.zeros_like(rest)
+
+
+def folded(arrays: Sequence[Array], operator: str, element: str, divisor: float) -> Array:
+    """The left fold of arrays of a storage dtype, divided by `divisor` if elements are floats, rounded once."""
+    dtype = dtype_named(element)
+    wide = [widened(array, dtype) if dtype.is_half else array for array in arrays]
+    with np.errstate(all="ignore"):
+        total: Array = reduce(_OPERATORS[operator], wide[1:], wide[0])
+        if total.dtype.kind == "f" and divisor != 1:
+            total = total / total.dtype.type(divisor)
+        return narrowed(total, dtype) if dtype.is_half else total
 
 
 def _scaled(values: Array, scale: float) -> Array:
