@@ -233,8 +233,7 @@ class Dispatch:
         """As `Execution.ran`; notes the activity then. It is not timed: the host has not waited."""
         if self.telemetry is not None or not execution.ran():
             return False
-        if self._activity is not None:
-            self._activity.note(activity)
+        self.note(activity)
         return True
 
     def run(self, execution: Execution) -> None:
@@ -254,18 +253,14 @@ class Dispatch:
                 raise self.located(error) from None
             raise
         except KeyboardInterrupt:
-            self._interrupted(execution)
+            if execution.timeout_breaks:  # that of a recv concerns this rank alone
+                self.interrupted(execution.label)
             raise
         finally:
             if activity is not None:
                 activity.operated(backend.clock.now() - began)
             if ended is not None:
                 ended(failure)
-
-    def _interrupted(self, execution: Execution) -> None:
-        """A KeyboardInterrupt during an operation. That of a recv concerns this rank alone."""
-        if execution.timeout_breaks:
-            self.interrupted(execution.label)
 
     def interrupted(self, label: str, interrupt: str = "KeyboardInterrupt") -> None:
         """Ends the generation after an interrupt in an operation with a number: the other ranks wait for this one."""
@@ -291,8 +286,7 @@ class Dispatch:
 
     def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""
-        if self._activity is not None:
-            self._activity.note(execution.label)
+        self.note(execution.label)
         ended = self._observed(execution)
         try:
             work = self.backend.submit(execution, return_execution if result.on_device else result.of)
