@@ -33,9 +33,6 @@ from ferrorpc.work import Work
 BARRIER_STREAM = 0xFFFFFFFE
 """The stream of `Backend.barrier`, apart from the operations that a ProcessGroup numbers."""
 
-DESCRIBE_SECONDS = 0.5
-"""How long a failing operation waits for what the coordinator knows of the ranks it waited for."""
-
 CLOSE_SECONDS: Final = 20.0
 """How long a closing rank may take to deliver what it has sent: as long as the answer to a ping on a slow link. The coordinator
 ends the generation, and so the wait for a peer that has died or was stopped, long before that."""
@@ -125,7 +122,7 @@ class MessageBackend(Backend):
 
     def describe(self, ranks: list[int]) -> str:
         """What the coordinator knows of these world ranks."""
-        return "; ".join(map(str, self.session.describe(ranks, DESCRIBE_SECONDS)))
+        return self.session.described(ranks)
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         return SendExecution(self.transport, self.group_id, self._send_queues, data, spec, self.world_ranks[dst], tag, guard)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.ordinals import Ordinals
 from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.types import Assignment
+
+DESCRIBE_SECONDS: Final = 0.5
+"""How long a failing operation waits for what the coordinator knows of the ranks it waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,10 @@ class Session(ABC):
     @abstractmethod
     def describe(self, ranks: Iterable[int], timeout: float) -> list[MemberReport]:
         """What is known of these ranks; [] if the coordinator does not answer in time. Never raises: error messages use it."""
+
+    def described(self, ranks: Iterable[int]) -> str:
+        """As `describe`, as text for the error of an operation that waited for these ranks."""
+        return "; ".join(map(str, self.describe(ranks, DESCRIBE_SECONDS)))
 
     @abstractmethod
     def exchange_nccl_id(

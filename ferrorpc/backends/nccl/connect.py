@@ -33,7 +33,6 @@ POLL_SECONDS: Final = 2e-3
 CHECK_SECONDS: Final = 0.5
 VERDICT_SECONDS: Final = 5.0
 ABORT_SECONDS: Final = 10.0
-DESCRIBE_SECONDS: Final = 0.5
 _GOOD: Final = b"complete"
 
 
@@ -212,7 +211,7 @@ class NcclConnector:
         try:
             texts = self._session.barrier(f"ferrorpc/nccl/{name}/{attempt}", said, ranks=ranks, timeout=patience)
         except BarrierTimeoutError as late:
-            known = "; ".join(str(report) for report in self._session.describe(late.missing, DESCRIBE_SECONDS))
+            known = self._session.described(late.missing)
             who = ", ".join(f"rank {rank}" for rank in late.missing)
             return f"{who} did not arrive" + (f" ({known})" if known else "") + (f"; here: {own}" if own else "")
         bad = [
