@@ -27,11 +27,8 @@ from ferrorpc.coordination.base import Session
 from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.transports.base import Transport
 from ferrorpc.types import TensorSpec
-from ferrorpc.wire.frames import Key
+from ferrorpc.wire.frames import BARRIER_STREAM, Key
 from ferrorpc.work import Work
-
-BARRIER_STREAM = 0xFFFFFFFE
-"""The stream of `Backend.barrier`, apart from the operations that a ProcessGroup numbers."""
 
 CLOSE_SECONDS: Final = 20.0
 """How long a closing rank may take to deliver what it has sent: as long as the answer to a ping on a slow link. The coordinator

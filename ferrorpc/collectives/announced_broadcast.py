@@ -26,10 +26,8 @@ from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire import announcement
-from ferrorpc.wire.frames import Key
+from ferrorpc.wire.frames import ANNOUNCEMENT_SLOT, Key
 
-ANNOUNCEMENT_SLOT: Final = 0xFFFF
-"""Greater than the slots of every plan."""
 _KNOWN_MAX: Final = 64
 """How many plans for announced arrays are cached."""
 

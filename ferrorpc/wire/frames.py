@@ -64,6 +64,12 @@ _Bytes: TypeAlias = bytes | memoryview
 
 POINT_TO_POINT: Final = 0xFFFFFFFF
 """The stream number of send and recv. Stream 0 is program order; DDP, synchronisers and pipelines count up from 1."""
+BARRIER_STREAM: Final = 0xFFFFFFFE
+"""The stream of `Backend.barrier`, apart from the operations that a ProcessGroup numbers."""
+BESIDE: Final = 0x4000_0000
+"""Added to an operation's stream for the messages that ranks exchange before it, where it has no description of the arrays."""
+ANNOUNCEMENT_SLOT: Final = 0xFFFF
+"""The slot of a broadcast's announcement, greater than those of every plan."""
 
 
 class Key(NamedTuple):

@@ -24,10 +24,8 @@ import numpy as np
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
-from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX, Key
+from ferrorpc.wire.frames import BESIDE, DIMENSION_MAX, NDIM_MAX, Key
 
-BESIDE: Final = 0x4000_0000
-"""Added to the stream of an operation's key."""
 ROOT_DECIDES: Final = (Operation.BROADCAST, Operation.SCATTER)
 """Operations of which only the root knows the arrays: their dtypes and shapes, and whether they are on a GPU."""
 DESCRIBED: Final = (*ROOT_DECIDES, Operation.GATHER, Operation.ALL_GATHER, Operation.ALL_TO_ALL)
