@@ -27,8 +27,8 @@ class Calm(Runner):
     version = "calm 1"
 
     def __init__(self, settings: Any) -> None:
-        super().__init__(settings)
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.is_unable = settings.get("fault") == "unable"
         self.fault = settings.get("fault", "") if self.rank == 1 else ""
         if self.fault == "absent":
             raise BackendUnavailableError("calm is not at home")
@@ -39,7 +39,7 @@ class Calm(Runner):
         return lambda: None
 
     def all_reduce(self, array: Any, wire: str | None) -> Action:
-        if self.settings.get("fault") == "unable":
+        if self.is_unable:
             raise self.unable("sums")
         return partial(self._sum, array)
 

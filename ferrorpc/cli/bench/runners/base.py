@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,10 +15,8 @@ Action = Callable[[], object]
 
 
 class Runner(ABC):
-    """A rank of a measured system. When the constructor returns, all ranks are connected.
-
-    Args:
-        settings: those of the `case.System`.
+    """A rank of a measured system, made with the settings of the `case.System`. When the constructor returns, all ranks are
+    connected.
 
     Attributes:
         name: the system's name in messages.
@@ -30,9 +28,6 @@ class Runner(ABC):
     rank: int
     size: int
     version: str
-
-    def __init__(self, settings: Mapping[str, str]) -> None:
-        self.settings = settings
 
     def array(self, count: int, dtype: str, memory: str) -> Any:
         """An uninitialised array of this system's kind, in "ordinary" or "registered" memory.

@@ -20,7 +20,6 @@ class FerrorpcRunner(Runner):
     name = "ferrorpc"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        super().__init__(settings)
         self.group = init_process_group(transport=settings["transport"])
         self.rank, self.size = self.group.rank, self.group.size
         self.version = f"ferrorpc {own_version()}"

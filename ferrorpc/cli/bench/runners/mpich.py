@@ -17,7 +17,6 @@ class MpichRunner(Runner):
     name = "MPICH"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        super().__init__(settings)
         from mpi4py import MPI  # importing it initialises MPI
 
         self._in_place = MPI.IN_PLACE

@@ -19,7 +19,6 @@ class TensorRunner(Runner):
 
         torch.set_num_threads(1)
         self._torch: Any = torch
-        super().__init__(settings)
 
     def array(self, count: int, dtype: str, memory: str) -> Any:
         if memory != ORDINARY:

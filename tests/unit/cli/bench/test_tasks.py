@@ -21,7 +21,6 @@ class Alone(Runner):
     rank = 0
 
     def __init__(self, size=2, spoil=lambda array: None):
-        super().__init__({})
         self.size = size
         self.spoil = spoil
 
@@ -108,7 +107,6 @@ class InWorld(FerrorpcRunner):
     """A rank of a group that is there already. `spoil` changes what the operation left."""
 
     def __init__(self, group, spoil=lambda array: None):
-        Runner.__init__(self, {})
         self.group, self.rank, self.size = group, group.rank, group.size
         self.spoil = spoil
 
