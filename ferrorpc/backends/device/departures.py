@@ -64,4 +64,4 @@ class Departures:
 
     @property
     def _prefix(self) -> str:
-        return f"ferrorpc/nccl/{self._session.membership.assignment.generation}/left/"
+        return f"ferrorpc/device/{self._session.membership.assignment.generation}/left/"
