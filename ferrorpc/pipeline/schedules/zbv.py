@@ -33,12 +33,12 @@ def _row(rank: int, stages: int, microbatches: int) -> list[Action]:
         row.add(F, UP)
         row.add(F, DOWN)
     for _ in range(stages - rank):
-        _add_split(row, UP)
+        _add_split(row)
     while row.forwards_left(DOWN) or row.forwards_left(UP):
         row.add(F, DOWN)
         row.add(I, DOWN)
         row.add_weight(DOWN)
-        _add_split(row, UP)
+        _add_split(row)
     for _ in range(rank):
         row.add(I, DOWN)
         row.add(I, UP)
@@ -48,8 +48,8 @@ def _row(rank: int, stages: int, microbatches: int) -> list[Action]:
     return row.finish()
 
 
-def _add_split(row: RowBuilder, chunk: int) -> None:
-    """Adds a forward, and both parts of a backward."""
-    row.add(F, chunk)
-    row.add(I, chunk)
-    row.add_weight(chunk)
+def _add_split(row: RowBuilder) -> None:
+    """Adds a forward, and both parts of a backward, of the chunk on the way up."""
+    row.add(F, UP)
+    row.add(I, UP)
+    row.add_weight(UP)
