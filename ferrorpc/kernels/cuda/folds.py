@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.kernels.cuda.program import OPTIONS, source
+from ferrorpc.kernels.cuda.program import compiled
 
 OPERATORS: Final = ("sum", "product", "max", "min")
 ELEMENTS: Final = (
@@ -40,9 +40,7 @@ class Folds:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._module = cupy.RawModule(code=source("folds.cu"), options=OPTIONS)
-        self._module.compile()
-        self._functions: dict[str, Any] = {}
+        self._kernel = compiled(cupy, "folds.cu")
 
     def table(self, bases: Sequence[int]) -> Any:
         """A device array of the addresses of every rank's memory, in rank order, for `fold`."""
@@ -59,9 +57,6 @@ class Folds:
             size_bytes: the size of the `count` elements.
             target: an address on the current device.
         """
-        function = self._functions.get(name)
-        if function is None:
-            function = self._functions[name] = self._module.get_function(name)
         blocks = min(max(1, -(-size_bytes // (THREADS * BYTES_PER_THREAD))), BLOCKS_MAX)
         arguments = (
             table,
@@ -71,4 +66,4 @@ class Folds:
             np.uint64(target),
             np.float64(divisor),
         )
-        function((blocks,), (THREADS,), arguments)
+        self._kernel(name)((blocks,), (THREADS,), arguments)

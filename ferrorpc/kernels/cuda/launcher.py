@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.kernels.cuda.program import NAMES, OPTIONS, source
+from ferrorpc.kernels.cuda.program import NAMES, compiled
 from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
 from ferrorpc.types import DType
 
@@ -72,9 +72,7 @@ class DeviceKernels:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._module = cupy.RawModule(code=source(), options=OPTIONS)
-        self._module.compile()
-        self._functions: dict[str, Any] = {}
+        self._kernel = compiled(cupy)
 
     def pack(self, arrays: Sequence[Any], starts: Sequence[int], bucket: Any, of: DType, to: DType, scale: float = 1.0) -> None:
         """bucket[start:start + n] = array * scale, for each array of dtype `of`; the bucket is of dtype `to`."""
@@ -131,11 +129,8 @@ class DeviceKernels:
             self._run(pair, chunks, THREADS, rows, np.int32(len(some)), chunks, bucket, np.float32(scale))
 
     def _run(self, name: str, blocks: int, threads: int, *arguments: Any) -> None:
-        function = self._functions.get(name)
-        if function is None:
-            function = self._functions[name] = self._module.get_function(name)
         ready = tuple([np.int64(each) if type(each) is int else each for each in arguments])
-        function((min(blocks, BLOCKS_MAX),), (threads,), ready)
+        self._kernel(name)((min(blocks, BLOCKS_MAX),), (threads,), ready)
 
 
 def _structure(room: bytearray) -> Structure:

@@ -1,10 +1,12 @@
-"""The source of the CUDA kernels, their names and their compiler options."""
+"""The source of the CUDA kernels, their names and how they are compiled."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ferrorpc.types import DType
 
@@ -26,3 +28,10 @@ KERNELS: Final = (
 def source(name: str = "kernels.cu") -> str:
     """The source of a program: the given file after numbers.cu, which every program needs."""
     return "".join(Path(__file__).with_name(each).read_text(encoding="utf-8") for each in ("numbers.cu", name))
+
+
+def compiled(cupy: Any, name: str = "kernels.cu") -> Callable[[str], Any]:
+    """Compiles a program with the module `cupy`. Returns a function that finds its kernels by their names."""
+    module = cupy.RawModule(code=source(name), options=OPTIONS)
+    module.compile()
+    return functools.cache(module.get_function)
