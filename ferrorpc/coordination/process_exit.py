@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Final, Protocol
 
 from ferrorpc.errors import FerroError, UsageError, is_own_frame
@@ -68,12 +68,26 @@ def install_hooks() -> None:
 
     def handle_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _show(previous, kind, error, trace)
+        if _is_at_prompt():
+            return
         leave_all(reason_of(error))
         code = exit_code_of(error)
         if code is not None:
             raise SystemExit(code)
 
     sys.excepthook = handle_uncaught
+
+
+def _is_at_prompt() -> bool:
+    """Whether the exception that the hook is called with ends nothing: its caller is a console of the module `code` (that of
+    pdb, and of the interpreter since 3.13, too), or the interpreter's own prompt, which is no frame."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if getattr(frame.f_globals.get("__spec__"), "name", "") == "code":
+            return True
+        frame = frame.f_back
+    runs_script = hasattr(sys.modules["__main__"], "__file__") and not sys.flags.inspect
+    return hasattr(sys, "ps1") and not runs_script  # a console that has ended may have left sys.ps1
 
 
 def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

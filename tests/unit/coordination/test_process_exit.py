@@ -57,6 +57,37 @@ def test_the_traceback_is_printed_by_the_hook_that_was_there_before():
     assert output == "mine\nleft: ZeroDivisionError: division by zero\n"
 
 
+AT_A_PROMPT = """
+import code
+lines = iter(["typo", "1 +* 1", "raise PeerLostError(2, 'at the prompt')", "print('still here', flush=True)"])
+def read(prompt):
+    try:
+        return next(lines)
+    except StopIteration:
+        raise EOFError
+code.interact(banner="", readfunc=read, local=globals(), exitmsg="")
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "status", "said"), [("", 0, ""), ("1 / 0", 1, "ZeroDivisionError: division by zero")], ids=["", "then fails"]
+)
+def test_an_error_at_a_prompt_is_shown_and_ends_nothing(tmp_path: Path, after, status, said):
+    script = tmp_path / "script.py"
+    script.write_text(MEMBER + REGISTERED + AT_A_PROMPT + after)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (status, f"still here\nleft: {said}\n"), done.stderr
+    assert [done.stderr.count(name) for name in ("NameError", "SyntaxError", "at the prompt")] == [1, 1, 1]
+
+
+def test_an_error_at_the_interpreters_own_prompt_is_shown_and_ends_nothing():
+    lines = ["typo", "1 +* 1", "raise PeerLostError(2, 'at the prompt')", "print('still here', flush=True)", ""]
+    command = [sys.executable, "-i", "-c", MEMBER + REGISTERED]
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "still here\nleft: \n"), done.stderr
+    assert [done.stderr.count(name) for name in ("NameError", "SyntaxError", "at the prompt")] == [1, 1, 1]
+
+
 AFTER_A_LOSS = """
 try:
     latch.check()
