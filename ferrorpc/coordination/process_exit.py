@@ -39,7 +39,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 _sessions: weakref.WeakSet[MemberSession] = weakref.WeakSet()
 _at_exit: set[tuple[int, Callable[[], None]]] = set()
 """Process id and action: a forked child inherits none of multiprocessing's finalizers."""
-_installed = False
+_hook: Hook | None = None
+"""This module's sys.excepthook, once it is installed."""
 _had_sessions = False
 """Whether this process, or the one it was forked from, has been a member."""
 _forked_from_member = False
@@ -59,10 +60,9 @@ def at_exit(action: Callable[[], None]) -> None:
 
 def install_hooks() -> None:
     """Hooks this process's uncaught exceptions and forks. Idempotent."""
-    global _installed
-    if _installed:
+    global _hook
+    if _hook is not None:
         return
-    _installed = True
     os.register_at_fork(after_in_child=_abandon_all)
     previous = sys.excepthook
 
@@ -75,7 +75,7 @@ def install_hooks() -> None:
         if code is not None:
             raise SystemExit(code)
 
-    sys.excepthook = handle_uncaught
+    sys.excepthook = _hook = handle_uncaught
 
 
 def _is_at_prompt() -> bool:
@@ -182,8 +182,10 @@ def leave_all(reason: str = "") -> None:
 
 def _leave_at_exit() -> None:
     """Leaves every session. The reason is an exception that nobody caught: one that ends a process of multiprocessing, or that
-    a later hook than this module's has shown; in an interactive session that may be an old one."""
-    error = sys.exception() or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
+    another hook than this module's has shown, which only sys.last_value tells. A prompt may have left an old one there."""
+    error = sys.exception()
+    if error is None and sys.excepthook is not _hook and not hasattr(sys, "ps1"):
+        error = getattr(sys, "last_value", None)
     leave_all("" if error is None or isinstance(error, SystemExit) else reason_of(error))
 
 

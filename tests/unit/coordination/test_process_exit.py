@@ -51,10 +51,32 @@ def test_a_process_says_goodbye_with_its_reason_and_ends_with_the_true_code(code
 def test_the_traceback_is_printed_by_the_hook_that_was_there_before():
     _, _, errors = run("raise ValueError('seen')")
     assert errors.count("ValueError: seen") == 1
-    code = "sys.excepthook = lambda *about: print('mine', flush=True)\nprocess_exit._installed = False\n"
+    code = "sys.excepthook = lambda *about: print('mine', flush=True)\nprocess_exit._hook = None\n"
     code += "process_exit.install_hooks()\n1 / 0"
     _, output, _ = run(code)
     assert output == "mine\nleft: ZeroDivisionError: division by zero\n"
+
+
+KEPT = """
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    sys.last_value = error  # as test runners and debuggers do
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        (KEPT, 0, ""),
+        ("sys.excepthook = sys.__excepthook__\n1 / 0", 1, "ZeroDivisionError: division by zero"),
+        ("sys.excepthook = sys.__excepthook__\nsys.exit(3)", 3, ""),
+    ],
+    ids=["caught", "shown by a later hook", "an exit"],
+)
+def test_an_exception_that_was_kept_for_debuggers_is_a_reason_only_if_another_hook_may_have_shown_it(code, status, said):
+    returned, output, _ = run(code)
+    assert (returned, output) == (status, f"left: {said}\n")
 
 
 AT_A_PROMPT = """
