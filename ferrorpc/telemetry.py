@@ -11,11 +11,14 @@ comparison for each operation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.trace import TraceFile, operation_of
+
+_log = logging.getLogger("ferrorpc.telemetry")
 
 
 class Observer(Protocol):
@@ -31,25 +34,37 @@ class Observer(Protocol):
         """A training step has ended."""
 
 
-class ObserverPair:
-    """Passes everything to two observers."""
+class Observers:
+    """Passes everything to all of several observers. What one of them raises is logged the first time, and never an operation's
+    error: the ranks would no longer agree on which operation is next."""
 
-    def __init__(self, first: Observer, second: Observer) -> None:
-        self._observers = first, second
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+        self._has_failed = False
 
     def begin(self, label: str, attributes: Mapping[str, Any]) -> list[Any]:
-        """Returns the span of each."""
-        return [observer.begin(label, attributes) for observer in self._observers]
+        """Returns the span of each, None of one that failed."""
+        return [self._told(observer.begin, label, attributes) for observer in self._observers]
 
     def end(self, span: list[Any], label: str, seconds: float, failure: str) -> None:
         """As `Observer`."""
         for observer, own in zip(self._observers, span, strict=True):
-            observer.end(own, label, seconds, failure)
+            if own is not None:
+                self._told(observer.end, own, label, seconds, failure)
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
         """As `Observer`."""
         for observer in self._observers:
-            observer.stepped(compute_seconds, exposed_seconds, hidden_seconds)
+            self._told(observer.stepped, compute_seconds, exposed_seconds, hidden_seconds)
+
+    def _told(self, tell: Callable[..., Any], *what: Any) -> Any:
+        try:
+            return tell(*what)
+        except Exception:  # noqa: BLE001  span processors and exporters are the program's, and may raise anything
+            if not self._has_failed:
+                self._has_failed = True
+                _log.exception("telemetry failed, and its later errors are not logged; operations go on without it")
+            return None
 
 
 class OpenTelemetryObserver:
@@ -106,7 +121,8 @@ def set_up_telemetry(config: Mapping[str, Any]) -> None:
         _trace = None
     if directory is not None and _trace is None:
         _trace = TraceFile(directory)
-    _telemetry = ObserverPair(otel, _trace) if otel is not None and _trace is not None else otel or _trace
+    observers = [each for each in (otel, _trace) if each is not None]
+    _telemetry = Observers(*observers) if observers else None
 
 
 def telemetry() -> Observer | None:

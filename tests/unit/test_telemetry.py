@@ -125,6 +125,42 @@ def test_what_an_operation_failed_with_is_told_to_both_who_want_it(told, tmp_pat
     assert spans.get_finished_spans()[-1].attributes["error.type"] == "PeerLostError"
 
 
+class Failing(SimpleSpanProcessor):
+    """Fails on rank 0, where `place` of a span is."""
+
+    def __init__(self, place):
+        super().__init__(InMemorySpanExporter())
+        self.place = place
+
+    def fail(self, place, span):
+        if place == self.place and span.attributes["ferrorpc.rank"] == 0:
+            raise RuntimeError("the exporter is gone")
+
+    def on_start(self, span, parent_context=None):
+        self.fail("start", span)
+
+    def on_end(self, span):
+        self.fail("end", span)
+
+
+@pytest.mark.parametrize("place", ["start", "end"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_telemetry_that_fails_on_one_rank_disturbs_no_operation(told, monkeypatch, caplog, place, async_op):
+    monkeypatch.setattr(trace.get_tracer_provider()._active_span_processor, "_span_processors", (Failing(place),))
+
+    def work(group):
+        for _ in range(3):
+            found = group.all_reduce(np.ones(2), async_op=async_op)
+            assert (found.wait() if async_op else found).tolist() == [2.0, 2.0]
+        with pytest.raises(ferrorpc.CollectiveMismatchError):
+            group.all_reduce(np.ones(4 + group.rank))
+
+    run_world(2, work)
+    (logged,) = [line for line in caplog.records if line.name.startswith("ferrorpc")]
+    assert logged.message.startswith("telemetry failed")
+    assert "the exporter is gone" in logged.exc_text
+
+
 def test_training_steps_are_told_by_part(told):
     _, durations = told
 
