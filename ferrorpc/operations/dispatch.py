@@ -252,8 +252,9 @@ class Dispatch:
             if self._is_subgroup:
                 raise self.located(error) from None
             raise
-        except KeyboardInterrupt:
-            if execution.timeout_breaks:  # that of a recv concerns this rank alone
+        except BaseException as error:
+            failure = type(error).__name__
+            if isinstance(error, KeyboardInterrupt) and execution.timeout_breaks:  # that of a recv concerns this rank alone
                 self.interrupted(execution.label)
             raise
         finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import ferrorpc
 from ferrorpc.config import host_name
 from ferrorpc.errors import ConfigError
 from ferrorpc.telemetry import set_up_telemetry
@@ -75,6 +76,21 @@ def test_a_failure_is_at_the_end_of_its_span(traced) -> None:
     ends = [event for event in traced() if event["ph"] == "e"]
     assert [event["args"] for event in ends if event["name"] == "recv"] == [{"error": "CollectiveTimeoutError"}]
     assert [event["args"] for event in ends if event["name"] == "barrier"] == [{}, {}]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
+def test_an_operation_that_was_interrupted_has_not_succeeded(traced, monkeypatch, kind) -> None:
+    def interrupted(_backend, _execution) -> None:
+        raise kind
+
+    def work(group) -> None:
+        if group.rank == 0:
+            with pytest.raises(kind):
+                group.recv(1)
+
+    monkeypatch.setattr(ferrorpc.SimulatedBackend, "run", interrupted)
+    run_world(2, work)
+    assert [event["args"] for event in traced() if event["ph"] == "e"] == [{"error": kind.__name__}]
 
 
 def test_steps_are_counted(tmp_path) -> None:
