@@ -4,8 +4,8 @@ Every operation is a span from its call to its end. Spans of asynchronous operat
 format's "async" events). Training steps are counters. Times are the system clock's at the start of the process plus a monotonic
 clock since then, so that the traces of a job's ranks can be loaded together.
 
-The file is flushed about once a second, so a process that is killed leaves all but its last second. The closing bracket of the
-array is then missing, which both viewers accept. A disk that is full ends the trace, not the program.
+A thread flushes the file once a second, so a process that is killed leaves all but its last second, also where it hung before.
+The closing bracket of the array is then missing, which both viewers accept. A full disk ends the trace, not the program.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Final, TextIO
 
 from ferrorpc.config import host_name
 from ferrorpc.errors import ConfigError
+from ferrorpc.guard import SYSTEM_CLOCK
 
 MICROSECONDS: Final = 1e6
 _FLUSH_SECONDS: Final = 1.0
@@ -68,10 +69,11 @@ class TraceFile:
         self._numbers = itertools.count(1)
         self._rank = _NO_RANK
         self._epoch = time.time() - time.monotonic()
-        self._flushed = time.monotonic()
+        self._ended = threading.Event()
         atexit.register(self.close)
-        empty = weakref.WeakMethod(self._flush_before_fork)
+        empty = weakref.WeakMethod(self._flush)  # otherwise a forked child would write its copy of the buffer, too
         os.register_at_fork(before=lambda: (method := empty()) and method())
+        SYSTEM_CLOCK.start(self._flush_until_the_end, "ferrorpc-trace")
 
     def writes_to(self, directory: str | None) -> bool:
         """Whether this is an open trace of this process in that directory."""
@@ -108,13 +110,12 @@ class TraceFile:
                 self._rank = event["pid"]
                 self._line({"ph": "M", "name": "process_name", "pid": self._rank, "args": {"name": f"rank {self._rank}"}})
             self._line(event)
-            now = time.monotonic()
-            if now - self._flushed >= _FLUSH_SECONDS:
-                self._flushed = now
-                self._file.flush()
 
-    def _flush_before_fork(self) -> None:
-        """Empties the buffer before a fork; otherwise the child would write its copy, too."""
+    def _flush_until_the_end(self) -> None:
+        while not self._ended.wait(_FLUSH_SECONDS):
+            self._flush()
+
+    def _flush(self) -> None:
         if os.getpid() == self._owner:
             with self._lock, self._ended_by_errors():
                 if not self._file.closed:
@@ -126,6 +127,7 @@ class TraceFile:
         try:
             yield
         except OSError as problem:
+            self._ended.set()
             with contextlib.suppress(OSError):
                 self._file.close()
             _log.warning("the trace %s ends here: %s", self.path, problem.strerror or problem)
@@ -138,6 +140,7 @@ class TraceFile:
         """Closes the file. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._owner:
             return
+        self._ended.set()
         with self._lock, self._ended_by_errors():
             if not self._file.closed:
                 self._file.write(f"{'' if self._opening == ',' else '['}\n]\n")
