@@ -141,7 +141,7 @@ class Steps:
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Writes the timeline as a Chrome trace: JSON for chrome://tracing and ui.perfetto.dev."""
-        self.timeline().to_chrome_trace(path, unit_seconds=1.0)
+        self.timeline().to_chrome_trace(path)
 
 
 def _spans(step: Step, start: float, buckets: Sequence[int]) -> list[Span]:

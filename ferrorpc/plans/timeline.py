@@ -95,12 +95,15 @@ class Timeline:
         """
         png.render(self._panels(beside), Path(path))
 
-    def to_chrome_trace(self, path: str | Path, unit_seconds: float = 1e-3) -> None:
+    def to_chrome_trace(self, path: str | Path, unit_seconds: float | None = None) -> None:
         """Writes it for chrome://tracing and Perfetto: a process, a thread for each lane.
 
         Args:
-            unit_seconds: how long a time unit of this timeline is shown to last; 1 for recorded seconds.
+            unit_seconds: how long a time unit of this timeline is shown to last; None: a second where its unit is seconds, as
+                of what was recorded, otherwise a millisecond.
         """
+        if unit_seconds is None:
+            unit_seconds = 1.0 if self.unit == "seconds" else 1e-3
         rows = [(span.name, span.lane, span.start - self.start, span.stop - span.start, span.kind) for span in self.spans]
         text = chrome_trace.render(self.title or "timeline", self.lanes, rows, unit_seconds)
         Path(path).write_text(text, encoding="utf-8")

@@ -83,13 +83,18 @@ def test_two_timelines_on_one_scale_are_in_one_unit(timeline: Timeline, tmp_path
     assert (words.count("seconds"), words.count("time units")) == (2, 0)
 
 
-def test_a_chrome_trace_has_threads_and_microseconds(timeline: Timeline, tmp_path: Path):
-    timeline.to_chrome_trace(tmp_path / "t.json", unit_seconds=1e-3)
+@pytest.mark.parametrize(
+    ("unit", "scale", "unit_us"),
+    [("time units", {}, 1e3), ("seconds", {}, 1e6), ("seconds", {"unit_seconds": 1e-3}, 1e3)],
+)
+def test_a_chrome_trace_has_threads_and_microseconds(timeline: Timeline, tmp_path: Path, unit, scale, unit_us):
+    timeline.unit = unit
+    timeline.to_chrome_trace(tmp_path / "t.json", **scale)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert threads == {0: "rank 0", 1: "rank <1>"}
     (second,) = [event for event in events if event["name"] == "1F0"]
-    assert (second["ph"], second["tid"], second["ts"], second["dur"]) == ("X", 1, 2000.0, 1000.0)
+    assert (second["ph"], second["tid"], second["ts"], second["dur"]) == ("X", 1, 2 * unit_us, unit_us)
 
 
 def test_a_png_is_one(timeline: Timeline, tmp_path: Path):
