@@ -20,6 +20,12 @@ def set_log_origin(job: str, rank: int, generation: int) -> None:
     _origin.update(job=job, rank=rank, generation=generation)
 
 
+def clear_log_origin(job: str) -> None:
+    """This process's log lines name no origin from now on, unless it has joined another job since."""
+    if _origin.get("job") == job:
+        _origin.clear()
+
+
 def escape_unprintable(text: str) -> str:
     """The text with unprintable characters, line ends included, as escapes. So text from other processes can neither pass for a
     log line of this one nor control the terminal."""

@@ -32,7 +32,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.generation_errors import error_on_rank, member_left
 from ferrorpc.guard import SYSTEM_CLOCK, Latch, seconds_of
-from ferrorpc.logs import set_log_origin
+from ferrorpc.logs import clear_log_origin, set_log_origin
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
@@ -248,6 +248,7 @@ class RemoteSession(Session):
             own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed
             self._trip(self._latch, own)
             self._run_leave_callbacks()
+            clear_log_origin(self.job)
 
     def on_leave(self, close: Callable[[], None]) -> None:
         """Calls `close` when this session leaves, for what lives as long as the session.

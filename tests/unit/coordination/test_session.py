@@ -1,11 +1,13 @@
 """A session with a coordinator that only the test plays."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from ferrorpc import logs
 from ferrorpc.config import Config
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import (
@@ -95,6 +97,25 @@ def test_who_leaves_while_the_coordinator_is_away_says_what_follows(caplog: pyte
     with caplog.at_level("WARNING", "ferrorpc.coordination"):
         played.session.leave()
     assert "m leaves, but the coordinator at nowhere:1 has not answered for 0.7 s" in caplog.messages[-1]
+
+
+def test_log_lines_name_the_job_until_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process says while it joins another job would name the wrong one."""
+    monkeypatch.setattr(logs, "_origin", {})
+    record = logging.makeLogRecord({"msg": "late", "name": "ferrorpc"})
+    played = Played()
+    played.welcome()
+    played.join(2)
+    assert "[job=job rank=0 generation=1]" in logs.TextFormatter().format(record)
+    played.session.leave("the end")
+    assert logs.TextFormatter().format(record).endswith("ferrorpc: late")
+
+
+def test_leaving_a_job_does_not_take_the_name_of_the_next_from_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_origin", {})
+    logs.set_log_origin("next", 0, 1)
+    logs.clear_log_origin("job")
+    assert logs._origin["job"] == "next"
 
 
 def test_who_leaves_after_its_session_has_ended_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
