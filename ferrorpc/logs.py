@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any, Final
+import sys
+from typing import Any, Final, TextIO
 
 from ferrorpc.config import Config
 
@@ -46,10 +47,18 @@ def set_up_logging(config: Config) -> None:
         _level = logger.level
     if logger.handlers or root.handlers:
         return
-    handler = logging.StreamHandler()
+    handler = _StandardErrorHandler()
     handler.addFilter(lambda _record: not root.handlers)  # those get the record as well
     handler.setFormatter(JsonFormatter() if config["log_format"] == "json" else TextFormatter())
     logger.addHandler(handler)
+
+
+class _StandardErrorHandler(logging.StreamHandler[TextIO]):
+    """Writes to what is sys.stderr at each record, as `logging.lastResort` does. Test runners and notebooks replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def _origin_of(record: logging.LogRecord) -> dict[str, Any]:

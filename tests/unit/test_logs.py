@@ -1,7 +1,9 @@
 """Log lines say whose they are, in text and in JSON."""
 
+import io
 import json
 import logging
+import sys
 
 import pytest
 
@@ -53,11 +55,26 @@ def test_what_others_say_of_themselves_can_neither_begin_a_line_nor_command_a_te
     assert others == ["    2026-01-01 CRITICAL all is lost\\x07"]
 
 
-def test_a_program_that_sets_up_logging_later_sees_no_line_twice(monkeypatch, capsys):
+def new_logger(monkeypatch):
+    """The library's, where nobody has set up logging."""
     logger = logging.getLogger("ferrorpc")
     for each in (logging.getLogger(), logger):
         monkeypatch.setattr(each, "handlers", [])
     monkeypatch.setattr(logger, "level", logger.level)
+    return logger
+
+
+def test_lines_go_to_what_is_standard_error_at_the_time(monkeypatch):
+    logger = new_logger(monkeypatch)
+    logs.set_up_logging(Config(environment={}))
+    for name in ("first", "second"):
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        logger.warning(name)
+        assert sys.stderr.getvalue().endswith(f"WARNING ferrorpc: {name}\n")
+
+
+def test_a_program_that_sets_up_logging_later_sees_no_line_twice(monkeypatch, capsys):
+    logger = new_logger(monkeypatch)
     logs.set_up_logging(Config(environment={}))
     logger.warning("before")
     logging.basicConfig(format="mine: %(message)s")
