@@ -36,7 +36,7 @@ def escape_unprintable(text: str) -> str:
 
 
 def set_up_logging(config: Config) -> None:
-    """Sets the level of the loggers `ferrorpc.*`, and adds a handler that is silent once the program sets up logging itself.
+    """Sets level and format of the loggers `ferrorpc.*`. Their handler is silent once the program sets up logging itself.
 
     A level that the program has given them stays, unless the setting is given too.
     """
@@ -45,12 +45,13 @@ def set_up_logging(config: Config) -> None:
     if logger.level in (logging.NOTSET, _level) or config.source("log_level") != "default":
         logger.setLevel(config["log_level"])
         _level = logger.level
-    if logger.handlers or root.handlers:
-        return
-    handler = _StandardErrorHandler()
-    handler.addFilter(lambda _record: not root.handlers)  # those get the record as well
-    handler.setFormatter(JsonFormatter() if config["log_format"] == "json" else TextFormatter())
-    logger.addHandler(handler)
+    if not logger.handlers and not root.handlers:
+        added = _StandardErrorHandler()
+        added.addFilter(lambda _record: not root.handlers)  # those get the record as well
+        logger.addHandler(added)
+    for handler in logger.handlers:
+        if isinstance(handler, _StandardErrorHandler):
+            handler.setFormatter(JsonFormatter() if config["log_format"] == "json" else TextFormatter())
 
 
 class _StandardErrorHandler(logging.StreamHandler[TextIO]):

@@ -73,6 +73,17 @@ def test_lines_go_to_what_is_standard_error_at_the_time(monkeypatch):
         assert sys.stderr.getvalue().endswith(f"WARNING ferrorpc: {name}\n")
 
 
+def test_the_format_is_that_of_the_latest_set_up(monkeypatch, capsys):
+    logger = new_logger(monkeypatch)
+    for log_format in ("text", "json", "text"):
+        logs.set_up_logging(Config({"log_format": log_format}, environment={}))
+        logger.warning("late")
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert json.loads(second)["message"] == "late"
+    for line in (first, third):
+        assert line.endswith("WARNING ferrorpc: late")
+
+
 def test_a_program_that_sets_up_logging_later_sees_no_line_twice(monkeypatch, capsys):
     logger = new_logger(monkeypatch)
     logs.set_up_logging(Config(environment={}))
