@@ -22,7 +22,8 @@ _WATCH_SECONDS = 1.0
 _RATES_SECONDS = 4.0
 """Rates are taken over this long, or a little more."""
 _HOME = "\x1b[H"
-_CLEAR_LINE_END = "\x1b[K"
+_CLEAR_LINE = "\x1b[K"
+"""Before a line: after one that is as wide as the terminal it would take its last character."""
 _CLEAR_BELOW = "\x1b[J"
 _OTHER_LINES = 30
 _MEMBER_ROWS_MIN = 8
@@ -97,7 +98,8 @@ def _follow(
     *,
     as_json: bool,
 ) -> NoReturn:
-    """Shows the status for as long as the coordinator answers. On a terminal each response overwrites the last one."""
+    """Shows the status for as long as the coordinator answers. On a terminal each response overwrites the last one, and is
+    cut to its size: from the bottom, and long lines at its width."""
     redraws = sys.stdout.isatty() and not as_json
     while True:
         try:
@@ -114,9 +116,11 @@ def _follow(
         if as_json:
             click.echo(as_json_text(response))
         elif redraws:
-            rows = max(_MEMBER_ROWS_MIN, shutil.get_terminal_size().lines - _OTHER_LINES)
-            lines = as_text(response, previous, rows).splitlines()
-            click.echo(_HOME + "".join(f"{line}{_CLEAR_LINE_END}\n" for line in lines) + _CLEAR_BELOW, nl=False)
+            terminal = shutil.get_terminal_size()
+            rows = max(_MEMBER_ROWS_MIN, terminal.lines - _OTHER_LINES)
+            lines = [line[: terminal.columns] for line in as_text(response, previous, rows).splitlines()]
+            shown = "".join(f"{_CLEAR_LINE}{line}\n" for line in lines[: terminal.lines - 1])  # one more would scroll
+            click.echo(_HOME + shown + _CLEAR_BELOW, nl=False)
         else:
             click.echo(as_text(response, previous))
         time.sleep(_WATCH_SECONDS)

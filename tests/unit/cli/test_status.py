@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -229,6 +232,31 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
     answers[:] = [gone]
     with pytest.raises(CoordinatorUnavailableError):
         status._watch("h:1", Config({}), as_json=False)
+
+
+def test_on_a_terminal_what_does_not_fit_is_cut_from_the_bottom_and_at_the_width(monkeypatch, capsys):
+    response = answer()
+    for number in range(30):
+        response.occurrences.add(kind="back", text=f"number {number}: {'long ' * 20}", age_ms=1000)
+    answers = [response]
+
+    def ask(*_):
+        if not answers:
+            raise KeyboardInterrupt
+        return answers.pop()
+
+    monkeypatch.setattr(status, "_ask", ask)
+    monkeypatch.setattr(status, "connect", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(status, "_WATCH_SECONDS", 0)
+    monkeypatch.setattr(status.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        status._watch("h:1", Config({}), as_json=False)
+    lines = re.sub(r"\x1b\[[HJK]", "", capsys.readouterr().out).splitlines()
+    assert lines[0].startswith("job night")
+    assert "Rank 1 is stalled" in lines
+    assert len(lines) == 23
+    assert max(map(len, lines)) == 80
 
 
 def test_a_small_worlds_links_are_a_matrix_of_rates():
