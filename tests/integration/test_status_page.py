@@ -102,6 +102,17 @@ def headline(browser, text, seconds=15.0):
     return browser.evaluate("document.querySelector('#summary').className")
 
 
+def test_without_javascript_the_page_says_so_and_what_else_shows_the_job(browser, process):
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(f"http://{process.http_address}/")
+        browser.until("document.querySelector('#headline').innerText === 'This page needs JavaScript'")
+        assert browser.text("#subline") == "Without it: ferrorpc status --watch, or api/v1/state as JSON"
+        assert browser.text("#connection") == ""
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
 def test_a_healthy_job(browser, process, job):
     crowd = Crowd(process.address, 4, job)
     working = Working(crowd, slow=2)

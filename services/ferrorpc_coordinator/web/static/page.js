@@ -353,6 +353,9 @@ document.querySelector("#ranks thead").addEventListener("click", (event) => {
   draw();
 });
 addEventListener("resize", () => { drawn = false; draw(); });
+setText(find("headline"), "Waiting for the coordinator");
+setText(find("subline"), "");
+updateConnection();
 setInterval(updateConnection, 500);
 if (view.job) connect();
 refreshJobs();
