@@ -176,7 +176,8 @@ class VirtualClock:
 
         Args:
             bodies: an exception that leaves a body ends it, and raises an error in the main threads that wait.
-            wall_seconds: the limit in real seconds; after that the thread with the baton is named in an error.
+            wall_seconds: the limit in real seconds, without time in Python's debugger; after that the thread with the baton is
+                named in an error.
 
         Raises:
             BaseException: the limit's error, or Ctrl-C. All threads then end at their next wait.
@@ -188,7 +189,7 @@ class VirtualClock:
             for name, body in bodies:
                 self._add(body, name, main=True)
             self._hand_over()
-            if not self._ended.wait(wall_seconds):
+            if not is_set_within(wall_seconds, self._ended):
                 raise self._overdue(wall_seconds)
         except BaseException:
             self._abandon()
@@ -356,6 +357,20 @@ class VirtualClock:
             self._make_runnable_again(thread)
             self.resume(thread)
         return self._runnable.pop() if self._runnable else None
+
+
+def is_set_within(wall_seconds: float, event: threading.Event) -> bool:
+    """Waits for an event for so many real seconds, and on while somebody is in a debugger of Python's `bdb`, such as pdb."""
+    while not event.wait(wall_seconds):
+        if not any(_is_debugged(frame) for frame in sys._current_frames().values()):
+            return False
+    return True
+
+
+def _is_debugged(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_globals.get("__name__") != "bdb":
+        frame = frame.f_back
+    return frame is not None
 
 
 def position(frame: FrameType | None) -> str:

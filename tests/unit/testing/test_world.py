@@ -1,6 +1,8 @@
 """run_world: results in rank order, the first cause of a failure, and what the fault plan asks for."""
 
 import asyncio
+import io
+import pdb
 import signal
 import threading
 from collections.abc import Callable
@@ -128,6 +130,24 @@ def test_ranks_end_after_ctrl_c_and_after_the_limit_of_time(clock, end: type[Bas
     with pytest.raises(end, match="still run" if end is FerroError else None):
         run_world(2, body, clock=clock)
     eventually(lambda: sorted(ended) == [0, 1])
+
+
+@both_clocks
+def test_a_rank_may_be_in_the_debugger_for_longer_than_the_limit(clock, monkeypatch) -> None:
+    run_world(2, lambda group: group.all_reduce(1), clock=clock)  # what is loaded once takes its time
+    monkeypatch.setattr(rank_threads, "WALL_SECONDS", 0.8)
+
+    class Person(io.StringIO):
+        def readline(self, *_: int) -> str:
+            threading.Event().wait(1.8)
+            return "continue\n"
+
+    def body(group) -> None:
+        if group.rank == 1:
+            pdb.Pdb(stdin=Person(), stdout=io.StringIO(), nosigint=True, readrc=False).set_trace()
+        return group.all_reduce(1)
+
+    assert run_world(2, body, clock=clock) == [2, 2]
 
 
 def test_a_rank_killed_at_a_time_unwinds_and_the_others_learn_who() -> None:
