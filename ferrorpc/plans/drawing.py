@@ -106,7 +106,8 @@ class Sheet:
 def lay_out(panels: Sequence[Panel]) -> Sheet:
     """The page of these panels, one below the other."""
     left = MARGIN + CHARACTER * max((len(row.name) for panel in panels for row in panel.rows), default=0) + 10
-    right = MARGIN + CHARACTER * max((len(row.note) for panel in panels for row in panel.rows), default=0) + 10
+    beside = [words for panel in panels for words in (panel.unit, *(row.note for row in panel.rows))]
+    right = MARGIN + CHARACTER * max(map(len, beside), default=0) + 10
     longest = max((panel.makespan for panel in panels), default=0.0) or 1.0
     wide = _chart_width(panels, longest)
     sheet = Sheet(left + wide + right, 0)

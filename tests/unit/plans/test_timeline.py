@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.plans.drawing import CHARACTER, Panel, Row, lay_out
 from ferrorpc.plans.timeline import SPANS_SHOWN_MOST, Span, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -81,6 +82,14 @@ def test_two_timelines_on_one_scale_are_in_one_unit(timeline: Timeline, tmp_path
     timeline.to_svg(tmp_path / "t.svg", beside=Timeline(("rank 0",), (Span("other", 0, 0.0, 8.0, "forward"),)))
     words = [text.text for text in ElementTree.parse(tmp_path / "t.svg").iter(f"{SVG}text")]
     assert (words.count("seconds"), words.count("time units")) == (2, 0)
+
+
+def test_the_unit_of_the_axis_fits_on_the_picture():
+    """Also where no note beside a lane is as long."""
+    lone = Panel("", "", (Row("rank 0", (), ""),), 1.0, unit="milliseconds")
+    sheet = lay_out([lone])
+    (unit,) = [text for text in sheet.texts if text.words == "milliseconds"]
+    assert unit.x + len(unit.words) * CHARACTER <= sheet.width
 
 
 @pytest.mark.parametrize(
