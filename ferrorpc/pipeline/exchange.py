@@ -57,6 +57,8 @@ class Exchange:
         self._later = deque(receives)
         self._expected: dict[Transfer, Expected] = {}
         self._sends: deque[tuple[Transfer, Work[Any]]] = deque()
+        self._arrivals: deque[tuple[Transfer, Work[Any]]] = deque()
+        """What the GPU has still to receive, although the host has gone on."""
         self._outgoing = {target: lane for (_, target), lane in lanes.items() if target != group.rank}
         self._incoming = {
             source: device_lanes.LaneReceiver(lane, orders[source])
@@ -75,11 +77,11 @@ class Exchange:
         works = [] if lane is None or arrays is None else [device_lanes.send(lane, arrays)]
         works.append(self._group.send(message, target, tag, async_op=True, timeout=device_lanes.SEND_SECONDS))
         self._sends += [(transfer, _observed(work)) for work in works if not work.has_ended]
-        while self._sends and self._sends[0][1].has_ended:  # a Work keeps the arrays that it sends
-            self._sends.popleft()
+        _drop_complete(self._sends)
 
     def receive(self, transfer: Transfer, kind: ArrayKind) -> Any:
-        """Waits for the value of a transfer; its arrays are of this kind.
+        """Waits for the value of a transfer; its arrays are of this kind. Where they come from another GPU, only the current
+        stream waits for them, until `finish`.
 
         Raises:
             CollectiveTimeoutError: it did not come in time.
@@ -90,10 +92,12 @@ class Exchange:
         if receiver is None:
             message, work = self._message(transfer), None
         else:
+            _drop_complete(self._arrivals)
             message, work = receiver.begin(transfer, kind, self._message)
         if work is None:
             return message.value(message.payload, kind)
-        return message.value(self._wait(work, f"{transfer} of rank {self._group.world_ranks[source]}", source), kind)
+        self._arrivals.append((transfer, work))
+        return message.value(self._wait_to_receive(transfer, work), kind)
 
     def _message(self, transfer: Transfer) -> Message:
         """Waits for the message of a transfer."""
@@ -119,15 +123,24 @@ class Exchange:
         return message
 
     def finish(self) -> None:
-        """Waits until all sends are complete. Raises CollectiveTimeoutError."""
+        """Blocks the host until everything is received and all sends are complete, on GPUs too.
+
+        Raises:
+            CollectiveTimeoutError: for one of them it took too long.
+            FerroError: the generation's first cause. What GPUs have received is undefined then.
+        """
+        for transfer, work in self._arrivals:
+            self._wait_to_receive(transfer, work, host=True)
         for transfer, work in self._sends:
             target = self._placement[transfer.target]
-            self._wait(work, f"rank {self._group.world_ranks[target]} to take {transfer}", target)
+            self._wait(work, f"rank {self._group.world_ranks[target]} to take {transfer}", target, host=True)
 
     def abandon(self) -> None:
         """Gives up the messages that are still expected, after the step has failed."""
         for expected in self._expected.values():
             expected.forget()
+        for _, work in self._arrivals:
+            _observed(work)
 
     def _expect_next(self) -> None:
         while self._later and len(self._expected) < RECEIVES_AHEAD:
@@ -137,13 +150,19 @@ class Exchange:
     def _expect(self, transfer: Transfer) -> Expected:
         return self._group.expect(self._placement[transfer.source], transfer.tag(len(self._placement)), awaited=transfer)
 
-    def _wait(self, work: Work[Any], what: str, peer: int) -> Any:
+    def _wait_to_receive(self, transfer: Transfer, work: Work[Any], host: bool = False) -> Any:
+        source = self._placement[transfer.source]
+        return self._wait(work, f"{transfer} of rank {self._group.world_ranks[source]}", source, host)
+
+    def _wait(self, work: Work[Any], what: str, peer: int, host: bool) -> Any:
+        """Waits for a Work; with `host` until it is complete on GPUs, too."""
         try:
-            return work.wait(self._seconds)
+            return work.wait(self._seconds, host)
         except CollectiveTimeoutError as error:
             if work.has_ended:
                 raise
-            raise self._timeout_error(what, peer) from error
+            queued = ", or for what the GPUs of both had to do before" if work.is_on_device else ""
+            raise self._timeout_error(what + queued, peer) from error
 
     def _envelope(self, transfer: Transfer) -> Envelope:
         return Envelope(self._pipeline, self._step, str(transfer))
@@ -153,8 +172,14 @@ class Exchange:
         return CollectiveTimeoutError([self._group.world_ranks[peer]], message)
 
 
+def _drop_complete(works: deque[tuple[Transfer, Work[Any]]]) -> None:
+    """Drops the first ones that have succeeded: a Work keeps its arrays."""
+    while works and works[0][1].has_ended and not works[0][1].failure:
+        works.popleft()
+
+
 def _observed(work: Work[Any]) -> Work[Any]:
-    """Looks at a send's error when it ends, so that it is not logged: if the step fails, all its sends fail with it."""
+    """Looks at its error when it ends, so that it is not logged: if the step fails, all that is in flight fails with it."""
 
     def look() -> None:
         work.exception()

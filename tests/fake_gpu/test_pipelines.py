@@ -6,6 +6,7 @@ microbatches.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -21,7 +22,7 @@ from ferrorpc.arrays.cupy_device import CupyDevice
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.errors import FerroError, GroupAbortedError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.pipeline.device_lanes import open_lanes
 from ferrorpc.pipeline.exchange import Exchange
@@ -75,6 +76,11 @@ def moved(cupy: StandIn, stage: Joint) -> Joint:
     for parameter in stage.parameters():
         parameter.data = cupy.asarray(parameter.data)
     return stage
+
+
+def loss_of_the_gpu(y: Any, target: Any) -> tuple[float, Any]:
+    """A loss for which the host does not wait."""
+    return 0.0, y - target
 
 
 def arrays_of(stages: Sequence[Joint]) -> list[Any]:
@@ -282,6 +288,56 @@ def test_a_stage_that_fails_ends_the_step_of_all(cupy: StandIn, lanes: str, fail
         found = run_groups(world, body)
     assert found[failing] is ArithmeticError
     assert all(issubclass(each, GroupAbortedError) for rank, each in enumerate(found) if rank != failing)
+
+
+@pytest.mark.parametrize("lanes", ["nccl", "hybrid", "cuda_ipc"])
+@pytest.mark.parametrize("cause", [GroupAbortedError, CollectiveTimeoutError])
+def test_a_step_raises_what_keeps_its_arrays_from_coming(cupy: StandIn, lanes: str, cause: type[FerroError]) -> None:
+    """Nobody updates weights with gradients that never came."""
+    last, released, all_have_raised = RANKS - 1, list[bool](), threading.Barrier(RANKS)
+
+    def body(group: ProcessGroup) -> FerroError:
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            stage = moved(cupy, stage_of(group.rank, RANKS))
+            pipe = Pipeline(stage, group, order("1f1b"), edges=edges_of(RANKS))
+            given = [cupy.asarray(each) for each in batch(ROWS)]
+            pipe.step(*given, loss_of_the_gpu)
+            if group.rank == last:
+                stream.fake.enqueue(lambda: bool(released))
+            if group.rank == 0 and cause is GroupAbortedError:
+                threading.Timer(0.3, group.abort, ["enough"]).start()
+            with pytest.raises(FerroError) as caught:
+                pipe.step(*given, loss_of_the_gpu, timeout=0.5 if cause is CollectiveTimeoutError else None)
+            all_have_raised.wait(20.0)
+            released.append(True)
+            return caught.value
+
+    with groups(cupy, lanes) as world:
+        found = run_groups(world, body)
+    assert any(isinstance(each, cause) for each in found)
+    assert all(isinstance(each, (cause, GroupAbortedError)) for each in found), found
+
+
+def test_what_has_arrived_is_not_kept_until_the_end_of_the_step(cupy: StandIn) -> None:
+    transfers = [Transfer(0, 1, TransferKind.FORWARD, number) for number in range(4)]
+
+    def body(group: ProcessGroup) -> None:
+        receives = transfers if group.rank == 1 else []
+        with gpu_of(cupy, "nccl", group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            kind = kind_of(cupy.zeros(1))
+            device_lanes = open_lanes(group, {(0, 1)}, [kind])
+            exchange = Exchange(group, range(RANKS), receives, "", 0, 20.0, device_lanes, {0: transfers})
+            for transfer in transfers if group.rank == 0 else []:
+                exchange.send(transfer, cupy.zeros(3))
+            for transfer in receives:
+                exchange.receive(transfer, kind)
+                stream.synchronize()
+                device_lanes[0, 1].synchronize()
+                assert len(exchange._arrivals) == 1
+            exchange.finish()
+
+    with groups(cupy, "nccl") as world:
+        run_groups(world, body)
 
 
 def test_arrays_of_several_gpus_and_of_the_host_go_in_one_message(cupy: StandIn) -> None:
