@@ -27,7 +27,7 @@ from ferrorpc.types import DType
 from ferrorpc.work import Work
 
 SEND_SECONDS: Final = 30 * 24 * 3600.0
-"""The deadline of a send. A rank that waits for one does so with its own, shorter deadline."""
+"""The deadline of a send. The end of its step waits for it with a shorter one, and so does its receiver."""
 SENDER: Final = 0
 """The sender's rank in the subgroup."""
 
@@ -67,12 +67,15 @@ class LaneReceiver:
         self._order = deque(order)
         self._begun: dict[Transfer, tuple[Message, Work[Any] | None]] = {}
 
-    def begin(self, transfer: Transfer, kind: Kind, read: Callable[[Transfer], Message]) -> tuple[Message, Work[Any] | None]:
+    def begin(
+        self, transfer: Transfer, kind: Kind, read: Callable[[Transfer], Message], seconds: float
+    ) -> tuple[Message, Work[Any] | None]:
         """Begins to receive everything that is sent up to and including a transfer.
 
         Args:
             kind: of this rank's arrays.
             read: waits for the message of a transfer.
+            seconds: until the GPU has to have received each, however busy it is.
 
         Returns:
             The message of the transfer, and the receive of its arrays' bytes; None where the message has them itself.
@@ -80,12 +83,12 @@ class LaneReceiver:
         while transfer not in self._begun:
             following = self._order.popleft()
             message = read(following)
-            self._begun[following] = message, None if message.data is not None else self._receive(message, kind)
+            self._begun[following] = message, None if message.data is not None else self._receive(message, kind, seconds)
         return self._begun.pop(transfer)
 
-    def _receive(self, message: Message, kind: Kind) -> Work[Any]:
+    def _receive(self, message: Message, kind: Kind, seconds: float) -> Work[Any]:
         out = kind.device_kind.empty((message.layout.end,), DType.UINT8)
-        return self._lane.broadcast(None, SENDER, out=out, async_op=True, timeout=SEND_SECONDS)
+        return self._lane.broadcast(None, SENDER, out=out, async_op=True, timeout=seconds)
 
 
 def send(lane: ProcessGroup, arrays: Any) -> Work[Any]:

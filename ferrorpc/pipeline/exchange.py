@@ -93,7 +93,8 @@ class Exchange:
             message, work = self._message(transfer), None
         else:
             _drop_complete(self._arrivals)
-            message, work = receiver.begin(transfer, kind, self._message)
+            # Each may take `seconds` after the one before, and this deadline once more: `finish` says more about what is late.
+            message, work = receiver.begin(transfer, kind, self._message, (len(self._arrivals) + 2) * self._seconds)
         if work is None:
             return message.value(message.payload, kind)
         self._arrivals.append((transfer, work))

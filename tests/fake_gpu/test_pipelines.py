@@ -38,6 +38,7 @@ from tests.fake_gpu.worlds import host_lanes, nccl_backends
 from tests.integration.test_grpc_backend import GrpcWorld
 from tests.unit.pipeline.models import Joint, edges_of, one_process, stage_of, ties_of, whole_model
 from tests.unit.pipeline.stages import batch, descend, half_square
+from tests.waiting import eventually
 
 RANKS = 3
 MICROBATCHES = 7
@@ -316,6 +317,31 @@ def test_a_step_raises_what_keeps_its_arrays_from_coming(cupy: StandIn, lanes: s
         found = run_groups(world, body)
     assert any(isinstance(each, cause) for each in found)
     assert all(isinstance(each, (cause, GroupAbortedError)) for each in found), found
+
+
+@pytest.mark.parametrize("lanes", ["nccl", "hybrid", "cuda_ipc"])
+def test_a_rank_whose_host_waits_for_arrays_that_do_not_come_is_freed(cupy: StandIn, lanes: str) -> None:
+    """It waits within its stage, so it gets to no wait of the pipeline's."""
+    transfer, released = Transfer(0, 1, TransferKind.FORWARD, 0), list[bool]()
+
+    def body(group: ProcessGroup) -> None:
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            kind = kind_of(cupy.zeros(1))
+            device_lanes = open_lanes(group, {(0, 1)}, [kind])
+            exchange = Exchange(group, range(RANKS), [transfer] * (group.rank == 1), "", 0, 0.2, device_lanes, {0: [transfer]})
+            if group.rank == 0:
+                stream.fake.enqueue(lambda: bool(released))
+                exchange.send(transfer, cupy.zeros(3))
+            elif group.rank == 1:
+                exchange.receive(transfer, kind)
+            cause = eventually(lambda: group._backend.latch.cause, "the generation ends", 10.0)
+            assert isinstance(cause, CollectiveTimeoutError | GroupAbortedError)
+            assert "broadcast(root=0)" in cause.message
+            released.append(True)
+            exchange.abandon()
+
+    with groups(cupy, lanes) as world:
+        run_groups(world, body)
 
 
 def test_what_has_arrived_is_not_kept_until_the_end_of_the_step(cupy: StandIn) -> None:

@@ -27,7 +27,7 @@ class Lane:
         self.sizes: list[int] = []
 
     def broadcast(self, x: Any, root: int, *, out: np.ndarray, async_op: bool, timeout: float) -> str:
-        assert (x, root, async_op) == (None, 0, True)
+        assert (x, root, async_op, timeout) == (None, 0, True, 2.0)
         self.sizes.append(out.size)
         return f"work {len(self.sizes)}"
 
@@ -46,14 +46,14 @@ def test_everything_up_to_what_is_needed_is_begun_in_the_order_in_which_it_is_se
         return apart(transfer.number)
 
     receiver = LaneReceiver(lane, TRANSFERS)  # type: ignore[arg-type]
-    message, work = receiver.begin(TRANSFERS[2], NUMPY, read_one)
+    message, work = receiver.begin(TRANSFERS[2], NUMPY, read_one, 2.0)
     assert (asked, lane.sizes, work) == ([0, 1, 2], [1, 2], "work 2")
     assert message.data is None
-    message, work = receiver.begin(TRANSFERS[0], NUMPY, read_one)
+    message, work = receiver.begin(TRANSFERS[0], NUMPY, read_one, 2.0)
     assert work is None, "it was in its message"
     assert message.value(message.data, NUMPY).size == 0
-    assert receiver.begin(TRANSFERS[1], NUMPY, read_one)[1] == "work 1"
-    assert receiver.begin(TRANSFERS[3], NUMPY, read_one)[1] == "work 3"
+    assert receiver.begin(TRANSFERS[1], NUMPY, read_one, 2.0)[1] == "work 1"
+    assert receiver.begin(TRANSFERS[3], NUMPY, read_one, 2.0)[1] == "work 3"
     assert asked == [0, 1, 2, 3]
 
 
