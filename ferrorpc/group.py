@@ -21,7 +21,7 @@ from ferrorpc.collectives.call import Operation, example
 from ferrorpc.coordination.base import Session, Store
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, GroupClosedError, UsageError
 from ferrorpc.generation_errors import generation_replaced, reason_of
-from ferrorpc.guard import seconds_of
+from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives
 from ferrorpc.operations.results import NOTHING
@@ -189,6 +189,11 @@ class ProcessGroup(Collectives):
         if channels is not None and (type(channels) is not int or channels < 1):
             raise UsageError(f"channels={channels!r} is no number of channels", hint="give at least one, or leave it out")
         return Stream(self._dispatch, channels)
+
+    def guard(self) -> Guard:
+        """The deadline and the latch of something that begins now, takes at most the group's timeout, and ends with its
+        generation: for what a rank waits for on its own, such as a copy of an array on a GPU."""
+        return self._dispatch.guard(self._dispatch.timeout)
 
     def explain(self, operation: str, nbytes: int) -> str:
         """Which algorithm runs a float32 operation of `nbytes` a rank, why, and the alternatives. Sends no message."""

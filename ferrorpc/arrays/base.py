@@ -12,6 +12,7 @@ import numpy as np
 
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
 
 _OVERLAP_WORK = 10_000
@@ -181,8 +182,8 @@ class Kind(ABC):
         """The kind of what `view_on_device` and `out_on_device` give: torch tensors on a GPU are seen as CuPy arrays."""
         return self
 
-    def to_host(self, data: Any, spec: TensorSpec) -> np.ndarray[Any, Any]:
-        """A host copy, in storage dtype, of a device array from `view_on_device`."""
+    def to_host(self, data: Any, spec: TensorSpec, guard: Guard | None = None) -> np.ndarray[Any, Any]:
+        """A host copy, in storage dtype, of a device array from `view_on_device`. `guard` as for `Staging.to_host`."""
         raise AssertionError(f"{type(self).__name__}: its arrays are on the host already")
 
     @abstractmethod

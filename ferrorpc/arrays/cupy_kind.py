@@ -18,6 +18,7 @@ from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.numpy_kind import NUMPY, dtype_in
 from ferrorpc.arrays.staging import Staging
+from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
 
 
@@ -95,9 +96,9 @@ class CupyKind(Kind):
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         return self.device.empty(shape, _in_numpy(dtype))
 
-    def to_host(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
-        """A copy on the host of an array of this device, in storage dtype."""
-        return self.staging.to_host(data).reshape(spec.shape)
+    def to_host(self, data: DeviceArray, spec: TensorSpec, guard: Guard | None = None) -> np.ndarray[Any, Any]:
+        """As `Kind.to_host`."""
+        return self.staging.to_host(data, guard).reshape(spec.shape)
 
     def assign(self, target: DeviceArray, data: DeviceArray) -> None:
         """target[...] = data, as many elements of one storage dtype, in the current stream. Both are kept until then."""

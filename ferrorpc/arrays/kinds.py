@@ -22,6 +22,7 @@ from ferrorpc.arrays.staging import Staging
 from ferrorpc.arrays.torch_gpu_kind import gpu_kind_of
 from ferrorpc.arrays.torch_kind import TorchKind, is_tensor
 from ferrorpc.errors import UsageError
+from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec, dtype_of
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "spec_of",
     "split",
     "view",
+    "view_on_host",
     "view_out",
 ]
 
@@ -74,6 +76,14 @@ def view(x: Any, on_device: bool = False) -> View:
         UsageError: it is no plain array.
     """
     return kind_of(x).view_on_device(x) if on_device else kind_of(x).view(x)
+
+
+def view_on_host(x: Any, guard: Guard) -> View:
+    """As `view`, within this guard where the elements are copied from a GPU. Raises also as `Staging.to_host`."""
+    seen = kind_of(x).view_on_device(x)
+    return (
+        seen if is_host(seen.data) else View(seen.kind, seen.spec, seen.kind.to_host(seen.data, seen.spec, guard), False, None)
+    )
 
 
 def view_out(out: Any, spec: TensorSpec, on_device: bool = False) -> Out:
@@ -143,11 +153,14 @@ def to_kind(kind: Kind, data: Any, spec: TensorSpec) -> Any:
     return kind.wrap(data if where is kind.device_kind else where.to_host(data, spec), spec)
 
 
-def copy_into(target: Any, source: Any) -> None:
-    """target[:] = source, for arrays of one shape and storage dtype on the host or on devices."""
+def copy_into(target: Any, source: Any, guard: Guard | None = None) -> None:
+    """target[:] = source, for arrays of one shape and storage dtype on the host or on devices.
+
+    `guard` as for `Staging.to_host`.
+    """
     if isinstance(target, np.ndarray):
         spec = TensorSpec(dtype_of(target.dtype), target.shape)
-        np.copyto(target, source if isinstance(source, np.ndarray) else kind_of(source).to_host(source, spec))
+        np.copyto(target, source if isinstance(source, np.ndarray) else kind_of(source).to_host(source, spec, guard))
     else:
         kind, spec = kind_of(target), TensorSpec(dtype_of(np.dtype(target.dtype)), target.shape)
         with kind.staging.device.here():

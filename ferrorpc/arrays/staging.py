@@ -373,15 +373,19 @@ class Staging:
         self.let_go()
         self.uploads.keep(things, self.device.current().record())
 
-    def to_host(self, source: DeviceArray) -> Array:
+    def to_host(self, source: DeviceArray, guard: Guard | None = None) -> Array:
         """A copy of a C-contiguous device array on the host, in storage dtype. Blocks until it is complete.
 
+        Args:
+            guard: limits the wait; None where no group waits with it, for COPY_SECONDS.
+
         Raises:
-            CollectiveTimeoutError: it was not complete within COPY_SECONDS.
+            CollectiveTimeoutError: it was not complete in time.
+            FerroError: the cause for which the guard's generation has ended.
         """
         self.let_go()
         download = Download(self.device, self.downloads, source, np.empty(source.shape, source.dtype))
-        return self._downloaded(download, Guard(SYSTEM_CLOCK, Latch(), COPY_SECONDS))
+        return self._downloaded(download, Guard(SYSTEM_CLOCK, Latch(), COPY_SECONDS) if guard is None else guard)
 
     def to_pinned(self, source: DeviceArray, guard: Guard) -> Array:
         """As `to_host`, in memory that `host_memory` allocates, and for an operation with this guard.
@@ -447,6 +451,18 @@ class Staging:
 def wait_for(event: Event, clock: Clock, seconds: float) -> None:
     """Returns once the GPU has reached an event. Raises as `until_true`."""
     until_true(lambda: event.done, clock, seconds)
+
+
+def wait_within(event: Event, guard: Guard) -> None:
+    """Returns once the GPU has reached an event. Raises as `Staging.to_host`."""
+
+    def is_reached() -> bool:
+        if not event.done:
+            guard.latch.check()
+            return False
+        return True
+
+    until_true(is_reached, guard.clock, max(guard.deadline - guard.clock.now(), 0.0))
 
 
 def until_true(is_reached: Callable[[], bool], clock: Clock, seconds: float) -> None:

@@ -22,6 +22,7 @@ from ferrorpc.arrays.staging import Staging
 from ferrorpc.arrays.torch_cuda import current_of_torch
 from ferrorpc.arrays.torch_kind import TorchKind, check_not_lazy
 from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
 
 DEVICE_TYPE: Final = "cuda"
@@ -94,9 +95,9 @@ class TorchGpuKind(TorchKind):
             return 0
         return 0 if x.requires_grad or x.is_conj() or x.is_neg() else int(x.data_ptr())
 
-    def to_host(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
+    def to_host(self, data: DeviceArray, spec: TensorSpec, guard: Guard | None = None) -> np.ndarray[Any, Any]:
         """As `Kind.to_host`."""
-        return self._device_kind.to_host(data, spec)
+        return self._device_kind.to_host(data, spec, guard)
 
     def _resolved(self, x: Any) -> Any:
         """A lazily conjugated or negated tensor as torch computes it: in torch's stream, which may not be the caller's."""

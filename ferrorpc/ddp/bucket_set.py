@@ -37,6 +37,7 @@ class BucketSet:
         size: how many ranks there are.
         traffic: the bytes sent for all buckets.
         name: of the buckets' stream.
+        guard: makes the guard of a wait of this rank's own that begins now.
     """
 
     def __init__(self, layout: Layout, group: ProcessGroup, hook: Hook | None, kind: CupyKind | None) -> None:
@@ -51,6 +52,7 @@ class BucketSet:
         if hook is not None:
             hook.serve(self._stream)
         self.clock = self._stream.clock
+        self.guard = self._stream.guard
         self.name = self._stream.name
         self.memory = self._allocate(group)
 
@@ -63,7 +65,7 @@ class BucketSet:
                 "chooses where the program has imported CuPy, or begun to use a GPU through torch, when it joins",
                 group.backend,
             )
-        context = DeviceContext(self.kind, self.clock)
+        context = DeviceContext(self.kind, self.guard)
         return [DeviceBucketMemory(bucket, context) for bucket in self.layout.buckets]
 
     @property

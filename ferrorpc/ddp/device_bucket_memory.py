@@ -13,7 +13,7 @@ none for those that were computed in their slots.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -23,10 +23,10 @@ from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.device import Device, DeviceArray, Event, Stream
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.arrays.staging import COPY_SECONDS, wait_for
+from ferrorpc.arrays.staging import wait_within
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.bucket_memory import Array, BucketMemory, ReducedHeader, is_divisor, real_type
-from ferrorpc.guard import Clock
+from ferrorpc.guard import Guard
 from ferrorpc.kernels.cuda.program import NAMES
 from ferrorpc.shared_property import shared_property
 from ferrorpc.types import DType, TensorSpec
@@ -37,12 +37,12 @@ class DeviceContext:
 
     Args:
         kind: of CuPy arrays there.
-        clock: for waits for the GPU.
+        guard: makes the guard of a wait for the GPU that begins now.
     """
 
-    def __init__(self, kind: CupyKind, clock: Clock) -> None:
+    def __init__(self, kind: CupyKind, guard: Callable[[], Guard]) -> None:
         self.kind = kind
-        self.clock = clock
+        self.guard = guard
         self.device: Device = kind.device
         self.kernels = self.device.kernels
 
@@ -234,7 +234,7 @@ class DeviceBucketMemory(BucketMemory):
 
     def finish(self) -> ReducedHeader:
         start, body = self.bucket.header, slice(self.bucket.header, None)
-        wait_for(self._fetched, self._context.clock, COPY_SECONDS)
+        wait_within(self._fetched, self._context.guard())
         self._deferred = []
         header = self._reduced(self._header[0])
         if is_divisor(header.total_weight) and self.bucket.count > start:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.error_prefix import ErrorPrefix
-from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.arrays.kinds import kind_of, view_on_host
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_memory import is_divisor
@@ -104,11 +104,12 @@ class Reducer(BucketSet):
         Raises:
             TensorMismatchError: its dtype has no mean, or the buckets are on a GPU and it is not.
             UsageError: it is no plain array.
+            FerroError: it was not on the host in time, or the generation has ended.
         """
         kind = kind_of(gradient)
         if self.kind is None:
             with ErrorPrefix(what):
-                return kind.view(gradient)
+                return view_on_host(gradient, self.guard()) if kind.on_device else kind.view(gradient)
         if kind.device_kind is not self.kind:
             raise TensorMismatchError(
                 f"{what} is on {device_name(gradient)}, but its bucket is on GPU {self.kind.device.index}",

@@ -28,6 +28,7 @@ from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.ddp.placement import current_device
 from ferrorpc.ddp.reducer import cap_bytes, check_means
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.guard import Guard
 from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.work import Work
 
@@ -89,15 +90,18 @@ class Shard:
         """Waits until `gradient` is the mean."""
         mean = work.wait(host=True)
         if self._kind is not None:
-            np.copyto(self.gradient, self._kind.staging.to_host(mean))
+            np.copyto(self.gradient, self._kind.staging.to_host(mean, self._group.guard()))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter with elements in the buffer, by name."""
         return {slot.name: slot.spec.shape for slot in self._slots}
 
-    def extract(self, arrays: Mapping[str, Any], into: Any) -> None:
-        """Copies this rank's shard of arrays shaped like the parameters, by name, to a host array of the shard's length."""
+    def extract(self, arrays: Mapping[str, Any], into: Any, guard: Guard | None = None) -> None:
+        """Copies this rank's shard of arrays shaped like the parameters, by name, to a host array of the shard's length.
+
+        `guard` and errors as for `Staging.to_host`.
+        """
         place = view_out(into, spec_of(into))
         for slot in self.bucket.slots:
             part = self._part(slot)
@@ -105,7 +109,7 @@ class Shard:
             if first < last:
                 source = view(arrays[slot.name], on_device=self._kind is not None).data.reshape(-1)
                 found = source[first - part.start : last - part.start]
-                copy_into(place.data[first - self._first : last - self._first], found)
+                copy_into(place.data[first - self._first : last - self._first], found, guard)
         place.commit()
 
     def assemble(self, mine: Any, root: int) -> dict[str, Any]:
@@ -206,6 +210,7 @@ class Shards:
         kind: CupyKind | None,
     ) -> None:
         check_means(parameters, "parameter")
+        self._group = group
         self._specs = dict(parameters)
         cap = cap_bytes(bucket_cap_mb)
         layout = lay_out(parameters, cap, cap)
@@ -237,7 +242,7 @@ class Shards:
             gradients: name -> this rank's gradient, or None for zeros; checked before.
         """
         for shard, work in [(shard, shard.reduce(gradients)) for shard in self.shards]:
-            shard.extract(weights, shard.weights)
+            shard.extract(weights, shard.weights, self._group.guard())
             shard.finish_reduce(work)
 
     def gather(self, weights: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrorpc.arrays.kinds import spec_of, view
+from ferrorpc.arrays.kinds import spec_of, view_on_host
 from ferrorpc.consistency import require_same
 from ferrorpc.errors import CollectiveMismatchError
 
@@ -39,7 +39,7 @@ def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: str, wh
     """
     names = list(arrays)
     facts = "\n".join(f"{name}: {spec_of(array)}" for name, array in arrays.items())
-    hashes = [_hash(_bytes_of(array)) for array in arrays.values()]
+    hashes = [_hash(_bytes_of(array, group)) for array in arrays.values()]
     barrier = f"ferrorpc/weights/{owner}"
     found = _exchange(group, barrier, [_hash(facts.encode()), _hash(*hashes)])
     if all(each == found[0] for each in found):
@@ -77,8 +77,8 @@ def _exchange(group: ProcessGroup, barrier: str, hashes: list[bytes]) -> list[li
     return [[payload[start : start + HASH_BYTES] for start in range(0, len(payload), HASH_BYTES)] for payload in payloads]
 
 
-def _bytes_of(array: Any) -> memoryview:
-    return view(array).data.reshape(-1).view("u1").data
+def _bytes_of(array: Any, group: ProcessGroup) -> memoryview:
+    return view_on_host(array, group.guard()).data.reshape(-1).view("u1").data
 
 
 def _hash(*parts: bytes | memoryview) -> bytes:

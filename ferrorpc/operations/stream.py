@@ -10,7 +10,7 @@ from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.ranks_and_tags import number_of, rank_of
-from ferrorpc.guard import Clock, seconds_of
+from ferrorpc.guard import Clock, Guard, seconds_of
 from ferrorpc.operations.arguments import Arguments
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Result
@@ -54,6 +54,10 @@ class Stream:
     def clock(self) -> Clock:
         """The clock of the group's operations."""
         return self._dispatch.backend.clock
+
+    def guard(self) -> Guard:
+        """As `ProcessGroup.guard`."""
+        return self._dispatch.guard(self._dispatch.timeout)
 
     def all_reduce(
         self,

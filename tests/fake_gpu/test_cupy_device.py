@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
@@ -209,7 +210,7 @@ def test_a_bucket_that_another_thread_collects_leaves_nothing_on_the_first_gpu(c
         device_of(cupy, 2).make_current()
         (bucket,) = lay_out({"p": TensorSpec(DType.FLOAT32, (3,))}, 1 << 20).buckets
         with cupy.cuda.Stream(non_blocking=True):
-            buckets.append(DeviceBucketMemory(bucket, DeviceContext(cupy_kind(2), SYSTEM_CLOCK)))
+            buckets.append(DeviceBucketMemory(bucket, DeviceContext(cupy_kind(2), partial(Guard, SYSTEM_CLOCK, Latch(), 20.0))))
         device_of(cupy, 2).staging.uploads.let_go()
         device_of(cupy, 2).event()  # is spare afterwards
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +20,7 @@ from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.ddp_worlds import LANES, Array, at_home, on_gpu, world
@@ -392,7 +392,7 @@ def test_a_bucket_that_is_given_up_leaves_its_header_to_the_gpu_until_that_has_r
     bucket = lay_out([("a", spec_of(x))], 1 << 20).buckets[0]
     released: list[bool] = []
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        memory = DeviceBucketMemory(bucket, DeviceContext(kind_of(x), SYSTEM_CLOCK))
+        memory = DeviceBucketMemory(bucket, DeviceContext(kind_of(x), partial(Guard, SYSTEM_CLOCK, Latch(), 20.0)))
         stream.fake.enqueue(lambda: bool(released))
         memory.begin(None, follows=False)
         memory.pack()
@@ -409,9 +409,9 @@ def test_the_headers_of_all_buckets_are_on_their_way_before_the_host_waits_for_a
     cupy: StandIn, lanes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    download, wait_for = CupyDevice.download, device_bucket_memory.wait_for
+    download, wait_within = CupyDevice.download, device_bucket_memory.wait_within
     monkeypatch.setattr(CupyDevice, "download", lambda *given: (told.append("download"), download(*given))[1])
-    monkeypatch.setattr(device_bucket_memory, "wait_for", lambda *given: (told.append("wait"), wait_for(*given))[1])
+    monkeypatch.setattr(device_bucket_memory, "wait_within", lambda *given: (told.append("wait"), wait_within(*given))[1])
 
     def body(group: ProcessGroup) -> None:
         counted: list[float] = []
