@@ -154,6 +154,7 @@ class DeviceBucketMemory(BucketMemory):
         return self._unweighted if self._weight is None else self._weighted
 
     def begin(self, weight: float | None, follows: bool) -> None:
+        self._order.enter()  # raises before the step has begun
         self._weight = weight
         self._deferred = []
         header, _ = self._header

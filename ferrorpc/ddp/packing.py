@@ -15,7 +15,7 @@ from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import Bucket, lay_out
-from ferrorpc.ddp.placement import common_gpu, current_device
+from ferrorpc.ddp.placement import check_not_captured, common_gpu, current_device, gpus_of
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.types import TensorSpec
 
@@ -96,9 +96,11 @@ def broadcast_arrays(arrays: Mapping[str, Any], group: ProcessGroup, root: int) 
     """Gives every rank the arrays of rank `root`, in place. Collective.
 
     Raises:
-        UsageError: an array cannot be sent, or not be written in place. Nothing was sent.
+        UsageError: an array cannot be sent, or not be written in place; or a graph is being captured from the current stream of
+            its GPU. Nothing was sent.
         CollectiveMismatchError: ranks have other names, dtypes, shapes, or another order. The group stays open.
     """
+    check_not_captured(gpus_of(arrays.values()))
     packer, is_root = Packer(arrays, "array"), group.rank == root
     require_same(group, "weights and buffers", packer.layout.text)
     packed = [packer.packed(each, arrays) if is_root else packer.zeros(each) for each in packer.layout.buckets]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +37,21 @@ def common_gpu(arrays: Mapping[str, Any]) -> CupyKind | None:
     """The kind of CuPy arrays on the GPU that all of the arrays are on; None if there is no such GPU."""
     kinds = {gpu_of(array) for array in arrays.values()}
     return kinds.pop() if len(kinds) == 1 else None
+
+
+def gpus_of(arrays: Iterable[Any]) -> frozenset[CupyKind]:
+    """The kinds of CuPy arrays on the GPUs that hold at least one of the arrays."""
+    return frozenset(gpu for gpu in map(gpu_of, arrays) if gpu is not None)
+
+
+def check_not_captured(gpus: Iterable[CupyKind]) -> None:
+    """Raises UsageError if a CUDA graph is being captured from the current stream of one of the GPUs.
+
+    A step asks before it begins: what it queues or allocates would be a part of the graph, and once it has begun its errors end
+    the generation.
+    """
+    for gpu in gpus:
+        gpu.device.current()
 
 
 def current_device(kind: CupyKind | None) -> AbstractContextManager[Any]:

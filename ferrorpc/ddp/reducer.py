@@ -124,7 +124,8 @@ class Reducer(BucketSet):
             follows: this rank has left an `uneven` block and only follows the others.
 
         Raises:
-            UsageError: the weight is no number, negative or not finite.
+            UsageError: the weight is no number, negative or not finite; or a graph is being captured from the current stream,
+                or from that of the last step, and the buckets are on a GPU.
         """
         default = self._default_weight if self.hook is None else 1.0
         weight = default if weight is None else _checked_weight(weight)

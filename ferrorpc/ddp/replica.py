@@ -16,7 +16,7 @@ from ferrorpc.ddp.buffers import Buffers, named_buffers
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.parameter import HasGradient, is_parameter
-from ferrorpc.ddp.placement import bucket_kind
+from ferrorpc.ddp.placement import bucket_kind, check_not_captured, gpus_of
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.reduction import Reduction, abort_on_failure
 from ferrorpc.ddp.weight_check import check_weights
@@ -71,6 +71,8 @@ class Replica:
         kind = bucket_kind({name: parameter.data for name, parameter in self.parameters.items()}, hook)
         self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters", hook=hook, kind=kind)
         self._buffers = Buffers(module, group, buffers)
+        trained = (parameter.data for parameter in self.parameters.values())
+        self._gpus = gpus_of([*trained, *named_buffers(module).values()])
         self._aliases: dict[str, tuple[Any | None, int]] = {}
         self._is_uneven = False
         self._weights_differ = False
@@ -150,7 +152,14 @@ class Replica:
     # One step: begin, contribute each gradient that is ready, finish.
 
     def begin(self, weight: float | None) -> Reduction:
-        """Begins the next reduction. Raises TensorMismatchError, before anything is sent, as `Buffers.pack` and `gradient`."""
+        """Begins the next reduction.
+
+        Raises:
+            UsageError: a graph is being captured from the current stream of a GPU that has parameters or buffers. Nothing was
+                sent.
+            TensorMismatchError: as `Buffers.pack` and `gradient`. Nothing was sent.
+        """
+        check_not_captured(self._gpus)
         self._take_out_gradients()
         buffers = None if self._is_uneven else self._buffers.pack()
         reduction = self.reducer.begin(weight)

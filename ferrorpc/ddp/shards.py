@@ -61,16 +61,22 @@ class Shard:
         self._gaps = [slice(start, stop) for start, stop in mine if start < stop]
         """The elements of this rank's part that belong to no parameter."""
         self._kind = kind
+        self._allocator = None if kind is None else kind.device.current()
+        """The stream in which the buffer is allocated, and in whose order its memory is freed. Asked for first: it is refused
+        where an allocation would be a part of a graph."""
         shape = (group.size * length,)
         self._flat: Any = group.empty(shape, bucket.dtype) if kind is None else kind.empty(shape, bucket.dtype)
         self._storage: Any = self._flat.view(bucket.dtype.storage)
-        self._allocator = None if kind is None else kind.device.current()
-        """The stream in which the buffer was allocated, and in whose order its memory is freed."""
         with current_device(kind):
             self._storage[...] = 0
         self.weights: Array = np.zeros(length, bucket.dtype.storage)
         self.gradient: Array = np.zeros(length, bucket.dtype.storage)
         self._typed = [np.ndarray((length,), self._flat.dtype, each.data) for each in (self.weights, self.gradient)]
+
+    def check_not_captured(self) -> None:
+        """Raises UsageError if a CUDA graph is being captured from the stream in which the buffer was allocated."""
+        if self._kind is not None and self._allocator is not None:
+            self._kind.device.check_not_captured(self._allocator, "optimizer's first")
 
     def reduce(self, gradients: Mapping[str, Any]) -> Work[Any]:
         """Starts the reduction, for `finish_reduce`. A gradient that is None counts as zeros."""
@@ -221,8 +227,11 @@ class Shards:
         """Checks gradients for `reduce`.
 
         Raises:
-            UsageError: one is no plain array, or (TensorMismatchError) not like its parameter.
+            UsageError: one is no plain array, or (TensorMismatchError) not like its parameter; or a graph is being captured
+                from a stream in whose order the shards are used.
         """
+        for shard in self.shards:
+            shard.check_not_captured()
         for name, spec in self._specs.items():
             if gradients[name] is None:
                 continue

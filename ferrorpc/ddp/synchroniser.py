@@ -13,7 +13,7 @@ from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.bucket_memory import BucketMemory
 from ferrorpc.ddp.hooks.base import Hook
-from ferrorpc.ddp.placement import bucket_kind
+from ferrorpc.ddp.placement import bucket_kind, check_not_captured, gpus_of
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.reduction import Reduction, abort_on_failure
@@ -104,6 +104,7 @@ class GradientSynchronizer(Generic[Tree]):
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else _spec(name, leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
         self._ordered = {name: leaf for name, leaf in leaves.items() if not kind_of(leaf).takes_any_order(leaf)}
+        self._gpus = gpus_of(leaves.values())
         kind = bucket_kind(leaves, hook)
         self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook, kind)
         self._group = group
@@ -333,6 +334,7 @@ class SynchronizerStep(Generic[Tree]):
             raise UsageError("the previous step is still open", hint="leave its `with` block first")
         if hasattr(self, "_reduction"):
             raise UsageError("this step was used before", hint="begin a new one with sync.step()")
+        check_not_captured(self._owner._gpus)
         self._reduction = self._owner._reducer.begin(self._weight)
         self._owner._open = self
         return self

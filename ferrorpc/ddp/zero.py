@@ -11,7 +11,7 @@ import numpy as np
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.ddp.parameter import is_parameter
-from ferrorpc.ddp.placement import common_gpu
+from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
 from ferrorpc.ddp.shards import Shards, check_state_rank
@@ -49,6 +49,7 @@ class ZeroOptimizer:
     def __init__(self, weights: Any, group: ProcessGroup, rule: Rule, *, bucket_cap_mb: float = 25) -> None:
         self._group = group = group_given(group)
         self._weights = flatten(weights)
+        self._gpus = gpus_of(self._weights.values())
         specs = [(name, _spec(name, leaf)) for name, leaf in self._weights.items()]
         for name, spec in specs:
             if spec.dtype not in _DTYPES:
@@ -90,6 +91,7 @@ class ZeroOptimizer:
         if leaves.keys() != self._weights.keys():
             strange = ", ".join(sorted(leaves.keys() ^ self._weights.keys()))
             raise UsageError(f"the gradients are not those of the weights: see {strange}", hint="pass each leaf, or None")
+        check_not_captured(self._gpus)
         self._shards.check(leaves)
         with others_told(self._group):
             self._shards.reduce(self._weights, leaves)

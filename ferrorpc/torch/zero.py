@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ferrorpc.arrays.kinds import kind_of, spec_of
-from ferrorpc.ddp.placement import common_gpu
+from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
 from ferrorpc.ddp.shards import Shard, Shards, check_state_rank
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import others_told
@@ -68,6 +68,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             super().__init__(parameters, options)
         _check_parameters(self.param_groups)
         self._trainable_groups = [_trainable(members) for members in self.param_groups]
+        self._gpus = gpus_of(tensor for trained in self._trainable_groups for tensor in trained.values())
         inner = []
         for number, (members, trained) in enumerate(zip(self.param_groups, self._trainable_groups, strict=True)):
             held = _detached(trained)
@@ -102,6 +103,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             _check_frozen(members, trained)
         self._copy_settings()
         gradients = [{name: _gradient(parameter) for name, parameter in trained.items()} for trained in self._trainable_groups]
+        check_not_captured(self._gpus)
         for shards, own in zip(self._shards, gradients, strict=True):
             shards.check(own)
         with others_told(self._group):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ferrorpc
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -17,7 +18,9 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.fake_gpu import ddp_worlds
 from tests.fake_gpu.test_nccl_streams import world
+from tests.unit.ddp.model import Plain
 from tests.waiting import eventually
 
 
@@ -95,6 +98,90 @@ def test_a_refused_call_has_put_nothing_into_the_graph(cupy: StandIn, lanes: str
         world(cupy, 2, body, kind=HybridBackend)
     else:
         run_world(2, body, clock=SYSTEM_CLOCK, timeout=5.0)
+
+
+class Buffered(Plain):
+    """A module with a weight of ones and a running statistic."""
+
+    def __init__(self, cupy: StandIn) -> None:
+        super().__init__(w=cupy.asarray(np.ones(20, np.float32)))
+        self.running = cupy.asarray(np.ones(3, np.float32))
+
+    def named_buffers(self) -> list[tuple[str, Any]]:
+        return [("running", self.running)]
+
+
+def training_steps(cupy: StandIn, group: ProcessGroup) -> list[Callable[[], object]]:
+    """Steps of every kind, and the construction of what takes them."""
+    made: list[object] = []
+    """Kept, because what is freed during a capture is freed in its stream."""
+    grads, module, sgd = {"w": cupy.asarray(np.ones(20, np.float32))}, Buffered(cupy), ferrorpc.rules.SGD(0.5)
+    ddp = ferrorpc.DistributedDataParallel(module, group)
+    syncs = [
+        ferrorpc.GradientSynchronizer(grads, group, hook=hook)
+        for hook in (None, ferrorpc.hooks.ErrorFeedback(ferrorpc.hooks.PowerSGD(1)))
+    ]
+    optimizer = ferrorpc.ZeroOptimizer({"w": module["w"].data}, group, sgd)
+
+    def with_gradient() -> None:
+        module["w"].grad = grads["w"]
+        ddp.sync_gradients()
+
+    def without_gradient() -> None:
+        module["w"].grad = None
+        ddp.sync_gradients()
+
+    def by_hand(sync: Any) -> None:
+        with sync.step() as step:
+            step.ready("w", grads["w"])
+
+    return [
+        with_gradient,
+        without_gradient,
+        ddp.broadcast_parameters,
+        *(lambda sync=sync: sync(grads) for sync in syncs),
+        *(lambda sync=sync: sync({"w": None}) for sync in syncs),
+        *(lambda sync=sync: by_hand(sync) for sync in syncs),
+        lambda: optimizer.step(grads),
+        lambda: made.append(ferrorpc.DistributedDataParallel(module, group)),
+        lambda: made.append(ferrorpc.GradientSynchronizer(grads, group)),
+        lambda: made.append(ferrorpc.ZeroOptimizer({"w": module["w"].data}, group, sgd)),
+    ]
+
+
+@pytest.mark.parametrize("lanes", ["simulated", "hybrid"])
+def test_a_training_step_is_refused_before_it_begins_and_the_group_stays_open(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for step in training_steps(cupy, group):
+                step()
+                stream.fake.captured = True
+                with pytest.raises(UsageError, match="a CUDA graph is being captured from the current stream"):
+                    step()
+                stream.fake.captured = False
+                group.barrier()
+                step()
+
+    ddp_worlds.world(cupy, lanes, 2, body)
+
+
+def test_so_is_one_in_another_stream_than_the_last_which_is_captured(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        grads, weights = ({"w": cupy.asarray(np.ones(20, np.float32))} for _ in range(2))
+        cupy.cuda.get_current_stream().synchronize()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            sync = ferrorpc.GradientSynchronizer(grads, group)
+            optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.SGD(0.5))
+        for step in (lambda: sync(grads), lambda: optimizer.step(grads)):
+            with stream:
+                step()
+                stream.fake.captured = True
+            with pytest.raises(UsageError, match=r"a CUDA graph is being captured from the .* (last|first) stream"):
+                step()
+            stream.fake.captured = False
+            step()
+
+    ddp_worlds.world(cupy, "hybrid", 2, body)
 
 
 def test_a_wait_that_failed_half_way_takes_nothing_from_the_next_one(cupy: StandIn) -> None:

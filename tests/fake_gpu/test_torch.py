@@ -318,3 +318,16 @@ def test_an_optimizer_that_is_shared_out_has_the_bits_of_the_host(gpus: TorchGpu
 
     wanted = ferrorpc.testing.run_world(2, lambda group: steps(group, torch.from_numpy))
     assert world(gpus, lanes, 2, lambda group, index: steps(group, lambda array: gpus.from_numpy(array, index))) == wanted
+
+
+def test_a_step_of_such_an_optimizer_is_refused_while_a_graph_is_captured(gpus: TorchGpus) -> None:
+    def body(group: ProcessGroup, index: int) -> None:
+        weights, stream = gpus.from_numpy(np.ones(20, np.float32), index), gpus.stream(index)
+        optimizer = ferrorpc.torch.ZeroOptimizer([weights.requires_grad_()], torch.optim.SGD, group, lr=0.5)
+        stream.captured = True
+        with pytest.raises(UsageError, match="a CUDA graph is being captured from the current stream"):
+            optimizer.step()
+        stream.captured = False
+        optimizer.step()
+
+    world(gpus, "hybrid", 2, body)
