@@ -39,6 +39,8 @@ class Capabilities:
     """Takes GPU arrays where they are."""
     device_moves: bool = False
     """Its collectives move them from GPU to GPU, not through the host."""
+    device: int | None = None
+    """The number of this rank's GPU, where its collectives refuse the arrays of another one."""
 
 
 class Backend(ABC):

@@ -32,6 +32,7 @@ class Buffers:
 
     Raises:
         UsageError: an unknown mode, or a buffer that cannot be written in place.
+        TensorMismatchError: buffers are on another GPU than the group's.
         CollectiveMismatchError: ranks hold different buffers.
     """
 
@@ -40,7 +41,7 @@ class Buffers:
             raise UsageError(f"buffers={mode!r} is no mode", hint=f"use one of: {', '.join(MODES)}")
         self._module = module
         self.mode = mode
-        self._packer = Packer({} if mode == "local" else named_buffers(module), "buffer")
+        self._packer = Packer({} if mode == "local" else named_buffers(module), "buffer", group)
         self._buckets = self._packer.layout.buckets
         require_same(group, "buffers", f"mode {mode}\n{self._packer.layout.text}")
         self._stream = group.stream()

@@ -81,8 +81,8 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
     Raises:
         UsageError: the module has no parameters() or named_parameters(), is wrapped already, or has a bare array or a lazy
             parameter among them.
-        TensorMismatchError: a parameter's dtype has no mean; or parameters are on several devices, unless a hook has the
-            buckets on the host.
+        TensorMismatchError: a parameter's dtype has no mean; or parameters are on several devices, or on another GPU than the
+            group's, unless a hook has the buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
     """
 

@@ -32,15 +32,17 @@ class Packer:
     Args:
         arrays: all that are to be packed.
         what: they are, for errors.
+        group: they are sent by.
 
     Attributes:
         layout: of the buckets.
 
     Raises:
         UsageError: an array cannot be sent, or not be written in place.
+        TensorMismatchError: as `common_gpu`.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], what: str) -> None:
+    def __init__(self, arrays: Mapping[str, Any], what: str, group: ProcessGroup) -> None:
         specs = []
         for name, array in arrays.items():
             with ErrorPrefix(f"{what} {name!r}"):
@@ -48,7 +50,7 @@ class Packer:
                 view_out(array, specs[-1][1], on_device=True)
         self.layout = lay_out(specs, MESSAGE_BYTES, MESSAGE_BYTES)
         self._what = what
-        self._kind = common_gpu(arrays)
+        self._kind = common_gpu(arrays, group)
 
     def zeros(self, bucket: Bucket) -> Any:
         """A new array for a bucket: shape (bucket.count,), in storage dtype."""
@@ -98,10 +100,11 @@ def broadcast_arrays(arrays: Mapping[str, Any], group: ProcessGroup, root: int) 
     Raises:
         UsageError: an array cannot be sent, or not be written in place; or a graph is being captured from the current stream of
             its GPU. Nothing was sent.
+        TensorMismatchError: all are on another GPU than the group's. Nothing was sent.
         CollectiveMismatchError: ranks have other names, dtypes, shapes, or another order. The group stays open.
     """
     check_not_captured(gpus_of(arrays.values()))
-    packer, is_root = Packer(arrays, "array"), group.rank == root
+    packer, is_root = Packer(arrays, "array", group), group.rank == root
     require_same(group, "weights and buffers", packer.layout.text)
     packed = [packer.packed(each, arrays) if is_root else packer.zeros(each) for each in packer.layout.buckets]
     works = [group.broadcast(each, root=root, out=each, async_op=True) for each in packed]

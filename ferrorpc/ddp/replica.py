@@ -42,7 +42,8 @@ class Replica:
 
     Raises:
         UsageError: the module has no named_parameters(), or one of them is a bare array or lazy.
-        TensorMismatchError: parameters are on several devices, and no hook has all buckets on the host.
+        TensorMismatchError: parameters are on several devices, or on another GPU than the group's, and no hook has all buckets
+            on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
     """
 
@@ -68,7 +69,7 @@ class Replica:
         _check_initialised("buffer", named_buffers(module))
         self.parameters = {name: parameter for name, parameter in self._all_parameters.items() if _is_trainable(parameter)}
         specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
-        kind = bucket_kind({name: parameter.data for name, parameter in self.parameters.items()}, hook)
+        kind = bucket_kind({name: parameter.data for name, parameter in self.parameters.items()}, group, hook)
         self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters", hook=hook, kind=kind)
         self._buffers = Buffers(module, group, buffers)
         trained = (parameter.data for parameter in self.parameters.values())

@@ -60,8 +60,8 @@ class GradientSynchronizer(Generic[Tree]):
 
     Raises:
         UsageError: two leaves of one name.
-        TensorMismatchError: a dtype that has no mean; or leaves on several devices, unless a hook has the buckets on the
-            host.
+        TensorMismatchError: a dtype that has no mean; or leaves on several devices, or on another GPU than the group's, unless
+            a hook has the buckets on the host.
         CollectiveMismatchError: ranks gave different trees; the message says where they differ.
     """
 
@@ -105,7 +105,7 @@ class GradientSynchronizer(Generic[Tree]):
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
         self._ordered = {name: leaf for name, leaf in leaves.items() if not kind_of(leaf).takes_any_order(leaf)}
         self._gpus = gpus_of(leaves.values())
-        kind = bucket_kind(leaves, hook)
+        kind = bucket_kind(leaves, group, hook)
         self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook, kind)
         self._group = group
         self._open: SynchronizerStep[Tree] | None = None

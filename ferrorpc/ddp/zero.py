@@ -42,7 +42,7 @@ class ZeroOptimizer:
 
     Raises:
         UsageError: weights that cannot be written in place, or share memory; or no rule.
-        TensorMismatchError: another dtype.
+        TensorMismatchError: another dtype; or all weights are on another GPU than the group's.
         CollectiveMismatchError: ranks gave different trees or rules; the message says where they differ.
     """
 
@@ -60,7 +60,7 @@ class ZeroOptimizer:
         _check_memory({name: _addresses(name, self._weights[name], spec) for name, spec in specs})
         _check_rule(rule)
         self._rule = rule
-        self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {_text(rule)}", common_gpu(self._weights))
+        self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {_text(rule)}", common_gpu(self._weights, group))
         self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
         self._steps = 0
 

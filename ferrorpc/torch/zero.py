@@ -73,7 +73,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for number, (members, trained) in enumerate(zip(self.param_groups, self._trainable_groups, strict=True)):
             held = _detached(trained)
             specs = [(name, spec_of(tensor)) for name, tensor in held.items()]
-            shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}", common_gpu(held))
+            shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}", common_gpu(held, group))
             self._shards.append(shards)
             inner.append(_settings(members) | {"params": [_parameter(shard) for shard in shards.shards]})
         with _translated(optimizer.__name__, "pass its own options after the group, as in torch: lr=1e-3"):

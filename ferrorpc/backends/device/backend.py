@@ -109,7 +109,7 @@ class DeviceBackend(RawOperations, Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(device_arrays=True, device_moves=True)
+        return Capabilities(device_arrays=True, device_moves=True, device=self.device.index)
 
     @property
     def arena(self) -> Arena | None:

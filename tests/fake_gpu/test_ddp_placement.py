@@ -1,0 +1,84 @@
+"""Where parameters and gradients may be, over the fakes: on one GPU, which is the one of the group where it has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ferrorpc
+from ferrorpc.errors import TensorMismatchError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.fake_gpu.ddp_worlds import LANES, world
+from tests.unit.ddp.model import Plain
+
+
+def test_parameters_on_several_devices_are_named_before_anything_moves(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        here, host = cupy.asarray(np.zeros(2)), np.zeros(2)
+        with cupy.cuda.Device(5):
+            there = cupy.asarray(np.zeros(2))
+        with pytest.raises(TensorMismatchError, match="'a' on GPU 0, 'c' on the host"):
+            ferrorpc.GradientSynchronizer({"a": here, "b": here, "c": host}, group)
+        with pytest.raises(TensorMismatchError, match="'a' on GPU 0, 'b' on GPU 5"):
+            ferrorpc.DistributedDataParallel(Plain(a=here, b=there), group)
+        sync = ferrorpc.GradientSynchronizer({"a": here, "b": here}, group)
+        with pytest.raises(TensorMismatchError, match="gradient 'b' is on the host, but its bucket is on GPU 0"):
+            sync({"a": here, "b": host})
+        module = Plain(a=here)
+        ddp = ferrorpc.DistributedDataParallel(module, group)
+        module["a"].grad = there
+        with pytest.raises(TensorMismatchError, match="the gradient of 'a' is on GPU 5, but its bucket is on GPU 0"):
+            ddp.sync_gradients()
+        assert cupy.asnumpy(sync({"a": here, "b": here})["a"]).tolist() == [0.0, 0.0]
+
+    world(cupy, "simulated", 1, body)
+
+
+def on_two_gpus(cupy: StandIn) -> tuple[Any, Any]:
+    """An array on this rank's GPU, and one on another."""
+    here = cupy.asarray(np.ones(2, np.float32))
+    with cupy.cuda.Device(5):
+        return here, cupy.asarray(np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_what_is_advised_for_parameters_on_several_gpus_works_in_the_group(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        here, there = on_two_gpus(cupy)
+        with pytest.raises(TensorMismatchError) as refused:
+            ferrorpc.GradientSynchronizer({"a": here, "b": there}, group)
+        if lanes == "simulated":
+            assert "a synchroniser of its own" in str(refused.value)
+            for each in (here, there):
+                assert cupy.asnumpy(ferrorpc.GradientSynchronizer({"a": each}, group)({"a": each})["a"]).tolist() == [1.0] * 2
+        else:
+            assert f"move all to GPU {here.device.id}" in str(refused.value)
+            assert "synchroniser" not in str(refused.value)
+
+    world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("lanes", LANES[1:])
+def test_what_is_made_of_arrays_on_another_gpu_than_the_groups_is_refused_and_the_group_stays_open(
+    cupy: StandIn, lanes: str
+) -> None:
+    class Buffered(Plain):
+        def named_buffers(self) -> list[tuple[str, Any]]:
+            return [("running", there)]
+
+    def body(group: ProcessGroup) -> None:
+        for make in (
+            lambda: ferrorpc.GradientSynchronizer({"a": there}, group),
+            lambda: ferrorpc.DistributedDataParallel(Plain(a=there), group, init_sync=False),
+            lambda: ferrorpc.DistributedDataParallel(Buffered(a=np.ones(2)), group, init_sync=False),
+            lambda: ferrorpc.ZeroOptimizer({"a": there}, group, ferrorpc.rules.SGD(0.5)),
+        ):
+            with pytest.raises(TensorMismatchError, match=r"on GPU 5, but this rank's communicator is on GPU \d"):
+                make()
+        group.barrier()
+
+    _, there = on_two_gpus(cupy)
+    world(cupy, lanes, 2, body)
