@@ -14,7 +14,7 @@ from ferrorpc.guard import Clock, Guard, seconds_of
 from ferrorpc.operations.arguments import Arguments
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Result
-from ferrorpc.types import ReduceOp
+from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.work import Work
 
 
@@ -58,6 +58,12 @@ class Stream:
     def guard(self) -> Guard:
         """As `ProcessGroup.guard`."""
         return self._dispatch.guard(self._dispatch.timeout)
+
+    def check_wire(self, wire: str) -> None:
+        """Raises UsageError if the backend has no all_reduce with this `wire`. Sends no message."""
+        specs = (TensorSpec(DType.FLOAT32, (1,)),)
+        self._dispatch.prepared(Operation.ALL_REDUCE, specs, ReduceOp.SUM, None, wire, None, unordered=self._unordered)
+
 
     def all_reduce(
         self,

@@ -14,6 +14,7 @@ import ferrorpc
 from ferrorpc.ddp.bucket_memory import HostBucketMemory
 from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory
 from ferrorpc.ddp.hooks.base import PlainAllReduce
+from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
@@ -76,3 +77,18 @@ def test_with_a_hook_that_works_there_buckets_lie_on_the_host_and_means_still_co
         return float(found[299])
 
     assert world(cupy, "hybrid", 2, body) == [1.0] * 2
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8 with feedback"])
+def test_a_hook_that_compresses_is_refused_over_nccl_when_it_is_given_and_the_group_stays_open(
+    cupy: StandIn, name: str
+) -> None:
+    def body(group: ProcessGroup) -> Any:
+        like, hook = {"a": cupy.asarray(np.ones(300, np.float32))}, HOOKS[name]()
+        for _ in range(2):
+            with pytest.raises(UsageError, match="NCCL chooses its own algorithm and compresses nothing") as refused:
+                ferrorpc.GradientSynchronizer(like, group, hook=hook)
+            assert "backend='hybrid'" in str(refused.value)
+        return float(ferrorpc.GradientSynchronizer(like, group, hook=HOOKS["feedback alone"]())(like)["a"][299])
+
+    assert world(cupy, "nccl", 2, body) == [1.0] * 2

@@ -14,6 +14,7 @@ from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part
 from ferrorpc.ddp.hooks.vector_ops import vector_ops_for
 from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
+from ferrorpc.operations.stream import Stream
 from ferrorpc.wire.codecs import codec
 
 
@@ -25,6 +26,11 @@ class Compress(Hook):
 
     def __init__(self, wire: str) -> None:
         self._codec = codec(wire)
+
+    def serve(self, stream: Stream) -> None:
+        """As its base, but raises UsageError also where the group's backend compresses nothing."""
+        stream.check_wire(self._codec.name)
+        super().serve(stream)
 
     @property
     def text(self) -> str:

@@ -49,8 +49,8 @@ class ErrorFeedback(Hook):
         the host until their bucket's first step."""
 
     def serve(self, stream: Stream) -> None:
+        self._hook.serve(stream)  # which may refuse
         super().serve(stream)
-        self._hook.serve(stream)
 
     @property
     def text(self) -> str:
