@@ -64,7 +64,6 @@ class Stream:
         specs = (TensorSpec(DType.FLOAT32, (1,)),)
         self._dispatch.prepared(Operation.ALL_REDUCE, specs, ReduceOp.SUM, None, wire, None, unordered=self._unordered)
 
-
     def all_reduce(
         self,
         x: Any,

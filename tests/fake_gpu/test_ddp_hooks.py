@@ -33,10 +33,11 @@ HOOKS = {
 }
 
 
+@pytest.mark.parametrize("weights", [[None] * 4, [3.0, 0.1, 7.0, 0.5]], ids=["even", "weighted"])
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize(("lanes", "size"), [("simulated", 1), ("simulated", 3), ("hybrid", 2)])
 def test_hooks_that_compress_do_so_on_the_gpu_with_the_bits_of_the_host(
-    cupy: StandIn, lanes: str, size: int, name: str
+    cupy: StandIn, lanes: str, size: int, name: str, weights: list[float | None]
 ) -> None:
     """Four rounds, each in a stream of its own, the last from a saved state; the second has values that are not finite."""
 
@@ -48,11 +49,11 @@ def test_hooks_that_compress_do_so_on_the_gpu_with_the_bits_of_the_host(
         assert {type(memory) for memory in sync._reducer.memory} == {kind}
         for number in range(4):
             chance = np.random.default_rng([group.rank, number])
-            mine = {each: chance.standard_normal(like[each].shape) * 10.0 ** chance.choice([0, -41]) for each in like}
+            mine = {each: chance.standard_normal(like[each].shape) * 10.0 ** chance.choice([0, -37, -41]) for each in like}
             mine["a"][600:] *= np.inf if number == 1 else 1
             with nullcontext() if kind is HostBucketMemory else cupy.cuda.Stream(non_blocking=True):
                 with np.errstate(all="ignore"):
-                    means = sync({each: place(mine[each].astype(like[each].dtype)) for each in like})
+                    means = sync({each: place(mine[each].astype(like[each].dtype)) for each in like}, weights[number])
                 found += [home(means[each]).tobytes() for each in like]
                 assert number == 1 or np.isfinite(home(means["a"])).all()
             state = hook.state()

@@ -121,8 +121,7 @@ class DeviceVectorOps(VectorOps):
         self._kernels.residue(values, delivered)
 
     def scale(self, values: DeviceArray, factor: float) -> None:
-        with np.errstate(all="ignore"):
-            values *= np.float32(factor)
+        self._kernels.pack([values], [0], values, DType.FLOAT32, DType.FLOAT32, factor)
 
     def forget_unless_finite(self, values: DeviceArray, total: DeviceArray) -> None:
         with np.errstate(all="ignore"):
