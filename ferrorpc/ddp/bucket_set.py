@@ -81,10 +81,15 @@ class BucketSet:
     def elsewhere(self, name: str, gradient: Any) -> BucketMemory | None:
         """The bucket that an array lies in as a gradient of this name, but not in its own slot, so that another gradient may be
         written over it. None for any other array."""
-        address, (own, slot) = kind_of(gradient).pointer_of(gradient), self.at(name)
-        if address == own.addresses.start + slot.start * slot.spec.dtype.itemsize:
+        if self.in_place(name, gradient):
             return None
+        address = kind_of(gradient).pointer_of(gradient)
         return next((memory for memory in self.memory if address in memory.addresses), None)
+
+    def in_place(self, name: str, gradient: Any) -> bool:
+        """Whether an array lies in the slot of a gradient of this name, in whatever order of its elements."""
+        memory, slot = self.at(name)
+        return kind_of(gradient).pointer_of(gradient) == memory.addresses.start + slot.start * slot.spec.dtype.itemsize
 
     def collectives(self, step: int, bucket: int) -> BucketCollectives:
         """The collectives of one bucket in one step; with a hook, those of the header and the hook's own."""

@@ -239,7 +239,7 @@ class Replica:
         for name, parameter in reversed(self.parameters.items()):
             if parameter.grad is None or reduction.has(name):
                 continue
-            if name not in used and parameter.grad is self.alias(name):
+            if name not in used and self.reducer.in_place(name, parameter.grad):
                 memory, slot = self.reducer.at(name)
                 saved[name] = memory.save(slot)
             reduction.put(name, self.gradient(name), name in used, deferrable=True)

@@ -423,8 +423,10 @@ class Dispatch:
 
     def drain(self, until: float) -> None:
         """Waits until nothing of this group, and of a world's subgroups, is in flight, or until clock time `until`."""
-        for dispatch in (self,) if self._is_subgroup else tuple(self._family.values()):
-            dispatch._drain_own(until)
+        family = [self] if self._is_subgroup else [reference() for reference in self._family.valuerefs()]
+        for dispatch in family:  # a copy, because another thread may make a subgroup
+            if dispatch is not None:
+                dispatch._drain_own(until)
 
     def _drain_own(self, until: float) -> None:
         parker = self.backend.clock.parker()

@@ -37,6 +37,12 @@ class Stage(Protocol):
         """Returns the gradient of x (None where there is none), given that of y."""
 
 
+def takes(function: Any, name: str) -> bool:
+    """Whether a function has a keyword argument of this name, or any."""
+    parameters = signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 class Piece:
     """A stage with the contexts of the microbatches that are between their forward and the end of their backward.
 
@@ -92,8 +98,7 @@ class Piece:
         """
         named = getattr(self._stage, "named_parameters", None)
         if callable(named):
-            tells = aliases and "remove_duplicate" in signature(named).parameters
-            return dict(named(remove_duplicate=False) if tells else named())
+            return dict(named(remove_duplicate=False) if aliases and takes(named, "remove_duplicate") else named())
         parameters = getattr(self._stage, "parameters", None)
         return {str(place): each for place, each in enumerate(parameters())} if callable(parameters) else {}
 

@@ -214,7 +214,6 @@ class TiedWeights:
             _check(named, _all_weights(named, pieces, group))
         self._weights = [TiedWeight(number, names, placement, group.rank) for number, names in enumerate(named)]
         self._pieces = {number: piece for number, piece in pieces.items() if self.in_piece(number)}
-        self._tied_names = {f"{piece}/{name}" for names in named for piece, name in names.items()}
 
     def in_piece(self, piece: int) -> bool:
         """Whether a piece of this rank has a tied weight: then its gradients are complete only at the end of the step."""
@@ -226,11 +225,14 @@ class TiedWeights:
         Args:
             parameters: this rank's, with their names as "piece/name".
         """
+        self._look_up()
+        tied = {id(each): weight.own.keys() for weight in self._weights for each in weight.own.values()}
         names: dict[int, str] = {}
         for name, each in parameters:
             first = names.setdefault(id(each), name)
-            is_shared = first.partition("/")[0] != name.partition("/")[0] and getattr(each, "requires_grad", True)
-            if is_shared and not self._tied_names.issuperset((first, name)):
+            pieces = {int(first.partition("/")[0]), int(name.partition("/")[0])}
+            is_shared = len(pieces) > 1 and getattr(each, "requires_grad", True)
+            if is_shared and not pieces <= tied.get(id(each), frozenset()):
                 raise UsageError(
                     f"stages share the weight {first!r}, {name!r}, so on_gradients would get its gradient early",
                     hint=f"tied=[({first!r}, {name!r})]",

@@ -142,10 +142,11 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            part = getattr(self._modules.get("module"), name, None)
-            if not isinstance(part, _PARTS):
-                raise
-            return part
+            inner = self.__dict__.get("_modules", {}).get("module")
+            for parts in (inner._modules, inner._parameters, inner._buffers) if inner is not None else ():
+                if isinstance(parts.get(name), _PARTS):
+                    return parts[name]
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses a tensor or module under the name of one of the module's, which would not use it."""
@@ -216,6 +217,14 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
                 memo.add(self)
             yield prefix, self
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The module's own; `children()` has the module itself."""
+        yield from self.module.named_children()
+
+    def children(self) -> Iterator[torch.nn.Module]:
+        """The module, for what torch does with each part, such as `train()` and `to()`."""
+        yield self.module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The module's own."""

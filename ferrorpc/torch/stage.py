@@ -13,6 +13,7 @@ import torch
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.batch import tuple_like
+from ferrorpc.pipeline.stage import takes
 from ferrorpc.torch.arguments import checked_module
 from ferrorpc.torch.data_parallel import DistributedDataParallel
 from ferrorpc.torch.split_backward import SplitBackward, hooks_registered
@@ -95,8 +96,8 @@ class Stage:
 
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The module's; with remove_duplicate=False under all of their names."""
-        asked = {} if remove_duplicate else {"remove_duplicate": False}  # a named_parameters() of one's own may not take it
-        return iter(self.module.named_parameters(**asked))
+        named = self.module.named_parameters
+        return iter(named() if remove_duplicate or not takes(named, "remove_duplicate") else named(remove_duplicate=False))
 
     def forward(self, x: Any) -> tuple[Any, Context]:
         """Returns (y, context): y is detached, and the context has its graph.
@@ -225,17 +226,8 @@ def _output(y: Any, module: torch.nn.Module) -> Any:
             f"{type(module).__name__} returned a {type(y).__name__}, which cannot go on to the next stage",
             hint="wrap the module in one that returns a tensor, or a tuple of tensors and Nones",
         )
-    if y.grad_fn is None:  # it may be a workspace
-        return y.clone()
-    is_new = not y._is_view() and not y._version
-    return y if is_new or not _shares_memory(y, _state(module)) else y.clone()
-
-
-def _state(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and tensors that are plain attributes."""
-    yield from chain(module.parameters(), module.buffers())
-    for each in module.modules():
-        yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor))
+    is_new = y.grad_fn is not None and not y._is_view() and not y._version
+    return y if is_new else y.clone()
 
 
 def _detached(y: Any, before: Iterable[Any]) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -144,6 +145,25 @@ def test_what_is_in_flight_in_a_subgroup_ends_before_its_world_does(how: str, de
         return float(work.wait()[0])
 
     assert run_world(2, body, faults=FaultPlan(delay_seconds=(0.01, 0.03))) == [2.0, 2.0]
+
+
+def test_a_world_can_be_closed_while_another_thread_makes_subgroups() -> None:
+    """It would have raised RuntimeError, and could not have been closed again."""
+
+    def body(group: ProcessGroup) -> bool:
+        subgroups, made = [group.subgroup([0, 1]) for _ in range(3)], []
+
+        def make(_: float) -> None:
+            made.append(Mock(**{"backend.group_id": len(made) + 1}))
+            group._dispatch.adopt(made[-1])
+
+        for each in subgroups:
+            assert each is not None
+            cast(Any, each._dispatch)._drain_own = make
+        group.close()
+        return len(made) >= 3
+
+    assert run_world(2, body) == [True, True]
 
 
 def test_who_uses_a_closed_subgroup_is_told_to_make_another() -> None:

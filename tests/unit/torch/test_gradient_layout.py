@@ -152,6 +152,21 @@ def test_a_gradient_that_the_user_made_for_a_weight_nobody_uses_stays_as_it_was(
     assert run_world(2, body) == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.t, lambda grad: grad.detach().mul_(2)])
+def test_a_gradient_that_the_user_changed_in_its_place_stays_so_while_nobody_uses_its_weight(change) -> None:
+    def body(group):
+        module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        ddp = DistributedDataParallel(module, group)
+        ddp(torch.arange(4.0).reshape(2, 2) + group.rank).pow(2).sum().backward()
+        weight = module[0].weight
+        weight.grad = change(weight.grad)
+        before = weight.grad.clone()
+        module[1](torch.ones(2, 2)).sum().backward()
+        return torch.equal(weight.grad, before)
+
+    assert run_world(2, body) == [True, True]
+
+
 def test_a_sparse_gradient_names_its_parameter() -> None:
     def body(group):
         ddp = DistributedDataParallel(nn.Embedding(4, 2, sparse=True), group)

@@ -81,6 +81,20 @@ def test_names_that_a_module_around_wrappers_gives_lead_through_them():
     assert run_world(2, body) == [True, True]
 
 
+def test_what_torch_does_with_each_part_it_does_with_the_module_too():
+    def body(group):
+        for net in (_net(), torch.nn.Linear(3, 1)):
+            wrapper, seen = DistributedDataParallel(net, group), []
+            assert [name for name, _ in wrapper.named_children()] == [name for name, _ in net.named_children()]
+            assert not wrapper.eval().module.training
+            assert all(parameter.dtype is torch.float64 for parameter in wrapper.double().parameters())
+            wrapper.apply(seen.append)
+            assert seen[-2:] == [net, wrapper]
+        return True
+
+    assert run_world(1, body) == [True]
+
+
 def test_torchs_own_checkpoints_take_the_wrapper_and_modules_around_it():
     state = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 
@@ -91,7 +105,12 @@ def test_torchs_own_checkpoints_take_the_wrapper_and_modules_around_it():
             assert saved.keys() == module.state_dict().keys()
             state.set_model_state_dict(module, saved)
             optimizer = torch.optim.AdamW(module.parameters())
-            assert len(state.get_optimizer_state_dict(module, optimizer)["param_groups"][0]["params"]) == 6
+            wrapper(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            moments = state.get_optimizer_state_dict(module, optimizer)
+            again = torch.optim.AdamW(module.parameters())
+            state.set_optimizer_state_dict(module, again, moments)
+            assert len(again.state) == len(moments["state"]) == 6
         return True
 
     assert run_world(1, body) == [True]

@@ -198,6 +198,31 @@ def test_outputs_of_an_inference_may_all_be_in_the_same_memory():
     torch.testing.assert_close(y, linear(0)(x).detach())
 
 
+class Reusing(nn.Module):
+    """Trains, and returns what it computes in the memory of the microbatch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.workspaces = linear(0), [torch.zeros(ROWS // MICROBATCHES, WIDTH)]
+
+    def forward(self, x):
+        return self.workspaces[0].detach().copy_(self.layer(x))
+
+
+def test_outputs_of_training_may_all_be_in_the_same_memory_too():
+    module, (x, target) = Reusing(), batch()
+
+    def body(group):
+        pipe = Pipeline([Stage(module), Stage(linear(1))], group, schedules.looped_bfs(1, MICROBATCHES, chunks=2))
+        return pipe.step(x, target, with_gradient(loss_of))
+
+    alone, last = linear(0), linear(1)
+    expected = loss_of(last(alone(x)), target)
+    expected.backward()
+    torch.testing.assert_close(run_world(1, body), [expected.detach()])
+    torch.testing.assert_close(module.layer.weight.grad, alone.weight.grad)
+
+
 def test_a_criterion_may_write_to_what_it_is_given():
     """As one that masks logits does."""
 
@@ -326,6 +351,36 @@ def test_a_tied_weight_may_have_another_name_in_its_stage_too():
     for is_made_before in (True, False):
         for found, wanted in zip(run_world(2, lambda group, when=is_made_before: body(group, when)), alone, strict=True):
             torch.testing.assert_close(found.first.weight.grad, wanted.first.weight.grad)
+
+
+def test_a_weight_that_is_tied_by_its_other_name_is_known_to_be_when_gradients_are_asked_for_early():
+    def body(group):
+        first, module = linear(0), TwoLinear()
+        module.last.weight = module.first.weight = first.weight
+        stages = [Stage(first), Stage(module)]
+        pipe = Pipeline(stages, group, "looped_bfs", 2, tied=[("0/weight", "1/last.weight")])
+        pipe.step(*batch(), with_gradient(loss_of), on_gradients=seen.append)
+
+    seen: list[int] = []
+    run_world(1, body)
+    assert sorted(seen) == [0, 1]
+
+
+class NamedAlone(nn.Linear):
+    """Its own named_parameters() has not all of torch's arguments."""
+
+    def named_parameters(self, prefix="", recurse=True):
+        yield from super().named_parameters(prefix, recurse)
+
+
+def test_a_stage_with_names_of_its_own_can_be_tied():
+    def body(group):
+        module = NamedAlone(WIDTH, WIDTH) if group.rank else linear(0)
+        Pipeline(Stage(module), group, "gpipe", 2, tied=[("0/weight", "1/weight")]).step(*batch(), with_gradient(loss_of))
+        return module.weight
+
+    first, second = run_world(2, body)
+    torch.testing.assert_close(first.grad, second.grad)
 
 
 def test_a_weight_that_is_in_two_ties_under_two_names_is_refused():
