@@ -10,9 +10,11 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Final, Protocol
 
@@ -39,6 +41,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 _sessions: weakref.WeakSet[MemberSession] = weakref.WeakSet()
 _at_exit: set[tuple[int, Callable[[], None]]] = set()
 """Process id and action: a forked child inherits none of multiprocessing's finalizers."""
+_reason = ""
+"""Of the exception that ends this process of multiprocessing."""
 _hook: Hook | None = None
 """This module's sys.excepthook, once it is installed."""
 _had_sessions = False
@@ -55,7 +59,21 @@ def at_exit(action: Callable[[], None]) -> None:
     atexit.register(action)
     processes, finalizers = sys.modules.get("multiprocessing.process"), sys.modules.get("multiprocessing.util")
     if processes is not None and finalizers is not None and processes.parent_process() is not None:
-        finalizers.Finalize(None, action, exitpriority=0)
+        calls_atexit = sys.version_info >= (3, 14) or getattr(processes.current_process(), "_start_method", "") == "spawn"
+        finalizers.Finalize(None, _note_reason if calls_atexit else partial(_after_threads, action), exitpriority=0)
+
+
+def _note_reason() -> None:
+    """Keeps the reason of an exception that ends this process of multiprocessing, which is over when `atexit` is called."""
+    global _reason
+    error = sys.exception()
+    _reason = "" if error is None or isinstance(error, SystemExit) else reason_of(error)
+
+
+def _after_threads(action: Callable[[], None]) -> None:
+    """Calls `action` once threads that are no daemons, and thread pools, have ended, as where `atexit` is called."""
+    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls next; the second call does nothing
+    action()
 
 
 def install_hooks() -> None:
@@ -186,7 +204,7 @@ def _leave_at_exit() -> None:
     error = sys.exception()
     if error is None and sys.excepthook is not _hook and not hasattr(sys, "ps1"):
         error = getattr(sys, "last_value", None)
-    leave_all("" if error is None or isinstance(error, SystemExit) else reason_of(error))
+    leave_all(_reason if error is None or isinstance(error, SystemExit) else reason_of(error))
 
 
 def _abandon_all() -> None:

@@ -158,6 +158,8 @@ class RemoteSession(Session):
                 return self.membership
             except ConfigError as error:
                 again = self.clock.now() + ASK_AGAIN_SECONDS
+                if self._connection.ended_by is not None:  # it sends no other request
+                    raise self._connection.ended_by.again() from None
                 if not error.retryable or again >= until:
                     raise
                 if error.message != refused:

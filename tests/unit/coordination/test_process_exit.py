@@ -190,3 +190,13 @@ def test_a_process_of_multiprocessing_says_goodbye_like_any_other(tmp_path: Path
     script.write_text(MEMBER + IN_A_PROCESS_OF_MULTIPROCESSING.format(how=how, method=method))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (status, said)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_process_of_multiprocessing_leaves_after_its_threads_have_ended(tmp_path: Path, method: str) -> None:
+    """As any other does: they may train."""
+    script = tmp_path / "script.py"
+    train = "import threading, time; threading.Thread(target=lambda: (time.sleep(0.5), print('trained', flush=True))).start()"
+    script.write_text(MEMBER + IN_A_PROCESS_OF_MULTIPROCESSING.format(how=train, method=method))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "trained\nleft: \n")

@@ -216,3 +216,12 @@ def test_who_was_refused_and_leaves_asks_no_more() -> None:
         with pytest.raises(GroupClosedError):
             rejoining.result(20)
     assert len(played.streams[0]) == 1
+
+
+def test_who_rejoins_over_a_connection_that_was_refused_is_told_so_at_once() -> None:
+    """Also where another request might be granted later: this connection sends none any more."""
+    played = Played()
+    played.welcome()
+    played.connection.close(ConfigError("the name is another's", retryable=True))
+    with pytest.raises(ConfigError, match="the name is another's"), ThreadPoolExecutor(1) as pool:
+        pool.submit(played.session.rejoin, 600.0).result(5)
