@@ -351,7 +351,7 @@ class Rendezvous:
         for other in [other for other in self._pending.values() if other.member is not member and other.size != size]:
             if holder is None:
                 raise size_conflict(job, member, size, other.member, other.size)
-            self._reject([other], size_conflict(job, other.member, other.size, member, size))
+            self._reject([other], size_conflict(job, other.member, other.size, holder, size))
 
     def _check_run(self, member: Member) -> None:
         """Raises ConfigError if members of another run ask. If `member` is of the run that goes on, refuses those instead."""
