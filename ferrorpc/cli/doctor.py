@@ -275,7 +275,8 @@ def bearer_token(config: Config, environment: Mapping[str, str]) -> Findings:
     path = config["token_file"]
     if path is not None and is_list(path):
         what = f"{path} is a list of tokens, right for a coordinator only"
-        yield Finding("note", "token", what, "give any other process a file with the one token that it brings")
+        state = "note" if config["coordinator"] is None else "bad"  # who names one is a client
+        yield Finding(state, "token", what, "give any other process a file with the one token that it brings")
     elif read_token(path):
         yield Finding("ok", "token", "this process has one")
 

@@ -151,6 +151,7 @@ def test_a_coordinators_list_of_tokens_is_no_fault_and_hides_none_of_its_certifi
     given = settings(issuer.issue(Role.COORDINATOR, "a")) | {"token_file": str(tokens), "job": "a"}
     (one,) = found("token", **given)
     assert (one.state, f"{tokens} is a list of tokens" in one.text) == ("note", True)
+    assert states("token", **given, coordinator="127.0.0.1:1") == ["bad"], "a member, which brings one"
     assert "1a1a" not in str(one)
     assert states("TLS", **given) == ["ok"]
     (expired,) = found(
