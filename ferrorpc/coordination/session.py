@@ -45,7 +45,7 @@ LAST_CALL_SECONDS: Final = 1.0
 ROUND_SECONDS: Final = 1.0
 """How long a member waits for the others at least, even if the wait for the coordinator took nearly all its time."""
 ASK_AGAIN_SECONDS: Final = 1.0
-"""How long a member that was refused for one that may be dead waits before it asks again."""
+"""How long a member that was refused for one that may be dead, or about to leave, waits before it asks again."""
 REPORT_SECONDS: Final = 1.0
 LEAVE_SECONDS: Final = 0.7
 DETAIL_BYTES_MAX: Final = 64 << 10
