@@ -66,8 +66,15 @@ def at_exit(action: Callable[[], None]) -> None:
 def _note_reason() -> None:
     """Keeps the reason of an exception that ends this process of multiprocessing, which is over when `atexit` is called."""
     global _reason
-    error = sys.exception()
-    _reason = "" if error is None or isinstance(error, SystemExit) else reason_of(error)
+    _reason = _reason_of_end(sys.exception())
+
+
+def _reason_of_end(error: BaseException | None) -> str:
+    """What an exception that ends the process says. Of an exit with a status, that says the exception which it was called for,
+    as torch.multiprocessing does."""
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code else None
+    return "" if error is None else reason_of(error)
 
 
 def _after_threads(action: Callable[[], None]) -> None:
@@ -204,7 +211,7 @@ def _leave_at_exit() -> None:
     error = sys.exception()
     if error is None and sys.excepthook is not _hook and not hasattr(sys, "ps1"):
         error = getattr(sys, "last_value", None)
-    leave_all(_reason if error is None or isinstance(error, SystemExit) else reason_of(error))
+    leave_all(_reason_of_end(error) or _reason)
 
 
 def _abandon_all() -> None:

@@ -179,10 +179,25 @@ if __name__ == "__main__":
 """
 
 
+FAILS_WITH = """
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        sys.exit({})
+"""
+"""As torch.multiprocessing ends a process whose function raises."""
+
+
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize(
     ("how", "status", "said"),
-    [("", 0, "left: \n"), ("sys.exit(3)", 3, "left: \n"), ("1 / 0", 1, "left: ZeroDivisionError: division by zero\n")],
+    [
+        ("", 0, "left: \n"),
+        ("sys.exit(3)", 3, "left: \n"),
+        ("1 / 0", 1, "left: ZeroDivisionError: division by zero\n"),
+        (FAILS_WITH.format(3), 3, "left: ZeroDivisionError: division by zero\n"),
+        (FAILS_WITH.format(0), 0, "left: \n"),
+    ],
 )
 def test_a_process_of_multiprocessing_says_goodbye_like_any_other(tmp_path: Path, method, how, status, said) -> None:
     """Those that were forked run no function of atexit before Python 3.14, and sys.excepthook is called in none."""
