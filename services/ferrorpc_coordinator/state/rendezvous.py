@@ -357,10 +357,11 @@ class Rendezvous:
         """Raises ConfigError if members of another run ask. If `member` is of the run that goes on, refuses those instead."""
         others = [other for other in self._pending.values() if member.run and other.member.run not in ("", member.run)]
         newest = self._generations.newest
-        if others and newest is not None and any(known.run == member.run for known in newest.living):
-            self._reject(others, run_conflict(self._context.job, others[0].member, member))
-        elif others:
-            raise run_conflict(self._context.job, member, others[0].member)
+        goes_on = newest is not None and any(known.run == member.run for known in newest.living)
+        for other in others:
+            if not goes_on:
+                raise run_conflict(self._context.job, member, other.member)
+            self._reject([other], run_conflict(self._context.job, other.member, member))
 
     def _check_rank(self, member: Member, rank: int) -> None:
         """Raises ConfigError if another process has the pinned rank, unless `member` holds it already: then that is refused."""

@@ -385,12 +385,16 @@ def test_a_run_that_goes_on_is_not_refused_for_one_that_waits() -> None:
     world = World()
     of_run(world, "1", "host-0", "host-1")
     join(world, "host-0", "host-1")
-    of_run(world, "2", "other-1")
+    of_run(world, "2", "other-0", "other-1")
+    join(world, "other-0", size=2)
     join(world, "other-1", size=2)
     world.cut("host-1")
     world.tick(5 * SECOND)
     join(world, "host-0", size=2)
-    assert error(world, "other-1").code == ErrorCode.CONFIG
+    for name in ("other-0", "other-1"):
+        refused = error(world, name)
+        assert refused.code == ErrorCode.CONFIG
+        assert f"{name} and host-0 are of two runs" in refused.message
     of_run(world, "1", "host-1")
     join(world, "host-1", size=2)
     assert [world.clients[name].generation for name in ("host-0", "host-1")] == [2, 2]
