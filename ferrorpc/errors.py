@@ -30,6 +30,7 @@ makes an error of the same class from them. Ranks are world ranks.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable, Mapping
 from enum import IntEnum, unique
 from operator import index
@@ -71,7 +72,7 @@ class ErrorCode(IntEnum):
 
 
 type_of: dict[ErrorCode, type[FerroError]] = {}
-"""The class of each code. Every class adds itself."""
+"""The class of each code. Every class of this module adds itself."""
 
 
 class FerroError(Exception):
@@ -97,7 +98,8 @@ class FerroError(Exception):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        type_of[cls.code] = cls
+        if cls.__module__ == __name__:  # others, of callers, inherit their code
+            type_of[cls.code] = cls
 
     def __init__(self, message: str, *, hint: str | None = None, retryable: bool | None = None, **fields: Any) -> None:
         self._fill(message, hint, retryable, fields)
@@ -125,10 +127,10 @@ class FerroError(Exception):
         Args:
             hint: another hint, if the error's own does not fit the caller.
         """
-        copy = FerroError.restore(self.code, self.message, self.hint if hint is None else hint, self.retryable, self.fields)
+        copy = type(self).__new__(type(self))
+        vars(copy).update({**vars(self), "__notes__": [*getattr(self, "__notes__", ())]})
+        FerroError._fill(copy, self.message, self.hint if hint is None else hint, self.retryable, self.fields)
         copy._shown = self._shown
-        for note in getattr(self, "__notes__", ()):
-            copy.add_note(note)
         return copy
 
     def mark_shown(self) -> bool:
@@ -137,7 +139,7 @@ class FerroError(Exception):
         return not was_shown
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FerroError.restore, (int(self.code), self.message, self.hint, self.retryable, self.fields)
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)
 
     @property
     def group_rank(self) -> int | None:

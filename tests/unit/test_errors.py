@@ -1,6 +1,8 @@
 """Errors keep their class, facts and hint, also across the wire and between threads."""
 
+import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -100,3 +102,37 @@ def test_a_structured_error_says_what_it_knows_without_a_message() -> None:
     assert str(BarrierTimeoutError(missing=[2, 1])).startswith("ranks [1, 2] did not come in time\ntry: ")
     assert str(CollectiveTimeoutError(waiting_on=[3])).startswith("ranks [3] did not come in time\ntry: ")
     assert BarrierTimeoutError(missing=[1]).waiting_on == [1]
+
+
+class DataLost(errors.PeerLostError):
+    """A caller's own error."""
+
+    def __init__(self, shard: int) -> None:
+        super().__init__(0, f"shard {shard}")
+        self.shard = shard
+
+
+class OtherLost(errors.PeerLostError):
+    """Another one, with the same code."""
+
+
+def test_a_callers_own_error_takes_no_ones_place() -> None:
+    """It replaced its base wherever that came from another rank, so that the wrong `except` caught it."""
+    received = FerroError.restore(ErrorCode.PEER_LOST, "m", "h", False, {"rank": 3})
+    assert type(received) is errors.PeerLostError
+    assert type(pickle.loads(pickle.dumps(received))) is errors.PeerLostError
+
+
+def pickled(error: FerroError) -> FerroError:
+    return pickle.loads(pickle.dumps(error))
+
+
+@pytest.mark.parametrize("copied", [FerroError.again, copy.copy, copy.deepcopy, pickled])
+def test_a_copy_of_a_callers_own_error_is_one_too(copied: Callable[[FerroError], FerroError]) -> None:
+    error = DataLost(7)
+    error.add_note("seen in epoch 2")
+    found = copied(error)
+    assert isinstance(found, DataLost)
+    assert (found.shard, found.__notes__, str(found), found.rank) == (7, ["seen in epoch 2"], str(error), 0)
+    found.again().add_note("only of the copy")
+    assert found.__notes__ == ["seen in epoch 2"]
