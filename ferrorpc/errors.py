@@ -139,7 +139,7 @@ class FerroError(Exception):
         return not was_shown
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copyreg.__newobj__, (type(self), *self.args), vars(self)
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]  # what object's own returns
 
     @property
     def group_rank(self) -> int | None:
