@@ -15,7 +15,7 @@ from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import PointerAllReduce
 from ferrorpc.operations.dispatch import Dispatch
-from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, UNKNOWN
+from ferrorpc.operations.fast_path import GENERAL_PATH, UNKNOWN, remember
 from ferrorpc.operations.results import DeviceResult
 from ferrorpc.types import DType, ReduceOp
 
@@ -109,7 +109,7 @@ class DeviceFastPath:
     def _learn(self, key: tuple[Any, ...], x: Any, op: Any) -> Known | None:
         """Prepares a call by the general path and caches it; None where the fast path does not support it."""
         kind = kind_of(x)
-        if not kind.on_device or not kind.address(x) or not isinstance(op, str | ReduceOp) or len(self._known) >= CACHED_CALLS:
+        if not kind.on_device or not kind.address(x) or not isinstance(op, str | ReduceOp):
             return None
         device: Device = kind.staging.device
         device.current()
@@ -120,5 +120,5 @@ class DeviceFastPath:
         prepared = self._dispatch.prepared(Operation.ALL_REDUCE, (spec,), chosen)
         on_pointers = prepared.for_pointers(device) if spec.elements else None
         found = None if on_pointers is None else Known(kind, device, spec.dtype, spec.nbytes, on_pointers)
-        self._known[key] = found
+        remember(self._known, key, found)
         return found

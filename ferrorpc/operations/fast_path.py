@@ -8,7 +8,7 @@ calls, and builds an execution only when the operation has to wait. Everything e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -18,11 +18,12 @@ from ferrorpc.collectives.arena.control_blocks import Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Operation
-from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
 from ferrorpc.operations.results import Into, IntoWhole
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 
+T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 
 GENERAL_PATH: Final = object()
@@ -36,8 +37,6 @@ NATIVE: Final = {dtype.storage: dtype for dtype in DType if dtype is not DType.B
 REDUCING: Final = frozenset(("all_reduce", "reduce", "reduce_scatter"))
 OF_PARTS: Final = frozenset(("scatter", "reduce_scatter", "all_to_all"))
 ROOTED: Final = frozenset(("broadcast", "reduce", "gather", "scatter"))
-CACHED_CALLS: Final = 256
-"""How many calls are cached. All others take the general path."""
 
 
 class FastPath:
@@ -247,7 +246,7 @@ class FastPath:
         return ArenaExecution(self._arena, prepared.call, key, channel, steps, guard, found)
 
     def _learn(self, key: tuple[Any, ...], name: str, given: Any, root: int | None, op: Any) -> ArenaPrepared | None:
-        if self._observed or len(self._known) >= CACHED_CALLS:
+        if self._observed:
             return None
         if name in ROOTED and (root is None or not 0 <= root < self._size):
             return None
@@ -264,7 +263,8 @@ class FastPath:
         if self._dispatch.refuses or self._latch.cause is not None:
             self._dispatch.check_open()
         specs = tuple([TensorSpec(NATIVE[each.dtype], each.shape) for each in inputs])
-        found = self._known[key] = self._prepared(Operation(name), specs, None if op is None else ReduceOp.named(op), root)
+        found = self._prepared(Operation(name), specs, None if op is None else ReduceOp.named(op), root)
+        remember(self._known, key, found)
         return found
 
     def _prepared(
@@ -277,6 +277,14 @@ class FastPath:
         """The prepared call; None where it does not run in shared memory."""
         found = self._dispatch.prepared(operation, inputs, op, root)
         return found if isinstance(found, ArenaPrepared) else None
+
+
+def remember(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], found: T) -> None:
+    """Caches a call, so that those of a program whose shapes change find room too."""
+    if len(known) >= PREPARED_CALLS:
+        oldest, *_ = known  # no iterator that is kept, because other threads may change what it is over
+        known.pop(oldest, None)
+    known[key] = found
 
 
 def _takes(out: Any, given: Any, like: Array | None) -> bool:

@@ -19,7 +19,8 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupClosedError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
-from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, FastPath
+from ferrorpc.operations.dispatch import PREPARED_CALLS
+from ferrorpc.operations.fast_path import GENERAL_PATH, FastPath
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from tests.unit.collectives.shared_world import SharedWorld
 
@@ -129,9 +130,12 @@ def test_a_program_of_ever_other_shapes_does_not_keep_what_was_prepared_for_each
     general = General(world)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
     fast._run = lambda *_: None  # type: ignore[method-assign]
-    for count in range(2 * CACHED_CALLS):
+    for count in range(2 * PREPARED_CALLS):
         fast.all_reduce(np.ones(count), "sum", None)
-    assert len(general.alive) <= CACHED_CALLS + 1
+    assert len(general.alive) <= PREPARED_CALLS + 1
+    assert fast.all_reduce(np.ones(2 * PREPARED_CALLS), "sum", None) is not GENERAL_PATH, (
+        "later shapes are as fast as the first"
+    )
 
 
 @pytest.mark.parametrize("root", [None, True, -1, 2, 0.0, "0", np.array([0, 1])])
