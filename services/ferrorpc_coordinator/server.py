@@ -43,7 +43,7 @@ DRAIN_SECONDS: Final = 1.0
 HANDLERS_SECONDS: Final = 1.0
 """How long the handlers of calls may take to return after the calls have ended."""
 ALONE_SECONDS: Final = 1.0
-"""After SIGUSR1: how long there may have been no member that is known to live before the coordinator stops."""
+"""Where it stops with its members: how long there may have been none that is known to live before."""
 LINGER_SECONDS: Final = 5.0
 """After the death of the process that started this one: how long it runs on, to notice that and tell the other members."""
 STOP_SECONDS: Final = 5.0
@@ -207,8 +207,8 @@ class _Service:
 
     def _starter_ended(self, descriptor: int) -> None:
         self._loop.remove_reader(descriptor)
-        if os.read(descriptor, 1):
-            self._start(self._stop_when_alone())
+        if os.read(descriptor, 1):  # who has no rank is of a run that begins now, and joins the coordinator of that
+            self._start(self._stop_when_alone(least_rank=0))
         else:
             signal.setitimer(signal.ITIMER_REAL, LINGER_SECONDS + STOP_SECONDS)
             self._loop.call_later(LINGER_SECONDS, self._stopping.set)
@@ -217,12 +217,13 @@ class _Service:
         """Starts a task that ends with this service."""
         self._tasks.append(self._loop.create_task(work))
 
-    async def _stop_when_alone(self) -> None:
+    async def _stop_when_alone(self, least_rank: int = -1) -> None:
+        """Stops when no member with such a rank is left; -1 counts those that have none too."""
         alone_since = self._loop.time()
         while self._loop.time() < alone_since + ALONE_SECONDS:
             await asyncio.sleep(_POLL_SECONDS)
             jobs = self._coordinator.jobs.values()
-            if any(member.alive and not member.spared for job in jobs for member in job.members):
+            if any(member.alive and member.rank >= least_rank and not member.spared for job in jobs for member in job.members):
                 alone_since = self._loop.time()
         self._stopping.set()
 

@@ -133,6 +133,16 @@ def test_signals_that_every_process_of_a_job_gets_do_not_end_the_coordinator_bef
     assert wait_until_gone([coordinator]) == []
 
 
+def test_a_rank_that_comes_before_the_coordinator_of_the_run_before_has_ended_joins_that_of_its_own(port):
+    """It kept the old one going, on the port that the new rank 0 waited for, until both gave up."""
+    before = [start(RANK, torchrun(rank, 2, port)) for rank in range(2)]
+    assert [rank.wait(60) for rank in before] == [0, 0], "not their pipes, which the coordinator has too"
+    early = start(RANK, torchrun(1, 2, port))
+    time.sleep(0.5)
+    outcomes = [outcome(rank) for rank in (start(RANK, torchrun(0, 2, port)), early, *before)]
+    assert [(code, output) for code, output, _ in outcomes] == [(0, f"{rank} 2 grpc 3.0\n") for rank in (0, 1, 0, 1)], outcomes
+
+
 def test_files_of_the_user_do_not_shadow_what_rank_0s_coordinator_imports(port, tmp_path):
     for name in ("random", "logging", "select", "queue"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')\n")
