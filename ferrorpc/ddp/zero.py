@@ -10,6 +10,7 @@ import numpy as np
 
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import spec_of, view_out
+from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.parameter import is_parameter
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
 from ferrorpc.ddp.pytree import flatten
@@ -34,11 +35,12 @@ class ZeroOptimizer:
     The weights have the bits that an unsharded optimizer would compute from the means of all_reduce.
 
     Args:
-        weights: a tree (dicts, lists, tuples, named tuples) of float32 or float64 arrays, which are written in place. All ranks
-            hold the same. Each rank's shard of CuPy arrays is copied to the host, which runs the rule and holds its state.
+        weights: a tree (dicts, lists, tuples, named tuples) of float32 or float64 arrays, which are written in place. Each
+            rank's shard of CuPy arrays is copied to the host, which runs the rule and holds its state.
         group: every rank constructs its optimizer at the same point of its program.
         rule: `ferrorpc.rules.SGD` or `Adam`, or your own `Rule`; it must be elementwise.
         bucket_cap_mb: how many MiB a message may hold.
+        init_sync: whether to begin with the weights of rank 0. Without it all ranks must hold the same.
 
     Raises:
         UsageError: weights that cannot be written in place, or share memory; or no rule.
@@ -46,7 +48,9 @@ class ZeroOptimizer:
         CollectiveMismatchError: ranks gave different trees or rules; the message says where they differ.
     """
 
-    def __init__(self, weights: Any, group: ProcessGroup, rule: Rule, *, bucket_cap_mb: float = 25) -> None:
+    def __init__(
+        self, weights: Any, group: ProcessGroup, rule: Rule, *, bucket_cap_mb: float = 25, init_sync: bool = True
+    ) -> None:
         self._group = group = group_given(group)
         self._weights = flatten(weights)
         self._gpus = gpus_of(self._weights.values())
@@ -63,6 +67,8 @@ class ZeroOptimizer:
         self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {_text(rule)}", common_gpu(self._weights, group))
         self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
         self._steps = 0
+        if init_sync:
+            broadcast_arrays(self._weights, group, 0)
 
     def __repr__(self) -> str:
         where = f"rank {self._group.rank} of {self._group.size}"

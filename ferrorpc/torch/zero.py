@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from ferrorpc.arrays.kinds import kind_of, spec_of
+from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
 from ferrorpc.ddp.shards import Shard, Shards, check_state_rank
 from ferrorpc.errors import UsageError
@@ -38,11 +39,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     rank of a group of the same size; `gather_state_dict()` is that of torch's own optimizer, for groups of any size.
 
     Args:
-        parameters: tensors, or torch's dicts of them. All ranks hold the same. Frozen ones are not updated. Each rank's shard
-            of tensors on a GPU is copied to the host, where its optimizer runs.
+        parameters: tensors, or torch's dicts of them. Frozen ones are not updated. Each rank's shard of tensors on a GPU is
+            copied to the host, where its optimizer runs.
         optimizer: the class of the optimizer that each rank runs on its shard.
         group: every rank constructs its optimizer at the same point of its program.
         bucket_cap_mb: how many MiB a message may hold.
+        init_sync: whether to begin with rank 0's parameters, frozen ones included. Without it all ranks must hold the same.
         options: the optimizer's own, such as lr.
 
     Raises:
@@ -57,6 +59,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         group: ProcessGroup,
         *,
         bucket_cap_mb: float = 25,
+        init_sync: bool = True,
         **options: Any,
     ) -> None:
         _check_class(optimizer)
@@ -81,6 +84,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.defaults = self._inner.defaults
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             members.update({name: value for name, value in _settings(own).items() if name not in members})
+        if init_sync:
+            everything = [parameter for members in self.param_groups for parameter in members["params"]]
+            named = {f"{_NAME}{number}": parameter for number, parameter in enumerate(everything)}
+            broadcast_arrays(_detached(named), group, 0)
+            _count_writes(everything)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters by the mean of all ranks' gradients; one without a gradient counts as zeros, and one that was
@@ -114,8 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
                 updated = {name: parameter for name, parameter in trained.items() if parameter.requires_grad}
                 shards.gather(_detached(updated))
-                for parameter in updated.values():  # written behind autograd's back: a graph from before must not go on
-                    torch.autograd.graph.increment_version(parameter)
+                _count_writes(updated.values())
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -290,6 +297,12 @@ def _trainable(group: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def _detached(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def _count_writes(parameters: Iterable[torch.Tensor]) -> None:
+    """They were written behind autograd's back: a graph from before must not go on."""
+    for parameter in parameters:
+        torch.autograd.graph.increment_version(parameter)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

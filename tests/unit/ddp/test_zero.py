@@ -213,7 +213,7 @@ def test_an_interrupted_step_leaves_all_weights_of_a_survivor_in_the_same_step(o
 
     def body(group):
         weights = {name: np.zeros(2000, np.float32) for name in "abcd"}
-        optimizer = ZeroOptimizer(weights, group, SGD(1.0), bucket_cap_mb=0.008)
+        optimizer = ZeroOptimizer(weights, group, SGD(1.0), bucket_cap_mb=0.008, init_sync=False)
         with suppress(FerroError):
             for _ in range(3):
                 optimizer.step({name: np.full(2000, -1, np.float32) for name in weights})
@@ -224,6 +224,18 @@ def test_an_interrupted_step_leaves_all_weights_of_a_survivor_in_the_same_step(o
     reached = [each for each in world.run(body, return_exceptions=True) if isinstance(each, set)]
     assert reached
     assert [len(steps) for steps in reached] == [1] * len(reached)
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_ranks_begin_with_the_weights_of_the_first(init_sync):
+    """They became a patchwork of those that each rank had drawn for itself."""
+
+    def body(group):
+        weights = {name: np.full(3, 10.0 + group.rank) for name in "ab"}
+        ZeroOptimizer(weights, group, SGD(1.0), init_sync=init_sync)
+        return [float(leaf[0]) for leaf in weights.values()]
+
+    assert run_world(2, body) == [[10.0, 10.0], [10.0, 10.0] if init_sync else [11.0, 11.0]]
 
 
 def test_halves_are_refused_with_what_to_do():

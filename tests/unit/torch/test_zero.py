@@ -141,6 +141,24 @@ def test_frozen_parameters_are_left_as_they_are_and_thawed_ones_are_an_error():
             torch.testing.assert_close(found[name], weights)
 
 
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_ranks_begin_with_the_parameters_of_the_first_frozen_ones_too(init_sync):
+    def body(group):
+        model = torch.nn.Linear(2, 1)
+        model.bias.requires_grad_(False)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(10.0 + group.rank)
+        before = [parameter._version for parameter in model.parameters()]
+        ZeroOptimizer(model.parameters(), torch.optim.SGD, group, init_sync=init_sync, lr=0.1)
+        counted = all(parameter._version > version for parameter, version in zip(model.parameters(), before, strict=True))
+        return [parameter.flatten()[0].item() for parameter in model.parameters()], counted
+
+    first, second = run_world(2, body)
+    assert first[0] == [10.0, 10.0]
+    assert second == ([10.0, 10.0] if init_sync else [11.0, 11.0], init_sync), "a graph from before must not go on"
+
+
 def test_a_state_of_a_group_of_another_size_is_refused():
     """It would belong to other weights."""
 
