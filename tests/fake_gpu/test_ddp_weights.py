@@ -181,7 +181,7 @@ def test_an_optimizer_may_be_used_and_dropped_in_another_stream_than_it_was_made
         first.fake.enqueue(lambda: bool(begun) or next(looks) > 500)
         cupy.machine.copying = lambda direction, gpu, size_bytes: bool(begun.append(gpu) or not first.fake.tasks)
         with first:
-            optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.SGD(0.25))
+            optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.SGD(0.25), init_sync=False)
         with second:
             optimizer.step(gradients)
             del optimizer

@@ -270,6 +270,10 @@ class Job:
                 self.generations.end(generation, "all its members left")
         self.store.client_gone(member.client)
         member.open_requests.clear()
+        member.results.clear()
+        member.result_bytes = 0
+        if not self.members.living:
+            self.store.watches.forget_until(self.context.durable_state.revision)
         self.rendezvous.review()
 
     def _break(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> None:

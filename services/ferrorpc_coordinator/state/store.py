@@ -129,7 +129,7 @@ class Store:
     def recover(self, entries: dict[str, bytes], writes: dict[str, bytes], clients: Iterable[str]) -> None:
         """Restores the store from the journal. Deletes what belongs to clients that are gone by now."""
         self.keyspace.recover(entries)
-        self.watches.begin_after(self._context.durable_state.revision)
+        self.watches.forget_until(self._context.durable_state.revision)
         self.write_results.recover(writes)
         living = set(clients)
         newest = self._generations.newest

@@ -57,8 +57,10 @@ class Watches:
             if event.revision >= from_revision and event.key.startswith(watch.prefix):
                 self._send([watch], event)
 
-    def begin_after(self, revision: int) -> None:
-        """Marks all changes up to this revision as unknown, after a restart."""
+    def forget_until(self, revision: int) -> None:
+        """Forgets all changes up to this revision: after a restart, or while the job has no members."""
+        self._history.clear()
+        self._history_bytes = 0
         self._complete_since = revision + 1
 
     def remove(self, member: Member, number: int) -> bool:

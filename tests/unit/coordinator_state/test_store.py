@@ -10,7 +10,7 @@ from ferrorpc_coordinator.state.events import Called, Cancelled, Received
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
+from ferrorpc.v1 import error_pb2, rendezvous_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import add, error, join, set_, store
 
@@ -306,6 +306,28 @@ def test_after_a_restart_a_watch_gets_compacted() -> None:
     world.hello("a", resume=True)
     store(world, "a", watch=store_pb2.WatchOperation(prefix="k", from_revision=1))
     assert [event.store.compacted for event in world.clients["a"].events if event.HasField("store")] == [True]
+
+
+def test_of_a_job_that_has_ended_only_its_keys_are_kept() -> None:
+    """Each kept megabytes of values that had been replaced, and of answers that nobody could ask for again."""
+    world = World()
+    join(world, "a", "b")
+    for value in (b"first", b"second"):
+        set_(world, "a", "k", value)
+    store(world, "b", get=store_pb2.GetOperation(key="k"))
+    members = world.coordinator.jobs["job"].members
+    world.ask("a", leave=rendezvous_pb2.LeaveRequest())
+    store(world, "b", watch=store_pb2.WatchOperation(prefix="k", from_revision=1))
+    events = [event.store for event in world.clients["b"].events if event.HasField("store")]
+    assert [event.value for event in events] == [b"first", b"second"], "others may still ask for them"
+    world.ask("b", leave=rendezvous_pb2.LeaveRequest())
+    assert [len(member.results) for member in members] == [0, 0]
+    world.hello("c")
+    store(world, "c", watch=store_pb2.WatchOperation(prefix="k", from_revision=1))
+    assert [event.store.compacted for event in world.clients["c"].events if event.HasField("store")] == [True]
+    found = store(world, "c", get=store_pb2.GetOperation(key="k"))
+    assert found is not None
+    assert found.store.value == b"second"
 
 
 def test_a_watch_ends_with_its_stream() -> None:
