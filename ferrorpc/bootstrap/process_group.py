@@ -55,6 +55,10 @@ _SPAWNED: Final = (
     "no launcher has set this process's rank, so it is a world of one, although multiprocessing started it: for several "
     "ranks start the script with `ferrorpc run -n N` and call its main function directly; world_size=1 says that one is meant"
 )
+_SPAWNED_IN_A_RANK: Final = (
+    "multiprocessing started this process within a rank of `ferrorpc run`, whose place it takes: call the main function "
+    "directly, because `ferrorpc run -n N` starts N processes itself"
+)
 _open: list[LocalSession | RemoteSession] = []
 """The session of this process's group. The next `init_process_group` checks whether it was left."""
 
@@ -107,8 +111,11 @@ def init_process_group(
     launch = detect_launch(os.environ, config)
     _log.info("rank and world taken from %s: %s", launch.source, launch)
     processes = sys.modules.get("multiprocessing.process")  # not loaded where nothing was started by it
-    if launch.source == NO_LAUNCHER and processes is not None and processes.parent_process() is not None:
-        _log.warning(_SPAWNED)
+    if processes is not None and processes.parent_process() is not None:
+        if launch.source == NO_LAUNCHER:
+            _log.warning(_SPAWNED)
+        elif LAUNCH_VARIABLE in os.environ:
+            _log.warning(_SPAWNED_IN_A_RANK)
     session, server = _local_session(config) if _is_world_of_one(config, launch) else _remote_session(config, launch)
     _open[:] = [session]
     try:

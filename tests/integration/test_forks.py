@@ -77,6 +77,28 @@ def test_a_script_without_a_main_guard_is_told_that_its_helpers_import_it(tmp_pa
     assert 'if __name__ == "__main__":' in result.stderr
 
 
+def test_ranks_that_a_script_spawns_itself_under_the_launcher_are_told_that_it_starts_them(tmp_path: Path) -> None:
+    """Each waited for the other's place, and all trained the whole model one after the other."""
+    body = """
+    import multiprocessing
+    import ferrorpc
+
+    def train():
+        with ferrorpc.init_process_group(timeout=30) as group:
+            print("spawned", group.size, flush=True)
+
+    if __name__ == "__main__":
+        spawned = [multiprocessing.get_context("spawn").Process(target=train) for _ in range(2)]
+        for each in spawned:
+            each.start()
+        for each in spawned:
+            each.join()
+    """
+    result = run("-n", "1", write_script(tmp_path, body))
+    assert result.stdout.count("spawned 1") == 2
+    assert result.stderr.count("`ferrorpc run -n N` starts N processes itself") == 2
+
+
 def test_a_subprocess_that_has_a_ranks_variables_is_told_to_do_without_them(tmp_path: Path) -> None:
     body = """
     import subprocess
