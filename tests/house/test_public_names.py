@@ -87,6 +87,12 @@ def test_another_name_is_an_attribute_error() -> None:
         _ = ferrorpc.no_such_name
 
 
+def test_the_testing_kit_can_be_listed_and_imported_without_pytest() -> None:
+    code = "import sys; sys.modules['pytest'] = None; from ferrorpc.testing import *; run_world(1, print); "
+    code += "import inspect, ferrorpc.testing; inspect.getmembers(ferrorpc.testing)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("name", [name for name in ferrorpc.__all__ if inspect.isroutine(getattr(ferrorpc, name))])
 def test_hints_of_functions_can_be_read_at_run_time(name: str) -> None:
     assert typing.get_type_hints(getattr(ferrorpc, name))
