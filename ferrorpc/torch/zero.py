@@ -49,6 +49,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Raises:
         UsageError: `optimizer` is one of those refused, or no class of an optimizer; or torch's own refuses the arguments.
+        TensorMismatchError: a parameter has a dtype that ferrorpc does not send; frozen ones may have any with init_sync=False.
         CollectiveMismatchError: ranks gave different parameters; the message says where they differ.
     """
 

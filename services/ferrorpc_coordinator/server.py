@@ -131,8 +131,8 @@ def warn_of_floods(options: Options, grpcio_version: str) -> None:
 async def serve(options: Options, announce: Callable[[Announcement], None]) -> None:
     """Runs a coordinator until SIGTERM, SIGINT or SIGHUP, then drains it. The process ignores these signals afterwards.
 
-    SIGUSR1 stops it as soon as all its members have left, and so does the normal exit of the process at the other end of
-    `starter_fd`. The death of that process stops it after LINGER_SECONDS.
+    SIGUSR1 stops it as soon as all its members have left. The normal exit of the process at the other end of `starter_fd` stops
+    it as soon as all that have a rank have left, and the death of that process after LINGER_SECONDS.
 
     Raises:
         ConfigError: it cannot start with these options.
@@ -218,7 +218,7 @@ class _Service:
         self._tasks.append(self._loop.create_task(work))
 
     async def _stop_when_alone(self, least_rank: int = -1) -> None:
-        """Stops when no member with such a rank is left; -1 counts those that have none too."""
+        """Stops as soon as no member has a rank of at least `least_rank`; those without one have -1."""
         alone_since = self._loop.time()
         while self._loop.time() < alone_since + ALONE_SECONDS:
             await asyncio.sleep(_POLL_SECONDS)

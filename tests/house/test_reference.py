@@ -14,6 +14,8 @@ from tests.house.tree import ROOT
 
 PAGE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 ROOMS = ("hooks", "rules", "schedules", "testing")
+SUITES = ("BackendContract", "BasicBackendContract")
+"""Of the testing kit, which lists them nowhere because they need pytest."""
 
 
 def test_the_page_is_fresh() -> None:
@@ -29,7 +31,7 @@ def test_a_name_of_the_face_is_on_the_page(name: str) -> None:
     assert re.search(rf"^### {name}$|^ *- \*\*{name}\*\*", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [name for room in ROOMS for name in getattr(ferrorpc, room).__all__])
+@pytest.mark.parametrize("name", [*(name for room in ROOMS for name in getattr(ferrorpc, room).__all__), *SUITES])
 def test_a_name_of_a_room_is_on_the_page(name: str) -> None:
     assert re.search(rf"^### {name}$", PAGE, re.MULTILINE)
 
