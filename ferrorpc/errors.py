@@ -128,7 +128,7 @@ class FerroError(Exception):
             hint: another hint, if the error's own does not fit the caller.
         """
         copy = type(self).__new__(type(self))
-        vars(copy).update({**vars(self), "__notes__": [*getattr(self, "__notes__", ())]})
+        vars(copy).update(vars(self), __notes__=[*getattr(self, "__notes__", ())])  # a list of its own
         FerroError._fill(copy, self.message, self.hint if hint is None else hint, self.retryable, self.fields)
         copy._shown = self._shown
         return copy
