@@ -53,7 +53,7 @@ def ended_by(cause: str, hint: str = GroupAbortedError.default_hint) -> FerroErr
 def link_lost(reporter: int, peer: int, reason: str) -> FerroError:
     """The data stream between two ranks broke, and both ranks are alive; or the peer has ended it in order to leave."""
     if reason == PEER_LEFT:
-        return member_left(peer)
+        return member_left(peer, reason)
     return GroupAbortedError(
         reporter,
         f"the data stream between rank {reporter} and rank {peer} broke: {reason}; both are alive",
@@ -75,11 +75,11 @@ def generation_replaced(generation: int, by: int) -> StaleGenerationError:
     return StaleGenerationError(f"generation {generation} was replaced by generation {by}", hint=REFORMED_HINT)
 
 
-def member_left(peer: int) -> PeerLostError:
-    """An operation needs a rank that has left the job."""
-    return PeerLostError(
-        peer,
-        "it left the job",
-        f"rank {peer} was lost: it left the job, and an operation here still needs it",
-        hint="make all ranks call the same operations (for loops of different lengths: `uneven()`), and close() after the last",
-    )
+def member_left(peer: int, reason: str) -> PeerLostError:
+    """An operation needs a rank that has left the job. `reason` is that of its lost link."""
+    message = f"rank {peer} was lost: it left the job, and an operation here still needs it"
+    hint = "make all ranks call the same operations (for loops of different lengths: `uneven()`), and close() after the last"
+    if reason != PEER_LEFT:
+        message = f"{message}; its link was lost before: {reason}"
+        hint = f"look at the network between the two hosts, and at the log of rank {peer}; or {hint}"
+    return PeerLostError(peer, "it left the job", message, hint=hint)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
-from ferrorpc.backends.message import CLOSE_SECONDS, MessageBackend
+from ferrorpc.backends.message import MessageBackend
 from ferrorpc.collectives.arena.calls import Calls
 from ferrorpc.collectives.arena.control_blocks import ControlBlocks
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.tuning import Tuning, published
 from ferrorpc.coordination.base import Session
-from ferrorpc.transports.base import Transport
+from ferrorpc.transports.base import CLOSE_SECONDS, Transport
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.mailbox import Mailbox

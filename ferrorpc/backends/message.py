@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +25,10 @@ from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
 from ferrorpc.guard import Guard, seconds_of
-from ferrorpc.transports.base import Transport
+from ferrorpc.transports.base import CLOSE_SECONDS, Transport
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import BARRIER_STREAM, Key
 from ferrorpc.work import Work
-
-CLOSE_SECONDS: Final = 20.0
-"""How long a closing rank may take to deliver what it has sent: as long as the answer to a ping on a slow link. The coordinator
-ends the generation, and so the wait for a peer that has died or was stopped, long before that."""
 
 Array = np.ndarray[Any, Any]
 

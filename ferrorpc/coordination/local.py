@@ -479,7 +479,7 @@ def _lost_link_error(reporter: int, peer: int, member: LocalSession, reason: str
     if member.state == "dead":
         return PeerLostError(peer, member.departure_reason)
     if member.state == "left":
-        return member_left(peer)
+        return member_left(peer, reason)
     has_asked = member.rejoining or member.gave_up_at > -math.inf
     return already_reforming(reporter, peer) if has_asked else link_lost(reporter, peer, reason)
 

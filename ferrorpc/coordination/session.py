@@ -112,7 +112,8 @@ class RemoteSession(Session):
         self._returned: Membership | None = None
         """The last one that `rejoin` returned. A later one, which came after `rejoin` had given up, is for its next caller."""
         self._pending: tuple[str, ...] = ()
-        self._links_lost: set[tuple[Latch, int]] = set()
+        self._links_lost: dict[tuple[Latch, int], str] = {}
+        """By generation and peer, the reason."""
         self._volatile_requests: dict[str, dict[str, Any]] = {}
         """Requests that the coordinator keeps in memory only, to send again after it restarts."""
         self._reported: Latch | None = None
@@ -204,7 +205,7 @@ class RemoteSession(Session):
         is_over = latch is not None and latch is not membership.latch
         if is_over or membership.latch.cause is not None or (membership.latch, peer) in self._links_lost:
             return
-        self._links_lost.add((membership.latch, peer))
+        self._links_lost[membership.latch, peer] = reason
         lost = wire.LinkLost(peer_rank=peer, reason=encodable(reason[:1024]))
         request = wire.ReportRequest(generation=membership.assignment.generation, link_lost=lost)
         label = f"the report of the lost link to rank {peer}"
@@ -443,8 +444,9 @@ class RemoteSession(Session):
             unhealthy[report.rank] = report.standing
         else:
             unhealthy.pop(report.rank, None)
-        if report.state == "left" and (self._latch, report.rank) in self._links_lost:
-            self.report(member_left(report.rank))
+        reason = self._links_lost.get((self._latch, report.rank))
+        if report.state == "left" and reason is not None:
+            self.report(member_left(report.rank, reason))
 
     def _run_leave_callbacks(self) -> None:
         while self._leave_callbacks:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
     from ferrorpc.transports.mailbox import Mailbox
 
+CLOSE_SECONDS: Final = 60.0
+"""How long a closing rank may take to deliver what it has sent: some megabytes, at 1 Mbit/s. The wait for a peer that has died
+or was stopped ends long before that, with its generation or its link."""
+
 BROKEN_CLOSE_SECONDS: Final = 0.2
 """How long `close` may take in a broken generation: nothing has to be flushed, and some peer may be gone."""
 

@@ -3,8 +3,8 @@
     python -m tests.integration.lane_peer RANK [BIND ADVERTISE]
 
 It prints "at ADDRESS", reads one line with the addresses of all ranks, and then obeys: `send PEER BYTES`, `probe PEER`,
-`echo PEER COUNT` (every frame from PEER goes back to it, until COUNT have), `close`, `hold SECONDS` (keeps the GIL), `return`
-(ends the script without closing anything), `raise`.
+`stalled PEER` (as the coordinator would report), `close`, `hold SECONDS` (keeps the GIL), `return` (ends the script without
+closing anything), `raise`, `fork`.
 """
 
 import ctypes
@@ -40,11 +40,12 @@ class PeerProcess:
         addresses = sys.stdin.readline().split()
         peers = tuple(Peer(number, f"m{number}", address=address) for number, address in enumerate(addresses))
         self.mailbox = Mailbox(rank, lambda error: say("failed", type(error).__name__))
+        self.latch = Latch()
         self.transport = GrpcTransport(
             self.server,
             Assignment("j", "c", 1, rank, peers),
             self.mailbox,
-            Latch(),
+            self.latch,
             SYSTEM_CLOCK,
             lambda peer, reason: say("lost", peer, reason),
         )
@@ -79,6 +80,8 @@ class PeerProcess:
             self.send(int(rest[0]), int(rest[1]))
         elif word == "probe":
             self.transport.probe(int(rest[0]), KEY, "a()")
+        elif word == "stalled":
+            self.latch.unhealthy[int(rest[0])] = "it is stalled"
         elif word == "close":
             self.transport.close(1.0)
         elif word == "hold":

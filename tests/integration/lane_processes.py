@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO
 
+from tests.integration.slow_link import slow_link
+
 SECONDS = 30.0
 
 
@@ -78,14 +80,15 @@ class PeerHandle:
 
 
 @contextlib.contextmanager
-def peers(*handles: PeerHandle) -> Iterator[list[PeerHandle]]:
-    """Ranks that know each other's addresses; none outlives the block."""
-    try:
+def peers(*handles: PeerHandle, bytes_per_second: int = 0) -> Iterator[list[PeerHandle]]:
+    """Ranks that know each other's addresses, which may lead through slow links; none outlives the block."""
+    with contextlib.ExitStack() as ends:
+        for handle in handles:
+            ends.callback(handle.end)
         for handle in handles:
             handle.address = handle.hear("at ").split()[1]
+            if bytes_per_second:
+                handle.address = ends.enter_context(slow_link(handle.address, bytes_per_second=bytes_per_second)).address
         for handle in handles:
             handle.tell(" ".join(other.address for other in handles))
         yield list(handles)
-    finally:
-        for handle in handles:
-            handle.end()

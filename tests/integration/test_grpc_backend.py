@@ -1,6 +1,7 @@
 """The gRPC backend as a world of threads, each with its own server: operations, bits, failure and the next generation."""
 
 import dataclasses
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -250,6 +251,35 @@ def test_what_was_sent_before_a_close_arrives_though_its_stream_opens_long_after
     with GrpcWorld(2) as world, slow_link(world.servers[1].address, bytes_per_second=100) as link:
         _lead_through(link, world.backends[0], 1)
         run_groups([ProcessGroup(backend) for backend in world.backends], body)
+
+
+def test_a_close_says_for_whom_it_waits_and_that_it_gave_up_and_the_peer_hears_that_the_link_was_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ferrorpc.backends.message.CLOSE_SECONDS", 2.0)
+    monkeypatch.setattr("ferrorpc.transports.grpc.transport.EXPLAIN_SECONDS", 0.5)
+    heard: list[str] = []
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.send(np.ones(1 << 20, np.float32), 1)
+            group.close()
+            link.close()
+        else:
+            with pytest.raises(PeerLostError) as caught:
+                group.recv(0, timeout=SECONDS)
+            heard.append(str(caught.value))
+
+    with GrpcWorld(2) as world, slow_link(world.servers[1].address, bytes_per_second=100_000) as link:
+        _lead_through(link, world.backends[0], 1)
+        with caplog.at_level("WARNING", "ferrorpc.transports"):
+            run_groups([ProcessGroup(backend) for backend in world.backends], body)
+    waited, gave_up = [record.getMessage() for record in caplog.records if record.name == "ferrorpc.transports"]
+    assert waited == "rank 0 closes once rank 1 has received all that it sent"
+    assert re.fullmatch(r"rank 0 closes after \d\.\d s, before rank 1 has confirmed that all it sent arrived", gave_up)
+    assert "rank 0 was lost: it left the job" in heard[0]
+    assert "its link was lost before" in heard[0]
+    assert "look at the network between the two hosts, and at the log of rank 0" in heard[0]
 
 
 def test_a_reform_that_may_take_a_second_does_not_wait_for_a_slow_link_beyond_that() -> None:

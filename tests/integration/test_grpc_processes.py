@@ -83,14 +83,26 @@ def test_a_script_that_never_closes_ends_soon_and_says_goodbye(word: str, code: 
     assert said == "" if word == "return" else said.count("Traceback") == 1
 
 
-def test_a_script_ends_soon_although_its_peer_is_stopped() -> None:
-    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+def test_a_script_ends_soon_although_its_peer_is_stopped(tmp_path: Path) -> None:
+    """As soon as the coordinator says so."""
+    with (tmp_path / "stderr").open("w+") as stderr, peers(PeerHandle(0), PeerHandle(1, stderr=stderr)) as (first, second):
         both_ways(first, second)
         first.process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
+        second.do("stalled 0")
         second.tell("return")
         assert second.wait(60.0) == 0
         assert time.monotonic() - began < 10.0
+        stderr.seek(0)
+        assert "before rank 0 has confirmed that all it sent arrived" in stderr.read()
+
+
+def test_what_a_script_sent_arrives_though_it_ends_at_once_and_the_link_is_slow() -> None:
+    with peers(PeerHandle(0), PeerHandle(1), bytes_per_second=2 * MIB) as (first, second):
+        second.do(f"send 0 {3 * MIB}")
+        second.tell("return")
+        first.hear(f"got {3 * MIB} from 1")
+        assert second.wait(60.0) == 0
 
 
 def test_both_sides_may_close_at_the_same_time() -> None:

@@ -57,7 +57,7 @@ class IncomingStreamOwner(Protocol):
     def incoming_ended(self, source: int, streams: int, reason: str) -> None:
         """The stream is over. `streams`: how many the source had opened, as its goodbye says; 0 without a goodbye."""
 
-    def incoming_unused(self, stream: IncomingStream) -> None:
+    def incoming_unused(self, stream: IncomingStream, reason: str) -> None:
         """The stream ended before anything but its Open arrived. Its sender may dial again, or reports the link itself."""
 
     def incoming_failed(self, source: int, error: FerroError) -> None:
@@ -120,7 +120,7 @@ class IncomingStream:
         if self.received:
             self._owner.incoming_ended(self.source, streams, reason)
         else:
-            self._owner.incoming_unused(self)
+            self._owner.incoming_unused(self, reason)
 
     def _fail(self, error: FerroError) -> None:
         self.queue.finish(refusal(error), discard=True)

@@ -111,6 +111,11 @@ class Lane:
         goodbye = transport_pb2.DataMessage(goodbye=transport_pb2.Goodbye(streams=streams))
         self.queue.finish(goodbye.SerializeToString(), discard=discard)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the lane is over."""
+        return self._ended.is_set()
+
     def wait(self, seconds: float) -> None:
         """Waits until the lane has ended, at most so many seconds."""
         self._ended.wait(seconds)

@@ -52,7 +52,7 @@ METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
 STREAMS_MAX: Final = 4096
 OPEN_TIMEOUT_SECONDS: Final = 20.0
 STOP_SECONDS: Final = 0.5
-"""How long the goodbyes may take, and then the server's stop: an exiting process has about two seconds for everything."""
+"""How long the server's stop may take."""
 
 _POLL_SECONDS: Final = 0.5
 """How often a stream that waits for its generation checks whether its caller is still connected."""
@@ -69,8 +69,10 @@ class StreamHandler(Protocol):
     def serve(self, source: int, lane: int, requests: RequestIterator, context: Any) -> Iterator[bytes]:
         """Runs stream `lane` from rank `source` on the calling thread. Yields what goes back."""
 
-    def close(self, timeout: float) -> None:
-        """Says goodbye on every stream, in at most `timeout` seconds."""
+    def close_at_exit(self) -> None:
+        """Says goodbye on every stream, once its peer has received what was sent. Nothing is done where it is closed already.
+
+        It does not wait for a peer that the coordinator reports as stalled or suspect."""
 
     def abandon_in_child(self) -> None:
         """In a forked child: leaves the parent's streams alone from now on."""
@@ -181,7 +183,8 @@ class WorkerServer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Says goodbye on every stream and stops listening. Idempotent; takes under 2 s, whatever state the peers are in."""
+        """Says goodbye on every stream and stops listening. Idempotent. Takes as long as healthy peers need to receive what was
+        sent to them, up to CLOSE_SECONDS; those of a group that was closed have received it already."""
         with self._changed:
             if self._closed:
                 return
@@ -189,7 +192,7 @@ class WorkerServer:
             handlers = list(self._handlers.values())
             self._changed.notify_all()
         for handler in handlers:
-            handler.close(STOP_SECONDS)
+            handler.close_at_exit()
         self._server.stop(None).wait(STOP_SECONDS)
         _open_servers.discard(self)
 

@@ -10,9 +10,10 @@ that has said goodbye has left without a fault: its link counts as lost only whe
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from ferrorpc.errors import CodecError, FerroError, GroupClosedError, Permission
 from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports import control
-from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, Transport
+from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, CLOSE_SECONDS, Transport
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc.incoming_stream import GOODBYE, IncomingStream, refusal
 from ferrorpc.transports.grpc.lane import Lane
@@ -35,10 +36,18 @@ from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Frame, Header, Key, encode
 
+_log = logging.getLogger("ferrorpc.transports")
+
 DIAL_SECONDS: Final = 20.0
 
 ANSWER_SECONDS: Final = 0.5
 """How long the goodbyes to the senders of incoming streams may take, which come last."""
+
+READER_POLL_SECONDS: Final = 0.5
+"""How often a closing rank looks whether it still has to wait for its peers."""
+
+EXPLAIN_SECONDS: Final = 5.0
+"""After how long it logs for whom."""
 
 LATE_STREAM_SECONDS: Final = 2.0
 """How long after a peer's goodbye its own stream may still be opened. It comes once its own streams were read or given up."""
@@ -81,6 +90,8 @@ class GrpcTransport(Transport):
         """When each peer said goodbye, in clock time."""
         self._streams: dict[int, int] = {}
         """How many streams each peer had opened to this rank, as its goodbye said."""
+        self._cut: dict[int, str] = {}
+        """Why a stream of a peer ended without a goodbye."""
         self._ended: Counter[int] = Counter()
         """How many of each peer's streams have ended."""
         self._lost: set[int] = set()
@@ -130,6 +141,13 @@ class GrpcTransport(Transport):
         return {peer: ("grpc", size_bytes) for peer, size_bytes in sent_bytes.items()}
 
     def close(self, timeout: float) -> None:
+        self._close(timeout, ())
+
+    def close_at_exit(self) -> None:
+        self._close(CLOSE_SECONDS, self._latch.unhealthy)
+
+    def _close(self, timeout: float, unawaited: Container[int]) -> None:
+        """As `close`, but without waiting for peers while they are `unawaited`."""
         with self._lock:
             if self._closing:
                 return
@@ -141,7 +159,7 @@ class GrpcTransport(Transport):
         for lane in lanes:
             lane.finish(lanes_to[lane.peer], discard=broken)
         if not broken:
-            self._wait_for_readers(lanes, deadline - min(ANSWER_SECONDS, timeout / 2))
+            self._wait_for_readers(lanes, deadline - min(ANSWER_SECONDS, timeout / 2), unawaited)
             deadline = min(deadline, self._clock.now() + ANSWER_SECONDS)
         with self._lock:
             self._deaf = True
@@ -156,7 +174,7 @@ class GrpcTransport(Transport):
         for stream in incoming:
             stream.end()
 
-    def _wait_for_readers(self, lanes: list[Lane], deadline: float) -> None:
+    def _wait_for_readers(self, lanes: list[Lane], deadline: float, unawaited: Container[int]) -> None:
         """Waits until the peers have read all that was sent to them. The end of the generation ends that."""
 
         def give_up() -> None:
@@ -164,9 +182,18 @@ class GrpcTransport(Transport):
                 lane.cancel()
 
         ticket = self._latch.watch(give_up)
-        for lane in lanes:
-            lane.wait(max(0.0, deadline - self._clock.now()))
+        began = now = self._clock.now()
+        explain_at = began + EXPLAIN_SECONDS
+        while now < deadline and (awaited := [lane for lane in lanes if not (lane.ended or lane.peer in unawaited)]):
+            if now >= explain_at:
+                explain_at = deadline
+                _log.warning("rank %d closes once %s received all that it sent", self.rank, _have(awaited))
+            awaited[0].wait(min(READER_POLL_SECONDS, deadline - now))
+            now = self._clock.now()
         self._latch.forget(ticket)
+        if self._latch.cause is None and (unread := [lane for lane in lanes if not lane.ended]):
+            what = "rank %d closes after %.1f s, before %s confirmed that all it sent arrived"
+            _log.warning(what, self.rank, now - began, _have(unread))
 
     def abandon_in_child(self) -> None:
         self._lock = threading.Lock()  # a thread of the parent may have held it
@@ -229,7 +256,7 @@ class GrpcTransport(Transport):
             self._left.setdefault(peer, self._clock.now())
             if lane.sent_frames and not lane.opened:
                 # The peer had left before this lane reached it, so nothing that was sent on it has arrived.
-                self._report_lost(peer, PEER_LEFT)
+                self._report_left(peer)
 
     def lane_ended(self, lane: Lane, reason: str) -> None:
         if not reason or lane.peer in self._left:
@@ -248,6 +275,8 @@ class GrpcTransport(Transport):
         self._answer(source, transport_pb2.ControlMessage(probe_answer=answer))
 
     def incoming_ended(self, source: int, streams: int, reason: str) -> None:
+        if not streams:
+            self._cut[source] = reason
         with self._lock:
             self._ended[source] += 1
         if streams:
@@ -256,7 +285,8 @@ class GrpcTransport(Transport):
         elif source not in self._left:
             self._report_lost(source, reason)
 
-    def incoming_unused(self, stream: IncomingStream) -> None:
+    def incoming_unused(self, stream: IncomingStream, reason: str) -> None:
+        self._cut[stream.source] = reason
         with self._lock:
             for place in [place for place, found in self._incoming.items() if found is stream]:
                 del self._incoming[place]
@@ -285,7 +315,7 @@ class GrpcTransport(Transport):
 
     def _new_lane_to(self, peer: int, number: int, needed: bool) -> Lane | None:
         if needed and peer in self._left:
-            self._report_lost(peer, PEER_LEFT)
+            self._report_left(peer)
         with self._lock:
             if self._closing:
                 raise GroupClosedError(f"rank {self.rank} has closed its streams")
@@ -330,6 +360,10 @@ class GrpcTransport(Transport):
         if stream is not None and not stream.queue.put(message.SerializeToString()):
             self._fail(peer, control.too_many_unread(peer))
 
+    def _report_left(self, peer: int) -> None:
+        """Reports the link to a peer that said goodbye, and is still needed."""
+        self._report_lost(peer, self._cut.get(peer, PEER_LEFT))
+
     def _report_lost(self, peer: int, reason: str) -> None:
         if self._mark_lost(peer):
             self._on_link_lost(peer, reason)
@@ -346,3 +380,9 @@ class GrpcTransport(Transport):
                 return False
             self._lost.add(peer)
             return True
+
+
+def _have(lanes: Iterable[Lane]) -> str:
+    """Their peers with the verb, such as "rank 2 has"."""
+    peers = sorted({lane.peer for lane in lanes})
+    return f"rank {peers[0]} has" if len(peers) == 1 else f"ranks {peers} have"
