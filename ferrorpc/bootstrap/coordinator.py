@@ -12,6 +12,8 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
 from ferrorpc.config import Config
@@ -39,6 +41,17 @@ _FLAGS: Final = (
     "log_level",
     "log_format",
 )
+_PROGRAM: Final = """
+import sys
+sys.path[:0] = [folder for folder in sys.argv[1:3] if folder and folder not in sys.path]
+try:
+    from ferrorpc_coordinator.__main__ import main
+except ImportError as error:
+    print(*str(error).split())
+    sys.exit(1)
+sys.exit(main(sys.argv[3:]))
+"""
+"""Runs the coordinator from where its starter imports it, or says in one line why it cannot be imported."""
 _log = logging.getLogger("ferrorpc.bootstrap")
 _pipes: dict[str, int] = {}
 """Address -> the pipe to the coordinator. Its end means that this process has ended; a byte in it, that it exited normally."""
@@ -51,7 +64,7 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     process, however that ends.
 
     Raises:
-        ConfigError: it could not start; its own message is on standard error.
+        ConfigError: it could not start; what it said itself, unless that is here, is on standard error.
     """
     if address in _pipes:
         if _is_running(_pipes[address]):
@@ -81,8 +94,15 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
         process_exit.at_exit(_announce_exit)
         return
     os.close(pipe)
+    code, import_error = _end(process), ready.decode(errors="replace").strip()
+    if import_error:
+        raise ConfigError(
+            f"rank 0 could not start a coordinator on {listen}: {import_error}",
+            hint=f"install ferrorpc and what it needs for {sys.executable}, or put where they are into PYTHONPATH, or name a "
+            "coordinator that runs in FERRORPC_COORDINATOR",
+        )
     raise ConfigError(
-        f"rank 0 could not start a coordinator on {listen} (exit code {_end(process)})",
+        f"rank 0 could not start a coordinator on {listen} (exit code {code})",
         hint="read its message above; where another run has the port, give each run a FERRORPC_PORT of its own, such as "
         "$((20000 + SLURM_JOB_ID % 10000)), or name a coordinator that runs",
     )
@@ -148,12 +168,13 @@ def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, i
     Raises:
         ConfigError: the system refuses a process.
     """
+    folders = [_folder_of("ferrorpc"), _folder_of("ferrorpc_coordinator")]
     announced, announcing = os.pipe()
     watched, pipe = os.pipe()
     try:
         process = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--transient", "--starter-fd", "0", *arguments],
+            [sys.executable, "-P", "-c", _PROGRAM, *folders, "--transient", "--starter-fd", "0", *arguments],
             dict(environment),
             file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
             setsid=True,
@@ -168,6 +189,12 @@ def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, i
         os.close(announcing)
         os.close(watched)
     return announced, pipe, process
+
+
+def _folder_of(package: str) -> str:
+    """The folder or zip from which this process imports a package; empty if from none."""
+    found = find_spec(package)
+    return str(Path(found.origin).absolute().parents[1]) if found and found.origin else ""
 
 
 def _first_line(descriptor: int) -> bytes:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from ferrorpc_coordinator import server
@@ -175,6 +178,38 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch:
     with pytest.raises(ConfigError, match="Resource temporarily unavailable"):
         coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
     assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, bool], None]:
+    """Puts a coordinator of this text where this process alone looks, as a folder or as a zip, and the import system at it."""
+
+    def put(text: str, zipped: bool) -> None:
+        package = tmp_path / "ferrorpc_coordinator"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "__main__.py").write_text(text)
+        place = shutil.make_archive(str(tmp_path / "packages"), "zip", tmp_path, package.name) if zipped else tmp_path
+        monkeypatch.syspath_prepend(place)
+        monkeypatch.delitem(sys.modules, package.name, raising=False)
+
+    return put
+
+
+@pytest.mark.parametrize("zipped", [False, True], ids=["folder", "zip"])
+def test_it_is_imported_from_where_this_process_would(zipped: bool, own_folder: Callable[[str, bool], None]) -> None:
+    own_folder("def main(arguments): print('listening', *arguments)", zipped)
+    announced, pipe, process = coordinator._spawn(["--listen", "127.0.0.1:4711"], os.environ)
+    assert coordinator._first_line(announced) == b"listening --transient --starter-fd 0 --listen 127.0.0.1:4711\n"
+    os.close(announced)
+    os.close(pipe)
+    os.waitpid(process, 0)
+
+
+def test_what_it_cannot_import_is_named(own_folder: Callable[[str, bool], None]) -> None:
+    own_folder("import ferrorpc.absent", False)
+    with pytest.raises(ConfigError, match=r"on 127.0.0.1:4711: No module named 'ferrorpc.absent'\ntry: .*PYTHONPATH"):
+        coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), os.environ)
 
 
 def test_a_bind_that_would_hide_it_from_other_nodes_is_refused() -> None:
