@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from importlib.resources import files
 from typing import Final
 
 from ferrorpc.collectives.algorithms.algorithm import Algorithm
@@ -62,7 +62,7 @@ class Tuning:
 @cache
 def packaged_table() -> CostTable:
     """The cost table that comes with ferrorpc."""
-    return parse(Path(__file__).with_name("costs.json").read_text(encoding="utf-8"))
+    return parse((files(__package__) / "costs.json").read_text(encoding="utf-8"))
 
 
 def published(text: str) -> CostTable | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +13,19 @@ from tests.house.tree import PACKAGES, ROOT
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Paths inside a wheel built from this tree."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from this tree."""
     pytest.importorskip("hatchling", reason="the build backend is in the dev group")
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
-    (wheel,) = folder.glob("*.whl")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    """Paths inside it."""
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
@@ -42,3 +49,19 @@ def test_the_wheel_holds_nothing_else(names: set[str]) -> None:
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ferrorpc", "ferrorpc_coordinator"}
     assert {name for name in names if "__pycache__" in name or "/tests/" in name} == set()
+
+
+def test_what_the_packages_read_of_their_own_is_read_in_a_zip_too(wheel: Path) -> None:
+    pytest.importorskip("starlette", reason="the page is in the extra ui")
+    code = f"""
+import sys
+from unittest.mock import Mock
+sys.path.insert(0, {str(wheel)!r})
+from ferrorpc.collectives.tuning import packaged_table
+from ferrorpc.kernels.cuda.program import source
+from ferrorpc_coordinator.web.page import Page
+packaged_table(), source(), Page(Mock(), Mock()).application(loopback=True)
+print(sys.modules[Page.__module__].__file__.startswith(sys.path[0]))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.stdout, found.stderr) == ("True\n", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
+from importlib.resources import files
 from typing import Any, Final
 
 from ferrorpc.types import DType
@@ -27,7 +27,7 @@ KERNELS: Final = (
 
 def source(name: str = "kernels.cu") -> str:
     """The source of a program: the given file after numbers.cu, which every program needs."""
-    return "".join(Path(__file__).with_name(each).read_text(encoding="utf-8") for each in ("numbers.cu", name))
+    return "".join((files(__package__) / each).read_text(encoding="utf-8") for each in ("numbers.cu", name))
 
 
 def compiled(cupy: Any, name: str = "kernels.cu") -> Callable[[str], Any]:

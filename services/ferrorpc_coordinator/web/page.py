@@ -10,7 +10,9 @@ Everything is read-only and served from here: the page needs no other host and n
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import PurePath
 from typing import Final
 
 from starlette.applications import Starlette
@@ -23,7 +25,7 @@ from ferrorpc_coordinator.web.access import AccessMiddleware, App
 from ferrorpc_coordinator.web.event_streams import EventStreams
 from ferrorpc_coordinator.web.view import CoordinatorView
 
-STATIC: Final = Path(__file__).parent / "static"
+STATIC: Final = files(__package__) / "static"
 _TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
@@ -36,16 +38,16 @@ class Page:
 
     def application(self, *, loopback: bool) -> App:
         """The application for an ASGI server. `loopback`: whether the server listens on loopback only."""
-        files = [Route(f"/{path.name}", _file(path)) for path in sorted(STATIC.iterdir()) if path.suffix in _TYPES]
+        static = [Route(f"/{file.name}", _answer(file)) for file in STATIC.iterdir() if PurePath(file.name).suffix in _TYPES]
         routes = [
-            Route("/", _file(STATIC / "page.html")),
+            Route("/", _answer(STATIC / "page.html")),
             Route("/metrics", self._metrics),
             Route("/healthz", self._healthz),
             Route("/api/v1/jobs", self._jobs),
             Route("/api/v1/state", self._state),
             Route("/events", self._events),
         ]
-        return AccessMiddleware(Starlette(routes=[*routes, *files]), self._view.access, loopback=loopback)
+        return AccessMiddleware(Starlette(routes=[*routes, *static]), self._view.access, loopback=loopback)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self._view.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -72,11 +74,11 @@ class Page:
         return StreamingResponse(states, media_type="text/event-stream")
 
 
-def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
+def _answer(file: Traversable) -> Callable[[Request], Awaitable[Response]]:
     """A handler that answers with a file, which is read once."""
-    content = path.read_bytes()
+    content, media_type = file.read_bytes(), _TYPES[PurePath(file.name).suffix]
 
     async def answer(request: Request) -> Response:
-        return Response(content, media_type=_TYPES[path.suffix])
+        return Response(content, media_type=media_type)
 
     return answer
