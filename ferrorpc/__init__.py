@@ -126,8 +126,13 @@ __all__ = ["__version__", *_SUBMODULES, *_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         value = getattr(_import_module(_MODULE_OF[name]), name)
-    elif name in _SUBMODULES or name in _OPTIONAL_SUBMODULES:
+    elif name in _SUBMODULES:
         value = _import_module(f"ferrorpc.{name}")
+    elif name in _OPTIONAL_SUBMODULES:
+        try:
+            value = _import_module(f"ferrorpc.{name}")
+        except ModuleNotFoundError as error:  # hasattr() and tools that inspect modules expect nothing else
+            raise AttributeError(str(error)) from error
     elif name == "__version__":
         value = _import_module("ferrorpc.versions").own_version()
     else:

@@ -35,6 +35,21 @@ def test_without_torch_its_side_is_an_import_error_that_names_the_extra() -> Non
     assert output_of(code).stdout.endswith("try: pip install 'ferrorpc[torch]'\n")
 
 
+def test_without_torch_its_side_is_no_attribute_and_who_asks_for_it_is_told_the_extra() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import ferrorpc
+print(hasattr(ferrorpc, "torch"))
+try: ferrorpc.torch
+except AttributeError as error: print(error)
+try: from ferrorpc import torch
+except ImportError as error: print(error)
+"""
+    told = "ferrorpc.torch needs PyTorch, which is not installed\ntry: pip install 'ferrorpc[torch]'\n"
+    assert output_of(code).stdout == f"False\n{told}{told}"
+
+
 def test_the_side_of_torch_needs_no_import_of_its_own() -> None:
     pytest.importorskip("torch")
     code = "import sys, ferrorpc; print('torch' in sys.modules, ferrorpc.torch.Stage.__module__)"
