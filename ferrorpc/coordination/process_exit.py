@@ -84,7 +84,7 @@ def _after_threads(action: Callable[[], None]) -> None:
 
 
 def install_hooks() -> None:
-    """Hooks this process's uncaught exceptions and forks. Idempotent."""
+    """Hooks this process's uncaught exceptions, those of threads too, and forks. Idempotent."""
     global _hook
     if _hook is not None:
         return
@@ -101,6 +101,16 @@ def install_hooks() -> None:
             raise SystemExit(code)
 
     sys.excepthook = _hook = handle_uncaught
+    previous_of_threads = threading.excepthook
+
+    def handle_uncaught_in_thread(raised: threading.ExceptHookArgs) -> None:
+        def show(*about: object) -> object:
+            return previous_of_threads(threading.ExceptHookArgs((*about, raised.thread)))
+
+        error = raised.exc_type() if raised.exc_value is None else raised.exc_value
+        _show(show, raised.exc_type, error, raised.exc_traceback)
+
+    threading.excepthook = handle_uncaught_in_thread
 
 
 def _is_at_prompt() -> bool:

@@ -118,6 +118,14 @@ except PeerLostError:
 """
 
 
+IN_A_THREAD = """
+import threading
+thread = threading.Thread(target=lambda: latch.check())
+thread.start()
+thread.join()
+"""
+
+
 @pytest.mark.parametrize(
     ("level", "raised", "shown", "shortened"),
     [
@@ -130,6 +138,8 @@ except PeerLostError:
         ("WARNING", AFTER_A_LOSS.format("raise KeyError('state') from ValueError('no state')"), ["<string>"], 0),
         ("WARNING", AFTER_A_LOSS.format("raise ExceptionGroup('all', [sys.exception()])"), ["<string>"] * 3, 2),
         ("DEBUG", AFTER_A_LOSS.format("1 / 0"), ["<string>", "guard.py", "<string>"], 0),
+        ("WARNING", IN_A_THREAD, ["threading.py", "threading.py", "<string>"], 1),
+        ("DEBUG", IN_A_THREAD, ["threading.py", "threading.py", "<string>", "guard.py"], 0),
     ],
 )
 def test_an_error_of_the_library_is_shown_without_the_librarys_own_lines(level, raised, shown, shortened):
