@@ -215,9 +215,12 @@ class Pipeline:
         if self._is_last:
             total = sum(self._output_rows)
             for what, value in (("outputs", outputs), ("grads", grads)):
-                if value is None or rows(value, what) != total:
+                count = None if value is None else rows(value, what)
+                if count != total:
+                    found = "is None" if count is None else f"has {count}"
                     raise UsageError(
-                        f"{what} must have the {total} rows that forward returned", hint="pass what it returned, whole"
+                        f"{what} must have the {total} rows that forward returned, and {found}",
+                        hint="backward(outputs, grads) takes all that forward returned, and the loss's gradient of it",
                     )
             check_like(grads, shapes_of(outputs), "grads", "y")
             batch.grads = cut(grads, self._output_rows)

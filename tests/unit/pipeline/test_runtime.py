@@ -261,8 +261,10 @@ def test_a_backward_needs_its_forward_and_gradients_of_its_rows():
         with pytest.raises(UsageError, match="no forward for this backward"):
             pipe.backward(None, None)
         y = pipe.forward(batch(4)[0])
-        with pytest.raises(UsageError, match="grads must have the 4 rows"):
+        with pytest.raises(UsageError, match="grads must have the 4 rows that forward returned, and has 3"):
             pipe.backward(y, y[:3])
+        with pytest.raises(UsageError, match=r"grads must .*, and is None\ntry: backward\(outputs, grads\)"):
+            pipe.backward(y)  # meant as the gradient, as in torch
         pipe.backward(y, y)
         with pytest.raises(UsageError, match="no forward for this backward"):
             pipe.backward(y, y)
