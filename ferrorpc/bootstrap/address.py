@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
-from ferrorpc.wire.address import is_loopback, is_wildcard, split_address
+from ferrorpc.wire.address import is_loopback, is_wildcard, needs_scope, split_address
 from ferrorpc.wire.tls import TlsFiles
 
 _RETRY_SECONDS: Final = 0.25
@@ -26,7 +26,8 @@ def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:
     of loopback although others reach the host by this name; then it is the name itself.
 
     Raises:
-        ConfigError: this worker listens on loopback only, but the coordinator, and so perhaps peers, are on another machine.
+        ConfigError: this worker listens on loopback only, but the coordinator, and so perhaps peers, are on another machine; or
+            the route starts at a link-local IPv6 address.
         CoordinatorUnavailableError: the coordinator's name could not be resolved within `timeout` seconds.
     """
     if config["advertise"]:
@@ -40,6 +41,13 @@ def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:
         )
     if not is_wildcard(bind):
         return bind
+    if needs_scope(route):
+        raise ConfigError(
+            f"the coordinator {coordinator} is reached from {route}, a link-local address that peers cannot dial without the "
+            "name of their own interface",
+            hint="set FERRORPC_ADVERTISE to the host that peers reach this worker by, or FERRORPC_COORDINATOR to an address of "
+            "the coordinator that is not link-local",
+        )
     host, _ = split_address(coordinator)
     return host if is_loopback(route) and not is_loopback(host) else route
 

@@ -26,6 +26,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
+def needs_scope(host: str) -> bool:
+    """Whether it is a link-local IPv6 address, which other machines can only dial together with an interface of their own."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return address.version == 6 and address.is_link_local
+
+
 def is_wildcard(host: str) -> bool:
     """Whether listening there is listening on every address."""
     try:

@@ -54,6 +54,16 @@ def test_loopback_with_a_coordinator_elsewhere_names_the_variable(remote_route):
         advertised_host(REMOTE, settings())
 
 
+def test_a_link_local_address_is_not_told(monkeypatch):
+    """Peers would need the name of their own interface with it, as in fe80::1%eth0."""
+    monkeypatch.setattr("ferrorpc.bootstrap.address._route", lambda host, port: "fe80::1")
+    coordinator = "[fe80::2%eth0]:29700"
+    with pytest.raises(ConfigError, match=r"from fe80::1, a link-local address(.|\n)*FERRORPC_ADVERTISE"):
+        advertised_host(coordinator, settings(bind="0.0.0.0"))
+    assert advertised_host(coordinator, settings(bind="fd00::3")) == "fd00::3"
+    assert advertised_host(coordinator, settings(bind="0.0.0.0", advertise="worker-3")) == "worker-3"
+
+
 @pytest.mark.parametrize(
     ("tls", "private"),
     [(None, False), (TlsFiles("ca"), False), (TlsFiles(None, "cert", "key"), False), (TlsFiles("ca", "cert", "key"), True)],
