@@ -52,6 +52,11 @@ def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:
     return host if is_loopback(route) and not is_loopback(host) else route
 
 
+def host_may_change(config: Mapping[str, Any]) -> bool:
+    """Whether `advertised_host` is this machine's address on a route, which a change of its network changes."""
+    return not config["advertise"] and is_wildcard(str(config["bind"]))
+
+
 def require_authentication(config: Mapping[str, Any], tls: TlsFiles | None) -> None:
     """Refuses to listen beyond loopback without authentication.
 
@@ -69,7 +74,7 @@ def require_authentication(config: Mapping[str, Any], tls: TlsFiles | None) -> N
 def local_address_towards(address: str, timeout: float) -> str:
     """This machine's own address on the route to `address`. Nothing is sent, except to resolve the name.
 
-    When a pod or container starts, the name may not be known yet, so resolving is retried for `timeout` seconds.
+    When a pod or container starts, the name may not be known yet, so resolving is retried for `timeout` seconds; 0: once.
     """
     host, port = split_address(address)
     began = time.monotonic()
@@ -83,8 +88,9 @@ def local_address_towards(address: str, timeout: float) -> str:
                 _log.warning("the coordinator's address %s has led nowhere for %.0f s: %s", address, waited, error)
                 warn_after *= _WARN_FACTOR
             if waited >= timeout:
+                how_long = f" for {timeout:g} s" if timeout else ""
                 raise CoordinatorUnavailableError(
-                    f"the coordinator's address {address} led nowhere for {timeout:g} s: {error}"
+                    f"the coordinator's address {address} led nowhere{how_long}: {error}"
                 ) from None
         time.sleep(_RETRY_SECONDS)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import partial
 from typing import Any, Final
 
 from ferrorpc.backends import registry
 from ferrorpc.backends.gpu import join_labels
-from ferrorpc.bootstrap.address import advertised_host, require_authentication
+from ferrorpc.bootstrap.address import advertised_host, host_may_change, require_authentication
 from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import (
     NO_LAUNCHER,
@@ -175,7 +176,7 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
             policy=launch.world,
             pinned_rank=launch.pinned_rank,
             hinted_rank=launch.hinted_rank,
-            worker_address=server.address,
+            worker_address=partial(_address_now, server, address, config),
             host=host,
             launch=os.environ.get(LAUNCH_VARIABLE, ""),
             labels=join_labels(config["backend"], config["device"], launch.local_rank) | run_label(os.environ, launch),
@@ -190,6 +191,17 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
         raise
     session.on_leave(server.close)
     return session, server
+
+
+def _address_now(server: WorkerServer, coordinator: str, config: Config) -> str:
+    """Where peers dial the server. Asked at each connection to the coordinator, because a new network ends the last one.
+
+    Raises:
+        CoordinatorUnavailableError: no route leads to the coordinator.
+    """
+    if host_may_change(config):
+        server.advertise(advertised_host(coordinator, {**config, "timeout": 0.0}))
+    return server.address
 
 
 def _job_of_run(config: Config, launch: LaunchInfo) -> str:

@@ -44,10 +44,10 @@ _log = logging.getLogger("ferrorpc.coordination")
 
 
 class Listener(Protocol):
-    """The owner of a connection. All methods but `explain` and `beat` run on the reading thread, where they must not block."""
+    """The owner of a connection. All but `explain` and `beat` run on the reading thread, where only `hello` may block."""
 
     def hello(self, resume_token: str) -> wire.Hello:
-        """The first frame of a stream."""
+        """The first frame of a stream. Raises FerroError, as if the stream had ended with it."""
 
     def beat(self) -> wire.Beat:
         """The next heartbeat."""

@@ -63,7 +63,8 @@ class RemoteSession(Session):
         policy: fewest and most members of a generation.
         pinned_rank: the rank that a launcher gave; joining fails if it cannot be had.
         hinted_rank: the rank to get if it is free.
-        worker_address: host:port where the other ranks reach this one's worker server.
+        worker_address: returns host:port where the other ranks reach this one's worker server. Called for each Hello, because
+            it may have changed: the next generation gets the new one.
         launch: the id that a launcher which reports exits gave this start of the process; without dots.
         labels: other facts to publish about this member.
         config: the settings timeout, heartbeat_interval, lease, max_outage, token_file and tls_*.
@@ -80,7 +81,7 @@ class RemoteSession(Session):
         policy: tuple[int, int],
         pinned_rank: int | None = None,
         hinted_rank: int | None = None,
-        worker_address: str = "",
+        worker_address: Callable[[], str] = lambda: "",
         host: str = "",
         launch: str = "",
         labels: Mapping[str, str] | None = None,
@@ -103,10 +104,10 @@ class RemoteSession(Session):
             instance_id=f"{launch}.{secrets.token_hex(8)}",
             lease_ms=0 if config.source("lease") == "default" else milliseconds(config["lease"]),
             host=host or host_name(),
-            address=worker_address,
             labels=[identity_pb2.Label(name=label, value=value) for label, value in all_labels.items()],
         )
         self._token = Token(config["token_file"])
+        self._worker_address = worker_address
         self._latch_before_join = Latch()
         self.activity = Activity()
         self._returned: Membership | None = None
@@ -333,6 +334,7 @@ class RemoteSession(Session):
         """The first frame of a stream."""
         self._hello.resume_token = resume_token
         self._hello.token = self._token.current()
+        self._hello.address = self._worker_address()
         return self._hello
 
     def beat(self) -> wire.Beat:

@@ -58,7 +58,12 @@ class Job:
         self.sessions = together(
             [
                 lambda rank=rank: join(
-                    service.address, rank, RANKS, job=name, worker_address=self.servers[rank].address, labels=labels[rank]
+                    service.address,
+                    rank,
+                    RANKS,
+                    job=name,
+                    worker_address=lambda: self.servers[rank].address,
+                    labels=labels[rank],
                 )
                 for rank in range(RANKS)
             ]

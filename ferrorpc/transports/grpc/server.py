@@ -140,7 +140,8 @@ class WorkerServer:
             maximum_concurrent_rpcs=STREAMS_MAX,
         )
         self._server.add_generic_rpc_handlers((_Method(self._stream),))
-        self.address = join_address(advertise_host, self._listen(bind_host))
+        self._port = self._listen(bind_host)
+        self.advertise(advertise_host)
         self._start()
         _open_servers.add(self)
 
@@ -163,6 +164,10 @@ class WorkerServer:
             raise ConfigError(
                 f"cannot listen on {bind_host}: it is no address of this machine", hint="set FERRORPC_BIND to one that is"
             ) from None
+
+    def advertise(self, host: str) -> None:
+        """Sets `address`, where peers dial this server, to its port on this host."""
+        self.address = join_address(host, self._port)
 
     def dial(self, address: str, job: str) -> grpc.Channel:
         """A new channel to the server of a peer in this job, over TLS where this server uses TLS."""

@@ -84,6 +84,9 @@ class Job:
             self.members.save(member)
         elif before is not None:
             self.store.watches.stream_ended(before)
+        if member.address != hello.address:  # its network has changed while it was away; peers are told at the next generation
+            member.address = hello.address
+            self.members.save(member)
         self.leases.connected(member, stream)
         self._welcome(stream, admitted)
         if admitted.resumed:

@@ -9,6 +9,10 @@ import pytest
 
 import ferrorpc
 from ferrorpc import ConfigError, UsageError
+from ferrorpc.bootstrap.process_group import _address_now
+from ferrorpc.config import Config
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.transports.grpc.server import WorkerServer
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +64,19 @@ def test_a_rank_that_a_script_spawns_itself_is_told_that_it_is_alone(
     child.join(60)
     assert child.exitcode == 0
     assert ("world of one" in capfd.readouterr().err) is warned
+
+
+@pytest.mark.parametrize(
+    ("settings", "moved"),
+    [({"bind": "0.0.0.0"}, True), ({"bind": "0.0.0.0", "advertise": "10.0.0.1"}, False), ({"bind": "127.0.0.1"}, False)],
+    ids=["any", "advertised", "loopback"],
+)
+def test_a_worker_that_listens_everywhere_is_dialled_at_its_address_of_today(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], moved: bool
+) -> None:
+    monkeypatch.setattr("ferrorpc.bootstrap.address._route", lambda host, port: "10.0.0.9")
+    server = WorkerServer("127.0.0.1", "10.0.0.1", SYSTEM_CLOCK)
+    port = server.address.rpartition(":")[2]
+    address = _address_now(server, "192.0.2.1:29700", Config(settings, {}))
+    server.close()
+    assert address == server.address == f"10.0.0.{9 if moved else 1}:{port}"

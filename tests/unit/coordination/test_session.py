@@ -72,6 +72,14 @@ def test_an_id_that_was_not_answered_before_an_outage_is_offered_once_after_it()
     assert offers == [[1], [1], [2]]
 
 
+def test_every_hello_has_the_address_of_its_time() -> None:
+    addresses = iter(["10.0.0.1:7000", "10.0.0.9:7000"])
+    session = RemoteSession(
+        "nowhere:1", job="job", name="m", policy=(1, 1), worker_address=lambda: next(addresses), config=Config({}, {})
+    )
+    assert [session.hello("").address, session.hello("token").address] == ["10.0.0.1:7000", "10.0.0.9:7000"]
+
+
 def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same() -> None:
     """Such as FileNotFoundError of os.fsdecode(b"caf\\xe9.txt"): Protobuf refuses it."""
     played = Played()

@@ -180,6 +180,20 @@ def test_peers_receive_the_host_address_and_labels_of_a_member() -> None:
     ]
 
 
+def test_peers_dial_a_member_that_resumed_from_another_address_there_from_the_next_generation_on() -> None:
+    """As a container whose network restarted, or a host with a new lease of DHCP."""
+    world = World()
+    join(world, "a", "b")
+    world.cut("a")
+    world.hello("a", resume=True, address="moved:1")
+    world.restart()
+    world.hello("a", resume=True, address="moved:1")
+    world.hello("b", resume=True)
+    join(world, "a", "b")
+    peers = world.clients["b"].results[world.clients["b"].sequence].join.peers
+    assert (world.clients["b"].generation, [peer.address for peer in peers]) == (2, ["moved:1", "b:7000"])
+
+
 def test_who_waits_for_a_name_does_not_get_it_because_the_coordinator_restarts() -> None:
     """Its holder lives, and resumes its session in a moment."""
     world = World()
