@@ -160,7 +160,8 @@ class Session(ABC):
         """What is known of these ranks; [] if the coordinator does not answer in time. Never raises: error messages use it."""
 
     def described(self, ranks: Iterable[int]) -> str:
-        """As `describe`, as text for the error of an operation that waited for these ranks."""
+        """As `describe`, as text for the error of an operation that waited for these ranks. Where this rank has lost the
+        coordinator, that is said as well: then its own network may be at fault, not those ranks."""
         return "; ".join(map(str, self.describe(ranks, DESCRIBE_SECONDS)))
 
     @abstractmethod

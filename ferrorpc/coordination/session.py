@@ -328,6 +328,10 @@ class RemoteSession(Session):
         response = self._connection.try_ask("describe", timeout, describe=wire.DescribeRequest(ranks=wanted))
         return [] if response is None else [member_report(member) for member in response.members]
 
+    def described(self, ranks: Iterable[int]) -> str:
+        known, outage = super().described(ranks), self._connection.outage()
+        return "; ".join(filter(None, (known, f"this rank itself: {outage}" if outage else "")))
+
     # -- the connection's Listener -------------------------------------------------------------------------------------
 
     def hello(self, resume_token: str) -> wire.Hello:

@@ -1,6 +1,7 @@
 """A session with a coordinator that only the test plays."""
 
 import logging
+import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
@@ -78,6 +79,18 @@ def test_every_hello_has_the_address_of_its_time() -> None:
         "nowhere:1", job="job", name="m", policy=(1, 1), worker_address=lambda: next(addresses), config=Config({}, {})
     )
     assert [session.hello("").address, session.hello("token").address] == ["10.0.0.1:7000", "10.0.0.9:7000"]
+
+
+def test_who_is_without_the_coordinator_says_so_beside_what_is_known_of_the_ranks_it_waits_for() -> None:
+    """Its own network may be down, and the ranks that it waits for are well."""
+    played = Played()
+    played.welcome()
+    played.join(2)
+    assert played.session.described([1]) == ""
+    played.lose()
+    assert re.fullmatch(
+        r"this rank itself: no coordinator at nowhere:1 for \d+\.\d s \(it was killed\)", played.session.described([1])
+    )
 
 
 def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same() -> None:
