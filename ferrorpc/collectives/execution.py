@@ -9,8 +9,8 @@ messages arrive.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -20,6 +20,12 @@ from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroEr
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
+
+UNREACHED_HINT: Final = (
+    "look at what is between this host and the addresses above, such as firewalls and routes; if an address is wrong, set "
+    "FERRORPC_ADVERTISE on its rank"
+)
+"""For an operation that waits for a rank which no lane has reached (`Transport.unreached`)."""
 
 
 class Execution(ABC):
@@ -191,16 +197,20 @@ def describe_absent(rank: int, signature: str, number: int) -> str:
     return f"rank {rank} (not there yet: {last})"
 
 
-def deadline_error(execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False) -> FerroError:
+def deadline_error(
+    execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False, unreached: Container[int] = ()
+) -> FerroError:
     """The error of an operation whose deadline has passed: which ranks it waits for, and what is known of them.
 
     Args:
         describe: what the coordinator knows of world ranks, as text; "" for nothing.
+        unreached: world ranks that no lane has reached. Where it waits for one, the hint is about the network.
     """
     waiting = execution.waiting_on()
     sentences = f"after {execution.guard.seconds:g} s, {execution.explain()}", describe(waiting)
     kind = BarrierTimeoutError if barrier else CollectiveTimeoutError
-    return kind(waiting, "; ".join(filter(None, sentences)))
+    hint = UNREACHED_HINT if any(rank in unreached for rank in waiting) else None
+    return kind(waiting, "; ".join(filter(None, sentences)), hint=hint)
 
 
 def return_execution(execution: Execution) -> Execution:

@@ -334,11 +334,12 @@ class PlanExecution(EventDrivenExecution):
 
     def explain(self) -> str:
         answers = self._box.answers if self._box is not None else {}
+        unreached = self._transport.unreached()
         parts = []
         for rank in self.waiting_on():
             answer = answers.get(rank)
             if answer is None:
-                parts.append(f"rank {rank} (no answer yet)")
+                parts.append(f"rank {rank} ({unreached.get(rank, 'no answer yet')})")
             elif answer.standing == ABSENT:
                 parts.append(describe_absent(rank, answer.last_signature, answer.last_number))
             else:
@@ -348,7 +349,8 @@ class PlanExecution(EventDrivenExecution):
         return f"{self.label} waits for {', '.join(parts) or 'its own lane'}"
 
     def timeout_error(self) -> FerroError:
-        return deadline_error(self, self._describe, barrier=self._layout.rules.call.operation is Operation.BARRIER)
+        is_barrier = self._layout.rules.call.operation is Operation.BARRIER
+        return deadline_error(self, self._describe, barrier=is_barrier, unreached=self._transport.unreached())
 
     def leave(self) -> None:
         if self._box is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from ferrorpc.collectives.dependencies import UNBOUNDED
 from ferrorpc.collectives.device_transfers import transfers_for
 from ferrorpc.collectives.event_driven import EventDrivenExecution
+from ferrorpc.collectives.execution import UNREACHED_HINT
 from ferrorpc.collectives.outgoing_message import OutgoingMessage
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchError
 from ferrorpc.guard import Guard
@@ -78,12 +79,20 @@ class SendQueues:
 
 
 class _PointToPoint(EventDrivenExecution):
-    """An execution that can have events before it has a driver."""
+    """An execution that can have events before it has a driver. `_peer` is a world rank."""
+
+    _transport: Transport
+    _peer: int
 
     def notify_if_driven(self) -> None:
         """Reports an event. Before it has a driver nothing needs to be done: the first `advance` looks at everything."""
         if hasattr(self, "wake"):
             self.notify()
+
+    def _with_reach(self, text: str) -> str:
+        """An explanation that ends with what the peer is to do, and whether the peer could be reached at all."""
+        unreached = self._transport.unreached().get(self._peer)
+        return text if unreached is None else f"{text}; rank {self._peer} was {unreached}"
 
 
 class SendExecution(_PointToPoint):
@@ -148,10 +157,13 @@ class SendExecution(_PointToPoint):
     def explain(self) -> str:
         if self.transfers is not None and not self.transfers.has_all_inputs:
             return f"{self.label} waits for this rank's own GPU"
-        return f"{self.label} waits for rank {self._peer} to receive from rank {self._transport.rank} with tag {self._tag}"
+        who = f"rank {self._peer} to receive from rank {self._transport.rank} with tag {self._tag}"
+        return self._with_reach(f"{self.label} waits for {who}")
 
     def timeout_error(self) -> FerroError:
         hint = "where both ranks send first, send with async_op=True, receive, then wait; or pass a larger timeout="
+        if self._peer in self._transport.unreached():
+            hint = UNREACHED_HINT
         return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}", hint=hint)
 
     def leave(self) -> None:
@@ -258,8 +270,9 @@ class RecvExecution(_PointToPoint):
 
     def explain(self) -> str:
         if self.awaited is not None:
-            return f"this rank waits for {self.awaited} of rank {self._peer}"
-        return f"{self.label} waits for rank {self._peer} to send to rank {self._transport.rank} with tag {self._tag}"
+            return self._with_reach(f"this rank waits for {self.awaited} of rank {self._peer}")
+        who = f"rank {self._peer} to send to rank {self._transport.rank} with tag {self._tag}"
+        return self._with_reach(f"{self.label} waits for {who}")
 
     def timeout_error(self) -> FerroError:
         return CollectiveTimeoutError(

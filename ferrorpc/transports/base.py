@@ -81,6 +81,11 @@ class Transport(ABC):
         """Peer's world rank -> (kind of its lane, payload bytes sent to it). Empty where the transport does not count."""
         return {}
 
+    def unreached(self) -> dict[int, str]:
+        """World rank of each peer that has not answered since it was first dialled, a second ago or longer -> where and for how
+        long, as text for explanations. Empty where nothing is dialled."""
+        return {}
+
     @abstractmethod
     def close(self, timeout: float) -> None:
         """Flushes what was sent, says goodbye to every peer and stops. Idempotent; takes at most `timeout` seconds."""

@@ -52,6 +52,9 @@ class RoutedTransport(Transport):
     def traffic(self) -> dict[int, tuple[str, int]]:
         return self._far.traffic() | self._near.traffic()
 
+    def unreached(self) -> dict[int, str]:
+        return self._far.unreached() | self._near.unreached()
+
     def close(self, timeout: float) -> None:
         """As `Transport.close`. The near transport gets at most half of the time, so that some is left for the far one."""
         deadline = self._clock.now() + timeout

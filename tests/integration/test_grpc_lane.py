@@ -1,5 +1,6 @@
 """The gRPC lane on real sockets, two ranks in one process: what is sent arrives, and every end is told as what it is."""
 
+import re
 import socket
 import threading
 import time
@@ -112,6 +113,20 @@ def test_a_peer_that_does_not_answer_is_told_once_with_the_reason(servers: list[
     assert reason.startswith("it could not be reached in ")
     assert "UNAVAILABLE" in reason
     assert deaf.address in reason
+
+
+def test_a_peer_is_not_reached_until_it_answers() -> None:
+    """Its server waits for a transport of this generation."""
+    with two_servers(open_timeout_seconds=SECONDS) as servers:
+        first = Rank(0, servers[0]).enter(assignment_of(0, servers))
+        assert first.transport.unreached() == {}
+        first.transport.probe(1, Key(0, 0, 1), "a()")
+        assert first.transport.unreached() == {}, "it may answer in a moment"
+        found = eventually(first.transport.unreached, "that the peer does not answer")
+        assert re.fullmatch(rf"not reached at {re.escape(servers[1].address)} in \d+\.\d s", found.pop(1))
+        assert not found
+        Rank(1, servers[1]).enter(assignment_of(1, servers))
+        eventually(lambda: not first.transport.unreached(), "the answer")
 
 
 def test_a_peer_at_whose_address_nobody_listens_is_given_up_long_before_one_that_is_silent(servers: list[WorkerServer]) -> None:

@@ -40,6 +40,9 @@ _log = logging.getLogger("ferrorpc.transports")
 
 DIAL_SECONDS: Final = 20.0
 
+UNREACHED_SECONDS: Final = 1.0
+"""A peer whose answer to the first dial takes longer is told as not reached. It takes milliseconds."""
+
 ANSWER_SECONDS: Final = 0.5
 """How long the goodbyes to the senders of incoming streams may take, which come last."""
 
@@ -84,6 +87,8 @@ class GrpcTransport(Transport):
         self._lock = threading.Lock()
         self._lanes: dict[tuple[int, int], Lane] = {}
         """By (peer, stream number)."""
+        self._dialled: dict[int, float] = {}
+        """When each peer was first dialled, in clock time."""
         self._incoming: dict[tuple[int, int], IncomingStream] = {}
         """By (source, stream number)."""
         self._left: dict[int, float] = {}
@@ -139,6 +144,16 @@ class GrpcTransport(Transport):
             for (peer, _), lane in self._lanes.items():
                 sent_bytes[peer] += lane.queue.sent_bytes
         return {peer: ("grpc", size_bytes) for peer, size_bytes in sent_bytes.items()}
+
+    def unreached(self) -> dict[int, str]:
+        with self._lock:
+            reached = {peer for (peer, _), lane in self._lanes.items() if lane.opened} | self._left.keys()
+            waited = {peer: self._clock.now() - began for peer, began in self._dialled.items() if peer not in reached}
+        return {
+            peer: f"not reached at {self.assignment.peers[peer].address} in {seconds:.1f} s"
+            for peer, seconds in waited.items()
+            if seconds >= UNREACHED_SECONDS
+        }
 
     def close(self, timeout: float) -> None:
         self._close(timeout, ())
@@ -328,6 +343,7 @@ class GrpcTransport(Transport):
                 opening = self._open_message(peer, number)
                 lane = Lane(peer, number, address, channel, opening, diagnose, self, self._clock, self._dial_seconds)
                 self._lanes[peer, number] = lane
+                self._dialled.setdefault(peer, self._clock.now())
             return lane
 
     def _may_still_arrive(self, peer: int, key: Key) -> bool:

@@ -22,6 +22,7 @@ class Lane(Transport):
         self.room = room
         self.gone: list[tuple[int, int]] = []
         """Tag and first byte of each chunk's payload."""
+        self.not_reached: dict[int, str] = {}
 
     def send(
         self, peer: int, key: Key, header: Header, offset: int, payload: np.ndarray[Any, Any] | None, room: Callable[[], None]
@@ -36,5 +37,8 @@ class Lane(Transport):
     def grant(self, peer: int, key: Key, slot: int) -> None: ...
 
     def probe(self, peer: int, key: Key, signature: str) -> None: ...
+
+    def unreached(self) -> dict[int, str]:
+        return self.not_reached
 
     def close(self, timeout: float) -> None: ...

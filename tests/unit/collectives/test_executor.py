@@ -58,6 +58,7 @@ class Wire(Transport):
         self.rooms: list[Callable[[], None]] = []
         self.wakes = 0
         """How often the driver was woken."""
+        self.not_reached: dict[int, str] = {}
 
     def send(self, peer: int, key: Key, header: Header, offset: int, payload: Any, room: Callable[[], None]) -> bool:
         if self.full:
@@ -71,6 +72,9 @@ class Wire(Transport):
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
         self.probed.append(peer)
+
+    def unreached(self) -> dict[int, str]:
+        return self.not_reached
 
     def close(self, timeout: float) -> None:
         """Nothing to close."""
@@ -230,6 +234,18 @@ def test_who_is_not_in_the_operation_yet_is_waited_for_and_named_with_its_last_o
         wire.mailbox.probe_answered(peer, KEY, mailboxes.SAME, call.signature, 1, call.signature)
     assert execution.waiting_on() == [1, 2, 3]
     assert "rank 1 (is in it too)" in execution.explain()
+
+
+def test_a_rank_that_could_not_be_reached_is_told_with_its_address_and_the_hint_is_about_the_network() -> None:
+    wire, call = Wire(3), all_reduce(4096)
+    execution = begin(wire, call, numbers(4096))
+    assert "firewalls" not in str(execution.timeout_error())
+    wire.not_reached[2] = "not reached at 10.0.0.3:7000 in 14.9 s"
+    assert execution.explain().endswith("waits for rank 1 (no answer yet), rank 2 (not reached at 10.0.0.3:7000 in 14.9 s)")
+    assert "firewalls" in str(execution.timeout_error())
+    for peer in (1, 2):
+        wire.mailbox.probe_answered(peer, KEY, mailboxes.ABSENT, "", 0, "")
+    assert "not reached" not in execution.explain()
 
 
 def test_who_has_not_granted_the_rest_of_a_message_is_waited_for_by_its_world_rank() -> None:

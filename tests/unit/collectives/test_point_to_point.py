@@ -63,6 +63,18 @@ def test_a_send_that_gives_up_lets_the_next_one_go(sender: Sender) -> None:
     assert not sender.lines._waiting
 
 
+def test_a_peer_that_could_not_be_reached_is_told_with_its_address(sender: Sender) -> None:
+    """Else its name stands for a rank that is late."""
+    sender.lane.room = 0
+    send = sender.call(1)
+    recv = RecvExecution(sender.lane, 0, 1, 5, None, None, Guard(SYSTEM_CLOCK, Latch(), 30.0))
+    assert "not reached" not in f"{send.timeout_error()} {recv.timeout_error()}"
+    sender.lane.not_reached[1] = "not reached at 10.0.0.2:7000 in 14.9 s"
+    for waiting in (send, recv):
+        assert str(waiting.timeout_error()).partition("\n")[0].endswith("; rank 1 was not reached at 10.0.0.2:7000 in 14.9 s")
+    assert "firewalls" in str(send.timeout_error())
+
+
 def test_a_send_that_gives_up_in_the_middle_of_its_line_takes_nobody_elses_place(sender: Sender) -> None:
     sender.lane.room = 0
     sends = [sender.call(number) for number in (1, 2, 3)]

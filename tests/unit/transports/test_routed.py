@@ -1,7 +1,8 @@
-"""Two transports as one share the time that closing may take."""
+"""Two transports as one: the time that closing may take, and whom they have not reached."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from ferrorpc.testing import ManualClock
@@ -34,3 +35,9 @@ def given(near_takes: float) -> tuple[float, float]:
 def test_a_host_peer_that_hangs_leaves_half_of_the_time_and_one_that_does_not_all_of_it() -> None:
     assert given(near_takes=100.0) == (5.0, 5.0)
     assert given(near_takes=1.0) == (5.0, 9.0)
+
+
+def test_whom_either_has_not_reached_is_told() -> None:
+    near: Any = SimpleNamespace(unreached=dict)
+    far: Any = SimpleNamespace(rank=0, size=3, mailbox=None, unreached=lambda: {2: "not reached at h:1 in 3.0 s"})
+    assert RoutedTransport(near, (1,), far, ManualClock()).unreached() == {2: "not reached at h:1 in 3.0 s"}
