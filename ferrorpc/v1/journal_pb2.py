@@ -29,7 +29,7 @@ from ferrorpc.v1 import session_pb2 as ferrorpc_dot_v1_dot_session__pb2
 from ferrorpc.v1 import store_pb2 as ferrorpc_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66\x65rrorpc/v1/journal.proto\x12\x0b\x66\x65rrorpc.v1\x1a\x19\x66\x65rrorpc/v1/barrier.proto\x1a\x1a\x66\x65rrorpc/v1/identity.proto\x1a\x1c\x66\x65rrorpc/v1/rendezvous.proto\x1a\x19\x66\x65rrorpc/v1/session.proto\x1a\x17\x66\x65rrorpc/v1/store.proto\"\xd7\x01\n\tMemberRow\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x12\n\ntoken_hash\x18\x03 \x01(\x0c\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.ferrorpc.v1.MemberState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x08 \x01(\t\x12\"\n\x06labels\x18\t \x03(\x0b\x32\x12.ferrorpc.v1.Label\"\xc2\x01\n\rGenerationRow\x12 \n\x05seats\x18\x01 \x03(\x0b\x32\x11.ferrorpc.v1.Seat\x12(\n\x06policy\x18\x02 \x01(\x0b\x32\x18.ferrorpc.v1.WorldPolicy\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nend_reason\x18\x04 \x01(\t\x12-\n\x06\x62roken\x18\x05 \x01(\x0b\x32\x1d.ferrorpc.v1.GenerationBroken\x12\x12\n\ncost_table\x18\x06 \x01(\t\"9\n\x04Seat\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\"T\n\x08\x45ntryRow\x12\r\n\x05value\x18\x01 \x01(\x0c\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04J\x04\x08\x03\x10\x04\"J\n\x08WriteRow\x12,\n\x08response\x18\x01 \x01(\x0b\x32\x1a.ferrorpc.v1.StoreResponse\x12\x10\n\x08revision\x18\x02 \x01(\x04\"l\n\nBarrierRow\x12.\n\x08response\x18\x01 \x01(\x0b\x32\x1c.ferrorpc.v1.BarrierResponse\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x10\n\x08revision\x18\x04 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66\x65rrorpc/v1/journal.proto\x12\x0b\x66\x65rrorpc.v1\x1a\x19\x66\x65rrorpc/v1/barrier.proto\x1a\x1a\x66\x65rrorpc/v1/identity.proto\x1a\x1c\x66\x65rrorpc/v1/rendezvous.proto\x1a\x19\x66\x65rrorpc/v1/session.proto\x1a\x17\x66\x65rrorpc/v1/store.proto\"\xe9\x01\n\tMemberRow\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x12\n\ntoken_hash\x18\x03 \x01(\x0c\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.ferrorpc.v1.MemberState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x08 \x01(\t\x12\"\n\x06labels\x18\t \x03(\x0b\x32\x12.ferrorpc.v1.Label\x12\x10\n\x08revision\x18\n \x01(\x04\"\xc2\x01\n\rGenerationRow\x12 \n\x05seats\x18\x01 \x03(\x0b\x32\x11.ferrorpc.v1.Seat\x12(\n\x06policy\x18\x02 \x01(\x0b\x32\x18.ferrorpc.v1.WorldPolicy\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nend_reason\x18\x04 \x01(\t\x12-\n\x06\x62roken\x18\x05 \x01(\x0b\x32\x1d.ferrorpc.v1.GenerationBroken\x12\x12\n\ncost_table\x18\x06 \x01(\t\"9\n\x04Seat\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\"T\n\x08\x45ntryRow\x12\r\n\x05value\x18\x01 \x01(\x0c\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04J\x04\x08\x03\x10\x04\"J\n\x08WriteRow\x12,\n\x08response\x18\x01 \x01(\x0b\x32\x1a.ferrorpc.v1.StoreResponse\x12\x10\n\x08revision\x18\x02 \x01(\x04\"l\n\nBarrierRow\x12.\n\x08response\x18\x01 \x01(\x0b\x32\x1c.ferrorpc.v1.BarrierResponse\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x10\n\x08revision\x18\x04 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,15 +37,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ferrorpc.v1.journal_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MEMBERROW']._serialized_start=180
-  _globals['_MEMBERROW']._serialized_end=395
-  _globals['_GENERATIONROW']._serialized_start=398
-  _globals['_GENERATIONROW']._serialized_end=592
-  _globals['_SEAT']._serialized_start=594
-  _globals['_SEAT']._serialized_end=651
-  _globals['_ENTRYROW']._serialized_start=653
-  _globals['_ENTRYROW']._serialized_end=737
-  _globals['_WRITEROW']._serialized_start=739
-  _globals['_WRITEROW']._serialized_end=813
-  _globals['_BARRIERROW']._serialized_start=815
-  _globals['_BARRIERROW']._serialized_end=923
+  _globals['_MEMBERROW']._serialized_end=413
+  _globals['_GENERATIONROW']._serialized_start=416
+  _globals['_GENERATIONROW']._serialized_end=610
+  _globals['_SEAT']._serialized_start=612
+  _globals['_SEAT']._serialized_end=669
+  _globals['_ENTRYROW']._serialized_start=671
+  _globals['_ENTRYROW']._serialized_end=755
+  _globals['_WRITEROW']._serialized_start=757
+  _globals['_WRITEROW']._serialized_end=831
+  _globals['_BARRIERROW']._serialized_start=833
+  _globals['_BARRIERROW']._serialized_end=941
 # @@protoc_insertion_point(module_scope)

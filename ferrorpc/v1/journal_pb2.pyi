@@ -42,6 +42,7 @@ class MemberRow(google.protobuf.message.Message):
     HOST_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     instance_id: builtins.str
     token_hash: builtins.bytes
@@ -51,6 +52,8 @@ class MemberRow(google.protobuf.message.Message):
     lease_ms: builtins.int
     host: builtins.str
     address: builtins.str
+    revision: builtins.int
+    """Of the row: the order in which members have gone, so that a restarted coordinator forgets the first."""
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Label]: ...
     def __init__(
@@ -65,8 +68,9 @@ class MemberRow(google.protobuf.message.Message):
         host: builtins.str = ...,
         address: builtins.str = ...,
         labels: collections.abc.Iterable[ferrorpc.v1.identity_pb2.Label] | None = ...,
+        revision: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "host", b"host", "incarnation", b"incarnation", "instance_id", b"instance_id", "labels", b"labels", "lease_ms", b"lease_ms", "reason", b"reason", "state", b"state", "token_hash", b"token_hash"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "host", b"host", "incarnation", b"incarnation", "instance_id", b"instance_id", "labels", b"labels", "lease_ms", b"lease_ms", "reason", b"reason", "revision", b"revision", "state", b"state", "token_hash", b"token_hash"]) -> None: ...
 
 Global___MemberRow: typing_extensions.TypeAlias = MemberRow
 

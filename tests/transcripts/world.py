@@ -74,7 +74,7 @@ class World:
         self.coordinator = self._start()
 
     def _start(self) -> Coordinator:
-        recovered = [(table, key, value) for (table, key), value in self.rows.items()]
+        recovered = [(table, key, value) for (table, key), value in sorted(self.rows.items())]
         return Coordinator(
             self.settings, recovered, access=self.access, mint=lambda: f"minted-{next(self._mints)}", now_ns=self.now
         )

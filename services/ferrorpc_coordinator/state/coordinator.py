@@ -273,7 +273,8 @@ class Coordinator:
     def _evict_ended_job(self) -> None:
         """Removes the job that ended first, to make room for a new one.
 
-        Jobs that are only waiting for new processes count as ended last.
+        Jobs that are only waiting for new processes count as ended last. One that never had a member ended when it began; where
+        the coordinator has restarted since, with the restart.
         """
         waiting = {job.context.job for job, _ in self._calls.values()}
         ended = [name for name, job in self._jobs.items() if job.members.living == 0 and name not in waiting]

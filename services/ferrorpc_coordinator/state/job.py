@@ -346,8 +346,8 @@ class Job:
 
     def recover(self, rows: dict[str, dict[str, bytes]]) -> None:
         """Restores the job from the journal's rows, by table and key within the job."""
-        for name, data in rows.get("member", {}).items():
-            member = Member.from_row(name, data)
+        members = [Member.from_row(name, data) for name, data in rows.get("member", {}).items()]
+        for member in sorted(members, key=lambda member: member.revision):
             self.members.add(member)
             member.last_heard = member.step_since = self.context.now  # the journal holds no times: ages count from the restart
             if member.alive:

@@ -67,6 +67,8 @@ class Member:
     open_requests: set[int] = field(default_factory=set)
     results: OrderedDict[int, session_pb2.Result] = field(default_factory=OrderedDict)
     result_bytes: int = 0
+    revision: int = 0
+    """That of its journal row: for one that has gone, the revision at which it went."""
 
     @property
     def exit_report_ids(self) -> tuple[str, str, str]:
@@ -140,6 +142,7 @@ class Member:
             lease_ms=self.lease_ns // 1_000_000,
             host=self.host,
             address=self.address,
+            revision=self.revision,
         )
         if self.liveness is Liveness.DEAD:
             row.state = identity_pb2.MEMBER_STATE_DEAD
@@ -165,5 +168,6 @@ class Member:
             labels=tuple((label.name, label.value) for label in row.labels),
             liveness=gone.get(row.state, Liveness.SUSPECT),
             reason=row.reason,
+            revision=row.revision,
             recovered=True,
         )

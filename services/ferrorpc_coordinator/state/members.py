@@ -36,8 +36,8 @@ class Members:
         self._by_token: dict[bytes, Member] = {}
         self._gone: dict[str, None] = {}
         self.living = 0
-        self.empty_since = context.now
-        """When the last living member went, in nanoseconds of running time. Only valid while `living` is 0."""
+        self.empty_since = context.durable_state.revision
+        """The revision at which the last living member went. Only valid while `living` is 0."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._by_name.values())
@@ -51,7 +51,10 @@ class Members:
         return self._by_token.get(token_hash)
 
     def add(self, member: Member) -> None:
-        """Adds a process. It replaces an earlier one of its name, which must be dead or gone."""
+        """Adds a process. It replaces an earlier one of its name, which must be dead or gone.
+
+        Those of the journal are added in the order of their revisions.
+        """
         before = self._by_name.pop(member.name, None)
         if before is not None:
             self._by_token.pop(before.token_hash, None)
@@ -61,7 +64,7 @@ class Members:
         if member.alive:
             self.living += 1
         else:
-            self._gone[member.name] = None
+            self._note_gone(member)
 
     def replace_token(self, member: Member, token_hash: bytes) -> None:
         """Replaces the token by which the member resumes."""
@@ -71,21 +74,24 @@ class Members:
 
     def save(self, member: Member) -> None:
         """Writes the member's row."""
-        self._context.durable_state.next_revision()
+        member.revision = self._context.durable_state.next_revision()
         self._context.put(TABLE, member.name, member.row())
 
     def mark_gone(self, member: Member) -> None:
         """Marks a member as dead or gone; past the limit, forgets those that have been gone the longest."""
         self.living -= 1
-        self.empty_since = self._context.now
-        self._gone[member.name] = None
         self.save(member)
+        self._note_gone(member)
         while len(self._gone) > self._context.limits.gone_members:
             name = next(iter(self._gone))
             del self._gone[name]
             forgotten = self._by_name.pop(name)
             self._by_token.pop(forgotten.token_hash, None)
             self._context.remove(TABLE, name)
+
+    def _note_gone(self, member: Member) -> None:
+        self._gone[member.name] = None
+        self.empty_since = member.revision
 
     def state(self, member: Member, joining: bool = False) -> identity_pb2.MemberState.ValueType:
         """The member's state, as reported to others."""
