@@ -36,7 +36,7 @@ from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch, seconds_of
 from ferrorpc.types import Assignment, Peer, integer_of
 
 REMEMBERED_BARRIERS: Final = 1_024
-"""As many barriers that all participants have left are known as a coordinator knows."""
+"""As many barriers that all participants have left are known as a coordinator knows of one set of participants."""
 _world_numbers = itertools.count(1)
 
 

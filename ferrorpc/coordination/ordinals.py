@@ -8,8 +8,8 @@ from typing import Final
 from ferrorpc.errors import BarrierTimeoutError
 
 NAMES_MAX: Final = 8_192
-"""Names kept for each set of participants. A coordinator knows at most 5,120 barriers, open and past: of a name that is
-forgotten here it knows none any more, so that it may be numbered from 1 again."""
+"""Names kept for each set of participants. A coordinator knows at most 5,120 of their barriers, open and past: of a name that
+is forgotten here it knows none any more, so that it may be numbered from 1 again."""
 
 
 class Ordinals:

@@ -4,6 +4,9 @@ A barrier is identified by (generation, name, ordinal). Its first outcome holds 
 failed (a participant died or left, arrivals contradict each other, the first deadline passed). The outcome is kept, so a late
 or repeated arrival gets the same answer, and all members agree on whether the barrier was released.
 
+Each set of participants has its own last outcomes: however many barriers pass among others, a member whose stream broke finds
+the outcome of its own. If all outcomes together take too much memory, those who have just added one pay with their oldest.
+
 Cost: O(1) for an arrival, O(n) for the release, whose answer is encoded once.
 """
 
@@ -31,6 +34,8 @@ LAST_ARRIVALS_MAX: Final = 100
 STRAGGLERS_MAX: Final = 16
 DESCRIBED_MAX: Final = 256
 """Missing ranks that a timeout's message describes. The error has the numbers of all."""
+OUTCOME_BYTES: Final = 1 << 10
+"""Memory that a kept outcome takes besides its content and its participants, rounded up."""
 INTERNAL_PREFIX: Final = "ferrorpc/"
 """Prefix of ferrorpc's own barriers. Their last arrivals are not counted, since the script has no part in them."""
 Outcome = barrier_pb2.BarrierResponse | error_pb2.ErrorDetail
@@ -93,6 +98,8 @@ class Barriers:
         self._members = members
         self._open: dict[Key, Barrier] = {}
         self._outcomes: OrderedDict[Key, tuple[Participants, Outcome]] = OrderedDict()
+        self._outcomes_of: dict[tuple[int, Participants], dict[Key, None]] = {}
+        """(generation, participants) -> their outcomes' keys, oldest first."""
         self._outcome_bytes = 0
         self._last_arrivals: deque[tuple[int, int, int]] = deque(maxlen=LAST_ARRIVALS_MAX)
 
@@ -303,14 +310,22 @@ class Barriers:
 
     def _remember(self, key: Key, participants: Participants, outcome: Outcome) -> None:
         self._outcomes[key] = participants, outcome
-        self._outcome_bytes += outcome.ByteSize()
+        self._outcome_bytes += _memory_of(participants, outcome)
+        same = self._outcomes_of.setdefault((key.generation, participants), {})
+        same[key] = None
         limits = self._context.limits
-        while len(self._outcomes) > limits.remembered_barriers or self._outcome_bytes > limits.remembered_barrier_bytes:
-            self._forget(next(iter(self._outcomes)))
+        while len(same) > limits.remembered_barriers:
+            self._forget(next(iter(same)))
+        while self._outcome_bytes > limits.remembered_barrier_bytes:
+            self._forget(next(iter(same if len(same) > 1 else self._outcomes)))
 
     def _forget(self, key: Key) -> None:
-        _, outcome = self._outcomes.pop(key)
-        self._outcome_bytes -= outcome.ByteSize()
+        participants, outcome = self._outcomes.pop(key)
+        self._outcome_bytes -= _memory_of(participants, outcome)
+        same = self._outcomes_of[key.generation, participants]
+        del same[key]
+        if not same:
+            del self._outcomes_of[key.generation, participants]
         if isinstance(outcome, barrier_pb2.BarrierResponse):
             self._context.remove(TABLE, str(key))
 
@@ -328,3 +343,7 @@ class Barriers:
             known.append((row.revision, Key(int(generation), name, int(ordinal)), row))
         for _, key, row in sorted(known, key=lambda item: item[0]):
             self._remember(key, Participants(tuple(row.ranks), row.count), row.response)
+
+
+def _memory_of(participants: Participants, outcome: Outcome) -> int:
+    return OUTCOME_BYTES + outcome.ByteSize() + 8 * len(participants.ranks)

@@ -72,7 +72,9 @@ class Limits:
     remembered_result_bytes: int = 64 << 10
     """Larger answers are not kept: the repeated request is carried out again, which is safe for every request."""
     remembered_barriers: int = 1_024
+    """Outcomes of barriers kept for each set of participants: as many as one of them may have asked for at once."""
     remembered_barrier_bytes: int = 16 << 20
+    """Memory of all outcomes that a job keeps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+from ferrorpc_coordinator.state.barriers import OUTCOME_BYTES
 from ferrorpc_coordinator.state.settings import Limits, Settings
 
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import join
+from tests.unit.coordinator_state.helpers import arrive, join
 
 
 def forgetful(**limits: int) -> World:
@@ -38,3 +40,55 @@ def test_after_a_restart_the_member_that_is_forgotten_still_left_first() -> None
     world.hello("a", resume=True)
     world.ask("a", leave={})
     assert {member.name for member in world.coordinator.jobs["job"].members} == {"a", "b", "d"}
+
+
+def lost_answer(world: World, *others: int) -> int:
+    """Barrier "x" is released among rank 0 and others while the stream of rank 0 is down; returns the number of its request."""
+    number = arrive(world, "a", "x", ranks=[0, *others])
+    world.cut("a")
+    for rank in others:
+        arrive(world, "abcd"[rank], "x", ranks=[0, *others])
+    return number
+
+
+@pytest.mark.parametrize("limit", [{"remembered_barriers": 4}, {"remembered_barrier_bytes": 4 * OUTCOME_BYTES}])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_outcome_of_a_barrier_outlives_any_number_among_others(limit: dict[str, int], restarted: bool) -> None:
+    """Else a member whose stream broke just then would wait at it until its timeout."""
+    world = forgetful(**limit)
+    join(world, "a", "b", "c", "d")
+    number = lost_answer(world, 1)
+    for ordinal in range(1, 10):
+        for name in "cd":
+            arrive(world, name, "y", ordinal, ranks=[2, 3])
+    if restarted:
+        world.restart()
+    world.hello("a", resume=True)
+    assert world.clients["a"].results[number].HasField("barrier")
+    outcomes = sum(table == "barrier" for table, _ in world.rows)
+    assert outcomes <= 1 + 4
+    assert outcomes == len(world.coordinator.jobs["job"].barriers._outcomes)
+
+
+def test_of_many_sets_of_participants_with_one_barrier_each_the_oldest_outcome_is_forgotten() -> None:
+    world = forgetful(remembered_barrier_bytes=4 * OUTCOME_BYTES)
+    join(world, "a", "b", "c", "d")
+    number = lost_answer(world, 1, 2, 3)
+    for ranks in ([1, 2], [1, 3], [2, 3], [1, 2, 3]):
+        for rank in ranks:
+            arrive(world, "abcd"[rank], f"of {ranks}", ranks=ranks)
+    assert len(world.coordinator.jobs["job"].barriers._outcomes) == 3
+    world.hello("a", resume=True)
+    assert number not in world.clients["a"].results
+
+
+def test_nothing_is_kept_of_participants_without_outcomes() -> None:
+    world = forgetful()
+    join(world, "a", "b")
+    for name in "ab":
+        arrive(world, name, "x")
+        arrive(world, name, "tool", generation=0, count=2)
+    barriers = world.coordinator.jobs["job"].barriers
+    assert len(barriers._outcomes_of) == 2
+    join(world, "a", "b")
+    assert len(barriers._outcomes_of) == len(barriers._outcomes) == 1

@@ -290,7 +290,7 @@ def test_former_members_do_not_count_toward_the_limit_after_a_restart() -> None:
 
 
 def test_kept_outcomes_of_barriers_are_limited_in_bytes() -> None:
-    world = limited(remembered_barrier_bytes=1_000)
+    world = limited(remembered_barrier_bytes=2 * barriers.OUTCOME_BYTES + 1_000)
     for ordinal in range(1, 6):
         arrive(world, "a", "epoch", ordinal=ordinal, payload=b"x" * 400)
     remembered = [key for table, key in world.rows if table == "barrier"]
