@@ -46,7 +46,7 @@ from ferrorpc_coordinator.state.events import (
     Tick,
     UnaryRequest,
 )
-from ferrorpc_coordinator.state.job import TABLES, Job, sets_a_value
+from ferrorpc_coordinator.state.job import TABLES, Job, sets_a_value, writes_or_waits
 from ferrorpc_coordinator.state.member import Member
 from ferrorpc_coordinator.state.running_time import RunningTime
 from ferrorpc_coordinator.state.settings import Settings
@@ -216,7 +216,8 @@ class Coordinator:
         if request.client_id:
             check_name("client id", request.client_id, self.settings.limits.name_bytes)
         client = f"/{request.client_id}" if request.client_id else f"/{self.epoch}/{call}"  # no name has a slash
-        requester, job = Requester(call, None, client), self._job(request.job)
+        only_reads = isinstance(request, session_pb2.UnaryStoreRequest) and not writes_or_waits(request.request)
+        requester, job = Requester(call, None, client), self._job(request.job, begins=not only_reads)
         self._calls[call] = job, requester
         if isinstance(request, session_pb2.UnaryStoreRequest):
             job.store.request(requester, request.request)
@@ -255,8 +256,8 @@ class Coordinator:
             raise ConfigError(text, hint=hint) if self._jobs else ConfigError(text, hint=hint, jobs=0)
         return job
 
-    def _job(self, name: str) -> Job:
-        """The job of this name, which begins with its first request.
+    def _job(self, name: str, *, begins: bool = True) -> Job:
+        """The job of this name, which begins with its first request, unless that leaves nothing in it: then an empty one.
 
         Raises:
             ConfigError, LimitExceededError: the name is invalid, or there are too many jobs.
@@ -264,6 +265,8 @@ class Coordinator:
         job = self._jobs.get(name)
         if job is None:
             check_name("job name", name, self.settings.limits.name_bytes)
+            if not begins:
+                return Job(self._shared, name)
             if len(self._jobs) >= self.settings.limits.jobs:
                 self._evict_ended_job()
             require("jobs of this coordinator", len(self._jobs) + 1, "jobs", self.settings.limits.jobs)

@@ -421,6 +421,11 @@ def sets_a_value(request: store_pb2.StoreRequest) -> bool:
     return request.WhichOneof("operation") in ("set", "compare_set")
 
 
+def writes_or_waits(request: store_pb2.StoreRequest) -> bool:
+    """Whether a request may leave something in a job that is empty."""
+    return request.WhichOneof("operation") in ("set", "add", "compare_set", "wait") or request.get.wait_ms > 0
+
+
 def _replacement_text(replaced: Member, hello: session_pb2.Hello) -> str:
     """Describes how a member lost its name to another session."""
     if replaced.instance_id == hello.instance_id:

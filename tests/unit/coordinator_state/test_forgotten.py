@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ferrorpc_coordinator.state.barriers import OUTCOME_BYTES
 from ferrorpc_coordinator.state.settings import Limits, Settings
 
+from ferrorpc.v1 import session_pb2, store_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import arrive, join
+from tests.unit.coordinator_state.helpers import arrive, join, set_
 
 
 def forgetful(**limits: int) -> World:
@@ -40,6 +42,29 @@ def test_after_a_restart_the_member_that_is_forgotten_still_left_first() -> None
     world.hello("a", resume=True)
     world.ask("a", leave={})
     assert {member.name for member in world.coordinator.jobs["job"].members} == {"a", "b", "d"}
+
+
+@pytest.mark.parametrize("operation", [{"get": {"key": "k"}}, {"keys": {}}, {"delete": {"key": "k"}}, {"unwatch": {}}])
+def test_who_only_reads_in_an_unknown_job_does_not_begin_it(operation: dict[str, Any]) -> None:
+    """Else a mistyped name would take the place of a job that has ended, and whose store is still needed."""
+    world = forgetful(jobs=1)
+    join(world, "a")
+    world.ask("a", leave={})
+    rows = dict(world.rows)
+    reply = world.replies[world.call(session_pb2.UnaryStoreRequest(job="jbo", request=store_pb2.StoreRequest(**operation)))]
+    assert isinstance(reply, session_pb2.UnaryStoreResponse)
+    assert not reply.response.found
+    assert (set(world.coordinator.jobs), world.rows) == ({"job"}, rows)
+    assert not world.coordinator._calls
+
+
+@pytest.mark.parametrize("wait", [{"get": {"key": "k", "wait_ms": 1_000}}, {"wait": {"keys": ["k"], "wait_ms": 1_000}}])
+def test_who_waits_in_an_unknown_job_begins_it(wait: dict[str, Any]) -> None:
+    world = forgetful()
+    waits = world.call(session_pb2.UnaryStoreRequest(job="job", request=store_pb2.StoreRequest(**wait)))
+    join(world, "a")
+    set_(world, "a", "k", b"v")
+    assert isinstance(world.replies[waits], session_pb2.UnaryStoreResponse)
 
 
 def lost_answer(world: World, *others: int) -> int:
