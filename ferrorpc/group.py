@@ -270,9 +270,9 @@ class ProcessGroup(Collectives):
         returned. A rank that closes first fails only operations that still need it. A script that ends without it closes too,
         but waits for no rank that has stalled.
 
-        Closing a subgroup leaves the world open. A recv in which another thread still waits raises GroupClosedError; other
-        operations in flight go on, because peers may need them. A peer that waits for this rank in a later collective of the
-        subgroup ends the generation, with a GroupAbortedError that names this rank.
+        Closing a subgroup leaves the world open. A recv in which another thread still waits raises GroupClosedError, and what
+        was sent and not received is dropped; other operations in flight go on, because peers may need them. A peer that waits
+        for this rank in a later collective of the subgroup ends the generation, with a GroupAbortedError that names this rank.
         """
         if not self._dispatch.closed:
             self._dispatch.close()

@@ -190,9 +190,9 @@ class Backend(ABC):
             self.split(ranks, group_id)
 
     def retire(self, last: int) -> None:
-        """Called before a subgroup is closed: this rank begins nothing of it in program order after number `last`.
+        """Called before a subgroup is closed: this rank begins nothing of it in program order after number `last`, and no recv.
 
-        Backends that can do so tell the peers that wait for this rank in a later operation.
+        Backends that can do so tell the peers that wait for this rank in a later operation, and drop what nobody will take.
         """
         return
 

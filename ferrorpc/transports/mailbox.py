@@ -7,7 +7,8 @@ messages that do not fit:
    grant may arrive, and all together may take `unexpected_bytes_max` bytes. More ends the generation.
 2. A frame whose signature differs from the local call's is reported at once, whether it arrives before, during or after that
    call. A call that is not finished fails. (The signatures of finished operations are kept in a bounded history.)
-3. A frame of an operation older than the history is dropped.
+3. A frame of an operation older than the history is dropped, and so is what nobody will take in a closed group: its messages of
+   sends, and those of operations in program order that this rank has not begun.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
 
 HISTORY: Final = 4096
 """Number of finished operations whose signature is kept."""
+
+CLOSED_GROUPS_MAX: Final = 65_536
+"""Number of closed groups that are known."""
 
 GRANTS_MAX: Final = 65_536
 """More messages than any operation sends."""
@@ -188,8 +192,23 @@ class Mailbox:
             self._lookups[group] = weakref.WeakMethod(entered)
 
     def retire(self, group: int, last: int) -> None:
-        """This rank begins no operation of the group in program order after number `last`; peers that wait for one are told."""
-        self._retired[group] = last
+        """The group is closed: this rank begins no operation of it in program order after number `last`, and receives no send.
+
+        Peers that wait for a later operation are told. What has come of one, or was sent, is dropped, and what comes later too.
+        """
+        with self._lock:
+            self._retired[group] = last
+            if len(self._retired) > CLOSED_GROUPS_MAX:
+                del self._retired[next(iter(self._retired))]
+            for key, box in list(self._boxes.items()):
+                if key.group == group and box.signature is None and self._is_retired(key):
+                    self._unexpected_bytes -= self._boxes.pop(key).unexpected_bytes
+            for place in [place for place in self._inbound if place[0] == group]:
+                self._unexpected_bytes -= self._inbound.pop(place).unexpected_bytes
+
+    def _is_retired(self, key: Key) -> bool:
+        """Whether an operation in program order comes after the last one of a group that was closed."""
+        return key.stream == 0 and key.number > self._retired.get(key.group, key.number)
 
     def leave(self, key: Key) -> None:
         """Ends an operation on this rank. Its signature stays in the history."""
@@ -225,7 +244,7 @@ class Mailbox:
         with self._lock:
             box = self._boxes.get(key)
             mine = self._history.get(key) if box is None else box.signature
-            if mine is None and (box is not None or key.number > self._forgotten(key)):
+            if mine is None and (box is not None or key.number > self._forgotten(key)) and not self._is_retired(key):
                 box = self._put_early(box, frame)
             if mine is not None and mine != theirs:
                 difference = self._mismatch(key, mine, frame.source, theirs)
@@ -252,7 +271,9 @@ class Mailbox:
         return box
 
     def _put_point_to_point(self, frame: Frame) -> list[PostedReceive]:
-        """Keeps a chunk of a `send`. Returns the recvs to wake."""
+        """Keeps a chunk of a `send`, unless its group was closed. Returns the recvs to wake."""
+        if frame.key.group in self._retired:
+            return []
         inbound = self._inbound.get((frame.key.group, frame.source, frame.header.slot))
         is_awaited = inbound is not None and inbound.is_awaited(frame.key.number)
         size_bytes = 0 if is_awaited else self._count_unexpected(frame)
@@ -302,7 +323,7 @@ class Mailbox:
 
         One that this rank will never enter, because it has closed the group, ends the generation.
         """
-        if key.stream == 0 and key.number > self._retired.get(key.group, key.number):
+        if self._is_retired(key):
             cause = f"it closed a subgroup in which others wait for it: {signature} #{key.number}"
             self._report(GroupAbortedError(self.rank, cause))
         with self._lock:
@@ -375,8 +396,10 @@ class Mailbox:
                 del self._inbound[group, source, tag]
 
     def restore(self, group: int, source: int, tag: int, number: int, message: Message) -> None:
-        """Undoes `take`: the message, which has its bytes again, is for the next recv."""
+        """Undoes `take`: the message, which has its bytes again, is for the next recv, if one can come."""
         with self._lock:
+            if group in self._retired:
+                return
             woken = self._inbound_of(group, source, tag).restore(number, message)
         _wake(woken)
 

@@ -71,6 +71,11 @@ class ReceiveQueue:
         """Whether there are no messages and no posted recvs."""
         return not self._messages and not self._posts
 
+    @property
+    def unexpected_bytes(self) -> int:
+        """The unexpected bytes of its messages."""
+        return sum(message.unexpected_bytes for message in self._messages.values())
+
     def is_awaited(self, number: int) -> bool:
         """Whether the message of this number is matched to a recv."""
         return number in self._matched

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
-from ferrorpc.transports import point_to_point
+from ferrorpc.transports import mailbox as mailbox_module, point_to_point
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, CallRecord, Mailbox
 from ferrorpc.transports.point_to_point import PostedReceive
@@ -316,6 +316,62 @@ def test_what_was_asked_for_makes_room_for_more() -> None:
         assert post.message is not None
         limited.take(0, 0, 5, post)
     assert reported == []
+
+
+def test_what_nobody_received_in_a_closed_group_is_dropped_and_what_comes_later_too() -> None:
+    reported: list[FerroError] = []
+    limited = Mailbox(1, reported.append, unexpected_bytes_max=8 * FRAME_COST_BYTES)
+    begun, never = Key(7, 0, 3), Key(7, 0, 4)
+    for closed in (7, 8):
+        for number in range(1, 20):  # beyond the limit together
+            limited.deliver(frame(Key(closed, POINT_TO_POINT, number), 0, slot=5, total=8))
+            if number == 2:
+                limited.deliver(frame(never._replace(group=closed), 0))
+                limited.deliver(frame(begun._replace(group=closed), 0))
+                limited.retire(closed, 3)
+        limited.deliver(frame(never._replace(group=closed), 2))
+    assert (reported, limited._inbound, set(limited._boxes)) == ([], {}, {begun, begun._replace(group=8)})
+    assert len(limited.enter(begun, "a()", lambda: None).frames) == 1, "its operation is in flight"
+    assert limited.standing(never._replace(stream=2), "a()").standing == ABSENT
+    assert reported == []
+
+
+def test_what_waits_in_open_groups_is_received_although_another_closes() -> None:
+    box_of, _ = mailbox()
+    for group in (0, 6, 7):
+        box_of.deliver(frame(Key(group, POINT_TO_POINT, 1), 0, slot=5))
+        box_of.deliver(frame(Key(group, 0, 9), 0))
+        box_of.deliver(frame(Key(group, 2, 9), 0))
+    box_of.retire(7, 3)
+    for group in (0, 6):
+        post = PostedReceive(lambda: None)
+        box_of.post(group, 0, 5, post)
+        assert post.message is not None
+        assert len(box_of.enter(Key(group, 0, 9), "a()", lambda: None).frames) == 1
+    assert len(box_of.enter(Key(7, 2, 9), "a()", lambda: None).frames) == 1, "streams of their own may still have operations"
+
+
+def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:
+    box_of, reported = mailbox()
+    empty, matched, taken = (PostedReceive(lambda: None) for _ in range(3))
+    for slot, post in ((5, matched), (6, taken), (7, empty)):
+        if post is not empty:
+            box_of.deliver(frame(Key(7, POINT_TO_POINT, slot), 0, slot=slot, total=8))
+        box_of.post(7, 0, slot, post)
+    box_of.retire(7, 3)
+    box_of.deliver(frame(Key(7, POINT_TO_POINT, 5), 0, slot=5, total=8, offset=4))
+    box_of.unpost(7, 0, 7, empty)
+    box_of.put_back(7, 0, 5, matched)
+    box_of.take(7, 0, 6, taken)
+    assert (box_of._inbound, box_of._unexpected_bytes, reported) == ({}, 0, [])
+
+
+def test_of_groups_that_closed_long_ago_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox_module, "CLOSED_GROUPS_MAX", 10)
+    box_of, _ = mailbox()
+    for group in range(1, 30):
+        box_of.retire(group, 3)
+    assert list(box_of._retired) == list(range(20, 30))
 
 
 @pytest.mark.parametrize("stream", [0, POINT_TO_POINT])
