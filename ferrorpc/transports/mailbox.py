@@ -185,11 +185,10 @@ class Mailbox:
         """Registers a bound method that is asked about operations of this group without messages (those in shared memory).
 
         Only a weak reference to it is kept: its object refers to this mailbox, and its memory must be freed when the group is
-        closed. A reference that has died is dropped here, when the next group registers.
+        closed. A reference that dies drops itself, without the lock: it may die at any point of any thread.
         """
-        with self._lock:
-            self._lookups = {known: lookup for known, lookup in self._lookups.items() if lookup() is not None}
-            self._lookups[group] = weakref.WeakMethod(entered)
+        lookups = self._lookups
+        lookups[group] = weakref.WeakMethod(entered, lambda _: lookups.pop(group, None))
 
     def retire(self, group: int, last: int) -> None:
         """The group is closed: this rank begins no operation of it in program order after number `last`, and receives no send.

@@ -132,6 +132,8 @@ class ControlBlocks:
         self._banks: dict[tuple[int, int], Bank] = {}
         self._opened: WeakSet[Bank] = WeakSet()
         """Also those of streams that have ended, which a closed subgroup may keep."""
+        self._opened_by: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+        """Rank -> (group, stream) -> offsets, as far as its directory was read. That only grows, and names no stream twice."""
         self._over: deque[Bank] = deque()
         self._pages: list[Array] = []
         self._unused = _NOTHING, 0
@@ -226,13 +228,17 @@ class ControlBlocks:
 
     def find(self, rank: int, stream: tuple[int, int], channels: int) -> Place | None:
         """Control blocks and slots of another rank's (group, stream); None while it has not opened it."""
-        memory = self.memory.memory(rank)
-        directory, wanted = directory_of(memory), (_signed(stream[0]), stream[1])
-        for entry in range(1, 1 + min(directory[0], DIRECTORY_ENTRIES) * _ENTRY_WORDS, _ENTRY_WORDS):
-            if (directory[entry], directory[entry + 1]) == wanted:
-                blocks, slots = directory[entry + 2], directory[entry + 3]
-                return memory[blocks : blocks + channels * BLOCK_BYTES], memory[slots : slots + channels * SLOT_BYTES]
-        return None
+        memory, known = self.memory.memory(rank), self._opened_by.setdefault(rank, {})
+        directory = directory_of(memory)
+        for number in range(len(known), min(directory[0], DIRECTORY_ENTRIES)):
+            entry = 1 + number * _ENTRY_WORDS
+            group, opened, blocks, slots = directory[entry : entry + _ENTRY_WORDS]
+            known[group, opened] = blocks, slots
+        place = known.get((_signed(stream[0]), stream[1]))
+        if place is None:
+            return None
+        blocks, slots = place
+        return memory[blocks : blocks + channels * BLOCK_BYTES], memory[slots : slots + channels * SLOT_BYTES]
 
     def sign(self, text: str) -> Signature:
         """A signature that peers can read, as long as somebody holds what this returns. Raises GroupClosedError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ferrorpc.collectives.arena import control_blocks
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
 from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES, REDUCED, RING, SLOT_BYTES, SOURCE, STAGED, directory_of
 from ferrorpc.collectives.call import Call, Operation
@@ -173,6 +174,31 @@ def test_a_directory_that_claims_to_be_longer_than_any_is_searched_to_its_end(co
         world.arenas[1].bank(0)
         directory_of(world.segments[1].memory)[0] = count
         assert world.arenas[0].control.find(1, (0, 77), 1) is None
+
+
+def test_each_entry_of_a_directory_is_read_once(monkeypatch):
+    """Else the subgroups that a rank has already made would slow down each new one."""
+    read = []
+
+    class Counted:
+        def __init__(self, words):
+            self._words = words
+
+        def __getitem__(self, place):
+            read.append(place)
+            return self._words[place]
+
+    with SharedWorld(2) as world:
+        mine, theirs = (arena.control for arena in world.arenas)
+        monkeypatch.setattr(control_blocks, "directory_of", lambda memory: Counted(directory_of(memory)))
+        for stream in range(100):
+            assert mine.find(1, (7, stream), 1) is None
+            with monkeypatch.context() as writing:
+                writing.setattr(control_blocks, "directory_of", directory_of)
+                theirs.bank(7, stream, (0, 1), 1)
+            for _ in range(2):
+                assert mine.find(1, (7, stream), 1) is not None
+    assert len(read) <= 100 * (3 + 4)
 
 
 @pytest.mark.parametrize("length", [-1, 4097, 1 << 62])
