@@ -266,9 +266,11 @@ class Generations:
         self._remember(generation)
 
     def erase(self) -> None:
-        """Removes all rows."""
+        """Removes all generations and their rows."""
         for entry in self.history:
             self._context.remove(TABLE, str(entry.generation))
+        self.history.clear()
+        self.newest = None
 
     def assign_recovered_ranks(self) -> None:
         """Gives the members of the newest generation their ranks, after the last row."""

@@ -360,9 +360,8 @@ class Job:
         self.barriers.recover(rows.get("barrier", {}))
 
     def erase(self) -> None:
-        """Removes all rows of a job that has ended."""
-        for member in self.members:
-            self.context.remove("member", member.name)
+        """Removes all of a job that has ended: its rows, and what takes memory, before the garbage collector finds it."""
+        self.members.erase()
         self.generations.erase()
         self.store.erase()
         self.barriers.erase()

@@ -89,6 +89,14 @@ class Members:
             self._by_token.pop(forgotten.token_hash, None)
             self._context.remove(TABLE, name)
 
+    def erase(self) -> None:
+        """Removes all members and their rows."""
+        for name in self._by_name:
+            self._context.remove(TABLE, name)
+        self._by_name.clear()
+        self._by_token.clear()
+        self._gone.clear()
+
     def _note_gone(self, member: Member) -> None:
         self._gone[member.name] = None
         self.empty_since = member.revision

@@ -142,7 +142,8 @@ class Store:
                 self.write_results.forget(client)
 
     def erase(self) -> None:
-        """Deletes all keys and kept results."""
+        """Deletes all keys, their history and kept results."""
+        self.watches.forget_until(self._context.durable_state.revision)
         keys, _ = self.keyspace.page("", "", self._context.limits.store_bytes)
         for key in reversed(keys):  # from the end of the sorted keys, where a deletion moves no others
             self.keyspace.delete(key)

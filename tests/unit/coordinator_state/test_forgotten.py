@@ -44,6 +44,21 @@ def test_after_a_restart_the_member_that_is_forgotten_still_left_first() -> None
     assert {member.name for member in world.coordinator.jobs["job"].members} == {"a", "b", "d"}
 
 
+def test_a_job_that_makes_room_for_another_takes_no_memory_until_the_garbage_collector_finds_it() -> None:
+    """Its parts refer to each other, and values are memory that the collector does not see."""
+    world = forgetful(jobs=1)
+    join(world, "a")
+    job = world.coordinator.jobs["job"]
+    world.ask("a", leave={})
+    value = store_pb2.StoreRequest(set=store_pb2.SetOperation(key="k", value=b"v"))
+    for name in ("job", "other"):
+        world.call(session_pb2.UnaryStoreRequest(job=name, request=value))
+    assert set(world.coordinator.jobs) == {"other"}
+    assert (list(job.members), job.generations.newest, len(job.store.keyspace)) == ([], None, 0)
+    assert not job.store.watches._history
+    assert not job.generations.history
+
+
 @pytest.mark.parametrize("operation", [{"get": {"key": "k"}}, {"keys": {}}, {"delete": {"key": "k"}}, {"unwatch": {}}])
 def test_who_only_reads_in_an_unknown_job_does_not_begin_it(operation: dict[str, Any]) -> None:
     """Else a mistyped name would take the place of a job that has ended, and whose store is still needed."""
