@@ -70,8 +70,8 @@ class Collectives(PointToPoint):
             wire: "bf16", "f16" or "int8": compresses messages of float32 arrays; sums stay float32.
             algorithm: a name that `explain` lists; None chooses, up to 16 ranks one that adds in rank order.
         """
-        if self._fast_path is not None and not async_op and timeout is None and wire is None and algorithm is None:
-            found = self._fast_path.all_reduce(x, op, out)
+        if self._fast_path is not None and not async_op and wire is None and algorithm is None:
+            found = self._fast_path.all_reduce(x, op, out, timeout)
             if found is not GENERAL_PATH:
                 return found
         if self._device_fast_path is not None and wire is None and algorithm is None:
@@ -113,8 +113,8 @@ class Collectives(PointToPoint):
         algorithm: str | None = None,
     ) -> Any:
         """As `all_reduce`, on rank `root` only; the others get None."""
-        if self._fast_path is not None and not async_op and timeout is None and wire is None and algorithm is None:
-            found = self._fast_path.reduce(x, root, op, out)
+        if self._fast_path is not None and not async_op and wire is None and algorithm is None:
+            found = self._fast_path.reduce(x, root, op, out, timeout)
             if found is not GENERAL_PATH:
                 return found
         root = rank_of(root, self._size, "root")
@@ -165,8 +165,8 @@ class Collectives(PointToPoint):
             parts: a list of arrays in rank order (they may differ in shape, but not from rank to rank), or one array that is
                 split along axis 0 as by np.array_split.
         """
-        if self._fast_path is not None and not async_op and timeout is None and wire is None and algorithm is None:
-            found = self._fast_path.reduce_scatter(parts, op, out)
+        if self._fast_path is not None and not async_op and wire is None and algorithm is None:
+            found = self._fast_path.reduce_scatter(parts, op, out, timeout)
             if found is not GENERAL_PATH:
                 return found
         sources = self._arguments.parts(parts, self._size)
@@ -224,8 +224,8 @@ class Collectives(PointToPoint):
         algorithm: str | None = None,
     ) -> Any:
         """The root's x, on every rank. Others may pass None, or an array: the result is then of its kind."""
-        if self._fast_path is not None and not async_op and timeout is None and algorithm is None:
-            found = self._fast_path.broadcast(x, root, out)
+        if self._fast_path is not None and not async_op and algorithm is None:
+            found = self._fast_path.broadcast(x, root, out, timeout)
             if found is not GENERAL_PATH:
                 return found
         root = rank_of(root, self._size, "root")
@@ -273,8 +273,8 @@ class Collectives(PointToPoint):
     ) -> Work[A | None]: ...
     def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Every rank's x as a list in rank order, on rank `root`; the others get None. Shapes may differ, dtypes not."""
-        if self._fast_path is not None and not async_op and timeout is None:
-            found = self._fast_path.gather(x, root, out)
+        if self._fast_path is not None and not async_op:
+            found = self._fast_path.gather(x, root, out, timeout)
             if found is not GENERAL_PATH:
                 return found
         root = rank_of(root, self._size, "root")
@@ -332,8 +332,8 @@ class Collectives(PointToPoint):
         Args:
             parts: on the root a list of arrays in rank order, or one array that is split along axis 0.
         """
-        if self._fast_path is not None and not async_op and timeout is None:
-            found = self._fast_path.scatter(parts, root, out)
+        if self._fast_path is not None and not async_op:
+            found = self._fast_path.scatter(parts, root, out, timeout)
             if found is not GENERAL_PATH:
                 return found
         root = rank_of(root, self._size, "root")
@@ -372,8 +372,8 @@ class Collectives(PointToPoint):
         self, x: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None
     ) -> Any:
         """Every rank's x as a list in rank order, on every rank. Shapes may differ, dtypes not."""
-        if self._fast_path is not None and not async_op and timeout is None and algorithm is None:
-            found = self._fast_path.all_gather(x, out)
+        if self._fast_path is not None and not async_op and algorithm is None:
+            found = self._fast_path.all_gather(x, out, timeout)
             if found is not GENERAL_PATH:
                 return found
         sources = [self._arguments.view(x)]
@@ -409,8 +409,8 @@ class Collectives(PointToPoint):
             parts: what this rank has for each: a list of arrays in rank order, whose shapes may differ, or one array that is
                 split along axis 0.
         """
-        if self._fast_path is not None and not async_op and timeout is None and algorithm is None:
-            found = self._fast_path.all_to_all(parts, out)
+        if self._fast_path is not None and not async_op and algorithm is None:
+            found = self._fast_path.all_to_all(parts, out, timeout)
             if found is not GENERAL_PATH:
                 return found
         sources = self._arguments.parts(parts, self._size)
@@ -429,8 +429,7 @@ class Collectives(PointToPoint):
         """
         if self._dispatch.landings and not async_op:
             timeout = self._dispatch.await_landings_or_end(timeout)
-        simple = timeout is None and algorithm is None and not async_op
-        if simple and self._fast_path is not None and self._fast_path.barrier():
+        if self._fast_path is not None and not async_op and algorithm is None and self._fast_path.barrier(timeout):
             return None
         return self._run(Operation.BARRIER, [], NOTHING, async_op, timeout, algorithm=algorithm)
 

@@ -18,6 +18,7 @@ from ferrorpc.collectives.arena.control_blocks import Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Operation
+from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
 from ferrorpc.operations.results import Into, IntoWhole
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -60,14 +61,14 @@ class FastPath:
         self._known: dict[tuple[Any, ...], ArenaPrepared | None] = {}
         self._barrier = None if self._observed else self._prepared(Operation.BARRIER)
 
-    def barrier(self) -> bool:
-        """A barrier with the group's timeout. Returns False if it must take the general path."""
+    def barrier(self, timeout: Any) -> bool:
+        """A barrier. Returns False if it must take the general path."""
         if self._barrier is None:
             return False
-        self._run(self._barrier, (), None)
+        self._run(self._barrier, (), None, timeout)
         return True
 
-    def all_reduce(self, x: Any, op: Any, out: Any) -> Any:
+    def all_reduce(self, x: Any, op: Any, out: Any, timeout: Any) -> Any:
         """The result, or GENERAL_PATH. As the most frequent call it has its steps inline."""
         if type(x) is not np.ndarray:
             return GENERAL_PATH
@@ -90,49 +91,49 @@ class FastPath:
             out = np.empty(x.shape, x.dtype)
         elif not _takes(out, x, x):
             return GENERAL_PATH
-        self._run(prepared, (x,), (out,))
+        self._run(prepared, (x,), (out,), timeout)
         return out
 
-    def reduce(self, x: Any, root: Any, op: Any, out: Any) -> Any:
+    def reduce(self, x: Any, root: Any, op: Any, out: Any, timeout: Any) -> Any:
         """The result, None off the root, or GENERAL_PATH."""
         prepared = self._of(x, "reduce", root, op)
         if prepared is None:
             return GENERAL_PATH
-        return self._one(prepared, (x,), x, x, out) if root == self._rank else self._none(prepared, x, out)
+        return self._one(prepared, (x,), x, x, out, timeout) if root == self._rank else self._none(prepared, x, out, timeout)
 
-    def gather(self, x: Any, root: Any, out: Any) -> Any:
+    def gather(self, x: Any, root: Any, out: Any, timeout: Any) -> Any:
         """The results, None off the root, or GENERAL_PATH."""
         prepared = self._of(x, "gather", root, None)
         if prepared is None:
             return GENERAL_PATH
-        return self._all(prepared, (x,), x, out) if root == self._rank else self._none(prepared, x, out)
+        return self._all(prepared, (x,), x, out, timeout) if root == self._rank else self._none(prepared, x, out, timeout)
 
-    def broadcast(self, x: Any, root: Any, out: Any) -> Any:
+    def broadcast(self, x: Any, root: Any, out: Any, timeout: Any) -> Any:
         """The result, or GENERAL_PATH."""
         if type(root) is int and root == self._rank:
             prepared = self._of(x, "broadcast", root, None)
-            return GENERAL_PATH if prepared is None else self._one(prepared, (x,), x, x, out)
-        return self._from_root("broadcast", root, out) if x is None or x is out else GENERAL_PATH
+            return GENERAL_PATH if prepared is None else self._one(prepared, (x,), x, x, out, timeout)
+        return self._from_root("broadcast", root, out, timeout) if x is None or x is out else GENERAL_PATH
 
-    def scatter(self, parts: Any, root: Any, out: Any) -> Any:
+    def scatter(self, parts: Any, root: Any, out: Any, timeout: Any) -> Any:
         """The result, or GENERAL_PATH."""
         if type(root) is int and root == self._rank:
-            return self._one_of_parts(parts, "scatter", root, None, out)
-        return self._from_root("scatter", root, out) if parts is None else GENERAL_PATH
+            return self._one_of_parts(parts, "scatter", root, None, out, timeout)
+        return self._from_root("scatter", root, out, timeout) if parts is None else GENERAL_PATH
 
-    def all_gather(self, x: Any, out: Any) -> Any:
+    def all_gather(self, x: Any, out: Any, timeout: Any) -> Any:
         """The results, or GENERAL_PATH."""
         prepared = self._of(x, "all_gather", None, None)
-        return GENERAL_PATH if prepared is None else self._all(prepared, (x,), x, out)
+        return GENERAL_PATH if prepared is None else self._all(prepared, (x,), x, out, timeout)
 
-    def reduce_scatter(self, parts: Any, op: Any, out: Any) -> Any:
+    def reduce_scatter(self, parts: Any, op: Any, out: Any, timeout: Any) -> Any:
         """The result, or GENERAL_PATH."""
-        return self._one_of_parts(parts, "reduce_scatter", None, op, out)
+        return self._one_of_parts(parts, "reduce_scatter", None, op, out, timeout)
 
-    def all_to_all(self, parts: Any, out: Any) -> Any:
+    def all_to_all(self, parts: Any, out: Any, timeout: Any) -> Any:
         """The results, or GENERAL_PATH."""
         prepared = self._of(parts, "all_to_all", None, None)
-        return GENERAL_PATH if prepared is None else self._all(prepared, self._parts(parts), parts, out)
+        return GENERAL_PATH if prepared is None else self._all(prepared, self._parts(parts), parts, out, timeout)
 
     # By what is given: an array, or one part for each rank.
 
@@ -164,20 +165,20 @@ class FastPath:
         """One array for each rank."""
         return split(given, self._size) if type(given) is np.ndarray else given
 
-    def _one_of_parts(self, given: Any, name: str, root: Any, op: Any, out: Any) -> Any:
+    def _one_of_parts(self, given: Any, name: str, root: Any, op: Any, out: Any, timeout: Any) -> Any:
         """This rank's result of an operation on one part for each rank, or GENERAL_PATH."""
         prepared = self._of(given, name, root, op)
         if prepared is None:
             return GENERAL_PATH
         parts = self._parts(given)
-        return self._one(prepared, parts, given, parts[self._rank], out)
+        return self._one(prepared, parts, given, parts[self._rank], out, timeout)
 
-    def _from_root(self, name: str, root: Any, out: Any) -> Any:
+    def _from_root(self, name: str, root: Any, out: Any, timeout: Any) -> Any:
         """The result off the root, which only the root describes, or GENERAL_PATH."""
         prepared = self._of(NOTHING_GIVEN, name, root, None)
         if prepared is None or not (out is None or _takes(out, NOTHING_GIVEN, None)):
             return GENERAL_PATH
-        (result,), (spec,) = self._run(prepared, (), None if out is None else (out,))[0]
+        (result,), (spec,) = self._run(prepared, (), None if out is None else (out,), timeout)[0]
         if out is None:
             return to_kind(NUMPY, result, spec)
         if result is out and spec.dtype is NATIVE[out.dtype]:
@@ -186,36 +187,39 @@ class FastPath:
 
     # By result.
 
-    def _none(self, prepared: ArenaPrepared, x: Array, out: Any) -> Any:
+    def _none(self, prepared: ArenaPrepared, x: Array, out: Any, timeout: Any) -> Any:
         if out is not None and not (type(out) is np.ndarray and out.dtype in NATIVE):
             return GENERAL_PATH
-        self._run(prepared, (x,), None)
+        self._run(prepared, (x,), None, timeout)
         return None
 
-    def _one(self, prepared: ArenaPrepared, inputs: Sequence[Array], given: Any, like: Array, out: Any) -> Any:
+    def _one(self, prepared: ArenaPrepared, inputs: Sequence[Array], given: Any, like: Array, out: Any, timeout: Any) -> Any:
         """One result like `like`, or GENERAL_PATH."""
         if out is None:
             out = np.empty(like.shape, like.dtype)
         elif not _takes(out, given, like):
             return GENERAL_PATH
-        self._run(prepared, inputs, (out,))
+        self._run(prepared, inputs, (out,), timeout)
         return out
 
-    def _all(self, prepared: ArenaPrepared, inputs: Sequence[Array], given: Any, out: Any) -> Any:
+    def _all(self, prepared: ArenaPrepared, inputs: Sequence[Array], given: Any, out: Any, timeout: Any) -> Any:
         """A result from every rank, or GENERAL_PATH."""
         if out is None:
-            return self._run(prepared, inputs, None)[0][0]
+            return self._run(prepared, inputs, None, timeout)[0][0]
         if not _takes(out, given, None) or not out.ndim:
             return GENERAL_PATH
         targets = split(out, self._size)
-        results, specs = self._run(prepared, inputs, targets)[0]
+        results, specs = self._run(prepared, inputs, targets, timeout)[0]
         return out if results is targets else IntoWhole(out, self._size).give(results, specs, prepared.signature)
 
-    def _run(self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> list[Outcome]:
+    def _run(
+        self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None, timeout: Any
+    ) -> list[Outcome]:
         """Runs a call. Returns its results and their specs."""
         dispatch = self._dispatch
         if dispatch.refuses or self._latch.cause is not None:
             dispatch.check_open()
+        seconds = dispatch.timeout if timeout is None else seconds_of(timeout, dispatch.timeout)
         found: list[Outcome] = []
         try:
             number = dispatch.next_number()
@@ -227,10 +231,10 @@ class FastPath:
                 if self._spin(steps):
                     return found
             except BaseException as error:  # noqa: BLE001  the general path reports it and raises the first cause
-                execution = self._execution(prepared, number, channel, steps, found)
+                execution = self._execution(prepared, number, channel, steps, found, seconds)
                 execution.begin_failed(error)
             else:
-                execution = self._execution(prepared, number, channel, steps, found)
+                execution = self._execution(prepared, number, channel, steps, found, seconds)
             dispatch.run(execution)
             return found
         except KeyboardInterrupt:
@@ -238,11 +242,11 @@ class FastPath:
             raise
 
     def _execution(
-        self, prepared: ArenaPrepared, number: int, channel: Channel, steps: Steps, found: list[Outcome]
+        self, prepared: ArenaPrepared, number: int, channel: Channel, steps: Steps, found: list[Outcome], seconds: float
     ) -> ArenaExecution:
         """The rest of a run, for the general path."""
         dispatch = self._dispatch
-        key, guard = Key(dispatch.backend.group_id, 0, number), dispatch.guard(dispatch.timeout)
+        key, guard = Key(dispatch.backend.group_id, 0, number), dispatch.guard(seconds)
         return ArenaExecution(self._arena, prepared.call, key, channel, steps, guard, found)
 
     def _learn(self, key: tuple[Any, ...], name: str, given: Any, root: int | None, op: Any) -> ArenaPrepared | None:

@@ -17,7 +17,7 @@ from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupClosedError, PeerLostError
+from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupClosedError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.operations.dispatch import PREPARED_CALLS
 from ferrorpc.operations.fast_path import GENERAL_PATH, FastPath
@@ -74,11 +74,29 @@ def test_a_failure_is_handed_to_the_general_path(world: SharedWorld) -> None:
     general = General(world)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
     world.begin(1, call_of(5), [np.ones(5)], number=1).advance()
-    assert fast.all_reduce(np.ones(4), "sum", None) is not GENERAL_PATH
+    assert fast.all_reduce(np.ones(4), "sum", None, None) is not GENERAL_PATH
     assert general.notes == [call_of(4).signature], "what this rank was last seen in"
     (execution,) = general.handed
     with pytest.raises(CollectiveMismatchError):
         execution.advance()
+
+
+def test_a_timeout_of_its_own_limits_a_call_that_has_to_wait(world: SharedWorld) -> None:
+    general = General(world)
+    fast = FastPath(general, general.arena)  # type: ignore[arg-type]
+    fast.all_reduce(np.ones(4), "sum", None, 5)
+    fast.barrier(2.5)
+    fast.barrier(None)
+    assert [execution.guard.seconds for execution in general.handed] == [5.0, 2.5, general.timeout]
+
+
+@pytest.mark.parametrize("timeout", [-1.0, "soon", float("nan"), True])
+def test_a_timeout_that_is_none_is_refused_before_anything_begins(world: SharedWorld, timeout: Any) -> None:
+    general = General(world)
+    fast = FastPath(general, general.arena)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no number of seconds"):
+        fast.all_reduce(np.ones(4), "sum", None, timeout)
+    assert general.next_number() == 1
 
 
 def test_nothing_begins_once_the_group_is_closed_or_its_generation_over(world: SharedWorld) -> None:
@@ -86,10 +104,10 @@ def test_nothing_begins_once_the_group_is_closed_or_its_generation_over(world: S
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
     general.refuses = True
     with pytest.raises(GroupClosedError):
-        fast.all_reduce(np.ones(4), "sum", None)
+        fast.all_reduce(np.ones(4), "sum", None, None)
     general.refuses = False
     general.backend.latch.trip(PeerLostError(1, "gone"))
-    for begin in (lambda: fast.all_reduce(np.ones(4), "sum", None), fast.barrier):
+    for begin in (lambda: fast.all_reduce(np.ones(4), "sum", None, None), lambda: fast.barrier(None)):
         with pytest.raises(PeerLostError):
             begin()
     assert general.handed == []
@@ -102,7 +120,7 @@ def test_nothing_begins_once_the_group_is_closed_or_its_generation_over(world: S
 )
 def test_an_out_that_needs_more_than_writing_is_left_to_the_general_path(world: SharedWorld, out: Any) -> None:
     general = General(world)
-    assert FastPath(general, general.arena).all_reduce(np.ones(4), "sum", out) is GENERAL_PATH  # type: ignore[arg-type]
+    assert FastPath(general, general.arena).all_reduce(np.ones(4), "sum", out, None) is GENERAL_PATH  # type: ignore[arg-type]
     assert general.handed == []
 
 
@@ -110,10 +128,10 @@ def test_an_out_that_needs_more_than_writing_is_left_to_the_general_path(world: 
 def test_what_only_this_rank_would_refuse_begins_in_the_general_path(world: SharedWorld, out: np.ndarray) -> None:
     general, x = General(world), np.ones(4)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
-    assert fast.reduce(x, 0, "sum", out) is GENERAL_PATH
-    assert fast.broadcast(x, 0, out) is GENERAL_PATH
-    assert fast.scatter([x, np.ones(3)], 0, out) is GENERAL_PATH
-    assert fast.reduce_scatter([x, np.ones(3)], "sum", out) is GENERAL_PATH
+    assert fast.reduce(x, 0, "sum", out, None) is GENERAL_PATH
+    assert fast.broadcast(x, 0, out, None) is GENERAL_PATH
+    assert fast.scatter([x, np.ones(3)], 0, out, None) is GENERAL_PATH
+    assert fast.reduce_scatter([x, np.ones(3)], "sum", out, None) is GENERAL_PATH
     assert general.handed == []
     assert general.next_number() == 1
 
@@ -121,9 +139,9 @@ def test_what_only_this_rank_would_refuse_begins_in_the_general_path(world: Shar
 def test_an_out_that_overlaps_in_part_is_left_to_the_general_path(world: SharedWorld) -> None:
     general, memory = General(world), np.ones(5)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
-    assert fast.all_reduce(memory[:4], "sum", memory[1:]) is GENERAL_PATH
+    assert fast.all_reduce(memory[:4], "sum", memory[1:], None) is GENERAL_PATH
     x = memory[:4]
-    assert fast.all_reduce(x, "sum", x) is x
+    assert fast.all_reduce(x, "sum", x, None) is x
 
 
 def test_a_program_of_ever_other_shapes_does_not_keep_what_was_prepared_for_each(world: SharedWorld) -> None:
@@ -131,9 +149,9 @@ def test_a_program_of_ever_other_shapes_does_not_keep_what_was_prepared_for_each
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
     fast._run = lambda *_: None  # type: ignore[method-assign]
     for count in range(2 * PREPARED_CALLS):
-        fast.all_reduce(np.ones(count), "sum", None)
+        fast.all_reduce(np.ones(count), "sum", None, None)
     assert len(general.alive) <= PREPARED_CALLS + 1
-    assert fast.all_reduce(np.ones(2 * PREPARED_CALLS), "sum", None) is not GENERAL_PATH, (
+    assert fast.all_reduce(np.ones(2 * PREPARED_CALLS), "sum", None, None) is not GENERAL_PATH, (
         "later shapes are as fast as the first"
     )
 
@@ -143,10 +161,10 @@ def test_a_root_that_is_none_is_for_the_general_path_to_refuse(world: SharedWorl
     general = General(world)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
     x = np.ones(2)
-    assert fast.reduce(x, root, "sum", None) is GENERAL_PATH
-    assert fast.gather(x, root, None) is GENERAL_PATH
-    assert fast.broadcast(x if root is True else None, root, None) is GENERAL_PATH
-    assert fast.scatter(None, root, None) is GENERAL_PATH
+    assert fast.reduce(x, root, "sum", None, None) is GENERAL_PATH
+    assert fast.gather(x, root, None, None) is GENERAL_PATH
+    assert fast.broadcast(x if root is True else None, root, None, None) is GENERAL_PATH
+    assert fast.scatter(None, root, None, None) is GENERAL_PATH
     assert not general.notes
 
 
@@ -154,7 +172,7 @@ def test_a_root_that_is_none_is_for_the_general_path_to_refuse(world: SharedWorl
 def test_it_takes_every_rank_for_a_root(world: SharedWorld, root: int) -> None:
     general = General(world)
     x = np.ones(2)
-    assert FastPath(general, general.arena).reduce(x, root, "sum", x) is (x if root == 0 else None)  # type: ignore[arg-type]
+    assert FastPath(general, general.arena).reduce(x, root, "sum", x, None) is (x if root == 0 else None)  # type: ignore[arg-type]
     assert len(general.handed) == 1, "the other rank has not begun"
 
 
@@ -175,7 +193,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_with_an_option_is_for_the_general_path(name: str) -> None:
-    """The fast path would ignore it, a timeout of the call's own among them."""
+    """The fast path would ignore it. Only a timeout it takes."""
     group = ProcessGroup(SimulatedBackend.create_group(1)[0], timeout=5.0)
     asked: list[tuple[Any, ...]] = []
 
@@ -185,9 +203,9 @@ def test_a_call_with_an_option_is_for_the_general_path(name: str) -> None:
 
     group._fast_path = SimpleNamespace(**{name: ask})  # type: ignore[assignment]
     arguments, options = CALLS[name]
-    getattr(group, name)(*arguments)
-    assert len(asked) == 1
-    for option, value in {"timeout": 5.0, "async_op": True, **options}.items():
+    getattr(group, name)(*arguments, timeout=5.0)
+    assert [given[-1] for given in asked] == [5.0]
+    for option, value in {"async_op": True, **options}.items():
         with contextlib.suppress(FerroError):  # a group of one has no algorithms
             getattr(group, name)(*arguments, **{option: value})
         assert len(asked) == 1, option
