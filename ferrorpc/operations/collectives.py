@@ -456,6 +456,10 @@ class Collectives(PointToPoint):
         prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, note)
         if self._size == 1 and not async_op:
             return dispatch.alone(sources, result)
+        if self._fast_path is not None and not async_op:
+            found = self._fast_path.run(prepared, sources, result, seconds)
+            if found is not GENERAL_PATH:
+                return found
         try:
             execution = dispatch.start(prepared, sources, result, seconds)
             return dispatch.finish(execution, result, async_op)

@@ -2,7 +2,8 @@
 
 There an operation takes a few microseconds, and general argument checks and an execution object would cost as much again. So
 for each operation, dtype, shape, root and operator this caches the prepared call, checks only what can differ between two
-calls, and builds an execution only when the operation has to wait. Everything else is left to the general path.
+calls, and builds an execution only when the operation has to wait. Other arguments are read by the general path, which runs
+blocking calls here, too.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from ferrorpc.arrays.base import View
+from ferrorpc.arrays.device import is_host
 from ferrorpc.arrays.kinds import NUMPY, split, to_kind
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.control_blocks import Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.execution import Prepared
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
-from ferrorpc.operations.results import Into, IntoWhole
+from ferrorpc.operations.results import Into, IntoWhole, Result
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 
@@ -134,6 +138,14 @@ class FastPath:
         """The results, or GENERAL_PATH."""
         prepared = self._of(parts, "all_to_all", None, None)
         return GENERAL_PATH if prepared is None else self._all(prepared, self._parts(parts), parts, out, timeout)
+
+    def run(self, prepared: Prepared, sources: Sequence[View], result: Result, seconds: float) -> Any:
+        """The result of a call whose arguments the general path has read, or GENERAL_PATH."""
+        inputs = [source.data for source in sources]
+        if self._observed or result.on_device or not isinstance(prepared, ArenaPrepared) or not all(map(is_host, inputs)):
+            return GENERAL_PATH
+        results, specs = self._run(prepared, inputs, result.targets, seconds)[0]
+        return result.give(results, specs, prepared.signature)
 
     # By what is given: an array, or one part for each rank.
 

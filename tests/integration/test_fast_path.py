@@ -195,17 +195,8 @@ def test_what_comes_of_a_call_is_what_comes_of_it_in_the_general_way(world: list
 
 def test_the_short_way_is_taken(world: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
     """What has every operation: contiguous NumPy arrays, with `out` and without."""
-    taken: list[str] = []
-    for name in ("all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather", "all_to_all", "reduce_scatter"):
-        way = getattr(FastPath, name)
-
-        def seen(self: FastPath, *args: Any, way: Any = way, name: str = name) -> Any:
-            result = way(self, *args)
-            if result is not GENERAL_PATH:
-                taken.append(name)
-            return result
-
-        monkeypatch.setattr(FastPath, name, seen)
+    names = ("all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather", "all_to_all", "reduce_scatter")
+    taken = calls_taken(monkeypatch, *names)
     usual = ["all_reduce", "all_reduce mean into", "all_reduce in place", "reduce", "reduce in place", "broadcast"]
     usual += [
         "broadcast in place",
@@ -221,6 +212,31 @@ def test_the_short_way_is_taken(world: list[ProcessGroup], monkeypatch: pytest.M
     usual += ["reduce_scatter", "reduce_scatter of a list", "reduce_scatter into"]
     run_groups(world, lambda group: [CASES[name](group, {}) for name in usual])
     assert sorted(taken) == sorted(name.split()[0] for name in usual for _ in world)
+
+
+def test_what_the_general_path_has_read_runs_in_the_short_way(
+    world: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = calls_taken(monkeypatch, "run")
+    read = ["all_reduce strided", "all_reduce number", "gather into a list", "all_gather into many", "all_to_all of a tuple"]
+    run_groups(world, lambda group: [CASES[name](group, {}) for name in read])
+    assert len(taken) == len(read) * len(world)
+
+
+def calls_taken(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Gets the name of each call of these methods of the fast path that does not end in the general one."""
+    taken: list[str] = []
+    for name in names:
+        way = getattr(FastPath, name)
+
+        def seen(self: FastPath, *args: Any, way: Any = way, name: str = name) -> Any:
+            result = way(self, *args)
+            if result is not GENERAL_PATH:
+                taken.append(name)
+            return result
+
+        monkeypatch.setattr(FastPath, name, seen)
+    return taken
 
 
 def test_a_call_that_fails_keeps_no_arrays_until_the_next_garbage_collection(world: list[ProcessGroup]) -> None:
