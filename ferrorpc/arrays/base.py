@@ -206,6 +206,10 @@ class Kind(ABC):
         on this kind's GPU."""
         return 0
 
+    def memory(self, x: Any) -> np.ndarray[Any, Any] | None:
+        """A NumPy array on the memory of x, where x is a plain array of another library on the host; else None."""
+        return None
+
     def will_write(self, x: Any) -> None:
         """Tells x's library that the elements of x will be other ones, so that it can refuse what relies on those of now."""
         return

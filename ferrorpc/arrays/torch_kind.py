@@ -65,6 +65,16 @@ class TorchKind(Kind):
         check_writable(origin)
         return Out(x, spec, origin)
 
+    def memory(self, x: Any) -> np.ndarray[Any, Any] | None:
+        torch = sys.modules["torch"]
+        if not self._on_host or type(x) is not torch.Tensor or x.dtype is torch.bfloat16:  # which NumPy lacks
+            return None
+        try:
+            array: np.ndarray[Any, Any] = x.numpy()
+        except (RuntimeError, TypeError):  # such as one that requires a gradient, or is sparse
+            return None
+        return array if x.data_ptr() else None
+
     def will_write(self, x: Any) -> None:
         if not x.is_inference():  # such a tensor is in no graph
             sys.modules["torch"].autograd.graph.increment_version(x)

@@ -3,7 +3,7 @@
 There an operation takes a few microseconds, and general argument checks and an execution object would cost as much again. So
 for each operation, dtype, shape, root and operator this caches the prepared call, checks only what can differ between two
 calls, and builds an execution only when the operation has to wait. Other arguments are read by the general path, which runs
-blocking calls here, too.
+blocking calls here, too; only all_reduce reads plain torch tensors itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.device import is_host
-from ferrorpc.arrays.kinds import NUMPY, split, to_kind
+from ferrorpc.arrays.kinds import NUMPY, kind_of, split, to_kind
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.control_blocks import Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
@@ -75,7 +75,7 @@ class FastPath:
     def all_reduce(self, x: Any, op: Any, out: Any, timeout: Any) -> Any:
         """The result, or GENERAL_PATH. As the most frequent call it has its steps inline."""
         if type(x) is not np.ndarray:
-            return GENERAL_PATH
+            return self._all_reduce_shared(x, op, out, timeout)
         key = x.dtype, x.shape, op
         try:
             prepared = self._known.get(key, UNKNOWN)
@@ -97,6 +97,23 @@ class FastPath:
             return GENERAL_PATH
         self._run(prepared, (x,), (out,), timeout)
         return out
+
+    def _all_reduce_shared(self, x: Any, op: Any, out: Any, timeout: Any) -> Any:
+        """As `all_reduce`, of tensors whose memory NumPy can share."""
+        kind = kind_of(x)
+        source = kind.memory(x)
+        if source is None:
+            return GENERAL_PATH
+        target = None
+        if out is not None:
+            target = source if out is x else kind.memory(out)
+            if target is None:
+                return GENERAL_PATH
+            kind.will_write(out)
+        found = self.all_reduce(source, op, target, timeout)
+        if found is GENERAL_PATH:
+            return GENERAL_PATH
+        return out if found is target else kind.wrap(found, TensorSpec(NATIVE[found.dtype], found.shape))
 
     def reduce(self, x: Any, root: Any, op: Any, out: Any, timeout: Any) -> Any:
         """The result, None off the root, or GENERAL_PATH."""

@@ -181,8 +181,10 @@ def world(request: pytest.FixtureRequest) -> Iterator[list[ProcessGroup]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_comes_of_a_call_is_what_comes_of_it_in_the_general_way(world: list[ProcessGroup], name: str) -> None:
-    case = CASES[name]
+    check_against_the_general_path(world, CASES[name])
 
+
+def check_against_the_general_path(world: list[ProcessGroup], case: Case) -> None:
     def both(group: ProcessGroup) -> None:
         fast_path, group._fast_path = group._fast_path, None
         general = outcome(case, group, {})

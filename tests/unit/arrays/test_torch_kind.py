@@ -43,6 +43,18 @@ def test_a_tensor_with_a_gradient_is_refused_with_the_way_out():
     assert view(x.detach()).spec.shape == (3,)
 
 
+def test_only_a_plain_tensor_on_the_host_shares_its_memory_at_once():
+    x = torch.ones(3)
+    kind = kind_of(x)
+    shared = kind.memory(x)
+    shared[0] = 7
+    assert x.tolist() == [7, 1, 1]
+    others = [torch.nn.Parameter(x), x.clone().requires_grad_(), x.bfloat16(), x.to_sparse(), (x * 1j).conj(), x.to("meta")]
+    for other in (*others, np.ones(3), None):
+        assert kind.memory(other) is None
+    torch.func.functionalize(lambda inner: [inner.clone()] if kind.memory(inner) is None else pytest.fail("it has none"))(x)
+
+
 def test_a_tensor_without_elements_is_neither_read_nor_written():
     nothing = torch.ones(3, device="meta")
     for call in (lambda: view(nothing), lambda: view_out(nothing, TensorSpec(DType.FLOAT32, (3,)))):
