@@ -11,7 +11,7 @@ from ferrorpc.collectives.arena.control_blocks import SLOT_BYTES
 from ferrorpc.collectives.arena.exchange import Exchange
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Call, Operation, in_ranks
-from ferrorpc.collectives.select import bytes_of, select
+from ferrorpc.collectives.select import RANK_ORDER_RANKS, bytes_of, check, select
 
 FOLD_BYTES_MAX: Final = 1 << 20
 """The most bytes a rank folds by one_shot. It reads the whole arrays of all ranks, so larger groups use two_shot sooner."""
@@ -51,5 +51,8 @@ def one_shot_bytes_max(size: int) -> int:
 def _runs_here(call: Call, size: int) -> bool:
     """Whether a call runs in shared memory. Only messages support a wire codec, a named algorithm, operations that start in
     any order, and other orders of summation than the left fold in rank order. So the lane never changes the bits."""
-    order = select(call, size).order
-    return call.wire is None and call.algorithm is None and not call.unordered and order.is_canonical
+    check(call)
+    if call.wire is not None or call.algorithm is not None or call.unordered:
+        return False
+    # Up to there it is always that one, and to compare what the algorithms cost would take as long as all else of `prepare`.
+    return size <= RANK_ORDER_RANKS or select(call, size).order.is_canonical
