@@ -313,10 +313,9 @@ class FastPath:
 
 
 def remember(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], found: T) -> None:
-    """Caches a call, so that those of a program whose shapes change find room too."""
+    """Caches a call. A full cache is emptied first, because that costs least: `Dispatch` still has the latest calls."""
     if len(known) >= PREPARED_CALLS:
-        oldest, *_ = known  # no iterator that is kept, because other threads may change what it is over
-        known.pop(oldest, None)
+        known.clear()
     known[key] = found
 
 
