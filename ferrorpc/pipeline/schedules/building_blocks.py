@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ferrorpc.errors import UsageError
-from ferrorpc.pipeline.actions import Action, Kind
+from ferrorpc.pipeline.actions import Action, F, Kind
 from ferrorpc.types import integer_of
 
 DOWN, UP = 0, 1
@@ -41,13 +41,6 @@ def microbatch_groups(stages: int, microbatches: int) -> list[range]:
     each, more = divmod(microbatches, count)
     starts = [number * each + min(number, more) for number in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
-
-
-def interleaved_chunks(groups: Sequence[range], chunks: int) -> tuple[list[int], list[int]]:
-    """The chunks of successive forwards, and of successive backwards: each group passes all chunks before the next group."""
-    forwards = [chunk for group in groups for chunk in range(chunks) for _ in group]
-    backwards = [chunk for group in groups for chunk in reversed(range(chunks)) for _ in group]
-    return forwards, backwards
 
 
 class RowBuilder:
@@ -101,3 +94,33 @@ class RowBuilder:
             for _ in range(self._microbatches):
                 self.add_weight(chunk)
         return self.actions
+
+
+def alternating_rows(stages: int, microbatches: int, chunks: int, backward: Kind, warm_up: int) -> list[list[Action]]:
+    """The rows of 1F1B and its kin: rank r warms up with forwards, then each forward is followed by a backward.
+
+    Microbatches go in groups of k: a group passes all chunks before the next group begins.
+
+    Args:
+        backward: B for whole backwards; I for those of the input, whose backwards of weights follow r backwards later.
+        warm_up: rank r begins with (v-1)k + warm_up * (p-1-r) forwards.
+    """
+    groups = microbatch_groups(stages, microbatches)
+    forwards = [chunk for group in groups for chunk in range(chunks) for _ in group]
+    backwards = [chunk for group in groups for chunk in reversed(range(chunks)) for _ in group]
+    rows = []
+    for rank in range(stages):
+        row = RowBuilder(loop_placement(rank, stages, chunks), microbatches)
+        ahead = (chunks - 1) * len(groups[0]) + warm_up * (stages - 1 - rank)
+        for chunk in forwards[:ahead]:
+            row.add(F, chunk)
+        for place, chunk in enumerate(backwards):
+            if ahead + place < len(forwards):
+                row.add(F, forwards[ahead + place])
+            row.add(backward, chunk)
+            if place >= rank:
+                row.add_weight()
+        for _ in range(rank):
+            row.add_weight()
+        rows.append(row.actions)
+    return rows

@@ -8,14 +8,8 @@ rank 0 holds min(p + (p-1)/v, m) activations. With one chunk it is 1F1B.
 
 from __future__ import annotations
 
-from ferrorpc.pipeline.actions import B, F
-from ferrorpc.pipeline.schedules.building_blocks import (
-    RowBuilder,
-    counts_of,
-    interleaved_chunks,
-    loop_placement,
-    microbatch_groups,
-)
+from ferrorpc.pipeline.actions import B
+from ferrorpc.pipeline.schedules.building_blocks import alternating_rows, counts_of
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -28,17 +22,5 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
         UsageError: a count is below 1.
     """
     stages, microbatches, chunks = counts_of("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
-    groups = microbatch_groups(stages, microbatches)
-    forwards, backwards = interleaved_chunks(groups, chunks)
-    rows = []
-    for rank in range(stages):
-        row = RowBuilder(loop_placement(rank, stages, chunks), microbatches)
-        ahead = (chunks - 1) * len(groups[0]) + (2 if chunks > 1 else 1) * (stages - 1 - rank)
-        for chunk in forwards[:ahead]:
-            row.add(F, chunk)
-        for place, chunk in enumerate(backwards):
-            if ahead + place < len(forwards):
-                row.add(F, forwards[ahead + place])
-            row.add(B, chunk)
-        rows.append(row.actions)
-    return Schedule.of("interleaved", rows)
+    warm_up = 2 if chunks > 1 else 1
+    return Schedule.of("interleaved", alternating_rows(stages, microbatches, chunks, backward=B, warm_up=warm_up))

@@ -6,8 +6,8 @@ Rank r warms up with p-1-r forwards. Bubble (p-1)/(m+p-1), as GPipe; rank r hold
 
 from __future__ import annotations
 
-from ferrorpc.pipeline.actions import B, F
-from ferrorpc.pipeline.schedules.building_blocks import RowBuilder, counts_of
+from ferrorpc.pipeline.actions import B
+from ferrorpc.pipeline.schedules.building_blocks import alternating_rows, counts_of
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -18,13 +18,4 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         UsageError: a count is below 1.
     """
     stages, microbatches = counts_of("one_f_one_b", stages=stages, microbatches=microbatches)
-    rows = []
-    for rank in range(stages):
-        row = RowBuilder([rank], microbatches)
-        for _ in range(stages - 1 - rank):
-            row.add(F, 0)
-        for _ in range(microbatches):
-            row.add(F, 0)
-            row.add(B, 0)
-        rows.append(row.actions)
-    return Schedule.of("one_f_one_b", rows)
+    return Schedule.of("one_f_one_b", alternating_rows(stages, microbatches, chunks=1, backward=B, warm_up=1))

@@ -7,14 +7,8 @@ rank. At equal costs of forward, input and weights: bubble (p-1)/(3*v*m+p-1), a 
 
 from __future__ import annotations
 
-from ferrorpc.pipeline.actions import F, I
-from ferrorpc.pipeline.schedules.building_blocks import (
-    RowBuilder,
-    counts_of,
-    interleaved_chunks,
-    loop_placement,
-    microbatch_groups,
-)
+from ferrorpc.pipeline.actions import I
+from ferrorpc.pipeline.schedules.building_blocks import alternating_rows, counts_of
 from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
@@ -25,21 +19,4 @@ def zb1p(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
         UsageError: a count is below 1.
     """
     stages, microbatches, chunks = counts_of("zb1p", stages=stages, microbatches=microbatches, chunks=chunks)
-    groups = microbatch_groups(stages, microbatches)
-    forwards, backwards = interleaved_chunks(groups, chunks)
-    rows = []
-    for rank in range(stages):
-        row = RowBuilder(loop_placement(rank, stages, chunks), microbatches)
-        ahead = (chunks - 1) * len(groups[0]) + stages - 1 - rank
-        for chunk in forwards[:ahead]:
-            row.add(F, chunk)
-        for place, chunk in enumerate(backwards):
-            if ahead + place < len(forwards):
-                row.add(F, forwards[ahead + place])
-            row.add(I, chunk)
-            if place >= rank:
-                row.add_weight()
-        for _ in range(min(rank, len(backwards))):
-            row.add_weight()
-        rows.append(row.actions)
-    return Schedule.of("zb1p", rows)
+    return Schedule.of("zb1p", alternating_rows(stages, microbatches, chunks, backward=I, warm_up=1))
