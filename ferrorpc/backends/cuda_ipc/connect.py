@@ -18,7 +18,7 @@ from ferrorpc.arrays.device import Device
 from ferrorpc.backends.cuda_ipc.communicator import ABORT_SECONDS, IpcCommunicator
 from ferrorpc.backends.cuda_ipc.control_block import ControlBlock, block_bytes
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer, part
-from ferrorpc.backends.device.communicator import Communicator, State, failed
+from ferrorpc.backends.device.communicator import Communicator
 from ferrorpc.collectives.arena.control_blocks import Array, Memory
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import CollectiveTimeoutError, NcclError
@@ -51,7 +51,7 @@ class IpcConnector:
 
     library = "CUDA IPC"
     waits_on_gpu = False
-    splits = False
+    split = None
     explanation = "by reading each other's GPU memory (CUDA IPC)"
 
     def __init__(
@@ -114,10 +114,6 @@ class IpcConnector:
             hint="they need one host, GPUs that reach each other, and in containers one IPC namespace (--ipc=host); "
             "or use backend='grpc'",
         )
-
-    def split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
-        """Not supported: the ranks of a part connect anew."""
-        raise failed("CUDA IPC", State.INVALID_USAGE, "communicators are connected, not split")
 
     def _room(self, size_bytes: int) -> tuple[int, Array, Callable[[], None]]:
         """Zeroed memory that the others can read, its offset for them, and a function that frees it."""

@@ -27,7 +27,7 @@ from ferrorpc.backends.device.all_reduce import AllReducePrepared
 from ferrorpc.backends.device.announcement import ROOT_DECIDES
 from ferrorpc.backends.device.barrier import DeviceBarrier
 from ferrorpc.backends.device.collective import CollectivePrepared
-from ferrorpc.backends.device.communicator import Communicator, Connector, reduction, required
+from ferrorpc.backends.device.communicator import Communicator, Connector, Split, reduction, required
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.departures import LEAVE_SECONDS, Departures
 from ferrorpc.backends.device.ending import CLOSE_SECONDS, Ending, on_own_thread
@@ -252,26 +252,27 @@ class DeviceBackend(RawOperations, Backend):
         return part
 
     def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
-        if self._connector.splits:
-            self._divide(f"subgroup {group_id:x}", self._world(ranks), None)
+        split = self._connector.split
+        if split is not None:
+            self._divide(split, f"subgroup {group_id:x}", self._world(ranks), None)
 
     def _part(self, label: str, ranks: list[int], own: int) -> Communicator:
         """A communicator of some of this group's ranks."""
-        world = self._world(ranks)
-        if self._connector.splits:
-            found = self._divide(label, world, own)
+        world, split = self._world(ranks), self._connector.split
+        if split is None:
+            found: Communicator | None = self._connector.connect(label.replace(" ", "/"), world)
         else:
-            found = self._connector.connect(label.replace(" ", "/"), world)
+            found = self._divide(split, label, world, own)
         if found is None:
             raise AssertionError(f"{label} was made without this rank")
         self._ending.add(found)
         return found
 
-    def _divide(self, label: str, world: list[int], own: int | None) -> Communicator | None:
-        """As `Connector.split`, from the communicator of program order, in which nothing may be in flight."""
+    def _divide(self, split: Split, label: str, world: list[int], own: int | None) -> Communicator | None:
+        """As `Split`, from the communicator of program order, in which nothing may be in flight."""
         self.synchronize(self.clock.now() + self.timeout)
         try:
-            return self._connector.split(self.context.program.communicator, label, world, own)
+            return split(self.context.program.communicator, label, world, own)
         except FerroError as error:
             self.abort(error)  # a communicator whose split failed, or does not end, takes nothing more
             raise

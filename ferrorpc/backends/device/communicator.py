@@ -7,10 +7,10 @@ of it until that changes. Errors are NcclError with the field `status`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum, unique
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from ferrorpc.errors import NcclError, TensorMismatchError
 from ferrorpc.types import DType, ReduceOp, refusal
@@ -110,18 +110,21 @@ class Communicator(Protocol):
         """ncclCommDestroy, after `finalize`."""
 
 
+Split: TypeAlias = Callable[[Communicator, str, Sequence[int], int | None], Communicator | None]
+"""split(parent, label, ranks, group_rank): a communicator of some of the parent's ranks, which are given as world ranks. All of
+the parent's ranks call it; `group_rank` is a rank's number in the part. Those outside pass None, and get None."""
+
+
 class Connector(Protocol):
     """Makes communicators and waits until they are complete.
 
     Attributes:
         library: whose communicators these are, for messages: "NCCL" or "CUDA IPC".
         waits_on_gpu: whether what is launched waits on the GPU until the other ranks have launched it too.
-        splits: whether `split` works; otherwise the ranks of a part `connect`.
     """
 
     library: str
     waits_on_gpu: bool
-    splits: bool
 
     @property
     def explanation(self) -> str:
@@ -130,8 +133,9 @@ class Connector(Protocol):
     def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
         """A new communicator of these world ranks, in their order. Raises NcclError if it cannot be made."""
 
-    def split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
-        """A communicator of some of the parent's ranks. All of these call it; those outside pass None, and get None."""
+    @property
+    def split(self) -> Split | None:
+        """Makes communicators from others; None where the ranks of a part `connect` instead."""
 
 
 NAMES: Final = {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.backends.device.communicator import Communicator, Connector, State, failed
+from ferrorpc.backends.device.communicator import Communicator, Connector, Split, State, failed
 from ferrorpc.backends.device.ending import on_own_thread
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.api import NcclApi
@@ -87,12 +87,16 @@ class NcclConnector:
         self._seconds = init_seconds
         self._verdict_seconds = verdict_seconds
         self._clock = session.clock
-        self.splits = api.features.split
 
     @property
     def explanation(self) -> str:
         """As `Connector.explanation`."""
         return f"by NCCL {self._api.version} through {self._api.name}, which chooses how"
+
+    @property
+    def split(self) -> Split | None:
+        """As `Connector.split`."""
+        return self._split if self._api.features.split else None
 
     def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
         """A new communicator of these world ranks, in their order.
@@ -112,12 +116,8 @@ class NcclConnector:
         message = f"NCCL's communicator {name!r} of {len(ranks)} ranks did not come about in {ATTEMPTS} attempts: {problem}"
         raise NcclError(message, hint="look at the ranks named above; NCCL_DEBUG=INFO says what NCCL itself was at")
 
-    def split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
-        """A communicator of some of the parent's ranks, made without an id. Every rank of the parent calls it.
-
-        Args:
-            ranks: world ranks of the new communicator, for messages.
-            group_rank: this rank's number in it; None on ranks outside it, which get None.
+    def _split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
+        """As `Split`, without an id; the ranks are for messages only.
 
         Raises:
             NcclError: it was not complete in time, or NCCL refused.
