@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from ferrorpc.arrays.device import Device
@@ -127,23 +128,34 @@ class NcclConnector:
         try:
             with self._on_device():
                 child = parent.split(None if group_rank is None else 0, group_rank or 0)
-            self._await(parent, label)
-            if child is not None:
-                self._await(child, f"{label} of ranks {list(ranks)}")
+            for communicator, what in ((parent, label), (child, f"{label} of ranks {list(ranks)}")):
+                if communicator is not None:
+                    self._await(communicator, what, f"NCCL's {what} was not complete within {self._seconds:g} s")
         except FerroError:
             self.give_up(child)
             self._session.membership.latch.check()  # a communicator that was aborted says only that
             raise
         return child
 
-    def _await(self, communicator: Communicator, what: str) -> None:
-        parker, latch = self._clock.parker(), self._session.membership.latch
-        until = self._clock.now() + self._seconds
+    def _await(self, communicator: Communicator, what: str, late: str, check: Callable[[], None] = lambda: None) -> None:
+        """Returns when a communicator is complete.
+
+        Args:
+            what: what it is at, for the error.
+            late: the message where it is not complete in time.
+            check: called every CHECK_SECONDS; what it raises ends the wait.
+        """
+        clock, latch = self._clock, self._session.membership.latch
+        parker, until = clock.parker(), clock.now() + self._seconds
+        check_at = clock.now() + CHECK_SECONDS
         while (state := communicator.state()) is State.IN_PROGRESS:
             latch.check()
-            now = self._clock.now()
+            now = clock.now()
             if now >= until:
-                raise CollectiveTimeoutError([], f"NCCL's {what} was not complete within {self._seconds:g} s")
+                raise CollectiveTimeoutError([], late)
+            if now >= check_at:
+                check_at = now + CHECK_SECONDS
+                check()
             parker.park(min(until, now + POLL_SECONDS))
         if state is not State.SUCCESS:
             raise failed(what, state, communicator.last_error())
@@ -153,7 +165,8 @@ class NcclConnector:
         communicator: Communicator | None = None
         try:
             communicator = self._begin(name, ranks, attempt)
-            self._complete(communicator, name, attempt)
+            late = f"not every rank had come after {self._seconds:g} s"
+            self._await(communicator, "its initialisation", late, partial(self._check_in_force, name, attempt))
             own = ""
         except _Overtaken:
             self.give_up(communicator)
@@ -182,23 +195,9 @@ class NcclConnector:
             ids = ids if self._api.features.scalable else ids[:1]
             return self._api.init(len(ranks), list(ranks).index(world.rank), ids)
 
-    def _complete(self, communicator: Communicator, name: str, attempt: int) -> None:
-        """Returns when it is complete. Raises NcclError, CollectiveTimeoutError, _Overtaken, or the first cause."""
-        clock, latch = self._clock, self._session.membership.latch
-        parker, until = clock.parker(), clock.now() + self._seconds
-        check_at = clock.now() + CHECK_SECONDS
-        while (state := communicator.state()) is State.IN_PROGRESS:
-            latch.check()
-            now = clock.now()
-            if now >= until:
-                raise CollectiveTimeoutError([], f"not every rank had come after {self._seconds:g} s")
-            if now >= check_at:
-                check_at = now + CHECK_SECONDS
-                if self._attempt_in_force(name) > attempt:
-                    raise _Overtaken
-            parker.park(min(until, now + POLL_SECONDS))
-        if state is not State.SUCCESS:
-            raise failed("its initialisation", state, communicator.last_error())
+    def _check_in_force(self, name: str, attempt: int) -> None:
+        if self._attempt_in_force(name) > attempt:
+            raise _Overtaken
 
     def _verdict(self, name: str, ranks: Sequence[int], attempt: int, own: str) -> str:
         """The common outcome of an attempt: "" if all ranks succeeded, else which did not come, or what each met.
