@@ -227,6 +227,19 @@ class Kind(ABC):
         return self.empty(spec.shape, spec.dtype)
 
 
+class GpuKind(Kind):
+    """The arrays of one library on one GPU. Subclasses have `view_on_device` and `staging`."""
+
+    on_device = True
+
+    def view(self, x: Any) -> View:
+        seen = self.view_on_device(x)  # refused before anything is copied
+        return View(self, seen.spec, self.staging.to_host(seen.data), False, None)
+
+    def to_host(self, data: Any, spec: TensorSpec, guard: Guard | None = None) -> np.ndarray[Any, Any]:
+        return self.staging.to_host(data, guard).reshape(spec.shape)
+
+
 def check_spec(found: TensorSpec, wanted: TensorSpec) -> None:
     """Raises TensorMismatchError unless an `out` of spec `found` takes a result of spec `wanted`."""
     if found != wanted:

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ferrorpc.arrays.base import Kind, Out, View, check_distinct, check_spec
+from ferrorpc.arrays.base import GpuKind, Out, View, check_distinct, check_spec
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.numpy_kind import NUMPY, dtype_in
 from ferrorpc.arrays.staging import Staging
-from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
 
 
@@ -29,10 +28,8 @@ def is_cupy_array(x: Any) -> bool:
     return array is not None and isinstance(x, array)
 
 
-class CupyKind(Kind):
+class CupyKind(GpuKind):
     """Arrays on one device."""
-
-    on_device = True
 
     def __init__(self, device: int) -> None:
         self._index = device
@@ -46,10 +43,6 @@ class CupyKind(Kind):
     def staging(self) -> Staging:
         """As `Kind.staging`."""
         return self.device.staging
-
-    def view(self, x: Any) -> View:
-        seen = self.view_on_device(x)  # refused before anything is copied
-        return View(self, seen.spec, self.staging.to_host(seen.data), False, None)
 
     def view_on_device(self, x: Any) -> View:
         spec = self.spec(x)
@@ -95,10 +88,6 @@ class CupyKind(Kind):
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         return self.device.empty(shape, _in_numpy(dtype))
-
-    def to_host(self, data: DeviceArray, spec: TensorSpec, guard: Guard | None = None) -> np.ndarray[Any, Any]:
-        """As `Kind.to_host`."""
-        return self.staging.to_host(data, guard).reshape(spec.shape)
 
     def assign(self, target: DeviceArray, data: DeviceArray) -> None:
         """target[...] = data, as many elements of one storage dtype, in the current stream. Both are kept until then."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.base import Out, View, check_spec
+from ferrorpc.arrays.base import GpuKind, Out, View, check_spec
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.arrays.cupy_kind import CupyKind, DeviceOut, cupy_kind
 from ferrorpc.arrays.device import DeviceArray
@@ -22,21 +22,18 @@ from ferrorpc.arrays.staging import Staging
 from ferrorpc.arrays.torch_cuda import current_of_torch
 from ferrorpc.arrays.torch_kind import TorchKind, check_not_lazy
 from ferrorpc.errors import BackendUnavailableError
-from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
 
 DEVICE_TYPE: Final = "cuda"
 _log = logging.getLogger("ferrorpc.arrays")
 
 
-class TorchGpuKind(TorchKind):
+class TorchGpuKind(GpuKind, TorchKind):
     """Tensors on one GPU.
 
     Args:
         device_kind: the kind of CuPy arrays on that GPU.
     """
-
-    on_device = True
 
     def __init__(self, device: Any, device_kind: CupyKind) -> None:
         super().__init__(device)
@@ -51,10 +48,6 @@ class TorchGpuKind(TorchKind):
     def staging(self) -> Staging:
         """As `Kind.staging`."""
         return self._device_kind.staging
-
-    def view(self, x: Any) -> View:
-        seen = self.view_on_device(x)  # refused before anything is copied
-        return View(self, seen.spec, self.staging.to_host(seen.data), False, None)
 
     def view_on_device(self, x: Any) -> View:
         spec = self.spec(x)
@@ -94,10 +87,6 @@ class TorchGpuKind(TorchKind):
         if x.layout is not self._strided or x.device != self._device or not x.is_contiguous():
             return 0
         return 0 if x.requires_grad or x.is_conj() or x.is_neg() else int(x.data_ptr())
-
-    def to_host(self, data: DeviceArray, spec: TensorSpec, guard: Guard | None = None) -> np.ndarray[Any, Any]:
-        """As `Kind.to_host`."""
-        return self._device_kind.to_host(data, spec, guard)
 
     def _resolved(self, x: Any) -> Any:
         """A lazily conjugated or negated tensor as torch computes it: in torch's stream, which may not be the caller's."""
