@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -149,13 +149,6 @@ def formulas(calls: Sequence[Call], plans: Sequence[Plan]) -> list[list[list[tup
     ]
 
 
-def blocked_by(calls: Sequence[Call], plans: Sequence[Plan], late: int) -> list[int]:
-    """The other ranks that cannot finish before rank `late` has entered: they need what it brings, or its credit."""
-    ranks = _ranks(calls, plans, in_place=False)
-    _advance_all(ranks, {late})
-    return [number for number, rank in enumerate(ranks) if number != late and rank.position < len(rank.plan.actions)]
-
-
 def _run(calls: Sequence[Call], plans: Sequence[Plan], rank_order: bool, in_place: bool) -> list[str]:
     ranks = _ranks(calls, plans, in_place)
     try:
@@ -191,14 +184,17 @@ def _rank(number: int, call: Call, plan: Plan, in_place: bool, itemsize: int) ->
     return _Rank(plan, strips, call.wire is not None, {number}, EAGER_BYTES // itemsize)
 
 
-def _advance_all(ranks: Sequence[_Rank], absent: Container[int] = ()) -> None:
-    for newcomer, rank in enumerate(ranks):
-        if newcomer in absent:
-            continue
-        rank.has_entered = True
-        moving = deque(number for number, other in enumerate(ranks) if other.has_entered)
-        while moving:
-            moving += _advance(moving.popleft(), ranks)
+def _advance_all(ranks: Sequence[_Rank]) -> None:
+    for newcomer in range(len(ranks)):
+        _enter(newcomer, ranks)
+
+
+def _enter(newcomer: int, ranks: Sequence[_Rank]) -> None:
+    """Lets one more rank enter, and advances those that have entered until none can continue."""
+    ranks[newcomer].has_entered = True
+    moving = deque(number for number, other in enumerate(ranks) if other.has_entered)
+    while moving:
+        moving += _advance(moving.popleft(), ranks)
 
 
 def _advance(number: int, ranks: Sequence[_Rank]) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from ferrorpc.collectives.algorithms.algorithm import Algorithm, Order
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, algorithms_of
 from ferrorpc.collectives.algorithms.plan import Fold, FoldOwn, Load, Quantise, Receive, Send
-from ferrorpc.collectives.algorithms.validate import blocked_by, findings, formulas
+from ferrorpc.collectives.algorithms.validate import _enter, _ranks, findings, formulas
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 
@@ -187,6 +187,15 @@ def test_formulas_say_how_a_result_comes_about():
     entry = next(entry for entry in CATALOGUE[Operation.ALL_REDUCE] if entry.name == "recursive_doubling")
     calls, plans = case(Operation.ALL_REDUCE, entry, 4, 6, 0)
     assert formulas(calls, plans) == [[[(6, "((x0+x1)+(x2+x3))")]]] * 4
+
+
+def blocked_by(calls, plans, late: int) -> list[int]:
+    """The ranks that cannot finish before rank `late` has entered: they need what it brings, or its credit."""
+    ranks = _ranks(calls, plans, in_place=False)
+    others = [number for number in range(len(ranks)) if number != late]
+    for number in others:
+        _enter(number, ranks)
+    return [number for number in others if ranks[number].position < len(ranks[number].plan.actions)]
 
 
 def test_what_a_late_rank_holds_up_depends_on_credit():
