@@ -12,7 +12,7 @@ A result that replaces an input, such as a sum, is written to the host memory in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.arrays.staging import Download, Upload
 from ferrorpc.collectives.algorithms.plan import Buffer, Region, Send
 from ferrorpc.collectives.dependencies import UNBOUNDED
+from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.fusion import DownloadInput, Task, UploadResult
 from ferrorpc.collectives.polling import DevicePolling
 from ferrorpc.collectives.workspace import Rules, Workspace
@@ -126,6 +127,18 @@ class DeviceTransfers:
         found: Array = upload.device.staging.host_memory(spec.shape, storage)
         return found
 
+    def advance(self, execution: Execution, on_host: Callable[[], bool]) -> bool:
+        """Advances the downloads, the execution's part on the host (`on_host`, as `Execution.advance`), and the uploads.
+        Returns whether all is complete or queued; then the results are on their devices."""
+        self.advance_downloads()
+        over = on_host()
+        self.advance_uploads()
+        results = self._finished(execution.results) if over else None
+        if results is None:
+            return False
+        execution.results = results
+        return True
+
     def advance_downloads(self) -> None:
         """Continues the downloads."""
         for download in self._downloads.values():
@@ -157,7 +170,7 @@ class DeviceTransfers:
             if upload.advance():
                 self.position += 1
 
-    def finished(self, results: Sequence[Array]) -> list[Any] | None:
+    def _finished(self, results: Sequence[Array]) -> list[Any] | None:
         """The results of a complete operation, each on its own device; None while uploads are not all queued."""
         found: list[Any] = list(results)
         uploads = [(item, upload) for item, upload in self._uploads.items() if item < len(found)]

@@ -73,17 +73,7 @@ class EventDrivenExecution(Execution):
         self._failure, self._ended = error, True
 
     def advance(self) -> bool:
-        transfers = self.transfers
-        if transfers is None:
-            return self._drive()
-        transfers.advance_downloads()
-        over = self._drive()
-        transfers.advance_uploads()
-        results = transfers.finished(self.results) if over else None
-        if results is None:
-            return False
-        self.results = results
-        return True
+        return self._drive() if self.transfers is None else self.transfers.advance(self, self._drive)
 
     @property
     def can_be_assisted(self) -> bool:

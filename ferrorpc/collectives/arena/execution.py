@@ -72,9 +72,13 @@ class ArenaExecution(Execution):
     def advance(self) -> bool:
         if self._failure is not None:
             raise self._failure
-        transfers = self.transfers
-        if transfers is not None:
-            transfers.advance_downloads()
+        if self.transfers is None:
+            return self._advance_on_host()
+        over = self.transfers.advance(self, self._advance_on_host)
+        self.position = self._reached + self.transfers.position
+        return over
+
+    def _advance_on_host(self) -> bool:
         if not self._complete:
             try:
                 self.position = self._reached = next(self._steps)
@@ -82,17 +86,7 @@ class ArenaExecution(Execution):
                 results, self.specs = self._found[0]
                 self.results = list(results)
                 self._complete = True
-        return self._complete if transfers is None else self._finish_uploads(transfers)
-
-    def _finish_uploads(self, transfers: DeviceTransfers) -> bool:
-        """Continues copies to a device. Returns whether the operation is complete and its results are queued there."""
-        transfers.advance_uploads()
-        self.position = self._reached + transfers.position
-        results = transfers.finished(self.results) if self._complete else None
-        if results is None:
-            return False
-        self.results = results
-        return True
+        return self._complete
 
     def make_stream_wait(self) -> None:
         if self.transfers is not None:
