@@ -44,7 +44,7 @@ def microbatch_groups(stages: int, microbatches: int) -> list[range]:
 
 
 class RowBuilder:
-    """Builds a rank's row of actions. Each kind takes each chunk's microbatches in ascending order.
+    """Builds a rank's row of actions. A chunk's forwards, and its backwards, take its microbatches in ascending order.
 
     Args:
         pieces: the pieces of the model that the rank holds, by chunk.
@@ -55,19 +55,19 @@ class RowBuilder:
         self.actions: list[Action] = []
         self._pieces = pieces
         self._microbatches = microbatches
-        self._done = {(kind, chunk): 0 for kind in Kind for chunk in range(len(pieces))}
+        self._forwards = [0] * len(pieces)
+        self._backwards = [0] * len(pieces)
+        """How many were added, by chunk; each microbatch has one backward, whole or in two parts."""
         self._weights: list[deque[tuple[int, Action]]] = [deque() for _ in pieces]
         """Backwards of weights that are due, by chunk, each with the position of its backward of the input in the row."""
 
     def add(self, kind: Kind, chunk: int) -> None:
-        """Adds the kind's next microbatch on this chunk, if there is one."""
-        microbatch = self._done[kind, chunk]
-        backward = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        if backward:  # each microbatch has one backward, whole or in two parts
-            microbatch = self._done[Kind.BACKWARD, chunk] + self._done[Kind.BACKWARD_INPUT, chunk]
+        """Adds the next microbatch's forward or backward on this chunk, if there is one left."""
+        added = self._forwards if kind is F else self._backwards
+        microbatch = added[chunk]
         if microbatch >= self._microbatches:
             return
-        self._done[kind, chunk] += 1
+        added[chunk] += 1
         self.actions.append(Action(self._pieces[chunk], kind, microbatch))
         if kind is Kind.BACKWARD_INPUT:
             due = Action(self._pieces[chunk], Kind.BACKWARD_WEIGHT, microbatch)
@@ -82,18 +82,7 @@ class RowBuilder:
 
     def forwards_left(self, chunk: int) -> int:
         """How many forwards of a chunk are still to be added."""
-        return self._microbatches - self._done[Kind.FORWARD, chunk]
-
-    def finish(self) -> list[Action]:
-        """Adds the remaining backwards of inputs, then those of weights. Returns the row."""
-        for chunk in reversed(range(len(self._pieces))):
-            for _ in range(self._microbatches):
-                if not self._done[Kind.BACKWARD, chunk]:
-                    self.add(Kind.BACKWARD_INPUT, chunk)
-        for chunk in reversed(range(len(self._pieces))):
-            for _ in range(self._microbatches):
-                self.add_weight(chunk)
-        return self.actions
+        return self._microbatches - self._forwards[chunk]
 
 
 def alternating_rows(stages: int, microbatches: int, chunks: int, backward: Kind, warm_up: int) -> list[list[Action]]:

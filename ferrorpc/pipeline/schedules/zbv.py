@@ -45,7 +45,10 @@ def _row(rank: int, stages: int, microbatches: int) -> list[Action]:
     for _ in range(stages - rank):
         row.add(I, DOWN)
         row.add_weight(DOWN)
-    return row.finish()
+    for chunk in (UP, DOWN):
+        for _ in range(microbatches):
+            row.add_weight(chunk)
+    return row.actions
 
 
 def _add_split(row: RowBuilder) -> None:
