@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -178,7 +178,7 @@ class _Service:
             self._loop.add_reader(self._options.starter_fd, self._starter_ended, self._options.starter_fd)
         try:
             self._driver.tick()
-            await self._or_failure(self._first(self._driver.settled(), self._stopping.wait()))
+            await self._first(self._driver.settled(), self._stopping.wait())
             if self._stopping.is_set():  # stopped while it waited for room on the journal's disk
                 return
             await self._server.start()
@@ -188,7 +188,7 @@ class _Service:
             http_address = join_address(_host_of(self._options), self._http.port) if self._http is not None else ""
             page = f"{'http' if self._options.tls is None else 'https'}://{http_address}" if http_address else ""
             announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_address, page))
-            await self._or_failure(self._stopping.wait())
+            await self._first(self._stopping.wait())
             await self._drain()
         finally:
             _ignore_signals()
@@ -228,21 +228,13 @@ class _Service:
         self._stopping.set()
 
     async def _first(self, *awaited: Coroutine[None, None, object]) -> None:
-        """Waits until one of them is done, and cancels the others."""
-        tasks = [asyncio.ensure_future(one) for one in awaited]
+        """Waits until one of them is done, and cancels the others. Raises the driver's failure as soon as it fails."""
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(one) for one in awaited]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((*tasks, self._driver.failure), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def _or_failure(self, awaited: Coroutine[None, None, object]) -> None:
-        """Waits, but raises the driver's failure as soon as it fails."""
-        task = asyncio.ensure_future(awaited)
-        try:
-            await asyncio.wait((task, self._driver.failure), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            task.cancel()
         if self._driver.failure.done():
             self._driver.failure.result()
 
@@ -252,7 +244,7 @@ class _Service:
         self._health.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                await self._or_failure(self._driver.settled())
+                await self._first(self._driver.settled())
 
     def _start_http(self) -> HttpServer | None:
         if self._options.http_port is None:
