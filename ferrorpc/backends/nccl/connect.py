@@ -162,31 +162,24 @@ class NcclConnector:
 
     def _try(self, name: str, ranks: Sequence[int], attempt: int) -> Outcome:
         """One attempt, whose outcome is the same on every rank."""
-        communicator: Communicator | None = None
-        try:
-            communicator = self._begin(name, ranks, attempt)
-            late = f"not every rank had come after {self._seconds:g} s"
-            self._await(communicator, "its initialisation", late, partial(self._check_in_force, name, attempt))
+        with contextlib.ExitStack() as undo:
             own = ""
-        except _Overtaken:
-            self.give_up(communicator)
-            return Outcome(None, "the others had given up before this rank came")
-        except (NcclError, CollectiveTimeoutError) as error:
-            self.give_up(communicator)
-            self._session.membership.latch.check()
-            communicator, own = None, error.message
-        except BaseException:
-            self.give_up(communicator)
-            raise
-        try:
+            try:
+                communicator = self._begin(name, ranks, attempt)
+                undo.callback(self.give_up, communicator)
+                late = f"not every rank had come after {self._seconds:g} s"
+                self._await(communicator, "its initialisation", late, partial(self._check_in_force, name, attempt))
+            except _Overtaken:
+                return Outcome(None, "the others had given up before this rank came")
+            except (NcclError, CollectiveTimeoutError) as error:
+                undo.close()  # before the verdict
+                self._session.membership.latch.check()
+                own = error.message
             problem = self._verdict(name, ranks, attempt, own)
-        except BaseException:
-            self.give_up(communicator)
-            raise
-        if not problem:
+            if problem:
+                return Outcome(None, problem)
+            undo.pop_all()
             return Outcome(communicator)
-        self.give_up(communicator)
-        return Outcome(None, problem)
 
     def _begin(self, name: str, ranks: Sequence[int], attempt: int) -> Communicator:
         session, world = self._session, self._session.membership.assignment
