@@ -110,6 +110,9 @@ class FerroError(Exception):
         self.retryable = self.default_retryable if retryable is None else retryable
         self.fields = dict(fields)
         self._shown = [False]
+        self._set_text()
+
+    def _set_text(self) -> None:
         super().__init__(f"{self.message}\ntry: {self.hint}")
 
     @classmethod
@@ -137,6 +140,10 @@ class FerroError(Exception):
         """Notes that the caller has seen this error or a copy of it. Returns whether that is the first time."""
         was_shown, self._shown[0] = self._shown[0], True
         return not was_shown
+
+    def __setstate__(self, state: dict[str, Any] | None) -> None:
+        vars(self).update(state or {})
+        self._set_text()  # a TimeoutError does not keep what it is made with
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]  # what object's own returns

@@ -136,3 +136,13 @@ def test_a_copy_of_a_callers_own_error_is_one_too(copied: Callable[[FerroError],
     assert (found.shard, found.__notes__, str(found), found.rank) == (7, ["seen in epoch 2"], str(error), 0)
     found.again().add_note("only of the copy")
     assert found.__notes__ == ["seen in epoch 2"]
+
+
+@pytest.mark.parametrize("copied", [FerroError.again, copy.copy, copy.deepcopy, pickled])
+@pytest.mark.parametrize("code", ErrorCode)
+def test_a_copy_says_what_its_original_says(code: ErrorCode, copied: Callable[[FerroError], FerroError]) -> None:
+    """Those that are a TimeoutError, too, had no text any more."""
+    error = FerroError.restore(code, "what happened", "what to try", True, {"missing": [1, 2]})
+    error.add_note("in epoch 2")
+    found = copied(error)
+    assert (type(found), str(found), found.args, vars(found)) == (type(error), str(error), error.args, vars(error))
