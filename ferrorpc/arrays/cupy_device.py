@@ -25,7 +25,7 @@ from uuid import UUID
 
 import numpy as np
 
-from ferrorpc.arrays.cupy_event import CupyEvent, translated
+from ferrorpc.arrays.cupy_event import CAPTURING, CupyEvent, translated
 from ferrorpc.arrays.cupy_ipc import CupyIpc
 from ferrorpc.arrays.device import DeviceArray, Event, Stream
 from ferrorpc.arrays.staging import Staging
@@ -307,8 +307,12 @@ class CupyDevice:
             return False
         try:
             return bool(self.runtime.streamIsCapturing(stream.pointer))
-        except RuntimeError:  # an error has ended the capture
-            return True
+        except self.runtime.CUDARuntimeError as failure:
+            if failure.status not in CAPTURING:
+                raise translated(failure) from None
+        except RuntimeError:  # CuPy's own: an error has ended the capture
+            pass
+        return True
 
     def check_not_captured(self, stream: Stream, which: str) -> None:
         """As `Device.check_not_captured`."""

@@ -8,10 +8,10 @@ from ferrorpc.errors import BackendUnavailableError
 
 _SUCCESS: Final = 0
 _NOT_READY: Final = 600
-_CAPTURING: Final = range(900, 909)
+CAPTURING: Final = range(900, 909)
 """What CUDA answers where a graph is being captured, or an event was recorded in a capture."""
-_FAILED: Final = frozenset((214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719))
-"""What it answers to every call, whatever it is, once memory, a link or a kernel of this process has failed."""
+_FAILED: Final = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
+"""What it answers to every call, whatever it is, once memory, a link, a kernel or the MPS client of this process has failed."""
 _ERRORS: Final = ("CUDARuntimeError", "CUDADriverError")
 """CuPy's classes: that of copies, events and streams, and that of kernels."""
 
@@ -46,7 +46,7 @@ class CupyEvent:
         try:
             runtime.check_status(status)
         except runtime.CUDARuntimeError as failure:
-            if status in _CAPTURING:
+            if status in CAPTURING:
                 raise BackendUnavailableError(
                     f"a CUDA graph is being captured, or holds the operation: {failure}",
                     "operations cannot be captured: begin them, and wait for them, before the capture or after it",

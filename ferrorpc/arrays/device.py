@@ -104,7 +104,11 @@ class Device(Protocol):
         """Wraps a stream that a caller has made: one of the device's library, or a CUDA stream as a number."""
 
     def is_captured(self, stream: Stream) -> bool:
-        """Whether a CUDA graph is being captured from a stream. Null streams cannot be."""
+        """Whether a CUDA graph is being captured from a stream. Null streams cannot be.
+
+        Raises:
+            BackendUnavailableError: the GPU has failed.
+        """
 
     def check_not_captured(self, stream: Stream, which: str) -> None:
         """Raises UsageError if a CUDA graph is being captured from a stream.

@@ -289,8 +289,8 @@ class Upload:
     def hold_caller(self) -> None:
         """Makes the caller's stream wait for what is queued, where the operation has failed: what the caller then writes to the
         target must come later."""
-        if self._mark is not None and not self.device.is_captured(self._caller):
-            with suppress(BackendUnavailableError):  # a GPU that has failed writes nothing any more
+        with suppress(BackendUnavailableError):  # a GPU that has failed writes nothing any more
+            if self._mark is not None and not self.device.is_captured(self._caller):
                 self._caller.wait(self._mark)
 
     def finish(self) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -118,11 +119,12 @@ def test_a_stream_that_the_program_made_current_stays_so(cupy: StandIn) -> None:
     assert cupy.cuda.get_current_stream() is mine
 
 
-def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at_and_when_work_is_queued(cupy: StandIn) -> None:
+@pytest.mark.parametrize("status", [226, 700, 721, 810, 911])
+def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at_and_when_work_is_queued(cupy: StandIn, status: int) -> None:
     device = device_of(cupy, 0)
-    mark = device.current().record()
-    cupy.machine.failure = 700
-    with pytest.raises(BackendUnavailableError, match="the GPU has failed: cudaError 700"):
+    mark, own = device.current().record(), device.new_stream()
+    cupy.machine.failure = status
+    with pytest.raises(BackendUnavailableError, match=f"the GPU has failed: cudaError {status}"):
         assert mark.done
     x, stream = cupy.asarray(np.ones(3, np.float32)), device.current()
     for queued in (
@@ -131,10 +133,21 @@ def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at_and_when_wor
         device.marked,
         lambda: device.upload(x, np.zeros(3, np.float32), stream),
         lambda: device.staging.to_host(x),
+        lambda: device.is_captured(own),
     ):
         with pytest.raises(BackendUnavailableError, match="started again"):
             queued()
     cupy.machine.failure = 0
+
+
+def test_a_stream_is_captured_where_cuda_refuses_to_say_because_of_a_capture(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = device_of(cupy, 0)
+    own, runtime = device.new_stream(), device.runtime
+    for refusal in (runtime.CUDARuntimeError(901), RuntimeError("an error has invalidated the capture sequence")):
+        monkeypatch.setattr(runtime, "streamIsCapturing", Mock(side_effect=refusal))
+        assert device.is_captured(own)
 
 
 @pytest.mark.parametrize("status", [900, 907], ids=["a query during a capture", "an event in a capture"])

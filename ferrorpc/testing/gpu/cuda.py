@@ -303,7 +303,7 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         CUDARuntimeError=CUDARuntimeError,
         check_status=check_status,
         eventQuery=driver.query,
-        streamIsCapturing=lambda stream: machine.stream(stream).captured,
+        streamIsCapturing=unless_failed(lambda stream: machine.stream(stream).captured),
         getDevice=lambda: driver.thread.device,
         getDeviceCount=lambda: len(machine.gpus),
         getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},
