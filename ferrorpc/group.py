@@ -213,7 +213,8 @@ class ProcessGroup(Collectives):
     def abort(self, cause: str | BaseException) -> None:
         """Ends the generation on every rank: operations in flight and later ones raise GroupAbortedError(rank, cause).
 
-        A rank that has left the job by close() ends nothing any more.
+        A rank that has left the job by close() ends nothing any more. Any thread may call it, but no signal handler: that may
+        have interrupted a call that holds a lock which this needs.
         """
         if self._dispatch.closed and self._is_world:
             return
