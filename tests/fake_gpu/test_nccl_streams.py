@@ -400,9 +400,9 @@ def test_what_is_launched_while_others_are_in_flight_wakes_nobody(cupy: StandIn,
 
     with ProcessGroup(backend, timeout=backend.timeout) as group, cupy.cuda.Stream(non_blocking=True) as stream:
         x = cupy.asarray(np.ones(4, np.float32))
+        monkeypatch.setattr(Progress, "submit", counting)
         group.all_reduce(x, async_op=True).wait(host=True)  # the first connects
         group.synchronize()
-        monkeypatch.setattr(Progress, "submit", counting)
         released: list[int] = []
         works = []
         for place in range(3):

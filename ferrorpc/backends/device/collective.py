@@ -270,7 +270,7 @@ class CollectiveExecution(DeviceExecution):
     def _is_queued(self) -> bool:
         """Queues the copies that follow and records the end event, once all is launched. Returns whether that is done."""
         queue, launch = self.launch_queue, self._launch
-        if not queue.has_launched(self) or launch is None:
+        if launch is None or not queue.launches(self):
             return False
         with queue.lock:
             if self.end_event is None:

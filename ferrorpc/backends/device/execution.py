@@ -45,6 +45,11 @@ class DeviceExecution(InFlightExecution):
         self.stream = launch_queue.stream
         self.guard = guard
 
+    @property
+    def position(self) -> int:  # type: ignore[override]
+        """As `Execution.position`: once it is launched, the next one can be."""
+        return int(self.end_event is not None)
+
     def join(self) -> None:
         """Makes the calling thread's current stream wait for the end event. The host does not wait."""
         if self.end_event is None:
@@ -215,7 +220,7 @@ class ImmediateExecution(DeviceExecution):
                 self.after = (self._begins,) if queue.last_event is None else (self._begins, queue.last_event)
             self.launch(stream.pointer)
             self.is_launched = True
-        if not queue.has_launched(self):
+        if not queue.launches(self):
             return False
         end_event = stream.record()
         queue.dequeue(self, self.number)

@@ -8,13 +8,19 @@ in the order in which rank 0 of the group started them: it numbers them, and ann
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from ferrorpc.arrays.device import Event, Stream
 from ferrorpc.backends.device.communicator import Communicator, State, failed
+from ferrorpc.guard import SYSTEM_CLOCK
+
+LAUNCH_SECONDS: Final = 200e-6
+"""How long a launch is waited for at once. With other ranks, NCCL launches each operation of a non-blocking communicator from a
+new thread, some tens of microseconds after it was asked (2.28, group.cc). Nothing else can be launched until then."""
 
 
 class LaunchQueue:
@@ -54,6 +60,15 @@ class LaunchQueue:
         """Removes an operation that has failed, if it is still waiting."""
         with self.lock, suppress(ValueError):
             self._waiting.remove(operation)
+
+    def launches(self, operation: Any) -> bool:
+        """As `has_launched`, but waits for it for a moment."""
+        until = SYSTEM_CLOCK.now() + LAUNCH_SECONDS
+        while not self.has_launched(operation):
+            if SYSTEM_CLOCK.now() >= until:
+                return False
+            os.sched_yield()
+        return True
 
     def has_launched(self, operation: Any) -> bool:
         """Whether the communicator has put everything that it was asked for into the stream.

@@ -35,8 +35,9 @@ from ferrorpc.testing.gpu.nccl_parts import Part, perform
 ID_BYTES: Final = 128
 LOOKS_TO_CONNECT: Final = 2
 """How many state queries return IN_PROGRESS after a communicator's first operation."""
-LOOKS_TO_LAUNCH: Final = 1
-"""As many after each later one, where there are other ranks: for one alone NCCL launches within the call."""
+LOOKS_TO_LAUNCH: Final = 10
+"""As many after each later one, where there are other ranks: there NCCL launches from another thread, for one alone within the
+call."""
 SPOILT: Final = 0x5A
 """The byte that an aborted operation leaves in its target."""
 
