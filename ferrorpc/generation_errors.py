@@ -16,6 +16,8 @@ from ferrorpc.errors import (
 REFORMED_HINT: Final = (
     "use the group that reform() returned, and make again what belonged to this one: subgroups, wrapped modules, pipelines"
 )
+NOT_REACHED: Final = "it could not be reached"
+"""Begins the reason of a lost link that never was: a peer that has left answers no dial."""
 PEER_LEFT: Final = ""
 """The reason of a lost link whose peer has said goodbye: it has left, or is about to, and an operation still needs it."""
 _RANK_FIELDS: Final = frozenset(("rank", "signatures"))
@@ -79,7 +81,7 @@ def member_left(peer: int, reason: str) -> PeerLostError:
     """An operation needs a rank that has left the job. `reason` is that of its lost link."""
     message = f"rank {peer} was lost: it left the job, and an operation here still needs it"
     hint = "make all ranks call the same operations (for loops of different lengths: `uneven()`), and close() after the last"
-    if reason != PEER_LEFT:
+    if reason != PEER_LEFT and not reason.startswith(NOT_REACHED):
         message = f"{message}; its link was lost before: {reason}"
-        hint = f"look at the network between the two hosts, and at the log of rank {peer}; or {hint}"
+        hint = f"look at the log of rank {peer}, and at the network between the two hosts; or {hint}"
     return PeerLostError(peer, "it left the job", message, hint=hint)

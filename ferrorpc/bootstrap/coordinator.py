@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import select
@@ -42,16 +43,16 @@ _FLAGS: Final = (
     "log_format",
 )
 _PROGRAM: Final = """
-import sys
-sys.path[:0] = [folder for folder in sys.argv[1:3] if folder and folder not in sys.path]
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
 try:
     from ferrorpc_coordinator.__main__ import main
 except ImportError as error:
     print(*str(error).split())
     sys.exit(1)
-sys.exit(main(sys.argv[3:]))
+sys.exit(main(sys.argv[2:]))
 """
-"""Runs the coordinator from where its starter imports it, or says in one line why it cannot be imported."""
+"""Runs the coordinator with its starter's import path, or says in one line why it cannot be imported."""
 _log = logging.getLogger("ferrorpc.bootstrap")
 _pipes: dict[str, int] = {}
 """Address -> the pipe to the coordinator. Its end means that this process has ended; a byte in it, that it exited normally."""
@@ -168,13 +169,12 @@ def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, i
     Raises:
         ConfigError: the system refuses a process.
     """
-    folders = [_folder_of("ferrorpc"), _folder_of("ferrorpc_coordinator")]
     announced, announcing = os.pipe()
     watched, pipe = os.pipe()
     try:
         process = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-P", "-c", _PROGRAM, *folders, "--transient", "--starter-fd", "0", *arguments],
+            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(_import_path()), "--transient", "--starter-fd", "0", *arguments],
             dict(environment),
             file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
             setsid=True,
@@ -189,6 +189,14 @@ def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, i
         os.close(announcing)
         os.close(watched)
     return announced, pipe, process
+
+
+def _import_path() -> list[str]:
+    """This process's, in its order. The script's folder, in which other modules lie, is in it only if ferrorpc lies there."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    path = [each for each in sys.path if each not in ("", os.path.dirname(os.path.abspath(script)))]
+    own = (_folder_of("ferrorpc"), _folder_of("ferrorpc_coordinator"))
+    return [*(folder for folder in dict.fromkeys(own) if folder and folder not in path), *path]
 
 
 def _folder_of(package: str) -> str:

@@ -197,10 +197,14 @@ def _address_now(server: WorkerServer, coordinator: str, config: Config) -> str:
     """Where peers dial the server. Asked at each connection to the coordinator, because a new network ends the last one.
 
     Raises:
-        CoordinatorUnavailableError: no route leads to the coordinator.
+        CoordinatorUnavailableError: no route leads to the coordinator, or one from an address of no use to peers. There may be
+            no better one for a moment while a network comes back.
     """
     if host_may_change(config):
-        server.advertise(advertised_host(coordinator, {**config, "timeout": 0.0}))
+        try:
+            server.advertise(advertised_host(coordinator, {**config, "timeout": 0.0}))
+        except ConfigError as error:
+            raise CoordinatorUnavailableError(error.message, hint=error.hint) from None
     return server.address
 
 

@@ -279,7 +279,25 @@ def test_a_close_says_for_whom_it_waits_and_that_it_gave_up_and_the_peer_hears_t
     assert re.fullmatch(r"rank 0 closes after \d\.\d s, before rank 1 has confirmed that all it sent arrived", gave_up)
     assert "rank 0 was lost: it left the job" in heard[0]
     assert "its link was lost before" in heard[0]
-    assert "look at the network between the two hosts, and at the log of rank 0" in heard[0]
+    assert "look at the log of rank 0, and at the network between the two hosts" in heard[0]
+
+
+def test_a_rank_that_left_before_it_was_dialled_is_no_matter_of_the_network() -> None:
+    left = threading.Event()
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            group.close()
+            left.set()
+            return
+        assert left.wait(SECONDS)
+        with pytest.raises(
+            PeerLostError, match=r"^rank 1 was lost: it left the job, and an operation here still needs it\ntry: make"
+        ):
+            group.all_reduce(np.ones(3))
+
+    with GrpcWorld(2) as world:
+        run_groups([ProcessGroup(backend) for backend in world.backends], body)
 
 
 def test_a_reform_that_may_take_a_second_does_not_wait_for_a_slow_link_beyond_that() -> None:

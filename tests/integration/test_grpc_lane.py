@@ -125,6 +125,9 @@ def test_a_peer_is_not_reached_until_it_answers() -> None:
         found = eventually(first.transport.unreached, "that the peer does not answer")
         assert re.fullmatch(rf"not reached at {re.escape(servers[1].address)} in \d+\.\d s", found.pop(1))
         assert not found
+        first.latch.unhealthy[1] = "it has stalled"
+        assert first.transport.unreached() == {}, "it is known to be there, and to be busy"
+        first.latch.unhealthy.clear()
         Rank(1, servers[1]).enter(assignment_of(1, servers))
         eventually(lambda: not first.transport.unreached(), "the answer")
 

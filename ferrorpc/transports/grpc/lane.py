@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from ferrorpc.errors import CodecError, FerroError, LimitExceededError
+from ferrorpc.generation_errors import NOT_REACHED
 from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc.send_queue import SendQueue
 from ferrorpc.transports.grpc.server import METHOD
@@ -146,7 +147,7 @@ class Lane:
         while self._may_dial_again() and not (self._cancelled.is_set() or self._should_give_up(self._clock.now() - began)):
             self._cancelled.wait(REDIAL_SECONDS)
             reason = self._run_call()
-        return reason if self._committed else f"it could not be reached in {self._clock.now() - began:.1f} s: {reason}"
+        return reason if self._committed else f"{NOT_REACHED} in {self._clock.now() - began:.1f} s: {reason}"
 
     def _may_dial_again(self) -> bool:
         """Whether the call that has ended took nothing from the queue. From here on it does not: gRPC's thread may be late."""

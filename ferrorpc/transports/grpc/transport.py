@@ -148,6 +148,7 @@ class GrpcTransport(Transport):
     def unreached(self) -> dict[int, str]:
         with self._lock:
             reached = {peer for (peer, _), lane in self._lanes.items() if lane.opened} | self._left.keys()
+            reached |= {source for source, _ in self._incoming} | self._latch.unhealthy.keys()  # it is there, but busy
             waited = {peer: self._clock.now() - began for peer, began in self._dialled.items() if peer not in reached}
         return {
             peer: f"not reached at {self.assignment.peers[peer].address} in {seconds:.1f} s"

@@ -206,6 +206,16 @@ def test_it_is_imported_from_where_this_process_would(zipped: bool, own_folder: 
     os.waitpid(process, 0)
 
 
+def test_its_import_path_is_this_processs_in_its_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else it would meet other versions, of ferrorpc or of what that needs, which come later here."""
+    own = [coordinator._folder_of("ferrorpc_coordinator"), coordinator._folder_of("ferrorpc")]
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "script.py"), raising=False)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), "/first", own[0], "/between", *own[1:], "/last"])
+    assert coordinator._import_path() == [*dict.fromkeys(["/first", own[0], "/between", own[1], "/last"])]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "/first"])
+    assert sorted(coordinator._import_path()) == sorted({*own, "/first"})
+
+
 def test_what_it_cannot_import_is_named(own_folder: Callable[[str, bool], None]) -> None:
     own_folder("import ferrorpc.absent", False)
     with pytest.raises(ConfigError, match=r"on 127.0.0.1:4711: No module named 'ferrorpc.absent'\ntry: .*PYTHONPATH"):

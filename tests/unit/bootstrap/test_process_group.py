@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ferrorpc
-from ferrorpc import ConfigError, UsageError
+from ferrorpc import ConfigError, CoordinatorUnavailableError, UsageError
 from ferrorpc.bootstrap.process_group import _address_now
 from ferrorpc.config import Config
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -80,3 +80,12 @@ def test_a_worker_that_listens_everywhere_is_dialled_at_its_address_of_today(
     address = _address_now(server, "192.0.2.1:29700", Config(settings, {}))
     server.close()
     assert address == server.address == f"10.0.0.{9 if moved else 1}:{port}"
+
+
+def test_an_address_of_no_use_to_peers_is_waited_out_by_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that it has for a second, while its network comes back, ended its session for good."""
+    monkeypatch.setattr("ferrorpc.bootstrap.address._route", lambda host, port: "fe80::1")
+    server = WorkerServer("127.0.0.1", "10.0.0.1", SYSTEM_CLOCK)
+    with pytest.raises(CoordinatorUnavailableError, match="link-local"):
+        _address_now(server, "192.0.2.1:29700", Config({"bind": "::"}, {}))
+    server.close()
