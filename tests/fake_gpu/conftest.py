@@ -26,3 +26,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     if found is None:
         pytest.skip("there is no C++20 compiler to run the kernels on the host")
     return found
+
+
+@pytest.fixture
+def launched_within_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, a call waits for NCCL's launch."""
+    monkeypatch.setattr("ferrorpc.backends.device.launch_queue.LAUNCH_SECONDS", 20.0)

@@ -208,6 +208,7 @@ def test_arrays_live_until_the_gpu_is_through_and_not_longer(cupy: StandIn) -> N
 
 
 @pytest.mark.parametrize("how", ["asks", "is to be told"])
+@pytest.mark.usefixtures("launched_within_the_call")
 def test_who_waits_for_the_completion_hastens_its_watcher(cupy: StandIn, how: str) -> None:
     ranks, asked = Ranks(cupy, 2), threading.Event()
 

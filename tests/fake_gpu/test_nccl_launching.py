@@ -38,6 +38,7 @@ def behind_a_busy_gpu(cupy: StandIn, start: Any) -> None:
     run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, 2)], body)
 
 
+@pytest.mark.usefixtures("launched_within_the_call")
 def test_asynchronous_operations_are_launched_on_the_callers_thread(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted: list[str] = []
     submit = Progress.submit

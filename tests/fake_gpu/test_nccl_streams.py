@@ -388,6 +388,7 @@ def test_synchronize_does_not_take_the_end_of_the_generation_for_the_end_of_the_
             group.synchronize()
 
 
+@pytest.mark.usefixtures("launched_within_the_call")
 def test_what_is_launched_while_others_are_in_flight_wakes_nobody(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """One watcher watches all of it, and each Work is done when the GPU has reached its own end event."""
     backend: Any = nccl_backends(cupy, 1)[0]
