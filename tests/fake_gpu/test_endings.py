@@ -182,6 +182,7 @@ def test_what_is_said_to_be_done_is_right_whenever_the_generation_ends(
             group.close()
 
 
+@pytest.mark.usefixtures("launched_within_the_call")
 def test_memory_of_what_was_in_its_stream_is_kept_until_the_gpu_has_come_past_it(cupy: StandIn) -> None:
     """The GPU may use it for as long: to let go of it would give it to whoever asks next."""
     ranks = Ranks(cupy, 2)

@@ -19,6 +19,7 @@ What is modelled:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ LOOKS_TO_CONNECT: Final = 2
 LOOKS_TO_LAUNCH: Final = 10
 """As many after each later one, where there are other ranks: there NCCL launches from another thread, for one alone within the
 call."""
+STEP_SECONDS: Final = 0.02
+"""How often an abort lets the GPU go on, which may be able to although nobody has made it go on."""
 SPOILT: Final = 0x5A
 """The byte that an aborted operation leaves in its target."""
 
@@ -283,12 +286,14 @@ class FakeCommunicator:
         """As `Communicator.abort`."""
         if self.stuck is not None:
             self.stuck.wait()
-        machine = self._machine
+        machine, until = self._machine, time.monotonic() + STUCK_SECONDS
         with machine.lock:
             self.aborted = True
             self._put_into_streams()
             while self._running:  # like NCCL, which frees the memory of its kernels only after they end
-                if not machine.step() and not machine.moved.wait(STUCK_SECONDS):
+                if not machine.step():
+                    machine.moved.wait(STEP_SECONDS)
+                if time.monotonic() >= until:
                     raise GpuFault(f"an abort waits for {self._running} launches, and nothing moves")
 
     def finalize(self) -> None:
