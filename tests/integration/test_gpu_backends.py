@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -164,11 +165,12 @@ def test_gradients_become_means_on_their_gpus(
 def test_a_member_that_dies_in_a_step_gives_the_others_its_error_and_no_means(
     service: CoordinatorProcess, cupy: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(service, cupy, "death-in-a-step")
+    job, both = Job(service, cupy, "death-in-a-step"), threading.Barrier(2)
 
     def body(group: ProcessGroup) -> None:
         with cupy.cuda.Device(group.rank):
             sync = GradientSynchronizer({"a": cupy.asarray(np.zeros(4))}, group)
+            both.wait(SECONDS)
             if group.rank == 1:
                 group.session.leave("ValueError: bad batch")
                 return
