@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
 import numpy as np
 
+from ferrorpc.arrays import capture_mode
 from ferrorpc.arrays.cupy_event import CAPTURING, CupyEvent, translated
 from ferrorpc.arrays.cupy_ipc import CupyIpc
 from ferrorpc.arrays.device import DeviceArray, Event, Stream
@@ -44,11 +44,8 @@ _NULL_NUMBERS: Final = 1
 """Up to this number streams are null streams."""
 _SHARED_NUMBERS: Final = 2
 """Up to this number streams are special: the null stream of every GPU, and the per-thread default stream."""
-_DRIVER: Final = "libcuda.so.1"
 _MPS_ENABLED: Final = 133
 """cudaDevAttrMpsEnabled."""
-_RELAXED: Final = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED: the thread's queries and allocations leave its own captures alone, too."""
 EVENTS_LOOKED_AT: Final = 8
 """How many events that are in use are looked at before a new one is made."""
 _AS_IT_IS: Final = nullcontext()
@@ -193,7 +190,8 @@ class CupyDevice:
             if other is not None:
                 return other
         with self.here():
-            made = CupyEvent(self.runtime, self.runtime.eventCreateWithFlags(self.runtime.eventDisableTiming))
+            number = self.runtime.eventCreateWithFlags(self.runtime.eventDisableTiming)
+            made = CupyEvent(self.runtime, number, self.have_context)
         self.events.append(made)
         return made
 
@@ -251,19 +249,23 @@ class CupyDevice:
     def enter_own_thread(self) -> None:
         """As `Device.enter_own_thread`."""
         self.cupy.cuda.Device(self.index).use()  # a thread without a context may have no mode
-        _exchange_capture_mode(_RELAXED)
+        capture_mode.exchange(capture_mode.RELAXED)
+
+    def have_context(self) -> None:
+        """Makes it the calling thread's device where that has used no GPU, so that CUDA creates no context on another."""
+        if not self.cupy.cuda.driver.ctxGetCurrent():
+            self.cupy.cuda.Device(self.index).use()
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
         """As `Device.beside_captures`."""
-        if not self.cupy.cuda.driver.ctxGetCurrent():
-            self.cupy.cuda.Device(self.index).use()
+        self.have_context()
         with self._as_current_device():
-            before = _exchange_capture_mode(_RELAXED)
+            before = capture_mode.exchange(capture_mode.RELAXED)
             try:
                 yield
             finally:
-                _exchange_capture_mode(before)
+                capture_mode.exchange(before)
 
     def holds(self, array: DeviceArray) -> bool:
         """As `Device.holds`."""
@@ -440,23 +442,6 @@ def open_device(index: int | None = None) -> CupyDevice:
             f"there is no GPU {chosen}; CuPy sees {count}", "look at FERRORPC_DEVICE and CUDA_VISIBLE_DEVICES"
         )
     return device_of(cupy, chosen)
-
-
-@cache
-def _driver() -> Any:
-    """CUDA's driver, for the call that CuPy lacks; None beside a stand-in for CuPy, which needs none."""
-    try:
-        return ctypes.CDLL(_DRIVER)
-    except OSError:
-        return None
-
-
-def _exchange_capture_mode(mode: int) -> int:
-    """Sets the calling thread's mode for the captures of CUDA graphs. Returns the former."""
-    driver, exchanged = _driver(), ctypes.c_int(mode)
-    if driver is not None:
-        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
-    return exchanged.value
 
 
 def _identity(runtime: Any, index: int) -> str:

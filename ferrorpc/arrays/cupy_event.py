@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
+from ferrorpc.arrays import capture_mode
 from ferrorpc.errors import BackendUnavailableError
 
 _SUCCESS: Final = 0
@@ -21,13 +23,16 @@ class CupyEvent:
     still wait for the earlier record.
 
     Args:
+        runtime: the module `cupy.cuda.runtime`.
         number: the CUDA event.
+        have_context: makes its GPU the calling thread's where that has used none.
     """
 
-    __slots__ = ("_runtime", "number")
+    __slots__ = ("_have_context", "_runtime", "number")
 
-    def __init__(self, runtime: Any, number: int) -> None:
+    def __init__(self, runtime: Any, number: int, have_context: Callable[[], None]) -> None:
         self._runtime = runtime
+        self._have_context = have_context
         self.number = number
 
     @property
@@ -35,10 +40,16 @@ class CupyEvent:
         """As `Event.done`.
 
         Raises:
-            BackendUnavailableError: the GPU has failed, and will reach no event any more; or a CUDA graph is being captured.
+            BackendUnavailableError: the GPU has failed, and will reach no event any more; or a CUDA graph that is being
+                captured holds the event.
         """
         runtime = self._runtime
-        status = runtime.eventQuery(self.number)
+        self._have_context()
+        mode = capture_mode.exchange(capture_mode.RELAXED)
+        try:
+            status = runtime.eventQuery(self.number)
+        finally:
+            capture_mode.exchange(mode)
         if status == _SUCCESS:
             return True
         if status == _NOT_READY:

@@ -27,7 +27,8 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the GPU has reached it."""
+        """Whether the GPU has reached it. Any thread may ask, also while a CUDA graph is being captured, and whichever device
+        is its current one. A thread that has used no GPU stands on the event's from then on."""
 
 
 class Stream(Protocol):
@@ -55,12 +56,12 @@ class Device(Protocol):
         """Makes it the calling thread's current device."""
 
     def enter_own_thread(self) -> None:
-        """As `make_current`, for a thread of the library's own, which then may query events while another thread captures a
-        CUDA graph. By default such a query fails, and so does the capture."""
+        """As `make_current`, for a thread of the library's own, whose calls then leave alone the CUDA graphs that other threads
+        capture (`capture_mode`)."""
 
     def beside_captures(self) -> AbstractContextManager[None]:
-        """A context for any thread, in which it is the current device, and such queries, and pinning memory, leave captures
-        alone, also those of the calling thread."""
+        """A context for any thread, in which it is the current device, and pinning memory, as other calls, leaves captures
+        alone, also those of the calling thread (`capture_mode`)."""
 
     def here(self) -> AbstractContextManager[Any]:
         """A context in which it is the calling thread's current device, for what is done in the caller's stream."""

@@ -16,10 +16,11 @@ from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.testing import run_world
+from ferrorpc.testing import run_groups, run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu import ddp_worlds
 from tests.fake_gpu.test_nccl_streams import world
+from tests.fake_gpu.worlds import host_lanes, nccl_backends
 from tests.unit.ddp.model import Plain
 from tests.waiting import eventually
 
@@ -239,3 +240,33 @@ def test_a_call_that_cuda_refuses_beside_a_capture_leaves_its_number_to_the_next
         group.barrier(timeout=5)
 
     world(cupy, 2, body)
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "host all_reduce", "barrier", "synchronize", "wait(host=True)"])
+@pytest.mark.parametrize("kind", ["nccl", "staged"])
+def test_a_call_that_blocks_leaves_the_captures_of_other_threads_alone(cupy: StandIn, kind: str, what: str) -> None:
+    """A query of an event fails, and so does the capture, unless the thread that queries is in relaxed mode."""
+    backends: list[Any] = nccl_backends(cupy, 2) if kind == "nccl" else host_lanes(2)
+    captured = cupy.cuda.Stream(non_blocking=True).fake
+    meeting = threading.Barrier(2)
+
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Device(group.rank):
+            x = cupy.asarray(np.ones(1 << 16, np.float32))
+            work = group.all_reduce(x, async_op=True)
+            meeting.wait()
+            captured.captured = True
+            call: Callable[[], Any] = {
+                "all_reduce": lambda: group.all_reduce(x),
+                "host all_reduce": lambda: group.all_reduce(np.ones(5)),
+                "barrier": group.barrier,
+                "synchronize": group.synchronize,
+                "wait(host=True)": lambda: work.wait(host=True),
+            }[what]
+            call()
+            meeting.wait()
+            captured.captured = False
+            assert cupy.asnumpy(work.wait())[0] == 2.0
+
+    run_groups([ProcessGroup(backend) for backend in backends], body)
+    assert not captured.capture_failed

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from ferrorpc.arrays import capture_mode
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.cupy_kind import CupyKind, cupy_kind
 from ferrorpc.arrays.kinds import copy_into
@@ -26,12 +26,12 @@ from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
-from ferrorpc.testing import run_world
+from ferrorpc.testing import run_groups, run_world
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType, TensorSpec
 from tests.fake_gpu.worlds import host_lanes
-from tests.threads import in_threads
+from tests.threads import in_threads, results_of
 
 
 def test_the_null_stream_that_waits_is_that_of_its_own_gpu_on_every_thread(cupy: StandIn) -> None:
@@ -271,12 +271,11 @@ def test_threads_of_the_library_may_query_events_while_a_graph_is_captured(
     """A query fails another thread's capture, unless the thread that queries is in relaxed mode."""
     modes: list[tuple[str, int, int]] = []
 
-    def exchange(mode: Any) -> int:
-        modes.append((threading.current_thread().name, mode._obj.value, cupy.gpu.index))
-        return 0
+    def exchange(mode: int) -> int:
+        modes.append((threading.current_thread().name, mode, cupy.gpu.index))
+        return cupy.exchange_capture_mode(mode)
 
-    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
-    monkeypatch.setattr("ferrorpc.arrays.cupy_device._driver", lambda: driver)
+    monkeypatch.setattr(capture_mode, "exchange", exchange)
     monkeypatch.setattr(SYSTEM_CLOCK, "progress", Progress(SYSTEM_CLOCK), raising=False)
 
     def body(group: ProcessGroup) -> None:
@@ -290,23 +289,45 @@ def test_threads_of_the_library_may_query_events_while_a_graph_is_captured(
 def test_memory_is_looked_after_beside_the_capture_of_a_graph_also_by_the_thread_that_captures(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mode, queried = [0], list[int]()
+    modes = list[int]()
 
-    def exchange(given: Any) -> int:
-        given._obj.value, mode[0] = mode[0], given._obj.value
-        return 0
-
-    def query(event: int) -> int:
-        queried.append(mode[0])
-        return 0
+    def mode() -> int:
+        now = cupy.exchange_capture_mode(0)
+        cupy.exchange_capture_mode(now)
+        return now
 
     device = device_of(cupy, 0)
     staging = device.staging
     staging.downloads.keep("an array", device.current().record())
-    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
-    monkeypatch.setattr("ferrorpc.arrays.cupy_device._driver", lambda: driver)
-    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", query)
-    pin = cupy.cuda.alloc_pinned_memory
-    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", lambda size: queried.append(mode[0]) or pin(size))
+    query, pin = cupy.cuda.runtime.eventQuery, cupy.cuda.alloc_pinned_memory
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: modes.append(mode()) or query(event))
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", lambda size: modes.append(mode()) or pin(size))
     staging.host_memory((5,), np.dtype(np.float32))
-    assert (queried, mode) == ([2, 2], [0]), "in relaxed mode, which spares the captures of this thread, too"
+    assert (modes, mode()) == ([capture_mode.RELAXED] * 2, 0), "in relaxed mode, which spares the captures of this thread, too"
+
+
+@pytest.mark.parametrize("what", ["barrier", "synchronize", "close", "async barrier"])
+def test_a_thread_that_has_used_no_gpu_makes_no_context_on_another_than_the_groups(cupy: StandIn, what: str) -> None:
+    nccl, lanes = FakeNccl(cupy.machine), host_lanes(2)
+
+    def make(rank: int) -> NcclBackend:
+        cupy.cuda.Device(1 + rank).use()
+        return NcclBackend(lanes[rank], device_of(cupy, 1 + rank), nccl.api(rank, gpu=1 + rank))
+
+    def body(group: ProcessGroup) -> None:
+        cupy.cuda.Device(1 + group.rank).use()
+        x = cupy.asarray(np.ones(64, np.float32))
+        group.all_reduce(x, out=x)
+        call: Callable[[], Any] = {
+            "barrier": group.barrier,
+            "synchronize": group.synchronize,
+            "close": group.close,
+            "async barrier": lambda: group.barrier(async_op=True).wait(),
+        }[what]
+        with ThreadPoolExecutor(1) as others:
+            others.submit(call).result()
+
+    backends = results_of(in_threads(2, make))
+    cupy.machine.gpus[0].has_context = False
+    run_groups([ProcessGroup(backend) for backend in backends], body)
+    assert not cupy.machine.gpus[0].has_context

@@ -7,6 +7,7 @@ It reproduces these less obvious behaviours:
 - A stream is destroyed with its object.
 - An event is not done if the GPU has failed.
 - A UUID is cut before its first zero byte, like a C string.
+- While a graph is captured, a query of an event by a thread that is not in relaxed mode fails, and so does the capture.
 - A thread begins on GPU 0. A context is created on the current GPU by whatever sets it, creates or queries something there.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final, Self
 
+from ferrorpc.arrays.capture_mode import RELAXED
 from ferrorpc.testing.gpu.ipc import FakeIpc
 from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, Machine
 
@@ -24,6 +26,7 @@ HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 NOT_READY: Final = 600
 INVALID_HANDLE: Final = 400
 INVALID_DEVICE: Final = 101
+CAPTURE_UNSUPPORTED: Final = 900
 PER_THREAD: Final = 2
 """The number of the per-thread default stream."""
 
@@ -34,6 +37,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.device = 0
         self.has_context = False
+        self.capture_mode = 0
         self.devices: list[int] = []
         """The device to restore at the end of each open `with device:`."""
         self.current: dict[int, _Stream] = {}
@@ -73,11 +77,22 @@ class Driver:
         """The number of a device; -1 means the calling thread's current device."""
         return self.thread.device if device < 0 else device
 
+    def exchange_capture_mode(self, mode: int) -> int:
+        """As cuThreadExchangeStreamCaptureMode, on the current device."""
+        self.set_device(self.thread.device)
+        before, self.thread.capture_mode = self.thread.capture_mode, mode
+        return before
+
     def query(self, event: int) -> int:
         """The status of an event, or the error of the machine if a GPU has failed."""
         self.set_device(self.thread.device)
         if self.machine.failure:
             return self.machine.failure
+        captured = [stream for gpu in self.machine.gpus for stream in list(gpu.streams.values()) if stream.captured]
+        if captured and self.thread.capture_mode != RELAXED:
+            for stream in captured:
+                stream.capture_failed = True
+            return CAPTURE_UNSUPPORTED
         return 0 if self.machine.event(event).done else NOT_READY
 
 

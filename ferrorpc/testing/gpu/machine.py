@@ -107,7 +107,9 @@ class FakeStream:
         self.destroyed = False
         """A destroyed stream must not be used any more, but its queued tasks still run."""
         self.captured = False
-        """Whether a CUDA graph is being captured from it."""
+        """Whether a CUDA graph is being captured from it, in CUDA's default mode, which forbids some calls to every thread."""
+        self.capture_failed = False
+        """Whether a thread that was not in relaxed mode has made such a call."""
         self.tasks: deque[Task] = deque()
 
     def enqueue(self, task: Task) -> None:

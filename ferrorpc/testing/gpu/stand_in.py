@@ -20,6 +20,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.lib.stride_tricks import as_strided
 
+from ferrorpc.arrays import capture_mode
 from ferrorpc.arrays.cupy_device import forget
 from ferrorpc.testing.gpu.cuda import CUDADriverError, Driver, MemoryPointer, cuda
 from ferrorpc.testing.gpu.kernels import raw_module
@@ -199,6 +200,7 @@ class StandIn(ModuleType):
         super().__init__("cupy")
         self.machine = machine
         self._driver = Driver(machine)
+        self.exchange_capture_mode = self._driver.exchange_capture_mode
         self.ndarray: Any = type("ndarray", (Array,), {"cupy": self})
         self.cuda = cuda(self._driver)
         self.RawModule = raw_module(self._driver)
@@ -345,10 +347,13 @@ def _place(x: Any) -> Callable[[], Any]:
 def stand_in(machine: Machine) -> Iterator[StandIn]:
     """Installs the stand-in as `cupy` for the duration of a `with`. Raises the first fault of the machine's GPUs at the end."""
     before = sys.modules.get("cupy")
+    exchange = capture_mode.exchange
     sys.modules["cupy"] = cupy = StandIn(machine)
+    capture_mode.exchange = cupy.exchange_capture_mode
     try:
         yield cupy
     finally:
+        capture_mode.exchange = exchange
         if before is None:
             del sys.modules["cupy"]
         else:
