@@ -7,6 +7,7 @@ arguments.py checks what callers pass, results.py makes what they get, and dispa
 from __future__ import annotations
 
 import hashlib
+import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -62,8 +63,13 @@ class ProcessGroup(Collectives):
         super().__init__(_backend_given(backend), seconds_of(timeout, 60.0))
         self._is_world = backend.group_id == 0
         self._subgroups = 0
+        self._ending = threading.RLock()  # reentrant for a signal handler that closes the group
+        self._has_left = False
+        """Whether close() has nothing left to do: until then one that was interrupted can be called again."""
         self._following: ProcessGroup | None = None
         """The group of the newest generation that followed this one by `reform`."""
+        self._renewed: ProcessGroup | None = None
+        """The group of the next generation, until `reform` returns it: an interrupt must not lose it."""
         self._block: weakref.ref[ProcessGroup] | None = None
         """The group whose `with` block closes this one."""
         session = backend.session
@@ -233,31 +239,38 @@ class ProcessGroup(Collectives):
                 the timeouts of `init_process_group`.
 
         Raises:
-            RendezvousTimeoutError: naming who is missing. It may be called again; operations of this group are refused.
+            RendezvousTimeoutError: naming who is missing. It may be called again, as after Ctrl-C; operations of this group
+                are refused.
         """
         seconds = seconds_of(timeout, self.timeout)
         if not self._is_world:
             raise UsageError("a subgroup cannot be formed again", hint="call reform() on the world's group, then subgroup()")
-        if self._dispatch.closed:
-            self._dispatch.check_open()
-        clock = self._backend.clock
-        until = clock.now() + seconds
-        if self._backend.latch.cause is None:
-            self._dispatch.drain(clock.now() + seconds / 2)  # what never ends must not take the time to meet the others
-        try:
-            renewed = self._backend.renew(max(0.0, until - clock.now()))
-        except BaseException as error:
-            if not isinstance(error, BackendUnavailableError):
-                self._dispatch.give_up()
-            raise
-        following = ProcessGroup(renewed, self.timeout)
+        if self._renewed is None:
+            if self._dispatch.closed:
+                self._dispatch.check_open()
+            self._renewed = self._next_generation(seconds)
+        following = self._renewed
         over = generation_replaced(self.generation, following.generation)
         self._dispatch.close(GroupClosedError(over.message, hint=over.hint))
         self._backend.latch.trip(over)
         self._backend.close()
         block = (None if self._block is None else self._block()) or self
         block._following, following._block = following, weakref.ref(block)
+        self._has_left = True
+        self._renewed = None
         return following
+
+    def _next_generation(self, seconds: float) -> ProcessGroup:
+        clock = self._backend.clock
+        until = clock.now() + seconds
+        if self._backend.latch.cause is None:
+            self._dispatch.drain(clock.now() + seconds / 2)  # what never ends must not take the time to meet the others
+        try:
+            return ProcessGroup(self._backend.renew(max(0.0, until - clock.now())), self.timeout)
+        except BaseException as error:
+            if not isinstance(error, BackendUnavailableError):
+                self._dispatch.give_up()
+            raise
 
     def close(self) -> None:
         """Refuses new operations, gives those in flight here and in subgroups 0.4 s, and leaves the job. Idempotent.
@@ -275,11 +288,18 @@ class ProcessGroup(Collectives):
         was sent and not received is dropped; other operations in flight go on, because peers may need them. A peer that waits
         for this rank in a later collective of the subgroup ends the generation, with a GroupAbortedError that names this rank.
         """
-        if not self._dispatch.closed:
-            self._dispatch.close()
-            if self._backend.latch.cause is None:
-                self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
-            self._leave("")
+        if self._renewed is not None:  # of a reform() that was interrupted
+            return self.reform().close()
+        with self._ending:
+            if self._has_left:
+                return None
+            try:
+                if not self._dispatch.closed:
+                    self._dispatch.close()
+                    if self._backend.latch.cause is None:
+                        self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
+            finally:  # also when it is interrupted, or the others would not hear of it
+                self._leave("")
 
     def _leave(self, reason: str) -> None:
         """Closes the lanes and leaves the job. A reason (an exception's) is sent to the others before the lanes close."""
@@ -287,15 +307,17 @@ class ProcessGroup(Collectives):
         if not self._is_world:
             self._dispatch.retire()
             self._backend.close()
+            self._has_left = True
             return
         session = self._backend.session
         if reason and session is not None:
             session.leave(reason)
         try:
             self._backend.close()
-        finally:  # also when it is interrupted, or this process would stay a member that nobody can close any more
+        finally:  # as in `close`
             if session is not None:
                 session.leave(reason)
+        self._has_left = True
         if session is not None:  # what was abandoned has its error before the process may end
             self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
 

@@ -60,8 +60,11 @@ class Replica:
     ) -> None:
         self.module = module
         self.group = group
-        self.syncs = True
-        """Whether gradients are averaged now: false under `no_sync`."""
+        self.may_sync = True
+        """Whether gradients are averaged outside of `no_sync` and `accumulate`."""
+        self._blocks_without_sync = 0
+        self._accumulation: object | None = None
+        """Stands for the newest `accumulate`, until its last part."""
         self._views = views
         self._check_every = _checked_interval(check_every)
         self._all_parameters = named_parameters(module)
@@ -123,22 +126,33 @@ class Replica:
                     hint="wrap the module again, or leave it frozen",
                 )
 
+    @property
+    def syncs(self) -> bool:
+        """Whether gradients are averaged now."""
+        return self.may_sync and not self._blocks_without_sync and self._accumulation is None
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it gradients accumulate on each rank and none is averaged. All ranks alike."""
-        before, self.syncs = self.syncs, False
+        self._blocks_without_sync += 1
         try:
             yield
         finally:
-            self.syncs = before
+            self._blocks_without_sync -= 1
 
     def accumulate(self, count: Any) -> Iterator[int]:
-        """Yields 0 to count - 1. Gradients are averaged in the last iteration only."""
+        """Yields 0 to count - 1. Gradients are averaged in the last iteration only. One that was left half-way, and that
+        something still refers to, ends where the next one begins."""
         if not isinstance(count, int | np.integer) or count < 1:
             raise UsageError(f"accumulate({count!r}) has no last part", hint="pass 1 or more")
-        for index in range(count - 1):
-            with self.no_sync():
+        own = object()
+        try:
+            for index in range(count - 1):
+                self._accumulation = own
                 yield index
+        finally:
+            if self._accumulation is own:
+                self._accumulation = None
         yield count - 1
 
     def check_weight(self, weight: float | None) -> None:

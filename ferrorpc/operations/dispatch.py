@@ -62,6 +62,8 @@ class Dispatch:
         self._lock = threading.Lock()
         self._prepared: OrderedDict[tuple[Hashable, ...], Prepared] = OrderedDict()
         self._numbers = itertools.count(1)
+        self._ended_at: int | None = None
+        """The number that the next operation would have had when the group was closed."""
         self._streams = 0
         self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
@@ -84,10 +86,13 @@ class Dispatch:
         self.closed = self.refuses = True
 
     def retire(self) -> None:
-        """After close(): ends the recvs of a subgroup, and tells the backend which operation was the last to begin."""
+        """After close(): ends the recvs of a subgroup, and tells the backend which operation was the last to begin. May be
+        called again where it was interrupted."""
         self.backend.latch.forget(self._ticket)
         self._latch_of_recvs.trip(self._closing)
-        self.backend.retire(self.next_number() - 1)
+        if self._ended_at is None:
+            self._ended_at = self.next_number()
+        self.backend.retire(self._ended_at - 1)
 
     def give_up(self) -> None:
         """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""
@@ -102,15 +107,15 @@ class Dispatch:
         """Raises GroupClosedError after close() or a failed reform(), and the first cause once the generation has ended."""
         if self.closed:
             raise self._closing.again()
-        cause = self.backend.latch.cause
-        if cause is not None:
-            cause.mark_shown()
-            raise self.located(cause.again())
         if self.refuses:
             raise GroupClosedError(
                 "a reform() of this group came to nothing, and its lanes are closed",
                 hint="call group.reform() again for the next generation, or group.close()",
             )
+        cause = self.backend.latch.cause
+        if cause is not None:
+            cause.mark_shown()
+            raise self.located(cause.again())
 
     def end(self, cause: FerroError) -> None:
         """Ends the generation on every rank. Returns once this rank knows of it, so that no operation begins afterwards."""

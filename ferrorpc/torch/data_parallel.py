@@ -126,7 +126,7 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._replica.syncs = bool(value)
+        self._replica.may_sync = bool(value)
 
     def weighted(self, weight: float) -> AbstractContextManager[None]:
         """Backward passes within it have this weight in the mean, such as this rank's number of tokens or samples:

@@ -342,6 +342,7 @@ def test_who_interrupts_a_close_has_left_the_job_all_the_same(monkeypatch: pytes
     """The peers of a notebook that goes on would take it for a member."""
 
     def interrupted(backend: SimulatedBackend) -> None:
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
     def body(group: ProcessGroup) -> bool:

@@ -129,6 +129,34 @@ def test_accumulate_averages_a_modules_gradients_with_the_last_part():
     assert run_world(2, body) == [[3.5, 3.5]] * 2
 
 
+@pytest.mark.parametrize("ends", [[], [0, 1], [1, 0]])
+def test_an_accumulation_that_was_left_half_way_takes_nothing_from_the_next_steps(ends):
+    """A kept exception keeps the frame in which it is suspended, and so the block that averages nothing."""
+
+    def body(group):
+        module = Plain(w=np.zeros(1))
+        ddp = DistributedDataParallel(module, group)
+
+        def step(parts):
+            module["w"].grad = None
+            for _ in parts:
+                module["w"].grad = np.full(1, float(group.rank))
+                ddp.sync_gradients()
+            return module["w"].grad[0]
+
+        left = [ddp.accumulate(3), ddp.accumulate(2)]
+        for each in left:
+            next(each)
+        for index in ends:
+            left[index].close()
+        means = [step(ddp.accumulate(2)), step([0])]
+        with ddp.no_sync():
+            means.append(step([0]))
+        return means, len(left)
+
+    assert run_world(2, body) == [([0.5, 0.5, float(rank)], 2) for rank in range(2)]
+
+
 @pytest.mark.parametrize("counts", [[3, 3], [1, 4], [0, 2], [5, 1, 3]])
 def test_uneven_inputs_weigh_a_finished_rank_nothing(counts):
     def body(group):

@@ -1,0 +1,77 @@
+"""Ctrl-C within close() and reform(): what was begun can be finished, so the process can always join again."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+import ferrorpc
+from ferrorpc import GroupAbortedError, GroupClosedError, PeerLostError, ProcessGroup
+from ferrorpc.testing import run_world
+from tests.interrupts import InterruptAt
+
+FILES = ("ferrorpc/group.py", "ferrorpc/operations/dispatch.py")
+
+
+def was_struck(place: int, call: Callable[[], object], files: tuple[str, ...] = FILES) -> bool:
+    """Interrupts a call at that place in these files. Returns whether the call got there."""
+    strike, before = InterruptAt(place, lambda file: file.endswith(files)), sys.getprofile()
+    sys.setprofile(strike)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return False
+
+
+def alone() -> ProcessGroup:
+    return ferrorpc.init_process_group(timeout=5.0)
+
+
+@pytest.mark.parametrize("is_subgroup", [False, True])
+def test_wherever_close_is_interrupted_the_group_is_left(is_subgroup: bool) -> None:
+    """Nobody else could do it: a second close() does nothing."""
+
+    def body(world: ProcessGroup, place: int) -> bool:
+        group = world.subgroup([0, 1]) if is_subgroup else world
+        assert group is not None
+        if group.rank == 1:
+            with pytest.raises((GroupAbortedError, PeerLostError), match="rank 0"):
+                group.barrier(timeout=60.0)
+            return False
+        work = group.recv(1, async_op=True)
+        struck = was_struck(place, group.close)
+        group.close()
+        with pytest.raises(GroupClosedError):
+            work.wait(1.0)
+        return struck
+
+    place = 1
+    while run_world(2, partial(body, place=place))[0]:
+        place += 1
+    assert place > 3
+
+
+@pytest.mark.parametrize("end", ["reform", "close"])
+def test_wherever_reform_is_interrupted_the_group_can_be_formed_again_or_closed(end: str) -> None:
+    for place in itertools.count(1):
+        group, renewed = alone(), list[ProcessGroup]()
+        reform = partial(lambda group, renewed: renewed.append(group.reform()), group, renewed)
+        struck = was_struck(place, reform, (*FILES, "ferrorpc/guard.py"))
+        if end == "reform" and struck:
+            renewed.append(group.reform())
+        for each in renewed:
+            assert each.all_reduce(1) == 1
+            each.close()
+        group.close()
+        if not struck:
+            break
+    assert place > 3
+    with pytest.raises(GroupClosedError, match="use the group that"):
+        group.reform()
