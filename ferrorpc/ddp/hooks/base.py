@@ -73,6 +73,10 @@ class Hook(ABC):
             )
         self._serves = weakref.ref(stream)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle, which serves nobody yet."""
+        return {name: value for name, value in vars(self).items() if name != "_serves"}
+
     def _still_serves(self) -> bool:
         served = None if self._serves is None else self._serves()
         return served is not None and served.is_open
