@@ -65,6 +65,8 @@ class Dispatch:
         self._ended_at: int | None = None
         """The number that the next operation would have had when the group was closed."""
         self._streams = 0
+        self._last: dict[int, int] = {}
+        """The largest number that has begun in each stream; program order has its own count."""
         self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self.landings: dict[tuple[tuple[int, int], ...], Landing] = {}
@@ -86,13 +88,13 @@ class Dispatch:
         self.closed = self.refuses = True
 
     def retire(self) -> None:
-        """After close(): ends the recvs of a subgroup, and tells the backend which operation was the last to begin. May be
+        """After close(): ends the recvs of a subgroup, and tells the backend which operations were the last to begin. May be
         called again where it was interrupted."""
         self.backend.latch.forget(self._ticket)
         self._latch_of_recvs.trip(self._closing)
         if self._ended_at is None:
             self._ended_at = self.next_number()
-        self.backend.retire(self._ended_at - 1)
+        self.backend.retire({**self._last, 0: self._ended_at - 1})
 
     def give_up(self) -> None:
         """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""
@@ -132,6 +134,11 @@ class Dispatch:
         if channels is not None and self.backend.arena is not None:
             self.backend.arena.open_stream(stream, channels)
         return stream
+
+    def begin_in_stream(self, stream: int, number: int) -> None:
+        """Notes that an operation with a number of its own begins now."""
+        with self._lock:
+            self._last[stream] = max(number, self._last.get(stream, 0))
 
     def next_number(self) -> int:
         """The number of the next operation in program order."""

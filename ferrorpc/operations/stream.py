@@ -112,6 +112,7 @@ class Stream:
         specs = tuple([source.spec for source in sources])
         prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, unordered=self._unordered)
         try:
+            dispatch.begin_in_stream(self._number, number)
             execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
             return dispatch.submit(execution, result)
         except KeyboardInterrupt:

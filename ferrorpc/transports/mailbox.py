@@ -8,7 +8,7 @@ messages that do not fit:
 2. A frame whose signature differs from the local call's is reported at once, whether it arrives before, during or after that
    call. A call that is not finished fails. (The signatures of finished operations are kept in a bounded history.)
 3. A frame of an operation older than the history is dropped, and so is what nobody will take in a closed group: its messages of
-   sends, and those of operations in program order that this rank has not begun.
+   sends, and those of operations that come after the last one which this rank has begun in their stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, GroupAbortedError, LimitExceededError
@@ -25,7 +25,7 @@ from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected
 from ferrorpc.transports.point_to_point import Message, PostedReceive, ReceiveQueue, ungranted_error
 from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.v1 import transport_pb2
-from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
+from ferrorpc.wire.frames import BARRIER_STREAM, BESIDE, POINT_TO_POINT, Frame, Key
 
 HISTORY: Final = 4096
 """Number of finished operations whose signature is kept."""
@@ -140,7 +140,7 @@ class Mailbox:
         self._last: dict[tuple[int, int], tuple[int, str]] = {}
         self._lookups: dict[int, weakref.WeakMethod[Callable[[Key], CallRecord]]] = {}
         self._missed: set[tuple[int, Key]] = set()
-        self._retired: dict[int, int] = {}
+        self._retired: dict[int, Mapping[int, int]] = {}
         self._sending: dict[tuple[Key, int, int], Box] = {}
         self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
 
@@ -190,10 +190,13 @@ class Mailbox:
         lookups = self._lookups
         lookups[group] = weakref.WeakMethod(entered, lambda _: lookups.pop(group, None))
 
-    def retire(self, group: int, last: int) -> None:
-        """The group is closed: this rank begins no operation of it in program order after number `last`, and receives no send.
+    def retire(self, group: int, last: Mapping[int, int]) -> None:
+        """The group is closed: this rank begins no operation of it any more, and receives no send.
 
         Peers that wait for a later operation are told. What has come of one, or was sent, is dropped, and what comes later too.
+
+        Args:
+            last: the largest number that it has begun in each stream; a stream without any is left out.
         """
         with self._lock:
             self._retired[group] = last
@@ -206,8 +209,9 @@ class Mailbox:
                 self._unexpected_bytes -= self._inbound.pop(place).unexpected_bytes
 
     def _is_retired(self, key: Key) -> bool:
-        """Whether an operation in program order comes after the last one of a group that was closed."""
-        return key.stream == 0 and key.number > self._retired.get(key.group, key.number)
+        """Whether an operation of a group that was closed comes after the last one that this rank has begun in its stream."""
+        last = self._retired.get(key.group)
+        return last is not None and key.stream < BARRIER_STREAM and key.number > last.get(key.stream % BESIDE, -1)
 
     def leave(self, key: Key) -> None:
         """Ends an operation on this rank. Its signature stays in the history."""

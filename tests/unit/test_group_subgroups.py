@@ -15,6 +15,7 @@ from ferrorpc import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     FerroError,
+    GradientSynchronizer,
     GroupAbortedError,
     GroupClosedError,
     PeerLostError,
@@ -204,6 +205,32 @@ def test_who_waits_in_a_subgroup_for_a_rank_that_closed_it_is_told(transport: st
 
 def test_who_waits_in_a_simulated_subgroup_for_a_rank_that_closed_it_is_told() -> None:
     assert run_world(3, closes_while_others_wait) == [(2, CLOSED, 0), (2, CLOSED, 0), (2, CLOSED, True)]
+
+
+def closes_between_steps(group: ProcessGroup) -> float:
+    """Rank 2 closes a subgroup of which the others take another step; how long they wait to be told."""
+    sub, clock = group.subgroup([2, 1, 0]), group.session.clock
+    assert sub is not None
+    synchronizer = GradientSynchronizer({"w": np.zeros(4)}, sub)
+    synchronizer({"w": np.ones(4)})
+    if group.rank == 2:
+        sub.close()
+        clock.parker().park(clock.now() + 2.0)
+    began = clock.now()
+    with pytest.raises(GroupAbortedError, match="rank 2 ended the group: it closed a subgroup in which others wait for it"):
+        group.barrier() if group.rank == 2 else synchronizer({"w": np.ones(4)})
+    return clock.now() - began
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_who_takes_a_step_in_a_subgroup_that_another_rank_closed_is_told(transport: str) -> None:
+    with GrpcWorld(3, transport=transport) as world:
+        waits = run_groups([ProcessGroup(backend, timeout=20.0) for backend in world.backends], closes_between_steps)
+    assert max(waits) < 5.0
+
+
+def test_who_takes_a_step_in_a_simulated_subgroup_that_another_rank_closed_is_told() -> None:
+    assert max(run_world(3, closes_between_steps)) < 5.0
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])

@@ -11,7 +11,7 @@ from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, F
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, CallRecord, Mailbox
 from ferrorpc.transports.point_to_point import PostedReceive
 from ferrorpc.types import DType
-from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
+from ferrorpc.wire.frames import BARRIER_STREAM, BESIDE, POINT_TO_POINT, Frame, Header, Key
 
 
 def frame(
@@ -328,11 +328,10 @@ def test_what_nobody_received_in_a_closed_group_is_dropped_and_what_comes_later_
             if number == 2:
                 limited.deliver(frame(never._replace(group=closed), 0))
                 limited.deliver(frame(begun._replace(group=closed), 0))
-                limited.retire(closed, 3)
+                limited.retire(closed, {0: 3})
         limited.deliver(frame(never._replace(group=closed), 2))
     assert (reported, limited._inbound, set(limited._boxes)) == ([], {}, {begun, begun._replace(group=8)})
     assert len(limited.enter(begun, "a()", lambda: None).frames) == 1, "its operation is in flight"
-    assert limited.standing(never._replace(stream=2), "a()").standing == ABSENT
     assert reported == []
 
 
@@ -342,13 +341,27 @@ def test_what_waits_in_open_groups_is_received_although_another_closes() -> None
         box_of.deliver(frame(Key(group, POINT_TO_POINT, 1), 0, slot=5))
         box_of.deliver(frame(Key(group, 0, 9), 0))
         box_of.deliver(frame(Key(group, 2, 9), 0))
-    box_of.retire(7, 3)
+        box_of.deliver(frame(Key(group, 2, 10), 0))
+    box_of.retire(7, {0: 3, 2: 9})
     for group in (0, 6):
         post = PostedReceive(lambda: None)
         box_of.post(group, 0, 5, post)
         assert post.message is not None
         assert len(box_of.enter(Key(group, 0, 9), "a()", lambda: None).frames) == 1
-    assert len(box_of.enter(Key(7, 2, 9), "a()", lambda: None).frames) == 1, "streams of their own may still have operations"
+    assert len(box_of.enter(Key(7, 2, 9), "a()", lambda: None).frames) == 1, "it is in flight"
+    assert {key for key in box_of._boxes if key.group == 7} == {Key(7, 2, 9)}
+
+
+@pytest.mark.parametrize("never", [Key(7, 0, 4), Key(7, BESIDE, 4), Key(7, 2, 10), Key(7, 3, 0)])
+def test_who_waits_for_what_begins_no_more_in_a_closed_group_is_told(never: Key) -> None:
+    box_of, reported = mailbox()
+    box_of.retire(7, {0: 3, 2: 9})
+    for begun in (Key(7, 0, 3), Key(7, BESIDE, 3), Key(7, 2, 9), Key(7, BARRIER_STREAM, 5), Key(8, 3, 0)):
+        box_of.standing(begun, "a()")
+    assert reported == []
+    box_of.standing(never, "a()")
+    (error,) = reported
+    assert "it closed a subgroup in which others wait for it: a()" in error.message
 
 
 def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:
@@ -358,7 +371,7 @@ def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:
         if post is not empty:
             box_of.deliver(frame(Key(7, POINT_TO_POINT, slot), 0, slot=slot, total=8))
         box_of.post(7, 0, slot, post)
-    box_of.retire(7, 3)
+    box_of.retire(7, {0: 3})
     box_of.deliver(frame(Key(7, POINT_TO_POINT, 5), 0, slot=5, total=8, offset=4))
     box_of.unpost(7, 0, 7, empty)
     box_of.put_back(7, 0, 5, matched)
@@ -370,7 +383,7 @@ def test_of_groups_that_closed_long_ago_nothing_is_known(monkeypatch: pytest.Mon
     monkeypatch.setattr(mailbox_module, "CLOSED_GROUPS_MAX", 10)
     box_of, _ = mailbox()
     for group in range(1, 30):
-        box_of.retire(group, 3)
+        box_of.retire(group, {0: 3})
     assert list(box_of._retired) == list(range(20, 30))
 
 
