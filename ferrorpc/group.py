@@ -285,8 +285,9 @@ class ProcessGroup(Collectives):
         but waits for no rank that has stalled.
 
         Closing a subgroup leaves the world open. A recv in which another thread still waits raises GroupClosedError, and what
-        was sent and not received is dropped; other operations in flight go on, because peers may need them. A peer that waits
-        for this rank in a later collective of the subgroup ends the generation, with a GroupAbortedError that names this rank.
+        was sent and not received is dropped; other operations in flight go on, because peers may need them. A peer that still
+        sends a message of more than 4 MiB to this rank gets a GroupClosedError. One that waits for this rank in a later
+        collective of the subgroup ends the generation, with a GroupAbortedError that names this rank.
         """
         if self._renewed is not None:  # of a reform() that was interrupted
             return self.reform().close()

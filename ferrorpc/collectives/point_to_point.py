@@ -19,10 +19,10 @@ from ferrorpc.collectives.device_transfers import transfers_for
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import UNREACHED_HINT
 from ferrorpc.collectives.outgoing_message import OutgoingMessage
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupClosedError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
-from ferrorpc.transports.mailbox import Box
+from ferrorpc.transports.mailbox import FINISHED, Box
 from ferrorpc.transports.point_to_point import Message, PostedReceive
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
@@ -133,14 +133,21 @@ class SendExecution(_PointToPoint):
             return False
         if box is None:
             box = self._box = Box()
-            box.wake = self.notify
-            self._transport.mailbox.start_sending(self._key, self._peer, self._tag, box)
+            box.signature, box.wake = SEND, self.notify
+            self._transport.mailbox.start_sending(self._key, box)
         # Room wakes the driver, which has nothing else to do: the lane's writer, which reports it, should write.
         limit = UNBOUNDED if self.transfers is None else self.transfers.downloaded(0)
         while outgoing.send(self._transport, self._key, box, limit, self.wake):
             self._leave_queue()
             if outgoing.done == outgoing.count:
                 return True
+        answer = box.answers.get(self._peer)
+        if answer is not None and answer.standing == FINISHED:
+            raise GroupClosedError(
+                f"{self.label} has nobody to receive it: rank {self._peer} has closed this subgroup",
+                hint="let that rank receive before it calls close() on the subgroup",
+                rank=self._peer,
+            )
         return False
 
     def _leave_queue(self) -> None:
@@ -152,7 +159,8 @@ class SendExecution(_PointToPoint):
         return [self._peer]
 
     def probe(self) -> None:
-        """Asks nothing: a receiver that has not called recv yet is not in any operation."""
+        """Asks only whether the receiver has closed the group: one that has not called recv yet is not in any operation."""
+        self._transport.probe(self._peer, self._key, SEND)
 
     def explain(self) -> str:
         if self.transfers is not None and not self.transfers.has_all_inputs:
@@ -168,7 +176,7 @@ class SendExecution(_PointToPoint):
 
     def leave(self) -> None:
         self._leave_queue()
-        self._transport.mailbox.stop_sending(self._key, self._peer, self._tag)
+        self._transport.mailbox.stop_sending(self._key)
         self._box = None
 
 

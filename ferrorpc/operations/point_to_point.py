@@ -60,6 +60,7 @@ class PointToPoint:
 
         Raises:
             SelfSendError: `dst` is this rank.
+            GroupClosedError: the group was closed; or rank `dst` has closed this subgroup, and so never receives that part.
         """
         peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._arguments.view_to_send(x)
         seconds = seconds_of(timeout, self.timeout)

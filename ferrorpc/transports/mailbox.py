@@ -141,7 +141,7 @@ class Mailbox:
         self._lookups: dict[int, weakref.WeakMethod[Callable[[Key], CallRecord]]] = {}
         self._missed: set[tuple[int, Key]] = set()
         self._retired: dict[int, Mapping[int, int]] = {}
-        self._sending: dict[tuple[Key, int, int], Box] = {}
+        self._sending: dict[Key, Box] = {}
         self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
 
     def enter(self, key: Key, signature: str, wake: Callable[[], None], expected: Container[tuple[int, int]] = ()) -> Box:
@@ -313,7 +313,7 @@ class Mailbox:
             CodecError: more grants than any operation has messages.
         """
         with self._lock:
-            box = self._sending.get((key, peer, slot)) if key.stream == POINT_TO_POINT else self._boxes.get(key)
+            box = self._own_box(key)
             if box is None:
                 return
             if len(box.granted) >= GRANTS_MAX:
@@ -321,11 +321,18 @@ class Mailbox:
             box.granted.add((peer, slot))
         box.wake()
 
+    def _own_box(self, key: Key) -> Box | None:
+        """The box of an operation of this rank: of a send, where the key is one's."""
+        return (self._sending if key.stream == POINT_TO_POINT else self._boxes).get(key)
+
     def standing(self, key: Key, signature: str) -> Standing:
         """The answer to a peer's probe: how far this rank is in that operation.
 
-        One that this rank will never enter, because it has closed the group, ends the generation.
+        One that this rank will never enter, because it has closed the group, ends the generation. A send to it is over: what
+        was sent before is dropped, too, and no rank but the sender waits for it.
         """
+        if key.stream == POINT_TO_POINT:
+            return Standing(FINISHED if key.group in self._retired else ABSENT, "", 0, "")
         if self._is_retired(key):
             cause = f"it closed a subgroup in which others wait for it: {signature} #{key.number}"
             self._report(GroupAbortedError(self.rank, cause))
@@ -351,11 +358,13 @@ class Mailbox:
     def probe_answered(self, peer: int, key: Key, standing: int, signature: str, last_number: int, last_signature: str) -> None:
         """Keeps the answer to a probe. An answer that names a different call is a mismatch, although no frame arrived."""
         with self._lock:
-            box = self._boxes.get(key)
+            box = self._own_box(key)
             if box is None or box.signature is None:
                 return
             box.answers[peer] = Standing(standing, signature, last_number, last_signature)
             mine = box.signature
+        if key.stream == POINT_TO_POINT:
+            box.wake()
         if standing == DIFFERENT and signature != mine:
             self._report(self._mismatch(key, mine, peer, signature))
 
@@ -374,15 +383,15 @@ class Mailbox:
         """Ends the generation with an error that a lane has found, such as bytes that are no frame."""
         self._report(error)
 
-    def start_sending(self, key: Key, peer: int, slot: int, box: Box) -> None:
-        """Directs the grants of a point-to-point message to this box."""
+    def start_sending(self, key: Key, box: Box) -> None:
+        """Directs what the receiver of a point-to-point message answers to this box."""
         with self._lock:
-            self._sending[key, peer, slot] = box
+            self._sending[key] = box
 
-    def stop_sending(self, key: Key, peer: int, slot: int) -> None:
+    def stop_sending(self, key: Key) -> None:
         """Ends `start_sending`: the message was sent."""
         with self._lock:
-            self._sending.pop((key, peer, slot), None)
+            self._sending.pop(key, None)
 
     def post(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
         """Posts a recv for the next message of (source, tag)."""

@@ -31,6 +31,7 @@ class _StandingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     STANDING_ABSENT: _Standing.ValueType  # 3
     """Not entered yet; last_number and last_signature name the last operation that this rank entered in that stream."""
     STANDING_FINISHED: _Standing.ValueType  # 4
+    """Of a send: the receiver has closed the group, and drops it."""
 
 class Standing(_Standing, metaclass=_StandingEnumTypeWrapper): ...
 
@@ -40,6 +41,7 @@ STANDING_DIFFERENT: Standing.ValueType  # 2
 STANDING_ABSENT: Standing.ValueType  # 3
 """Not entered yet; last_number and last_signature name the last operation that this rank entered in that stream."""
 STANDING_FINISHED: Standing.ValueType  # 4
+"""Of a send: the receiver has closed the group, and drops it."""
 Global___Standing: typing_extensions.TypeAlias = Standing
 
 @typing.final

@@ -23,6 +23,7 @@ from ferrorpc import (
     UsageError,
 )
 from ferrorpc.testing import FaultPlan, run_groups, run_world
+from ferrorpc.transports.credit import EAGER_BYTES
 from tests.contract.wrapped import wrapped_backends
 from tests.integration.test_grpc_backend import GrpcWorld
 
@@ -231,6 +232,31 @@ def test_who_takes_a_step_in_a_subgroup_that_another_rank_closed_is_told(transpo
 
 def test_who_takes_a_step_in_a_simulated_subgroup_that_another_rank_closed_is_told() -> None:
     assert max(run_world(3, closes_between_steps)) < 5.0
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory", "simulated"])
+def test_who_sends_to_a_rank_that_closed_the_subgroup_is_told_and_the_generation_lives(transport: str, async_op: bool) -> None:
+    def body(group: ProcessGroup) -> Any:
+        sub, clock = group.subgroup([2, 1, 0]), group.session.clock
+        assert sub is not None
+        if group.rank == 2:
+            sub.close()
+        group.barrier()
+        told: Any = None
+        if group.rank == 0:
+            began = clock.now()
+            with pytest.raises(GroupClosedError, match="rank 2 has closed this subgroup") as raised:
+                sub.send(np.ones(EAGER_BYTES), 0, async_op=True).wait() if async_op else sub.send(np.ones(EAGER_BYTES), 0)
+            told = raised.value.group_rank, clock.now() - began < 5.0
+        return told, int(group.all_reduce(1))
+
+    expected = [((0, True), 3), (None, 3), (None, 3)]
+    if transport == "simulated":
+        assert run_world(3, body) == expected
+        return
+    with GrpcWorld(3, transport=transport) as world:
+        assert run_groups([ProcessGroup(backend, timeout=20.0) for backend in world.backends], body) == expected
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
