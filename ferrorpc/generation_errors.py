@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 from ferrorpc.errors import (
@@ -11,6 +12,7 @@ from ferrorpc.errors import (
     GroupAbortedError,
     PeerLostError,
     StaleGenerationError,
+    UsageError,
 )
 
 REFORMED_HINT: Final = (
@@ -75,6 +77,14 @@ def already_reforming(reporter: int, peer: int) -> GroupAbortedError:
 def generation_replaced(generation: int, by: int) -> StaleGenerationError:
     """All ranks went on to a later generation."""
     return StaleGenerationError(f"generation {generation} was replaced by generation {by}", hint=REFORMED_HINT)
+
+
+def used_in_child() -> UsageError:
+    """A child that was forked from a member uses what belongs to its parent."""
+    return UsageError(
+        f"this process ({os.getpid()}) was forked from a member; a session does not survive a fork",
+        hint="start worker processes that are to be members with the spawn method",
+    )
 
 
 def member_left(peer: int, reason: str) -> PeerLostError:

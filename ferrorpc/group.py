@@ -212,6 +212,7 @@ class ProcessGroup(Collectives):
         computes them. Each ends by its own deadline. Errors stay with their Works.
 
         Raises:
+            UsageError: this is a forked child, in which nothing of its parent's ends.
             FerroError: the generation has ended, so that a GPU may not have done its operations.
         """
         self._dispatch.settle()

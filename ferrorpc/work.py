@@ -289,6 +289,12 @@ class Work(Generic[Result]):
         self._error = error
         self._end()
 
+    def abandon_in_child(self, error: BaseException) -> None:
+        """For the driver, in a forked child, where no thread of the parent goes on with it: fails it. Who was to be told of its
+        end is the parent's."""
+        self._lock, self._callbacks = threading.Lock(), []  # a thread of the parent may have held it
+        self.fail(error)
+
     def _end(self) -> None:
         with self._lock:
             self._done = True

@@ -10,7 +10,6 @@ add requests and wait. They go on waiting during an outage, because losing the c
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -21,7 +20,8 @@ from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.coordination.condition import Condition
 from ferrorpc.coordination.pending_requests import PendingRequests, Request, check_size
 from ferrorpc.coordination.session_stream import SessionStream
-from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, StaleGenerationError, UsageError
+from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, StaleGenerationError
+from ferrorpc.generation_errors import used_in_child
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.v1 import identity_pb2, session_pb2 as wire
 from ferrorpc.wire.error_detail import restore
@@ -240,10 +240,7 @@ class Connection:
         _kept_after_fork.append((self._condition, self._stream, self._connect))
         self._condition = Condition(self._clock)
         self._stream = None
-        self.ended_by = UsageError(
-            f"this process ({os.getpid()}) was forked from a member; a session does not survive a fork",
-            hint="start worker processes that are to be members with the spawn method",
-        )
+        self.ended_by = used_in_child()
 
     def _wait(self, request: Request, until: float) -> Message | FerroError | None:
         self._condition.wait_for(lambda: True if request.outcome is not None else None, until)

@@ -7,6 +7,7 @@ open -> broken (its generation ended: the latch holds the first cause) -> closed
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from ferrorpc.errors import (
     LimitExceededError,
     UsageError,
 )
+from ferrorpc.generation_errors import used_in_child
 from ferrorpc.guard import FOREVER, Guard, seconds_of, wake_nobody
 from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.results import NOTHING, Landing, Result
@@ -78,8 +80,11 @@ class Dispatch:
         self._closing = _subgroup_closed() if self._is_subgroup else GroupClosedError("the group was closed")
         self._latch_of_recvs, self._ticket = backend.latch.part() if self._is_subgroup else (backend.latch, 0)
         """Trips also when a subgroup is closed. Only for recvs: what other ranks wait for goes on."""
+        self._forked: FerroError | None = None
+        """The error of who uses it in a forked child."""
         self._activity = None if backend.session is None else backend.session.activity
         self.telemetry = telemetry()
+        _dispatches.add(self)
 
     def close(self, error: GroupClosedError | None = None) -> None:
         """Refuses operations from now on. `error`: the error that callers get; None for the usual one."""
@@ -449,8 +454,17 @@ class Dispatch:
                     return
             work.complete_arrays(wait=True)
 
+    def abandon_in_child(self) -> None:
+        """In a forked child: fails what is in flight, which the parent's threads go on with there alone."""
+        self._forked = used_in_child()
+        self._forked.mark_shown()  # a child that does not look at its parent's operations logs nothing of them
+        for work in list(self._in_flight.values()):
+            work.abandon_in_child(self._forked)
+
     def settle(self) -> None:
         """Waits until nothing of this group is in flight, on devices too."""
+        if self._forked is not None:
+            raise self._forked.again()
         self._drain_own(FOREVER)
         try:
             self.backend.synchronize(FOREVER)
@@ -464,6 +478,17 @@ class Dispatch:
         if self._is_subgroup and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
             error.fields["group_rank"] = self.backend.world_ranks.index(error.fields["rank"])
         return error
+
+
+_dispatches: Final[weakref.WeakSet[Dispatch]] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for dispatch in list(_dispatches):
+        dispatch.abandon_in_child()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
 
 
 def _subgroup_closed() -> GroupClosedError:

@@ -139,6 +139,47 @@ def test_what_a_child_does_with_its_parents_group_ends_nothing(tmp_path: Path, t
     assert sorted(result.stdout.splitlines()) == ["0: went on", "1: went on"]
 
 
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_a_child_that_waits_for_its_parents_operations_is_told_at_once(tmp_path: Path, transport: str) -> None:
+    """It waited for ever for threads that only its parent has."""
+    body = f"""
+    import os
+    import signal
+    import ferrorpc
+
+    group = ferrorpc.init_process_group(transport="{transport}", timeout=60)
+    subgroup = group.subgroup([1, 0])
+    waiting = [each.recv(1 - each.rank, 7, async_op=True) for each in (group, subgroup)]
+    if group.rank == 0:
+        waiting.append(group.all_reduce(1.0, async_op=True))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            for call in (*(work.wait for work in waiting), group.synchronize, subgroup.synchronize):
+                try:
+                    call()
+                    os._exit(3)
+                except ferrorpc.UsageError as error:
+                    if "forked from a member" not in error.message:
+                        os._exit(4)
+            group.close()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        group.store.set("forked", b"")
+        assert float(waiting.pop().wait()) == 2.0
+    else:
+        group.store.get("forked")
+        group.all_reduce(1.0)
+    for each in (group, subgroup):
+        each.send(1.0, 1 - each.rank, 7)
+    print(*(float(work.wait()) for work in waiting), flush=True)
+    group.close()
+    """
+    result = run("-n", "2", write_script(tmp_path, body))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["0: 1.0 1.0", "1: 1.0 1.0"]
+
+
 DIES_BESIDE_A_CHILD = """
 import os, signal, sys, time
 import ferrorpc
