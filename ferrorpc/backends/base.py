@@ -7,7 +7,7 @@ something faster overrides `prepare`. All backends pass one contract suite (`fer
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn
@@ -189,14 +189,13 @@ class Backend(ABC):
         if type(self).split is Backend.split:
             self.split(ranks, group_id)
 
-    def retire(self, last: Mapping[int, int]) -> None:
+    def retire(self, last: Sequence[int]) -> None:
         """Called before a subgroup is closed: this rank begins nothing of it any more.
 
         Backends that can do so tell the peers that wait for this rank in a later operation, and drop what nobody will take.
 
         Args:
-            last: the largest number that this rank has begun in each stream. Stream 0 is program order; another without any
-                operation is left out.
+            last: the largest number that this rank has begun in each stream, -1 for none. Stream 0 is program order.
         """
         return
 

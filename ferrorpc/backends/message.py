@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,7 +147,7 @@ class MessageBackend(Backend):
         key = Key(self.group_id, BARRIER_STREAM, next(self._barriers))
         self.run(self.prepare(Call(Operation.BARRIER)).start(key, [], None, guard))
 
-    def retire(self, last: Mapping[int, int]) -> None:
+    def retire(self, last: Sequence[int]) -> None:
         self.transport.mailbox.retire(self.group_id, last)
 
     def split(self, ranks: Sequence[int], group_id: int) -> MessageBackend:

@@ -66,9 +66,8 @@ class Dispatch:
         self._numbers = itertools.count(1)
         self._ended_at: int | None = None
         """The number that the next operation would have had when the group was closed."""
-        self._streams = 0
-        self._last: dict[int, int] = {}
-        """The largest number that has begun in each stream; program order has its own count."""
+        self._last = [0]
+        """The largest number that has begun in each stream, -1 for none; program order, the first one, is counted above."""
         self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self.landings: dict[tuple[tuple[int, int], ...], Landing] = {}
@@ -99,7 +98,7 @@ class Dispatch:
         self._latch_of_recvs.trip(self._closing)
         if self._ended_at is None:
             self._ended_at = self.next_number()
-        self.backend.retire({**self._last, 0: self._ended_at - 1})
+        self.backend.retire([self._ended_at - 1, *self._last[1:]])
 
     def give_up(self) -> None:
         """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""
@@ -133,8 +132,8 @@ class Dispatch:
         """Opens a stream and returns its number. Ranks agree on it by opening streams in the same order."""
         self.check_open()
         with self._lock:
-            self._streams += 1
-            stream = self._streams
+            stream = len(self._last)
+            self._last.append(-1)
         self.backend.open_stream(stream)
         if channels is not None and self.backend.arena is not None:
             self.backend.arena.open_stream(stream, channels)
@@ -143,7 +142,7 @@ class Dispatch:
     def begin_in_stream(self, stream: int, number: int) -> None:
         """Notes that an operation with a number of its own begins now."""
         with self._lock:
-            self._last[stream] = max(number, self._last.get(stream, 0))
+            self._last[stream] = max(number, self._last[stream])
 
     def next_number(self) -> int:
         """The number of the next operation in program order."""

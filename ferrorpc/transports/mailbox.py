@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Sequence
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, GroupAbortedError, LimitExceededError
@@ -114,6 +114,11 @@ class Box:
             self.ungranted.append(place)
 
 
+def _number_in(last: tuple[int, ...], stream: int) -> int:
+    """The largest number of a stream; -1 for none."""
+    return last[stream] if stream < len(last) else -1
+
+
 def _wake(posts: list[PostedReceive]) -> None:
     """Wakes recvs. Called without the mailbox's lock, because a woken recv may take it at once."""
     for post in posts:
@@ -140,7 +145,7 @@ class Mailbox:
         self._last: dict[tuple[int, int], tuple[int, str]] = {}
         self._lookups: dict[int, weakref.WeakMethod[Callable[[Key], CallRecord]]] = {}
         self._missed: set[tuple[int, Key]] = set()
-        self._retired: dict[int, Mapping[int, int]] = {}
+        self._retired: dict[int, tuple[int, ...]] = {}
         self._sending: dict[Key, Box] = {}
         self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
 
@@ -159,7 +164,7 @@ class Mailbox:
             self._unexpected_bytes -= box.unexpected_bytes
             box.signature, box.wake, box.unexpected_bytes = signature, wake, 0
             box.expected = expected
-            if key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
+            if key.group not in self._retired and key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
                 self._last[key.group, key.stream] = key.number, signature
             early = [queue[0] for queue in box.frames.values() if queue and queue[0].header.signature != signature]
             if early:
@@ -177,7 +182,8 @@ class Mailbox:
         with self._lock:
             if key not in self._boxes:
                 self._remember(key, signature)
-                self._last[key.group, key.stream] = key.number, signature
+                if key.group not in self._retired:
+                    self._last[key.group, key.stream] = key.number, signature
                 return
         self.enter(key, signature, wake_nobody)
 
@@ -190,18 +196,21 @@ class Mailbox:
         lookups = self._lookups
         lookups[group] = weakref.WeakMethod(entered, lambda _: lookups.pop(group, None))
 
-    def retire(self, group: int, last: Mapping[int, int]) -> None:
+    def retire(self, group: int, last: Sequence[int]) -> None:
         """The group is closed: this rank begins no operation of it any more, and receives no send.
 
         Peers that wait for a later operation are told. What has come of one, or was sent, is dropped, and what comes later too.
 
         Args:
-            last: the largest number that it has begun in each stream; a stream without any is left out.
+            last: the largest number that it has begun in each stream; -1 for none.
         """
         with self._lock:
-            self._retired[group] = last
+            self._retired[group] = tuple(last)
             if len(self._retired) > CLOSED_GROUPS_MAX:
                 del self._retired[next(iter(self._retired))]
+            for stream in [place for place in self._last if place[0] == group]:
+                del self._last[stream]
+            self._missed -= {missed for missed in self._missed if missed[1].group == group}
             for key, box in list(self._boxes.items()):
                 if key.group == group and box.signature is None and self._is_retired(key):
                     self._unexpected_bytes -= self._boxes.pop(key).unexpected_bytes
@@ -211,7 +220,7 @@ class Mailbox:
     def _is_retired(self, key: Key) -> bool:
         """Whether an operation of a group that was closed comes after the last one that this rank has begun in its stream."""
         last = self._retired.get(key.group)
-        return last is not None and key.stream < BARRIER_STREAM and key.number > last.get(key.stream % BESIDE, -1)
+        return last is not None and key.stream < BARRIER_STREAM and key.number > _number_in(last, key.stream % BESIDE)
 
     def leave(self, key: Key) -> None:
         """Ends an operation on this rank. Its signature stays in the history."""
@@ -304,7 +313,14 @@ class Mailbox:
         """The largest number of stream 0 that is older than the history; -1 for other streams, which may skip numbers."""
         if key.stream != 0:
             return -1
-        return self._last.get((key.group, key.stream), (0, ""))[0] - HISTORY
+        return self._last_call(key)[0] - HISTORY
+
+    def _last_call(self, key: Key) -> tuple[int, str]:
+        """Number and signature of the latest operation in that stream; of one in a closed group the number only."""
+        retired = self._retired.get(key.group)
+        if retired is not None:
+            return max(_number_in(retired, key.stream), 0), ""
+        return self._last.get((key.group, key.stream), (0, ""))
 
     def granted(self, peer: int, key: Key, slot: int) -> None:
         """Takes a grant: `peer` has entered the operation, so the rest of message `slot` may be sent to it.
@@ -340,7 +356,7 @@ class Mailbox:
             box = self._boxes.get(key)
             entered = box.signature if box is not None else None
             finished = self._history.get(key)
-            last_number, last_signature = self._last.get((key.group, key.stream), (0, ""))
+            last_number, last_signature = self._last_call(key)
         mine = entered if entered is not None else finished
         reference = self._lookups.get(key.group)
         lookup = None if reference is None else reference()

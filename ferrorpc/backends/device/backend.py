@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Self
 
@@ -280,7 +280,7 @@ class DeviceBackend(RawOperations, Backend):
     def _world(self, ranks: Sequence[int]) -> list[int]:
         return [self.world_ranks[rank] for rank in ranks]
 
-    def retire(self, last: Mapping[int, int]) -> None:
+    def retire(self, last: Sequence[int]) -> None:
         self.lanes.retire(last)
 
     def abort(self, cause: FerroError) -> None:

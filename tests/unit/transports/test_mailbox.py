@@ -328,7 +328,7 @@ def test_what_nobody_received_in_a_closed_group_is_dropped_and_what_comes_later_
             if number == 2:
                 limited.deliver(frame(never._replace(group=closed), 0))
                 limited.deliver(frame(begun._replace(group=closed), 0))
-                limited.retire(closed, {0: 3})
+                limited.retire(closed, [3])
         limited.deliver(frame(never._replace(group=closed), 2))
     assert (reported, limited._inbound, set(limited._boxes)) == ([], {}, {begun, begun._replace(group=8)})
     assert len(limited.enter(begun, "a()", lambda: None).frames) == 1, "its operation is in flight"
@@ -342,7 +342,7 @@ def test_what_waits_in_open_groups_is_received_although_another_closes() -> None
         box_of.deliver(frame(Key(group, 0, 9), 0))
         box_of.deliver(frame(Key(group, 2, 9), 0))
         box_of.deliver(frame(Key(group, 2, 10), 0))
-    box_of.retire(7, {0: 3, 2: 9})
+    box_of.retire(7, [3, -1, 9])
     for group in (0, 6):
         post = PostedReceive(lambda: None)
         box_of.post(group, 0, 5, post)
@@ -352,10 +352,10 @@ def test_what_waits_in_open_groups_is_received_although_another_closes() -> None
     assert {key for key in box_of._boxes if key.group == 7} == {Key(7, 2, 9)}
 
 
-@pytest.mark.parametrize("never", [Key(7, 0, 4), Key(7, BESIDE, 4), Key(7, 2, 10), Key(7, 3, 0)])
+@pytest.mark.parametrize("never", [Key(7, 0, 4), Key(7, BESIDE, 4), Key(7, 1, 0), Key(7, 2, 10), Key(7, 3, 0)])
 def test_who_waits_for_what_begins_no_more_in_a_closed_group_is_told(never: Key) -> None:
     box_of, reported = mailbox()
-    box_of.retire(7, {0: 3, 2: 9})
+    box_of.retire(7, [3, -1, 9])
     for begun in (Key(7, 0, 3), Key(7, BESIDE, 3), Key(7, 2, 9), Key(7, BARRIER_STREAM, 5), Key(8, 3, 0)):
         box_of.standing(begun, "a()")
     assert reported == []
@@ -371,7 +371,7 @@ def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:
         if post is not empty:
             box_of.deliver(frame(Key(7, POINT_TO_POINT, slot), 0, slot=slot, total=8))
         box_of.post(7, 0, slot, post)
-    box_of.retire(7, {0: 3})
+    box_of.retire(7, [3])
     box_of.deliver(frame(Key(7, POINT_TO_POINT, 5), 0, slot=5, total=8, offset=4))
     box_of.unpost(7, 0, 7, empty)
     box_of.put_back(7, 0, 5, matched)
@@ -379,11 +379,25 @@ def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:
     assert (box_of._inbound, box_of._unexpected_bytes, reported) == ({}, 0, [])
 
 
+def test_of_a_closed_group_only_the_last_numbers_are_kept() -> None:
+    box_of, _ = mailbox()
+    for group in (7, 8):
+        in_flight = Key(group, 0, 3)
+        box_of.record(Key(group, 0, 2), "a()")
+        box_of.enter(Key(group, 1, 5), "a()", lambda: None)
+        assert not box_of.missed_before(0, in_flight)
+        box_of.retire(group, [3, 5])
+        box_of.enter(in_flight, "a()", lambda: None)
+        assert box_of.standing(Key(group, 0, 1), "a()").standing == FINISHED
+        box_of.leave(in_flight)
+    assert (box_of._last, box_of._missed, box_of._retired) == ({}, set(), {7: (3, 5), 8: (3, 5)})
+
+
 def test_of_groups_that_closed_long_ago_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox_module, "CLOSED_GROUPS_MAX", 10)
     box_of, _ = mailbox()
     for group in range(1, 30):
-        box_of.retire(group, {0: 3})
+        box_of.retire(group, [3])
     assert list(box_of._retired) == list(range(20, 30))
 
 
