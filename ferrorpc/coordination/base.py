@@ -144,8 +144,9 @@ class Session(ABC):
         """A named barrier of this generation; returns every participant's payload (at most 4 KiB each) in rank order.
 
         The n-th use of a name on one rank meets the n-th use on the others, also where it has timed out: who comes later gets
-        that timeout at once (after a restart of the coordinator, or 1,024 later barriers of the same participants: its own),
-        and the next use is a new barrier for all. So give all ranks the same timeout.
+        that timeout at once, and the next use is a new barrier for all. So give all ranks the same timeout. Known are the last
+        1,024 outcomes of each set of participants, and at most 16 MiB of them in a job, until the coordinator restarts; who
+        comes after that gets a timeout of its own.
 
         Of each set of participants the last 8,192 names are known; one that was used before them is taken for a new one. So who
         uses that many must use them in the same order.
