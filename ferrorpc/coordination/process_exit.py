@@ -25,6 +25,8 @@ from ferrorpc.generation_errors import reason_of
 LEAVE_ALL_SECONDS: Final = 2.0
 _PACKAGE: Final = __name__.partition(".")[0]
 
+_log = logging.getLogger("ferrorpc.coordination")
+
 
 class MemberSession(Protocol):
     """A session that is left when the process ends."""
@@ -205,14 +207,17 @@ def refuse_in_child() -> None:
 
 
 def leave_all(reason: str = "") -> None:
-    """Leaves every session in turn, until LEAVE_ALL_SECONDS have passed.
+    """Leaves every session in turn, until LEAVE_ALL_SECONDS have passed. Ctrl-C ends the wait for peers.
 
     Starts no thread, because an interpreter that is shutting down refuses to.
     """
     deadline = time.monotonic() + LEAVE_ALL_SECONDS
     for session in list(_sessions):
         if time.monotonic() < deadline:
-            session.leave(reason)
+            try:
+                session.leave(reason)
+            except KeyboardInterrupt:  # raised on, Python would print it with its traceback, and ignore it all the same
+                _log.warning("interrupted at the end of this process: what it sent may not have arrived")
 
 
 def _leave_at_exit() -> None:

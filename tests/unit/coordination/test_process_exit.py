@@ -57,6 +57,22 @@ def test_the_traceback_is_printed_by_the_hook_that_was_there_before():
     assert output == "mine\nleft: ZeroDivisionError: division by zero\n"
 
 
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("raise ConfigError('FERRORPC_LEASE')", 64)])
+def test_an_interrupt_while_the_process_leaves_is_one_line_of_log_and_it_leaves_the_other_sessions(end, status):
+    code = """
+class Interrupted(Session):
+    def leave(self, reason=""):
+        super().leave(reason)
+        raise KeyboardInterrupt
+others = [Interrupted(), Interrupted()]
+for each in others:
+    process_exit.register(each)
+"""
+    returned, output, errors = run(code + end)
+    assert (returned, output.count("left:"), errors.count("KeyboardInterrupt")) == (status, 3, 0)
+    assert errors.count("interrupted at the end of this process: what it sent may not have arrived\n") == 2
+
+
 KEPT = """
 try:
     1 / 0
