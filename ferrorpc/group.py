@@ -283,7 +283,7 @@ class ProcessGroup(Collectives):
         It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
         60 s (it logs for whom it waits, and that it gave up), and as long as the GPU needs for results that calls have
         returned. A rank that closes first fails only operations that still need it. A script that ends without it closes too,
-        but waits for no rank that has stalled.
+        but waits for no rank that is stalled or suspect.
 
         Closing a subgroup leaves the world open. A recv in which another thread still waits raises GroupClosedError, and what
         was sent and not received is dropped; other operations in flight go on, because peers may need them. A peer that still
