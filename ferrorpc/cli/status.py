@@ -62,9 +62,10 @@ class _Problems:
         self._reported = ""
 
     def report(self, error: FerroError) -> None:
-        if error.message != self._reported:
-            click.echo(f"{time.strftime('%X')} {error.message}", err=True)
-        self._reported = error.message
+        text = str(error)
+        if text != self._reported:
+            click.echo(f"{time.strftime('%X')} {text}", err=True)
+        self._reported = text
 
     def resolved(self) -> None:
         self._reported = ""

@@ -205,7 +205,9 @@ def test_the_pages_of_a_status_are_put_together(monkeypatch):
 
 def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(monkeypatch, capfd):
     gone = CoordinatorUnavailableError("nobody answers")
-    answers = [ConfigError("there is no job 'x' here"), session_pb2.StatusResponse(job="x"), gone, gone, KeyboardInterrupt()]
+    no_job = "there is no job 'x' here"
+    known = [ConfigError(no_job, hint=f"the jobs of this coordinator: {names}") for names in ("a", "a", "a, b")]
+    answers = [*known, session_pb2.StatusResponse(job="x"), gone, gone, KeyboardInterrupt()]
 
     def ask(*_):
         found = answers.pop(0)
@@ -227,7 +229,10 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
         status._watch("h:1", Config({}), as_json=False)
     out, err = capfd.readouterr()
     assert out.startswith("job x")
-    assert [line.partition(" ")[2] for line in err.splitlines()] == ["there is no job 'x' here", "nobody answers"]
+    tries = [line for line in err.splitlines() if line.startswith("try: ")]
+    assert tries[:2] == ["try: the jobs of this coordinator: a", "try: the jobs of this coordinator: a, b"]
+    said = [line.partition(" ")[2] for line in err.splitlines() if line not in tries]
+    assert said == [no_job, no_job, "nobody answers"]
     assert len(dials) == 3, "anew each time it was gone: certificates may have been renewed"
     answers[:] = [gone]
     with pytest.raises(CoordinatorUnavailableError):
