@@ -123,22 +123,24 @@ __version__: str
 __all__ = ["__version__", *_SUBMODULES, *_MODULE_OF]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        value = getattr(_import_module(_MODULE_OF[name]), name)
-    elif name in _SUBMODULES:
-        value = _import_module(f"ferrorpc.{name}")
-    elif name in _OPTIONAL_SUBMODULES:
-        try:
+if not TYPE_CHECKING:  # a checker would let any name pass
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULE_OF:
+            value = getattr(_import_module(_MODULE_OF[name]), name)
+        elif name in _SUBMODULES:
             value = _import_module(f"ferrorpc.{name}")
-        except ModuleNotFoundError as error:  # hasattr() and tools that inspect modules expect nothing else
-            raise AttributeError(str(error)) from error
-    elif name == "__version__":
-        value = _import_module("ferrorpc.versions").own_version()
-    else:
-        raise AttributeError(f"module 'ferrorpc' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+        elif name in _OPTIONAL_SUBMODULES:
+            try:
+                value = _import_module(f"ferrorpc.{name}")
+            except ModuleNotFoundError as error:  # hasattr() and tools that inspect modules expect nothing else
+                raise AttributeError(str(error)) from error
+        elif name == "__version__":
+            value = _import_module("ferrorpc.versions").own_version()
+        else:
+            raise AttributeError(f"module 'ferrorpc' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

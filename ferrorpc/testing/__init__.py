@@ -36,12 +36,14 @@ _MODULE_OF = {
 __all__ = [name for name, module in _MODULE_OF.items() if module != "contract"]  # so that `import *` needs no pytest
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'ferrorpc.testing' has no attribute {name!r}")
-    value = getattr(_import_module(f"ferrorpc.testing.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker would let any name pass
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'ferrorpc.testing' has no attribute {name!r}")
+        value = getattr(_import_module(f"ferrorpc.testing.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -137,16 +137,18 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         """
         return self._hooks.weighted(weight)
 
-    def __getattr__(self, name: str) -> Any:
-        """A part of the module: names that a module around the wrapper gives, such as "body.0.weight", lead through here."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get("module")
-            for parts in (inner._modules, inner._parameters, inner._buffers) if inner is not None else ():
-                if isinstance(parts.get(name), _PARTS):
-                    return parts[name]
-            raise
+    if not TYPE_CHECKING:  # a checker goes by torch's own
+
+        def __getattr__(self, name: str) -> Any:
+            """A part of the module: names that a module around it gives, such as "body.0.weight", lead through here."""
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                inner = self.__dict__.get("_modules", {}).get("module")
+                for parts in (inner._modules, inner._parameters, inner._buffers) if inner is not None else ():
+                    if isinstance(parts.get(name), _PARTS):
+                        return parts[name]
+                raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses a tensor or module under the name of one of the module's, which would not use it."""

@@ -61,7 +61,7 @@ def test_a_name_of_the_face_leads_somewhere_and_is_documented(name: str) -> None
 
 def test_type_checkers_see_the_same_names_in_the_same_places() -> None:
     """The face is written twice, as a table for Python and as imports for type checkers."""
-    (block,) = [node for node in syntax_of(Path(ferrorpc.__file__)).body if isinstance(node, ast.If)]
+    block, _ = [node for node in syntax_of(Path(ferrorpc.__file__)).body if isinstance(node, ast.If)]
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert {name: module for name, module in seen.items() if module != "ferrorpc"} == ferrorpc._MODULE_OF
     assert {name for name, module in seen.items() if module == "ferrorpc"} == {

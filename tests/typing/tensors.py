@@ -59,6 +59,7 @@ def train(group: ferrorpc.ProcessGroup, x: torch.Tensor, y: torch.Tensor) -> Non
     zero.step()
     untold: DistributedDataParallel = ddp
     assert_type(untold.module.training, bool)
+    ddp.no_synk()  # type: ignore[operator]
 
 
 def tree(group: ferrorpc.ProcessGroup, grads: dict[str, torch.Tensor]) -> None:
