@@ -70,6 +70,12 @@ def test_type_checkers_see_the_same_names_in_the_same_places() -> None:
     }
 
 
+def test_the_list_that_checkers_read_is_what_the_tables_offer() -> None:
+    assert ferrorpc.__all__ == ["__version__", *ferrorpc._SUBMODULES, *ferrorpc._MODULE_OF]
+    kit = ferrorpc.testing
+    assert kit.__all__ == [name for name, module in kit._MODULE_OF.items() if module != "contract"]
+
+
 def test_dir_shows_the_face() -> None:
     assert set(ferrorpc.__all__) <= set(dir(ferrorpc))
 

@@ -6,6 +6,8 @@ from typing import assert_type
 
 import ferrorpc
 import ferrorpc.testing
+from ferrorpc import *  # noqa: F403
+from ferrorpc.testing import *  # noqa: F403
 
 
 def reached(group: ferrorpc.ProcessGroup) -> None:
@@ -27,3 +29,9 @@ def misspelt(group: ferrorpc.ProcessGroup) -> None:
         group.barrier()
     except ferrorpc.PeerLostEror:  # type: ignore[attr-defined]
         group.reform()
+
+
+def starred(group: ProcessGroup) -> int:  # noqa: F405
+    """What `import *` brings."""
+    assert_type(run_world(2, starred), list[int])  # noqa: F405
+    return group.rank
