@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
 from ferrorpc.guard import FOREVER, Clock, Parker, seconds_of
 
-Result = TypeVar("Result")
+Result = TypeVar("Result", covariant=True)
 ASSIST_SECONDS: Final = 10e-3
 """How long `assist` may take: threads that wait no longer do not assist."""
 TURN_MIN_SECONDS: Final = 1e-5
@@ -279,7 +279,7 @@ class Work(Generic[Result]):
             if not self._done and callback in self._callbacks:
                 self._callbacks.remove(callback)
 
-    def complete(self, result: Result) -> None:
+    def complete(self, result: Any) -> None:
         """For the driver: the operation succeeded."""
         self._result = result
         self._end()

@@ -56,6 +56,8 @@ async def later(group: ferrorpc.ProcessGroup, x: F32) -> None:
     assert_type(await work, F32)
     assert_type(await group.all_gather(x, async_op=True), list[F32])
     assert_type(group.barrier(async_op=True), ferrorpc.Work[None])
+    whatever: list[ferrorpc.Work[object]] = [work, group.barrier(async_op=True)]
+    whatever.append(work)
     assert_type(work.done(), bool)
     assert_type(work.exception(), BaseException | None)
     works = [group.broadcast(each, async_op=True) for each in (x, x)]
