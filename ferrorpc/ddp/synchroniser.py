@@ -324,7 +324,8 @@ class SynchronizerStep(Generic[Tree]):
 
     @property
     def grads(self) -> Tree:
-        """The means as a tree like `like`, once the step is over. Raises UsageError before."""
+        """The means as a tree like `like`, once the step is over; None for a leaf that no rank had, whatever its type says.
+        Raises UsageError before."""
         means: Tree = rebuild(self._owner._like, self._leaves)
         return means
 
