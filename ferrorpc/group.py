@@ -92,7 +92,7 @@ class ProcessGroup(Collectives):
 
     @property
     def generation(self) -> int:
-        """The number of this group's generation; 1 where there is no coordinator."""
+        """The number of this group's generation, from 1. Each `reform` gives the next group a larger one."""
         return self._generation
 
     @property

@@ -53,7 +53,8 @@ class MemberReport:
 
 
 class Store(ABC):
-    """Small values that the job shares. They outlive generations. Keys are text of at most 512 bytes, values bytes up to 1 MiB.
+    """Small values that the job shares. They outlive generations. Keys are up to 512 characters of printable ASCII
+    without blanks, values bytes up to 1 MiB.
 
     Every method raises LimitExceededError past a limit, and CoordinatorUnavailableError if the coordinator stays unreachable. A
     method that raises leaves the store unchanged.

@@ -30,9 +30,10 @@ class Rule(Protocol):
         slots: how many state arrays it needs for each array of weights. They begin as zeros.
     """
 
-    slots: ClassVar[int]
+    @property
+    def slots(self) -> int: ...
 
-    def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int) -> None:
+    def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int, /) -> None:
         """Updates weights in place.
 
         Args:

@@ -220,4 +220,5 @@ def _text(rule: Rule) -> str:
 
 def _check_rule(rule: Any) -> None:
     if isinstance(rule, type) or not callable(rule) or not isinstance(getattr(rule, "slots", None), int):
-        raise UsageError(f"rule={rule!r} is no update rule", hint="pass one such as ferrorpc.rules.Adam(1e-3)")
+        hint = "pass one such as ferrorpc.rules.Adam(1e-3), or a callable object of your own with `slots`, an integer"
+        raise UsageError(f"rule={rule!r} is no update rule", hint=hint)

@@ -114,6 +114,7 @@ def data_parallel(group: ProcessGroup) -> Iterator[dict[str, Any]]:
     yield {"weights": {"w": np.ones(9)}, "grads": {"w": np.ones(9)}}
     yield {"torch": torch, "model": torch.nn.Linear(3, 2)}
     yield {}
+    yield {}
 
 
 def pipeline(group: ProcessGroup) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ tests/house/test_types.py has mypy check it; nothing runs it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, assert_type
 
 import numpy as np
@@ -172,6 +173,22 @@ def data_parallel(group: ferrorpc.ProcessGroup, x: F32) -> None:
         ddp(x)
     for part in ddp.accumulate(2):
         assert_type(part, int)
+
+
+class Sign:
+    """An update rule of one's own."""
+
+    slots = 0
+
+    def __call__(self, x: np.ndarray[Any, Any], slope: np.ndarray[Any, Any], memory: Sequence[Any], step: int) -> None:
+        x -= 1e-4 * np.sign(slope)
+
+
+def sharded(group: ferrorpc.ProcessGroup, x: F32) -> None:
+    """Rules are callable objects with slots."""
+    for rule in (ferrorpc.rules.Adam(1e-3), Sign()):
+        ferrorpc.ZeroOptimizer({"w": x}, group, rule).step({"w": x})
+    ferrorpc.ZeroOptimizer({"w": x}, group, np.sign)  # type: ignore[arg-type]
 
 
 class Stage:
