@@ -435,4 +435,31 @@ def is_own_frame(frame: FrameType) -> bool:
 
 type_of[ErrorCode.INTERNAL] = FerroError
 
-__all__ = ["ErrorCode", *(cls.__name__ for cls in type_of.values())]
+__all__ = [
+    "ErrorCode",
+    "ConfigError",
+    "UsageError",
+    "InvalidRankError",
+    "InvalidWorldSizeError",
+    "SelfSendError",
+    "TensorMismatchError",
+    "GroupClosedError",
+    "RendezvousTimeoutError",
+    "CollectiveTimeoutError",
+    "BarrierTimeoutError",
+    "StoreTimeoutError",
+    "CoordinatorUnavailableError",
+    "StaleGenerationError",
+    "PeerLostError",
+    "CollectiveMismatchError",
+    "GroupAbortedError",
+    "LimitExceededError",
+    "MessageTooLargeError",
+    "CodecError",
+    "AuthenticationError",
+    "PermissionDeniedError",
+    "VersionMismatchError",
+    "BackendUnavailableError",
+    "NcclError",
+    "FerroError",
+]

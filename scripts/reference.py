@@ -60,6 +60,9 @@ SHOWN = frozenset({"Backend", "BasicBackendContract", "Hook", "FerroError", "Col
 FOR_USERS = {"Session": ("barrier", "describe"), "Steps": ("mean", "by_rank", "timeline", "to_chrome_trace")}
 """Of classes whose other members are for ferrorpc's own rooms."""
 
+OPERATORS = ("__call__", "__getitem__")
+"""What a class of the page is used by without a name."""
+
 INTRODUCTION = """\
 # Reference
 
@@ -194,7 +197,8 @@ def _members(found: griffe.Class) -> Iterator[Any]:
     for place in [found, *bases]:
         for name, member in place.members.items():
             wanted = name in FOR_USERS.get(found.name, (name,))
-            if wanted and name not in seen and not name.startswith("_") and _is_said(member.docstring):
+            public = not name.startswith("_") or name in OPERATORS
+            if wanted and public and name not in seen and _is_said(member.docstring):
                 seen.add(name)
                 yield _target(member)
 

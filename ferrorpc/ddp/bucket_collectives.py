@@ -35,7 +35,7 @@ class Traffic:
 
 
 class BucketCollectives:
-    """Starts the collectives of one bucket in one step, one after the other.
+    """Starts the collectives of one bucket in one step, one after the other. A hook is given one for each exchange.
 
     Args:
         first: number of the first one in the stream. Every rank starts the same ones in the same order.

@@ -72,6 +72,7 @@ def test_type_checkers_see_the_same_names_in_the_same_places() -> None:
 
 def test_the_list_that_checkers_read_is_what_the_tables_offer() -> None:
     assert ferrorpc.__all__ == ["__version__", *ferrorpc._SUBMODULES, *ferrorpc._MODULE_OF]
+    assert set(errors.__all__) == {"ErrorCode", *(cls.__name__ for cls in errors.type_of.values())}
     kit = ferrorpc.testing
     assert kit.__all__ == [name for name, module in kit._MODULE_OF.items() if module != "contract"]
 

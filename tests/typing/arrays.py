@@ -191,6 +191,18 @@ def sharded(group: ferrorpc.ProcessGroup, x: F32) -> None:
     ferrorpc.ZeroOptimizer({"w": x}, group, np.sign)  # type: ignore[arg-type]
 
 
+class Quiet(ferrorpc.hooks.Hook):
+    """A hook of one's own."""
+
+    @property
+    def text(self) -> str:
+        return "quiet"
+
+    def exchange(self, part: ferrorpc.hooks.Part, collectives: ferrorpc.hooks.BucketCollectives) -> ferrorpc.hooks.Exchange:
+        yield collectives.all_reduce(part.values)
+        return None
+
+
 class Stage:
     """A stage of a pipeline."""
 

@@ -10,10 +10,11 @@ weights. Weighted gradients are sent multiplied by their weights, so "f16" overf
 
 from __future__ import annotations
 
-from ferrorpc.ddp.hooks.base import Hook, Part
+from ferrorpc.ddp.bucket_collectives import BucketCollectives
+from ferrorpc.ddp.hooks.base import Exchange, Hook, Part
 from ferrorpc.ddp.hooks.compress import Compress
 from ferrorpc.ddp.hooks.error_feedback import ErrorFeedback
 from ferrorpc.ddp.hooks.power_sgd import PowerSGD
 from ferrorpc.ddp.hooks.top_k import TopK
 
-__all__ = ["Compress", "ErrorFeedback", "Hook", "Part", "PowerSGD", "TopK"]
+__all__ = ["BucketCollectives", "Compress", "ErrorFeedback", "Exchange", "Hook", "Part", "PowerSGD", "TopK"]
