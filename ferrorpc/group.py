@@ -175,6 +175,14 @@ class ProcessGroup(Collectives):
         chosen = ranks_of(ranks, self._size)
         note = f"subgroup of ranks {chosen}"
         self._run(Operation.BARRIER, [], NOTHING, False, timeout, note=note)
+        try:
+            return self._subgroup_of(chosen)
+        except KeyboardInterrupt as error:  # the others have the subgroup
+            self.abort(error)
+            raise
+
+    def _subgroup_of(self, chosen: list[int]) -> ProcessGroup | None:
+        """The subgroup of these ranks, which all ranks have agreed on."""
         self._subgroups += 1  # only now: a call that was refused on this rank must not make its numbers differ from the others'
         identity = f"{self._backend.group_id:x}/{self._subgroups}:{chosen}"
         group_id = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") or 1

@@ -103,6 +103,8 @@ class Connection:
         self._clock = clock
         self._condition = Condition(clock)
         self._requests = PendingRequests()
+        self.memory = Latch()
+        """What the coordinator knows of this job: trips when it has lost that, and is made anew with the next generation."""
         self._token = ""
         self._stream: SessionStream | None = None
         self._opened_at = clock.now()
@@ -125,6 +127,8 @@ class Connection:
     def joined(self) -> None:
         """This member has a generation to lose, so from now on it waits up to `max_outage` for the coordinator."""
         self._outage_limit = self._max_outage
+        if self.memory.cause is not None:
+            self.memory = Latch()
 
     # -- what callers do -----------------------------------------------------------------------------------------------
 
@@ -382,6 +386,7 @@ class Connection:
         """The coordinator lost this session or part of its state: ends the generation and the requests that belong to it."""
         with self._condition.lock:
             self._token, self.cluster_id = "", cluster_id
+        self.memory.trip(why)
         self._listener.session_ended(why)
         with self._condition.lock:
             self._requests.fail(why, lambda request: request.latch is not None)

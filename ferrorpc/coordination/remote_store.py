@@ -119,7 +119,9 @@ class RemoteStore(Store):
         return True
 
     def _ask(self, label: str, seconds: float | None = None, **operation: object) -> wire.StoreResponse:
+        memory = self._connection.memory
+        memory.check()
         request = wire.StoreRequest(request_id=next(self._request_ids), **operation)  # type: ignore[arg-type]
         seconds = seconds_of(seconds, self._timeout)
-        response: wire.StoreResponse = self._connection.ask(label, seconds, StoreTimeoutError, store=request)
+        response: wire.StoreResponse = self._connection.ask(label, seconds, StoreTimeoutError, memory, store=request)
         return response

@@ -125,13 +125,14 @@ class GradientSynchronizer(Generic[Tree]):
             UsageError: leaves are missing or unknown, or a weight is negative. Nothing was sent then.
             TensorMismatchError: a leaf's dtype, shape or GPU is not that of `like`. Nothing was sent then.
         """
-        leaves = flatten(grads, nones=self._specs)
-        self._check_names(leaves)
-        views = {name: self._read_apart(name, leaf) for name, leaf in leaves.items() if leaf is not None}
-        with interrupts_told(self._group), self.step(weight) as step:
-            for name in reversed(self._specs):
-                if name in views:
-                    step._put(name, views[name], deferrable=True)
+        with interrupts_told(self._group):
+            leaves = flatten(grads, nones=self._specs)
+            self._check_names(leaves)
+            views = {name: self._read_apart(name, leaf) for name, leaf in leaves.items() if leaf is not None}
+            with self.step(weight) as step:
+                for name in reversed(self._specs):
+                    if name in views:
+                        step._put(name, views[name], deferrable=True)
         means: Grads = rebuild(grads, step._leaves)
         return means
 

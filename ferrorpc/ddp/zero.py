@@ -17,7 +17,7 @@ from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
 from ferrorpc.ddp.shards import Shards, check_state_rank
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.failure import others_told
+from ferrorpc.failure import interrupts_told, others_told
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.types import DType, TensorSpec
 
@@ -93,12 +93,8 @@ class ZeroOptimizer:
             UsageError: leaves are missing or unknown. Nothing was sent then.
             TensorMismatchError: a leaf's dtype or shape is not that of its weights. Nothing was sent then.
         """
-        leaves = flatten(grads, nones=self._weights)
-        if leaves.keys() != self._weights.keys():
-            strange = ", ".join(sorted(leaves.keys() ^ self._weights.keys()))
-            raise UsageError(f"the gradients are not those of the weights: see {strange}", hint="pass each leaf, or None")
-        check_not_captured(self._gpus)
-        self._shards.check(leaves)
+        with interrupts_told(self._group):
+            leaves = self._checked(grads)
         with others_told(self._group):
             self._shards.reduce(self._weights, leaves)
             self._steps += 1
@@ -106,6 +102,15 @@ class ZeroOptimizer:
                 for shard, memory in zip(self._shards.shards, self._memory, strict=True):
                     self._rule(shard.weights, shard.gradient, memory, self._steps)
             self._shards.gather(self._weights)
+
+    def _checked(self, grads: Any) -> dict[str, Any]:
+        leaves = flatten(grads, nones=self._weights)
+        if leaves.keys() != self._weights.keys():
+            strange = ", ".join(sorted(leaves.keys() ^ self._weights.keys()))
+            raise UsageError(f"the gradients are not those of the weights: see {strange}", hint="pass each leaf, or None")
+        check_not_captured(self._gpus)
+        self._shards.check(leaves)
+        return leaves
 
     def state(self) -> dict[str, Array]:
         """A copy of this rank's optimizer state, to be saved with the weights. Each rank saves its own."""

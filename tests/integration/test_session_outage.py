@@ -269,6 +269,24 @@ def test_an_older_copy_of_the_journal_under_a_running_job_is_told_of(durable, tm
     together([session.leave for session in sessions])
 
 
+def test_a_store_that_the_coordinator_has_lost_is_refused_until_the_next_generation(volatile):
+    """A counter that silently began anew would hand out the same numbers twice."""
+    sessions = join_all(volatile.address, 2)
+    assert [session.store.add("next") for session in sessions] == [1, 2]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(sessions[1].store.get, "never", 60.0)
+        volatile.kill()
+        volatile.start()
+        with pytest.raises(StaleGenerationError, match="without its journal"):
+            waiting.result(30)
+    for use in (lambda store: store.add("next"), lambda store: store.keys(), lambda store: store.wait("never", 60.0)):
+        with pytest.raises(StaleGenerationError, match="without its journal"):
+            use(sessions[1].store)
+    together([lambda s=s: s.rejoin(20) for s in sessions])
+    assert [session.store.add("next") for session in sessions] == [1, 2]
+    together([session.leave for session in sessions])
+
+
 def test_ranks_are_kept_where_the_coordinator_has_forgotten_them(volatile):
     sessions = join_all(volatile.address, 2, (2, 3), hinted_rank=None)
     volatile.kill()

@@ -7,16 +7,20 @@ import itertools
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+import ferrorpc
 from ferrorpc import FerroError, GroupAbortedError, LimitExceededError, ProcessGroup
 from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives import driver, prepared
 from ferrorpc.collectives.point_to_point import RecvExecution
+from ferrorpc.ddp import synchroniser, zero
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Into, New, Result
 from ferrorpc.testing import run_world
@@ -60,6 +64,55 @@ def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monk
     for rank, cause in run_world(3, body, timeout=10.0):
         assert rank == 2
         assert re.fullmatch(r"KeyboardInterrupt during all_reduce\(op=sum, float32\[3\]\).*", cause)
+
+
+def of_a_step(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    optimizer = ferrorpc.ZeroOptimizer({"w": X.copy()}, group, ferrorpc.rules.SGD(0.1))
+    interrupt_at(monkeypatch, zero, "flatten", group.rank == 0)
+    return lambda: optimizer.step({"w": X})
+
+
+def of_gradients(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    sync = ferrorpc.GradientSynchronizer({"w": X}, group)
+    interrupt_at(monkeypatch, synchroniser, "flatten", group.rank == 0)
+    return lambda: sync({"w": X})
+
+
+def of_a_subgroup(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    interrupt_at(monkeypatch, SimulatedBackend, "split", group.rank == 0)
+    return lambda: group.subgroup([0, 1])
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, is_struck: bool) -> None:
+    """As Ctrl-C does in the thread that calls this, once."""
+    plain, me = getattr(place, name), threading.get_ident()
+
+    def struck(*given: Any, **named: Any) -> Any:
+        if is_struck and threading.get_ident() == me:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return plain(*given, **named)
+
+    monkeypatch.setattr(place, name, struck)
+
+
+@pytest.mark.parametrize("call", [of_a_step, of_gradients, of_a_subgroup])
+def test_the_others_learn_of_an_interrupt_outside_of_operations(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[ProcessGroup, pytest.MonkeyPatch], Callable[[], object]]
+) -> None:
+    """Where this rank has sent nothing, or has nothing that the others have made."""
+
+    def body(group: ProcessGroup) -> str:
+        run = call(group, monkeypatch)
+        group.barrier()
+        if group.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                run()
+        with pytest.raises(GroupAbortedError) as broken:
+            [use() for use in (run, partial(group.recv, 0))]
+        return broken.value.cause
+
+    assert run_world(2, body, timeout=10.0) == ["KeyboardInterrupt"] * 2
 
 
 def test_an_error_of_a_signal_handler_is_the_users_own_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from ferrorpc.coordination.remote_store import RemoteStore
 from ferrorpc.errors import StoreTimeoutError, UsageError
+from ferrorpc.guard import Latch
 from ferrorpc.v1 import store_pb2
 from ferrorpc.wire.limits import WRITES_MAX
 
@@ -19,9 +20,10 @@ class Answering:
     ended_by = None
 
     def __init__(self):
+        self.memory = Latch()
         self.seconds = []
 
-    def ask(self, label, seconds, timeout_error, store):
+    def ask(self, label, seconds, timeout_error, latch, store):
         self.seconds.append(seconds)
         return store_pb2.StoreResponse(found=True)
 
@@ -50,6 +52,7 @@ class Silent:
     ended_by = None
 
     def __init__(self):
+        self.memory = Latch()
         self.asking = 0
         self.most = 0
         self.full = threading.Event()
@@ -59,7 +62,7 @@ class Silent:
     def outage(self):
         return ""
 
-    def ask(self, label, seconds, timeout_error, store):
+    def ask(self, label, seconds, timeout_error, latch, store):
         with self._lock:
             self.asking += 1
             self.most = max(self.most, self.asking)
