@@ -150,6 +150,9 @@ class Session(ABC):
         1,024 outcomes of each set of participants, and at most 16 MiB of them in a job, until the coordinator restarts; who
         comes after that gets a timeout of its own.
 
+        A use that is interrupted, as by Ctrl-C, is not over: the next call with its name goes on with it, and with a payload of
+        its own, unless all have come meanwhile.
+
         Of each set of participants the last 8,192 names are known; one that was used before them is taken for a new one. So who
         uses that many must use them in the same order.
 

@@ -167,7 +167,15 @@ class Connection:
             FerroError: the coordinator's answer, `latch`'s cause, the error that ended the connection, or `timeout_error`.
         """
         request = self.post(label, latch, **body)
-        wait_log = _WaitLog(self._clock.now())
+        try:
+            return self._answer_of(request, seconds, timeout_error)
+        finally:
+            if request.outcome is None:  # interrupted: it must not be sent again after an outage
+                self._drop(request)
+
+    def _answer_of(self, request: Request, seconds: float, timeout_error: Callable[[str], FerroError]) -> Any:
+        """As `ask`, for a request that was sent."""
+        label, wait_log = request.label, _WaitLog(self._clock.now())
         while True:
             until, explain_at = self._give_up_at(request, seconds), wait_log.due
             outcome, now = self._wait(request, min(until, explain_at)), self._clock.now()

@@ -328,18 +328,24 @@ class LocalSession(Session):
         limits.check_key(name)
         payload, seconds = limits.check_payload(payload), seconds_of(timeout, self._world.timeout)
         exchange = _Exchange(f"barrier {name!r}", self._participants(ranks))
-        with self._condition.lock:
-            key = ("barrier", name, self.membership.ordinals.next(name, exchange.ranks))
-            generation, exchange = self._arrive(key, exchange, [payload])
-        try:
-            return self._wait_for(generation, exchange, seconds)
-        except BarrierTimeoutError as error:
-            raise told_to(self.rank, error) from None
-        finally:
+        with self.membership.ordinals.use(name, exchange.ranks) as ordinal:
+            key = ("barrier", name, ordinal)
             with self._condition.lock:
-                exchange.ended += 1
-                if exchange.ended == len(exchange.ranks):
-                    generation.all_have_left(key)
+                generation, exchange = self._arrive(key, exchange, [payload])
+            try:
+                payloads = self._wait_for(generation, exchange, seconds)
+            except FerroError as error:
+                self._leave_barrier(generation, key)
+                raise told_to(self.rank, error) if isinstance(error, BarrierTimeoutError) else error from None
+            self._leave_barrier(generation, key)  # not where it is interrupted: the next use goes on with it
+            return payloads
+
+    def _leave_barrier(self, generation: _Generation, key: tuple[str, str, int]) -> None:
+        with self._condition.lock:
+            exchange = generation.exchanges[key]
+            exchange.ended += 1
+            if exchange.ended == len(exchange.ranks):
+                generation.all_have_left(key)
 
     def exchange_nccl_id(
         self,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Final
 
-from ferrorpc.errors import BarrierTimeoutError
+from ferrorpc.errors import BarrierTimeoutError, FerroError
 
 NAMES_MAX: Final = 8_192
 """Names kept for each set of participants. A coordinator knows at most 5,120 of their barriers, open and past: of a name that
@@ -22,6 +24,22 @@ class Ordinals:
     def __init__(self) -> None:
         self._lock = Lock()
         self._last: dict[tuple[int, ...], dict[str, int]] = {}
+
+    @contextmanager
+    def use(self, name: str, ranks: tuple[int, ...]) -> Iterator[int]:
+        """A context that is one use of `name`, and its number. One that is interrupted has no end: the next use goes on with
+        it, or this rank would meet the others' next one from then on."""
+        ordinal = self.next(name, ranks)
+        try:
+            yield ordinal
+        except FerroError:
+            raise
+        except BaseException:
+            with self._lock:
+                numbers = self._last.get(ranks, {})
+                if numbers.get(name) == ordinal:
+                    numbers[name] = ordinal - 1
+            raise
 
     def next(self, name: str, ranks: tuple[int, ...]) -> int:
         """The number of this use of `name`, from 1, by these participants (world ranks in ascending order)."""

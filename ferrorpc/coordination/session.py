@@ -276,7 +276,6 @@ class RemoteSession(Session):
         request = barrier_pb2.BarrierRequest(
             generation=generation,
             name=name,
-            ordinal=membership.ordinals.next(name, participants),
             ranks=() if ranks is None else participants,
             timeout_ms=milliseconds(seconds),
             payload=payload,
@@ -285,9 +284,11 @@ class RemoteSession(Session):
         began = self.clock.now()
         self.activity.operating(began)
         try:
-            response = self._ask_generation(
-                f"barrier {name!r}", seconds, lambda message: BarrierTimeoutError(others, message), barrier=request
-            )
+            with membership.ordinals.use(name, participants) as ordinal:
+                request.ordinal = ordinal
+                response = self._ask_generation(
+                    f"barrier {name!r}", seconds, lambda message: BarrierTimeoutError(others, message), barrier=request
+                )
         except BarrierTimeoutError as error:
             raise told_to(membership.assignment.rank, error) from None
         finally:

@@ -413,3 +413,24 @@ def test_a_jobs_secret_is_asked_for_and_a_wrong_one_is_refused_at_once(tmp_path)
     guarded.stop()
     with pytest.raises(ConfigError, match="token_file"):
         join(guarded.address, 0, 1, token_file=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("all_came_meanwhile", [False, True])
+def test_a_barrier_that_was_interrupted_is_gone_on_with_by_the_next_call(world, monkeypatch, all_came_meanwhile):
+    """Else this rank would meet the others' next use of the name from then on."""
+    zero, one, _ = world
+
+    def interrupted(*_):
+        monkeypatch.undo()
+        found.extend([one.barrier("x", b"peer", ranks=[0, 1])] if all_came_meanwhile else [])
+        raise KeyboardInterrupt
+
+    found = []
+    monkeypatch.setattr(zero._connection, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        zero.barrier("x", b"first", ranks=[0, 1])
+    calls = [] if all_came_meanwhile else [lambda: one.barrier("x", b"peer", ranks=[0, 1])]
+    found += together([lambda: zero.barrier("x", b"again", ranks=[0, 1]), *calls])
+    assert found[0] == found[1] in ([b"first", b"peer"], [b"again", b"peer"]), "the peer may come before the second call"
+    assert together([lambda s=s: s.barrier("x", b"next", ranks=[0, 1]) for s in (zero, one)]) == [[b"next"] * 2] * 2
+    assert not zero._connection._requests.unanswered()

@@ -437,3 +437,24 @@ def test_a_key_cannot_be_bound_to_a_generation_that_is_over():
     sessions[0].store.set("k", b"", bind="generation")
     sessions[0].report(NcclError("the next end"))
     assert sessions[1].store.keys() == []
+
+
+@pytest.mark.parametrize("all_came_meanwhile", [False, True])
+def test_a_barrier_that_was_interrupted_is_gone_on_with_by_the_next_call(monkeypatch, all_came_meanwhile):
+    """Else this rank would meet the others' next use of the name from then on."""
+    world = LocalWorld(2)
+    zero, one = world.session(0), world.session(1)
+
+    def interrupted(*_):
+        monkeypatch.undo()
+        found.extend([one.barrier("x", b"peer")] if all_came_meanwhile else [])
+        raise KeyboardInterrupt
+
+    found = []
+    monkeypatch.setattr(zero, "_wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        zero.barrier("x", b"first")
+    calls = [] if all_came_meanwhile else [lambda: one.barrier("x", b"peer")]
+    found += together([lambda: zero.barrier("x", b"again"), *calls])
+    assert found == [[b"first" if all_came_meanwhile else b"again", b"peer"]] * 2
+    assert on_all(world, lambda session: session.barrier("x", b"next"), [0, 1]) == [[b"next"] * 2] * 2
