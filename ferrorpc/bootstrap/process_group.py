@@ -120,6 +120,8 @@ def init_process_group(
     session, server = _local_session(config) if _is_world_of_one(config, launch) else _remote_session(config, launch)
     _open[:] = [session]
     try:
+        if isinstance(session, RemoteSession):
+            _join(session, config, launch)
         place = registry.Place(
             session, server, config["transport"], config["timeout"], asked, config["device"], launch.local_rank
         )
@@ -150,7 +152,7 @@ def _local_session(config: Config) -> tuple[LocalSession, None]:
 
 
 def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, WorkerServer]:
-    """Joins the job at the coordinator. Also returns the worker server, whose address the other members get."""
+    """A session that has yet to join the job. Also returns the worker server, whose address the other members get."""
     process_exit.refuse_in_child()
     address, job = config["coordinator"], config["job"]
     starts_own = address is None
@@ -181,16 +183,23 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
             launch=os.environ.get(LAUNCH_VARIABLE, ""),
             labels=join_labels(config["backend"], config["device"], launch.local_rank) | run_label(os.environ, launch),
             config=config,
-        ).join()
-    except BaseException as error:
+        )
+        session.on_leave(server.close)
+    except BaseException:
         server.close()
-        if isinstance(error, CoordinatorUnavailableError) and starts_own:
-            raise error.again(_OWN) from None
-        if isinstance(error, RendezvousTimeoutError) and starts_own:
-            raise error.again(f"{error.hint}; or, if this process is to run alone, unset {launch.source}") from None
         raise
-    session.on_leave(server.close)
     return session, server
+
+
+def _join(session: RemoteSession, config: Config, launch: LaunchInfo) -> None:
+    """Joins the job. Where no coordinator was named, an error says who starts one."""
+    try:
+        session.join()
+    except (CoordinatorUnavailableError, RendezvousTimeoutError) as error:
+        if config["coordinator"] is not None:
+            raise
+        alone = f"{error.hint}; or, if this process is to run alone, unset {launch.source}"
+        raise error.again(_OWN if isinstance(error, CoordinatorUnavailableError) else alone) from None
 
 
 def _address_now(server: WorkerServer, coordinator: str, config: Config) -> str:

@@ -30,7 +30,7 @@ from ferrorpc.errors import (
     PeerLostError,
     RendezvousTimeoutError,
 )
-from ferrorpc.generation_errors import error_on_rank, member_left
+from ferrorpc.generation_errors import error_on_rank, member_left, reason_of
 from ferrorpc.guard import SYSTEM_CLOCK, Latch, seconds_of
 from ferrorpc.logs import clear_log_origin, set_log_origin
 from ferrorpc.types import Assignment, Peer
@@ -145,8 +145,8 @@ class RemoteSession(Session):
             self._connection.start()
             self._connection.wait_until_up(self._rendezvous, until)
             self.rejoin(max(until - self.clock.now(), min(self._timeout, ROUND_SECONDS)))
-        except BaseException:
-            self.leave()
+        except BaseException as error:  # an interrupt may come when the others have their ranks, and wait for this one
+            self.leave("" if isinstance(error, FerroError) else reason_of(error))
             raise
         return self
 
