@@ -146,8 +146,7 @@ class HostPeers:
             self._closing = True
         for peer_socket in self._reader.sockets.values():
             peer_socket.send(GOODBYE)
-        if self._started:
-            self._reader.stop(timeout)
+        self._reader.stop(timeout if self._started else 0.0)  # an interrupt within `start` hides whether there is a thread
         self._reader.close()
         for host_peer in self._host_peers.values():
             host_peer.close()

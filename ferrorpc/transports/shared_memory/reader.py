@@ -57,12 +57,18 @@ class Reader:
         """The reader thread's, while it runs."""
         self._armed: dict[PeerSocket, int] = {}
         """The epoll events that are requested for each socket that has not ended."""
+        self._has_begun = False
         self._stopping = False
         self._discard = False
         self._over = threading.Event()
 
     def run(self) -> None:
         """Reads until every socket has ended, or `stop`."""
+        with self._lock:
+            if self._stopping and self._discard:  # `stop` may have returned, and the sockets may be closed
+                self._over.set()
+                return
+            self._has_begun = True
         with select.epoll() as epoll:
             try:
                 self._read_all(epoll)
@@ -118,12 +124,16 @@ class Reader:
         return False
 
     def stop(self, timeout: float) -> None:
-        """Ends the thread once all waiting messages are written, or after `timeout` seconds."""
+        """Ends the thread once all waiting messages are written, or after `timeout` seconds. One that begins only later ends at
+        once."""
         self._stopping = True
         self._wake()
         if not self._over.wait(timeout):
             self.discard()
-            self._over.wait()
+            with self._lock:
+                has_begun = self._has_begun
+            if has_begun:
+                self._over.wait()
 
     def discard(self) -> None:
         """Gives up the messages that are not written yet."""

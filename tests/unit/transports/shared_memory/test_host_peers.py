@@ -5,8 +5,10 @@ import errno
 import gc
 import os
 import socket
+import threading
 import uuid
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import BackendUnavailableError, GroupClosedError, PeerLostError, UsageError
 from ferrorpc.generation_errors import PEER_LEFT
-from ferrorpc.guard import Latch
+from ferrorpc.guard import Latch, SystemClock
 from ferrorpc.testing import ManualClock
 from ferrorpc.transports.shared_memory import discovery, handshake, host_identity
 from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, SIZE_BYTES_MIN, Segment
@@ -372,3 +374,28 @@ def test_a_forked_child_gives_its_copies_of_the_sockets_back() -> None:
         assert in_a_forked_child(child) == 0
         ranks[0].send(1, b"\1 still here")
         eventually(lambda: ranks.messages == [(1, 0, b"\1 still here")])
+
+
+@pytest.mark.parametrize("begins", ["before the interrupt", "after close", "never"])
+def test_an_interrupt_as_the_reading_thread_starts_leaves_no_thread_behind(begins: str) -> None:
+    threads: list[threading.Thread] = []
+
+    class Struck(SystemClock):
+        def start(self, body: Callable[[], None], name: str) -> None:
+            threads.append(threading.Thread(target=body, name=name, daemon=True))
+            if begins == "before the interrupt":
+                threads[0].start()
+            raise KeyboardInterrupt
+
+    before = open_descriptors()
+    with HostWorld(2, listening=False) as ranks:
+        ranks[0]._clock = Struck()
+        with pytest.raises(KeyboardInterrupt):
+            ranks[0].start(*[lambda *_: None] * 3)
+        ranks[0].close(SECONDS)
+        if begins == "after close":
+            threads[0].run()
+        elif begins == "before the interrupt":
+            threads[0].join(SECONDS)
+            assert not threads[0].is_alive()
+    assert open_descriptors() == before
