@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,8 +14,11 @@ import ferrorpc
 from ferrorpc import PeerLostError
 from ferrorpc.coordination.base import Membership
 from ferrorpc.coordination.session import RemoteSession
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.transports.grpc.server import WorkerServer
 from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.members import join
+from tests.threads import SECONDS
 from tests.unit.test_interrupted_ends import was_struck
 
 FILES = ("ferrorpc/bootstrap/process_group.py", "ferrorpc/coordination/session.py")
@@ -60,3 +64,19 @@ def test_the_others_are_told_of_an_interrupt_as_the_rendezvous_ends(
     with pytest.raises(PeerLostError, match=r"rank 0 .*KeyboardInterrupt"):
         other.barrier("all")
     other.leave()
+
+
+def test_a_server_for_peers_that_is_interrupted_as_its_thread_starts_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def strike(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", strike)
+        with pytest.raises(KeyboardInterrupt):
+            WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK)
+    started[0].join(SECONDS)
+    assert not started[0].is_alive()

@@ -25,7 +25,6 @@ from ferrorpc.errors import (
     ConfigError,
     FerroError,
     GroupClosedError,
-    LimitExceededError,
     PermissionDeniedError,
     StaleGenerationError,
     VersionMismatchError,
@@ -142,16 +141,16 @@ class WorkerServer:
         self._server.add_generic_rpc_handlers((_Method(self._stream),))
         self._port = self._listen(bind_host)
         self.advertise(advertise_host)
-        self._start()
         _open_servers.add(self)
+        self._start()
 
     def _start(self) -> None:
         try:
             with thread_needed("of gRPC's server"):
                 self._server.start()
-        except LimitExceededError:
+        except BaseException:
             with contextlib.suppress(RuntimeError):
-                self._server.stop(0.0)  # else gRPC waits for its thread when the process exits
+                self._server.stop(0.0)  # else it goes on listening, and gRPC waits for its thread when the process exits
             raise
 
     def _listen(self, bind_host: str) -> int:
