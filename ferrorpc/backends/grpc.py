@@ -64,11 +64,11 @@ class GrpcBackend(MessageBackend):
                 control = ControlBlocks(host_peers, assignment.rank)
             tuning = Tuning(published(assignment.cost_table), asked, _host_of_each(host_peers.hosts))
             super().__init__(transport, session, timeout=timeout, control=control, basis=tuning)
+            self._asked = asked
+            self._server = server
+            self._path = path
+            session.activity.set_traffic_source(partial(_traffic, transport, None if control is None else control.calls))
             undo.pop_all()
-        self._asked = asked
-        session.activity.set_traffic_source(partial(_traffic, transport, None if control is None else control.calls))
-        self._server = server
-        self._path = path
 
     def renew(self, timeout: float) -> GrpcBackend:
         """Closes this generation's streams, takes part in the next one and opens its, on the same server."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from ferrorpc.backends import registry
+from ferrorpc.backends.base import Backend
 from ferrorpc.backends.gpu import join_labels
 from ferrorpc.bootstrap.address import advertised_host, host_may_change, require_authentication
 from ferrorpc.bootstrap.coordinator import start_coordinator
@@ -111,26 +112,34 @@ def init_process_group(
     asked = parse_algorithms(config["algorithm"] or ())
     launch = detect_launch(os.environ, config)
     _log.info("rank and world taken from %s: %s", launch.source, launch)
-    processes = sys.modules.get("multiprocessing.process")  # not loaded where nothing was started by it
-    if processes is not None and processes.parent_process() is not None:
-        if launch.source == NO_LAUNCHER:
-            _log.warning(_SPAWNED)
-        elif LAUNCH_VARIABLE in os.environ:
-            _log.warning(_SPAWNED_IN_A_RANK)
+    _warn_if_spawned(launch)
     session, server = _local_session(config) if _is_world_of_one(config, launch) else _remote_session(config, launch)
     _open[:] = [session]
+    made = None
     try:
         if isinstance(session, RemoteSession):
             _join(session, config, launch)
         place = registry.Place(
             session, server, config["transport"], config["timeout"], asked, config["device"], launch.local_rank
         )
-        return ProcessGroup(registry.create(config["backend"], place), config["timeout"])
+        made = registry.create(config["backend"], place)
+        return ProcessGroup(made, config["timeout"])
     except BaseException as error:
         session.leave(reason_of(error))
+        if isinstance(made, Backend):  # whatever a third party's factory has returned
+            made.close()
         if isinstance(error, PeerLostError | GroupAbortedError):
             raise error.again(_NO_GROUP) from None
         raise
+
+
+def _warn_if_spawned(launch: LaunchInfo) -> None:
+    processes = sys.modules.get("multiprocessing.process")  # not loaded where nothing was started by it
+    if processes is not None and processes.parent_process() is not None:
+        if launch.source == NO_LAUNCHER:
+            _log.warning(_SPAWNED)
+        elif LAUNCH_VARIABLE in os.environ:
+            _log.warning(_SPAWNED_IN_A_RANK)
 
 
 def _check_backend(config: Config) -> None:

@@ -14,8 +14,14 @@ from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.shared_memory import host_peers
 from tests.threads import in_threads
 
+LAST = {
+    "server": "",
+    "memory": "ferrorpc.backends.grpc.ControlBlocks",
+    "activity": "ferrorpc.coordination.activity.Activity.set_traffic_source",
+}
 
-@pytest.mark.parametrize("last", ["server", "memory"])
+
+@pytest.mark.parametrize("last", LAST)
 def test_what_fails_after_host_peers_have_met_closes_their_sockets(monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     """Else a peer would never see the end of a rank that goes on without a group."""
     made: list[host_peers.HostPeers] = []
@@ -30,7 +36,7 @@ def test_what_fails_after_host_peers_have_met_closes_their_sockets(monkeypatch: 
         for server in servers:
             server.close()
     else:
-        monkeypatch.setattr("ferrorpc.backends.grpc.ControlBlocks", lambda *_: _raise(GroupClosedError("no memory")))
+        monkeypatch.setattr(LAST[last], lambda *_: _raise(GroupClosedError("it ends here")))
     outcomes = in_threads(2, lambda rank: GrpcBackend(world.session(rank), servers[rank]))
     assert [type(outcome) for outcome in outcomes] == [GroupClosedError] * 2
     assert [link.connection.fileno() for peers in made for link in peers._reader.sockets.values()] == [-1, -1]

@@ -28,6 +28,19 @@ def test_a_group_that_somebody_holds_is_to_be_closed_or_used() -> None:
         assert group.all_reduce(2.0) == 2.0
 
 
+def test_a_group_that_is_interrupted_while_it_is_made_closes_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def strike(backend: object, timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ferrorpc.bootstrap.process_group.ProcessGroup", strike)
+    monkeypatch.setattr("ferrorpc.backends.simulated.SimulatedBackend.close", lambda backend: closed.append(backend.name))
+    with pytest.raises(KeyboardInterrupt):
+        ferrorpc.init_process_group()
+    assert closed == ["simulated"]
+
+
 @pytest.mark.parametrize("name", ["gloo", "cpu:gloo,cuda:nccl", "mpi"])
 def test_a_backend_of_torchs_is_told_ferrorpcs_counterpart(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is not one of auto(.|\n)*try: leave it out.*\"grpc\""):
