@@ -7,7 +7,6 @@ arguments.py checks what callers pass, results.py makes what they get, and dispa
 from __future__ import annotations
 
 import hashlib
-import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -20,7 +19,7 @@ from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Operation, example
 from ferrorpc.coordination.base import Session, Store
-from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, GroupClosedError, UsageError
+from ferrorpc.errors import BackendUnavailableError, FerroError, GroupAbortedError, GroupClosedError, UsageError
 from ferrorpc.generation_errors import generation_replaced, reason_of
 from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
@@ -63,7 +62,8 @@ class ProcessGroup(Collectives):
         super().__init__(_backend_given(backend), seconds_of(timeout, 60.0))
         self._is_world = backend.group_id == 0
         self._subgroups = 0
-        self._ending = threading.RLock()  # reentrant for a signal handler that closes the group
+        self._is_ending = False
+        """Whether a thread is just closing it, or replacing it by its successor."""
         self._has_left = False
         """Whether close() has nothing left to do: until then one that was interrupted can be called again."""
         self._following: ProcessGroup | None = None
@@ -259,14 +259,18 @@ class ProcessGroup(Collectives):
                 self._dispatch.check_open()
             self._renewed = self._next_generation(seconds)
         following = self._renewed
-        over = generation_replaced(self.generation, following.generation)
-        self._dispatch.close(GroupClosedError(over.message, hint=over.hint))
-        self._backend.latch.trip(over)
-        self._backend.close()
-        block = (None if self._block is None else self._block()) or self
-        block._following, following._block = following, weakref.ref(block)
-        self._has_left = True
-        self._renewed = None
+        self._is_ending = True
+        try:
+            over = generation_replaced(self.generation, following.generation)
+            self._dispatch.close(GroupClosedError(over.message, hint=over.hint))
+            self._backend.latch.trip(over)
+            self._backend.close()
+            block = (None if self._block is None else self._block()) or self
+            block._following, following._block = following, weakref.ref(block)
+            self._has_left = True
+            self._renewed = None
+        finally:
+            self._is_ending = False
         return following
 
     def _next_generation(self, seconds: float) -> ProcessGroup:
@@ -279,6 +283,11 @@ class ProcessGroup(Collectives):
         except BaseException as error:
             if not isinstance(error, BackendUnavailableError):
                 self._dispatch.give_up()
+            session = self._backend.session
+            if not isinstance(error, FerroError) and session is not None:
+                place = session.membership.assignment
+                if place.generation != self.generation:  # the others have the next one, and wait for this rank there
+                    session.report(GroupAbortedError(place.rank, f"{reason_of(error)} during reform()"))
             raise
 
     def close(self) -> None:
@@ -298,11 +307,12 @@ class ProcessGroup(Collectives):
         sends a message of more than 4 MiB to this rank gets a GroupClosedError. One that waits for this rank in a later
         collective of the subgroup ends the generation, with a GroupAbortedError that names this rank.
         """
+        if self._has_left or self._is_ending:
+            return None
         if self._renewed is not None:  # of a reform() that was interrupted
             return self.reform().close()
-        with self._ending:
-            if self._has_left:
-                return None
+        self._is_ending = True
+        try:
             try:
                 if not self._dispatch.closed:
                     self._dispatch.close()
@@ -310,6 +320,8 @@ class ProcessGroup(Collectives):
                         self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
             finally:  # also when it is interrupted, or the others would not hear of it
                 self._leave("")
+        finally:
+            self._is_ending = False
 
     def _leave(self, reason: str) -> None:
         """Closes the lanes and leaves the job. A reason (an exception's) is sent to the others before the lanes close."""

@@ -61,8 +61,7 @@ class Replica:
         self.module = module
         self.group = group
         self.may_sync = True
-        """Whether gradients are averaged outside of `no_sync` and `accumulate`."""
-        self._blocks_without_sync = 0
+        """Whether gradients are averaged where no `accumulate` holds that back: false under `no_sync`."""
         self._accumulation: object | None = None
         """Stands for the newest `accumulate`, until its last part."""
         self._views = views
@@ -129,27 +128,31 @@ class Replica:
     @property
     def syncs(self) -> bool:
         """Whether gradients are averaged now."""
-        return self.may_sync and not self._blocks_without_sync and self._accumulation is None
+        return self.may_sync and self._accumulation is None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it gradients accumulate on each rank and none is averaged. All ranks alike."""
-        self._blocks_without_sync += 1
+        before, self.may_sync = self.may_sync, False
         try:
             yield
         finally:
-            self._blocks_without_sync -= 1
+            self.may_sync = before
 
     def accumulate(self, count: Any) -> Iterator[int]:
         """Yields 0 to count - 1. Gradients are averaged in the last iteration only. One that was left half-way, and that
-        something still refers to, ends where the next one begins."""
+        something still refers to, ends where the next one begins, so there is none within another."""
         if not isinstance(count, int | np.integer) or count < 1:
             raise UsageError(f"accumulate({count!r}) has no last part", hint="pass 1 or more")
-        own = object()
+        own = self._accumulation = object()
         try:
             for index in range(count - 1):
-                self._accumulation = own
                 yield index
+                if self._accumulation is not own:
+                    raise UsageError(
+                        "an accumulate() began within another one of this module",
+                        hint="use one with as many parts as both have, or no_sync()",
+                    )
         finally:
             if self._accumulation is own:
                 self._accumulation = None

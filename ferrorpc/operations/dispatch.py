@@ -28,6 +28,7 @@ from ferrorpc.errors import (
     GroupAbortedError,
     GroupClosedError,
     LimitExceededError,
+    StaleGenerationError,
     UsageError,
 )
 from ferrorpc.generation_errors import used_in_child
@@ -113,15 +114,16 @@ class Dispatch:
         """Raises GroupClosedError after close() or a failed reform(), and the first cause once the generation has ended."""
         if self.closed:
             raise self._closing.again()
+        cause = self.backend.latch.cause
+        if cause is not None and not (self.refuses and isinstance(cause, StaleGenerationError)):  # which knows of a next group
+            cause.mark_shown()
+            raise self.located(cause.again())
         if self.refuses:
             raise GroupClosedError(
                 "a reform() of this group came to nothing, and its lanes are closed",
                 hint="call group.reform() again for the next generation, or group.close()",
+                retryable=True,
             )
-        cause = self.backend.latch.cause
-        if cause is not None:
-            cause.mark_shown()
-            raise self.located(cause.again())
 
     def end(self, cause: FerroError) -> None:
         """Ends the generation on every rank. Returns once this rank knows of it, so that no operation begins afterwards."""
@@ -455,6 +457,8 @@ class Dispatch:
 
     def abandon_in_child(self) -> None:
         """In a forked child: fails what is in flight, which the parent's threads go on with there alone."""
+        if self.backend.size == 1:
+            return
         self._forked = used_in_child()
         self._forked.mark_shown()  # a child that does not look at its parent's operations logs nothing of them
         for work in list(self._in_flight.values()):

@@ -122,7 +122,7 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     @property
     def require_backward_grad_sync(self) -> bool:
         """As in torch: whether backward passes average, for loops that set it instead of using `no_sync()`."""
-        return self._replica.syncs
+        return self._replica.may_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:

@@ -75,3 +75,43 @@ def test_wherever_reform_is_interrupted_the_group_can_be_formed_again_or_closed(
     assert place > 3
     with pytest.raises(GroupClosedError, match="use the group that"):
         group.reform()
+
+
+def test_an_interrupt_of_reform_that_comes_too_late_ends_the_generation_that_the_others_have() -> None:
+    """They would wait there for this rank, which waits for them to ask for another one."""
+    ends = []
+
+    def body(group: ProcessGroup, place: int) -> bool:
+        renewed = None
+        if group.rank == 0:
+            made = list[ProcessGroup]()
+            files = (*FILES, "backends/simulated.py", "coordination/local.py")
+            struck = was_struck(place, lambda: made.append(group.reform()), files)
+            renewed = made[0] if made else group.reform()
+        else:
+            struck, renewed = False, group.reform()
+        try:
+            total = renewed.all_reduce(1)
+        except GroupAbortedError as error:
+            assert "KeyboardInterrupt during reform()" in error.cause  # noqa: PT017
+            total = renewed.reform().all_reduce(1)
+        assert total == 2
+        ends.append(renewed.generation)
+        return struck
+
+    place = 1
+    while run_world(2, partial(body, place=place), timeout=10.0)[0]:
+        place += 1
+    assert place > 20
+
+
+def test_two_threads_may_close_a_group() -> None:
+    def body(group: ProcessGroup) -> None:
+        clock = group.session.clock
+        group.recv(1 - group.rank, async_op=True)
+        if group.rank == 0:
+            clock.start(group.close, "closes too")
+        clock.parker().park(clock.now() + 0.1)
+        group.close()
+
+    run_world(2, body)

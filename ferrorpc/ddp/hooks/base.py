@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
@@ -73,9 +74,16 @@ class Hook(ABC):
             )
         self._serves = weakref.ref(stream)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __copy__(self) -> Self:
+        """As a deep copy: two models cannot share what a hook remembers."""
+        return copy.deepcopy(self)
+
+    def __getstate__(self) -> Any:
         """For a copy or a pickle, which serves nobody yet."""
-        return {name: value for name, value in vars(self).items() if name != "_serves"}
+        state = super().__getstate__()
+        own, *slots = state if isinstance(state, tuple) else (state,)
+        own = {name: value for name, value in (own or {}).items() if name != "_serves"}
+        return (own, *slots) if slots else own
 
     def _still_serves(self) -> bool:
         served = None if self._serves is None else self._serves()

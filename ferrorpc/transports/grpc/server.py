@@ -141,8 +141,8 @@ class WorkerServer:
         self._server.add_generic_rpc_handlers((_Method(self._stream),))
         self._port = self._listen(bind_host)
         self.advertise(advertise_host)
-        _open_servers.add(self)
         self._start()
+        _open_servers.add(self)
 
     def _start(self) -> None:
         try:

@@ -129,8 +129,9 @@ def test_accumulate_averages_a_modules_gradients_with_the_last_part():
     assert run_world(2, body) == [[3.5, 3.5]] * 2
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("ends", [[], [0, 1], [1, 0]])
-def test_an_accumulation_that_was_left_half_way_takes_nothing_from_the_next_steps(ends):
+def test_an_accumulation_that_was_left_half_way_takes_nothing_from_the_next_steps(ends, count):
     """A kept exception keeps the frame in which it is suspended, and so the block that averages nothing."""
 
     def body(group):
@@ -149,12 +150,25 @@ def test_an_accumulation_that_was_left_half_way_takes_nothing_from_the_next_step
             next(each)
         for index in ends:
             left[index].close()
-        means = [step(ddp.accumulate(2)), step([0])]
+        means = [step(ddp.accumulate(count)), step([0])]
         with ddp.no_sync():
             means.append(step([0]))
         return means, len(left)
 
     assert run_world(2, body) == [([0.5, 0.5, float(rank)], 2) for rank in range(2)]
+
+
+def test_an_accumulation_within_another_one_is_refused():
+    def body(group):
+        ddp = DistributedDataParallel(Plain(w=np.zeros(1)), group)
+        parts = ddp.accumulate(3)
+        next(parts)
+        assert list(ddp.accumulate(2)) == [0, 1]
+        with pytest.raises(UsageError, match="within another one"):
+            next(parts)
+        return ddp._replica.syncs
+
+    assert run_world(1, body) == [True]
 
 
 @pytest.mark.parametrize("counts", [[3, 3], [1, 4], [0, 2], [5, 1, 3]])

@@ -128,7 +128,11 @@ def test_a_weight_that_is_hardly_more_than_nothing_leaves_residues_alone():
     assert run_world(2, body) == [[1.0, 2.0, 1.5, 2.0]] * 2, "rank 0 sends in the third step what rank 1 sent in the second"
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))],
+    ids=["copy", "deepcopy", "pickle"],
+)
 def test_a_copy_of_a_hook_in_use_remembers_the_same_and_serves_another_model(copied):
     def body(group):
         hook = ErrorFeedback(TopK(0.5))
@@ -136,7 +140,7 @@ def test_a_copy_of_a_hook_in_use_remembers_the_same_and_serves_another_model(cop
         sync({"a": np.arange(64, dtype=np.float32)})
         other = copied(hook)
         again = synchroniser(group, other)
-        return sync({"a": ONES})["a"].tolist(), again({"a": ONES})["a"].tolist()
+        return again({"a": ONES})["a"].tolist(), sync({"a": ONES})["a"].tolist()
 
     for one, same in run_world(2, body):
         assert one == same
