@@ -65,11 +65,11 @@ def link_lost(reporter: int, peer: int, reason: str) -> FerroError:
     )
 
 
-def already_reforming(reporter: int, peer: int) -> GroupAbortedError:
-    """An operation needs a rank that has closed its data streams for the next generation."""
+def already_reforming(peer: int, needed_by: str) -> GroupAbortedError:
+    """An operation or a barrier needs a rank that has closed its data streams for the next generation."""
     return GroupAbortedError(
         peer,
-        f"it called reform() already, and an operation of rank {reporter} still needs it",
+        f"it called reform() already, and {needed_by} still needs it",
         hint="make every rank call reform() after the same operations, or after an error of the group",
     )
 

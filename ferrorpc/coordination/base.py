@@ -159,6 +159,7 @@ class Session(ABC):
         Raises:
             BarrierTimeoutError: with every missing rank and what is known of it. The generation goes on.
             PeerLostError: a participant died.
+            GroupAbortedError: a participant called `reform` instead.
         """
 
     @abstractmethod

@@ -187,8 +187,9 @@ class LocalWorld:
 
     def request_rank(self, session: LocalSession) -> None:
         """The member asks for a rank in the next generation. The caller holds the lock."""
-        session.rejoining = True
+        session.rejoining = session.reforming = True
         self._try_next_generation()
+        self.condition.notify_all()
 
     def missing(self) -> list[LocalSession]:
         """Living members of this generation that have not asked for the next one. The caller holds the lock."""
@@ -240,7 +241,6 @@ class LocalWorld:
         self._begin_generation(
             chosen, f"replaces generation {old.number}: {old.cause.message if old.cause else 'it was asked for'}"
         )
-        self.condition.notify_all()
 
     def _begin_generation(self, members: Sequence[LocalSession], reason: str) -> None:
         ranked = _by_rank(members, elastic=self._min_size < self._max_size)
@@ -278,7 +278,7 @@ class LocalSession(Session):
         self.name = name
         self.state = "joining"
         self.reason = ""
-        self.rejoining = False
+        self.rejoining = self.reforming = False  # the latter stays true when it gives up
         self.gave_up_at = -math.inf
         """Clock time when its last `rejoin` timed out in this generation."""
         self.store = LocalStore(world.keyspace, world.condition, world.timeout, self._check_alive, self._owner_of)
@@ -303,7 +303,7 @@ class LocalSession(Session):
     def assign(self, membership: Membership) -> None:
         """Gives it a rank in a new generation. The caller holds the lock."""
         self.membership = membership
-        self.state, self.rejoining, self.gave_up_at = "active", False, -math.inf
+        self.state, self.rejoining, self.reforming, self.gave_up_at = "active", False, False, -math.inf
 
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership
@@ -454,6 +454,9 @@ class LocalSession(Session):
                 gone = [missing for missing in exchange.missing if not generation.members[missing].alive]
                 if gone:
                     exchange.outcome = PeerLostError(gone[0], generation.members[gone[0]].departure_reason)
+                reforming = [missing for missing in exchange.missing if generation.members[missing].reforming]
+                if reforming and not gone and not exchange.ids_needed:
+                    exchange.outcome = already_reforming(reforming[0], exchange.label)
             return exchange.outcome is not None or None
 
         self._condition.wait_for(ended, self.clock.now() + seconds)
@@ -486,8 +489,8 @@ def _lost_link_error(reporter: int, peer: int, member: LocalSession, reason: str
         return PeerLostError(peer, member.departure_reason)
     if member.state == "left":
         return member_left(peer, reason)
-    has_asked = member.rejoining or member.gave_up_at > -math.inf
-    return already_reforming(reporter, peer) if has_asked else link_lost(reporter, peer, reason)
+    needed_by = f"an operation of rank {reporter}"
+    return already_reforming(peer, needed_by) if member.reforming else link_lost(reporter, peer, reason)
 
 
 def _timeout_error(generation: _Generation, exchange: _Exchange, seconds: float) -> FerroError:

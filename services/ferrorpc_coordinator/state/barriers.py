@@ -1,8 +1,9 @@
 """Named barriers.
 
 A barrier is identified by (generation, name, ordinal). Its first outcome holds for everyone: released with all payloads, or
-failed (a participant died or left, arrivals contradict each other, the first deadline passed). The outcome is kept, so a late
-or repeated arrival gets the same answer, and all members agree on whether the barrier was released.
+failed (a participant died, left or asked for the next generation before it came, arrivals contradict each other, the first
+deadline passed). The outcome is kept, so a late or repeated arrival gets the same answer, and all members agree on whether the
+barrier was released.
 
 Each set of participants has its own last outcomes: however many barriers pass among others, a member whose stream broke finds
 the outcome of its own. If all outcomes together take too much memory, those who have just added one pay with their oldest.
@@ -20,6 +21,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import BarrierTimeoutError, FerroError, MessageTooLargeError, PeerLostError, UsageError, require
+from ferrorpc.generation_errors import already_reforming
 from ferrorpc.v1 import barrier_pb2, error_pb2, journal_pb2, session_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
@@ -171,6 +173,11 @@ class Barriers:
             else:
                 self._withdraw(key, barrier, member.client)
 
+    def member_reforms(self) -> None:
+        """A member has asked for the next generation: barriers of this one that wait for it fail."""
+        for key, barrier in list(self._open.items()):
+            self._fail_if_impossible(key, barrier)
+
     def call_cancelled(self, requester: Requester) -> None:
         """The caller of a unary call has gone: removes its arrival, unless it has arrived again with another call."""
         for key, barrier in list(self._open.items()):
@@ -282,12 +289,14 @@ class Barriers:
     def _fail_if_impossible(self, key: Key, barrier: Barrier) -> None:
         if barrier.generation is None:
             return
-        for rank in sorted(barrier.generation.departed):
+        departed, reforming = barrier.generation.departed, barrier.generation.reforming
+        for rank in sorted(departed | reforming):
             if rank in barrier.participants.ranks and rank not in barrier.arrivals:
                 member = barrier.generation.members[rank]
                 why = member.reason or "it left the job"
                 lost = PeerLostError(rank, why, f"rank {rank} ({member}) will not come to barrier {key.name!r}: {why}")
-                self._finish(key, barrier, detail_of(lost))
+                error = lost if rank in departed else already_reforming(rank, f"barrier {key.name!r}")
+                self._finish(key, barrier, detail_of(error))
                 return
 
     def _time_out(self, key: Key) -> None:

@@ -220,7 +220,9 @@ class Generations:
             del generation.links[link]
             return
         if peer.rank in generation.reforming:
-            self._break_generation(generation, detail_of(already_reforming(*link)), link[1])
+            self._break_generation(
+                generation, detail_of(already_reforming(link[1], f"an operation of rank {link[0]}")), link[1]
+            )
         else:
             self._break_generation(generation, detail_of(link_lost(*link, reason)), link[0])
 

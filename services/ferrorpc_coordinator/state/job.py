@@ -52,7 +52,7 @@ class Job:
         """Members whose new state has not been sent to the others yet."""
         self._state_changes = BroadcastThrottle(self.context, "member states", self._send_state_changes)
         self._handlers: dict[str, Callable[[Requester, Member, Any], None]] = {
-            "join": self.rendezvous.join,
+            "join": self._join,
             "leave": self._leave,
             "barrier": self._barrier,
             "store": self._store,
@@ -167,6 +167,10 @@ class Job:
             require(f"bytes of a {body} frame", frame.ByteSize(), "frame_bytes", limits.frame_bytes, MessageTooLargeError)
         require(f"open requests of {member}", len(member.open_requests), "requests", limits.requests)
         return self._handlers[body]
+
+    def _join(self, requester: Requester, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
+        self.rendezvous.join(requester, member, request)
+        self.barriers.member_reforms()
 
     def _leave(self, requester: Requester, member: Member, request: rendezvous_pb2.LeaveRequest) -> None:
         self.context.answer(requester, rendezvous_pb2.LeaveResponse())

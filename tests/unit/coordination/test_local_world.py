@@ -321,6 +321,19 @@ def test_who_called_reform_and_gave_up_has_not_left(gave_up):
     assert ("it left the job" in str(cause)) != gave_up
 
 
+def test_a_barrier_ends_at_once_if_a_rank_that_it_needs_calls_reform():
+    world = LocalWorld(3)
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(world.session(0).barrier, "epoch", timeout=20)
+        elsewhere = pool.submit(world.session(2).barrier, "pair", ranks=[0, 2], timeout=20)
+        with pytest.raises(RendezvousTimeoutError):
+            world.session(1).rejoin(0.05)
+        with pytest.raises(GroupAbortedError, match="it called reform\\(\\) already, and barrier 'epoch' still needs it"):
+            waits.result(20)
+        world.session(0).barrier("pair", ranks=[0, 2], timeout=20)
+        assert elsewhere.result(20) == [b"", b""]
+
+
 def test_survivors_that_give_up_together_name_whom_nobody_replaced_and_not_each_other():
     world = LocalWorld(3)
     world.kill(1, "signal 9")

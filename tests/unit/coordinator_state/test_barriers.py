@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ferrorpc_coordinator.state.events import Cancelled
 from ferrorpc_coordinator.state.settings import SECOND
 
@@ -130,6 +131,26 @@ def test_who_left_without_arriving_fails_a_barrier_at_once_and_breaks_nothing() 
     for name in ("a", "c"):
         number = arrive(world, name, "z")
     assert world.clients["c"].results[number].HasField("barrier"), "who left had arrived"
+    assert not any(event.HasField("broken") for event in world.clients["a"].events)
+
+
+@pytest.mark.parametrize("gave_up", [False, True])
+def test_who_calls_reform_without_arriving_fails_a_barrier_at_once_and_breaks_nothing(gave_up: bool) -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    waits, elsewhere = arrive(world, "a", "x"), arrive(world, "c", "y", ranks=[0, 2])
+    arrive(world, "b", "z")
+    join(world, "b", size=3, timeout_ms=1_000 if gave_up else 60_000)
+    failure = world.clients["a"].results[waits].error
+    assert failure.code == ErrorCode.GROUP_ABORTED
+    assert "it called reform() already, and barrier 'x' still needs it" in failure.message
+    world.tick(2 * SECOND)
+    assert elsewhere not in world.clients["c"].results
+    arrive(world, "a", "later")
+    assert error(world, "a").code == ErrorCode.GROUP_ABORTED
+    for name in ("a", "c"):
+        number = arrive(world, name, "z")
+    assert world.clients["c"].results[number].HasField("barrier"), "who called it had arrived"
     assert not any(event.HasField("broken") for event in world.clients["a"].events)
 
 
