@@ -185,10 +185,13 @@ class DeviceBucketMemory(BucketMemory):
         if self._weight is not None and self._is_packed:
             with self._device.here():
                 self._pack([(slot, data)])
+                self._device.staging.keep(data)  # the caller may drop it, and its own stream reuse the memory before this one
             return
         place = self._target[0][slot.start : slot.stop]
         if not self._is_in_place(slot, data):
             self._device.copy(place, data, stream)
+            with self._device.here():
+                self._device.staging.keep(data)
         if self._weight is not None and self._weight != 1:
             with self._device.here():
                 self._multiply(place, self._weight)
@@ -211,6 +214,7 @@ class DeviceBucketMemory(BucketMemory):
                 self._kernels.sum_peers([total, given], total, DType.FLOAT32)
             else:
                 total += given
+            self._device.staging.keep(part.data)
 
     def pack(self) -> DeviceArray:
         header, flat = self._header

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ferrorpc
+from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.gpu.stand_in import StandIn
@@ -82,3 +83,32 @@ def test_what_is_made_of_arrays_on_another_gpu_than_the_groups_is_refused_and_th
 
     _, there = on_two_gpus(cupy)
     world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("weight", [None, 1.0])
+@pytest.mark.parametrize("kind", ["nccl", "simulated"])
+def test_a_gradient_made_in_another_stream_may_be_dropped_at_once(
+    cupy: StandIn, kind: str, weight: float | None, in_parts: bool
+) -> None:
+    """Its memory returns in the order of the stream that made it, which does not wait for the one that reads it."""
+
+    def body(group: ProcessGroup) -> list[float]:
+        device, n = device_of(cupy, group.rank), 64
+        maker, reader = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        sync = ferrorpc.GradientSynchronizer({"w": cupy.asarray(np.zeros(n, np.float32))}, group)
+        with sync.step(weight) as step:
+            with maker:
+                gradient = cupy.asarray(np.full(n, 1.0 + group.rank, np.float32))
+                made = device.adopt(maker).record()
+            with reader:
+                device.adopt(reader).wait(made)
+                if in_parts:
+                    step.add("w", gradient)
+                step.ready("w", None if in_parts else gradient)
+            del gradient
+            maker.fake.synchronize()
+        found: list[float] = cupy.asnumpy(step.grads["w"]).tolist()
+        return found
+
+    assert world(cupy, kind, 2, body) == [[1.5] * 64] * 2

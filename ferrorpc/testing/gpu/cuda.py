@@ -78,8 +78,7 @@ class Driver:
         return self.thread.device if device < 0 else device
 
     def exchange_capture_mode(self, mode: int) -> int:
-        """As cuThreadExchangeStreamCaptureMode, on the current device."""
-        self.set_device(self.thread.device)
+        """As cuThreadExchangeStreamCaptureMode."""
         before, self.thread.capture_mode = self.thread.capture_mode, mode
         return before
 

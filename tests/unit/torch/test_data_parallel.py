@@ -237,6 +237,26 @@ def test_outputs_in_containers_and_outputs_without_gradients() -> None:
     check_close({name.removeprefix("layer."): g for name, g in results[0].items()}, wanted)
 
 
+def test_what_a_loop_sets_within_no_sync_is_over_with_it_as_in_torch():
+    def body(group):
+        ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), group)
+
+        def mean():
+            ddp.zero_grad(set_to_none=True)
+            ddp(torch.full((1, 1), group.rank + 1.0)).sum().backward()
+            return ddp.module.weight.grad.item()
+
+        with ddp.no_sync():
+            before, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, False
+            alone = mean()
+            ddp.require_backward_grad_sync = before
+            ddp.require_backward_grad_sync = True
+            together = mean()
+        return alone, together, mean()
+
+    assert run_world(2, body) == [(1.0, 1.5, 1.5), (2.0, 1.5, 1.5)]
+
+
 def test_a_loop_may_set_the_attribute_in_place_of_no_sync() -> None:
     def body(group):
         ddp = DistributedDataParallel(network(), group)
