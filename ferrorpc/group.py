@@ -92,7 +92,8 @@ class ProcessGroup(Collectives):
 
     @property
     def generation(self) -> int:
-        """The number of this group's generation, from 1. Each `reform` gives the next group a larger one."""
+        """The number of this group's generation, from 1. Each `reform` gives the next group a larger one, as long as the
+        coordinator has lost nothing."""
         return self._generation
 
     @property

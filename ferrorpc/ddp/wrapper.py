@@ -61,7 +61,8 @@ class Wrapper:
 
     def accumulate(self, count: int) -> Iterator[int]:
         """For a batch in `count` parts: `for part in ddp.accumulate(4)` yields 0 to 3, and gradients are averaged with the last
-        part. They accumulate until then, so scale each part's loss by its share. Counts may differ between ranks."""
+        part. They accumulate until then, so scale each part's loss by its share. Counts may differ between ranks. Not within
+        another one of the same module: that raises UsageError as the outer one goes on."""
         return self._replica.accumulate(count)
 
     def uneven(self, follow: Callable[[], Any] | None = None) -> AbstractContextManager[None]:

@@ -65,10 +65,9 @@ class Dispatch:
         self._lock = threading.Lock()
         self._prepared: OrderedDict[tuple[Hashable, ...], Prepared] = OrderedDict()
         self._numbers = itertools.count(1)
-        self._ended_at: int | None = None
-        """The number that the next operation would have had when the group was closed."""
-        self._last = [0]
-        """The largest number that has begun in each stream, -1 for none; program order, the first one, is counted above."""
+        self._last = [-1]
+        """The largest number that has begun in each stream, -1 for none. That of program order, the first one, is counted above,
+        and is here only once the group is closed."""
         self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self.landings: dict[tuple[tuple[int, int], ...], Landing] = {}
@@ -97,9 +96,9 @@ class Dispatch:
         called again where it was interrupted."""
         self.backend.latch.forget(self._ticket)
         self._latch_of_recvs.trip(self._closing)
-        if self._ended_at is None:
-            self._ended_at = self.next_number()
-        self.backend.retire([self._ended_at - 1, *self._last[1:]])
+        if self._last[0] < 0:
+            self._last[0] = self.next_number() - 1
+        self.backend.retire(self._last)
 
     def give_up(self) -> None:
         """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""

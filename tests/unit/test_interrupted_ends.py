@@ -79,10 +79,8 @@ def test_wherever_reform_is_interrupted_the_group_can_be_formed_again_or_closed(
 
 def test_an_interrupt_of_reform_that_comes_too_late_ends_the_generation_that_the_others_have() -> None:
     """They would wait there for this rank, which waits for them to ask for another one."""
-    ends = []
 
     def body(group: ProcessGroup, place: int) -> bool:
-        renewed = None
         if group.rank == 0:
             made = list[ProcessGroup]()
             files = (*FILES, "backends/simulated.py", "coordination/local.py")
@@ -96,7 +94,6 @@ def test_an_interrupt_of_reform_that_comes_too_late_ends_the_generation_that_the
             assert "KeyboardInterrupt during reform()" in error.cause  # noqa: PT017
             total = renewed.reform().all_reduce(1)
         assert total == 2
-        ends.append(renewed.generation)
         return struck
 
     place = 1

@@ -79,7 +79,7 @@ class Hook(ABC):
         return copy.deepcopy(self)
 
     def __getstate__(self) -> Any:
-        """For a copy or a pickle, which serves nobody yet."""
+        """What a copy takes over. It serves nobody yet."""
         state = super().__getstate__()
         own, *slots = state if isinstance(state, tuple) else (state,)
         own = {name: value for name, value in (own or {}).items() if name != "_serves"}
