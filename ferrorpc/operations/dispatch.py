@@ -66,8 +66,8 @@ class Dispatch:
         self._prepared: OrderedDict[tuple[Hashable, ...], Prepared] = OrderedDict()
         self._numbers = itertools.count(1)
         self._last = [-1]
-        """The largest number that has begun in each stream, -1 for none. That of program order, the first one, is counted above,
-        and is here only once the group is closed."""
+        """The largest number that has begun in each stream, -1 for none. That of program order, the first one, comes from the
+        counter above, and is here only once the group is closed."""
         self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self.landings: dict[tuple[tuple[int, int], ...], Landing] = {}
