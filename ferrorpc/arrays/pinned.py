@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.arrays.device import Device, Event, Stream
+from ferrorpc.errors import BackendUnavailableError
 
 UNIT_BYTES: Final = 4 << 10
 """Loans begin and end at multiples of this, so that no two of them share a cache line."""
@@ -188,9 +189,18 @@ class Ring:
         """Drops what was kept for events that the GPU has reached. Threads that receive messages call it, too."""
         if not self._kept:
             return
-        with self._lock, self._device.beside_captures():
+        past = []  # dropped without the lock: finalizers may call this
+        with self._lock:
             for _ in range(len(self._kept)):
-                if self._kept[0][0].done:
-                    self._kept.popleft()
+                if _is_past(self._kept[0][0]):
+                    past.append(self._kept.popleft())
                 else:
                     self._kept.rotate(-1)  # so that a late one keeps only its own memory
+
+
+def _is_past(event: Event) -> bool:
+    """Whether the GPU has reached an event; False also where it never will, which ends only the operations that need it."""
+    try:
+        return event.done
+    except BackendUnavailableError:
+        return False

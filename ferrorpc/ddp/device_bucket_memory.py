@@ -13,8 +13,9 @@ none for those that were computed in their slots.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.arrays.staging import wait_within
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.bucket_memory import Array, BucketMemory, ReducedHeader, is_divisor, real_type
+from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.cuda.program import NAMES
 from ferrorpc.shared_property import shared_property
@@ -60,8 +62,11 @@ class StreamOrder:
     """
 
     _alive: ClassVar[set[StreamOrder]] = set()
+    _unreleased: ClassVar[deque[tuple[StreamOrder, Mapping[str, object]]]] = deque()
+    """What was dropped while a graph was captured from one of its streams."""
 
     def __init__(self, device: Device) -> None:
+        self.release_late()
         self._device = device
         self._last = device.current()
         self._allocators: list[Stream] = []
@@ -84,16 +89,32 @@ class StreamOrder:
         """A part of the memory is about to be allocated in the current stream."""
         self._allocators.append(self.enter())
 
-    def release(self) -> None:
-        """Orders the memory's return to its pool, in the streams it was allocated in, after all uses."""
-        for stream in self._allocators:
-            if stream.pointer != self._last.pointer:
-                stream.wait(self._last.record())
+    def release(self, memory: Mapping[str, object]) -> None:
+        """Orders the memory's return to its pools, in the streams it was allocated in, after all uses. That would become a part
+        of a graph that is captured from one of these streams: then the memory is kept until after the capture."""
+        with suppress(BackendUnavailableError):  # a GPU that has failed uses no memory any more
+            if any(self._device.is_captured(stream) for stream in (self._last, *self._allocators)):
+                self._unreleased.append((self, memory))
+                return
+            used = self._last.record()
+            for stream in self._allocators:
+                if stream.pointer != self._last.pointer:
+                    stream.wait(used)
+            # The header of an abandoned step may still be in transfer, and the memory returns in a stream's order only while
+            # that stream exists.
+            self._device.staging.uploads.keep((memory.get("_pinned"), self), used)
         self._alive.discard(self)
 
-    def record(self) -> Event:
-        """An event after all uses so far."""
-        return self._last.record()
+    @classmethod
+    def release_late(cls) -> None:
+        """Releases what was dropped during captures that are over."""
+        for _ in range(len(cls._unreleased)):
+            try:
+                order, memory = cls._unreleased.popleft()
+            except IndexError:  # another thread took it
+                return
+            with order._device.here():
+                order.release(memory)
 
 
 class DeviceBucketMemory(BucketMemory):
@@ -121,10 +142,7 @@ class DeviceBucketMemory(BucketMemory):
         order = getattr(self, "_order", None)
         if order is not None and not sys.is_finalizing():
             with self._device.here():  # any thread may collect garbage
-                order.release()
-                # The header of an abandoned step may still be in transfer, and the memory returns in a stream's order only
-                # while that stream exists.
-                self._device.staging.uploads.keep((getattr(self, "_pinned", None), order), order.record())
+                order.release(dict(vars(self)))
 
     def _zeros(self, dtype: DType) -> DeviceArray:
         self._order.allocating()
@@ -155,6 +173,7 @@ class DeviceBucketMemory(BucketMemory):
 
     def begin(self, weight: float | None, follows: bool) -> None:
         self._order.enter()  # raises before the step has begun
+        self._order.release_late()
         self._weight = weight
         self._deferred = []
         header, _ = self._header

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
-from ferrorpc.arrays.pinned import SEGMENT_BYTES_MIN, UNIT_BYTES, Pool
+from ferrorpc.arrays.pinned import SEGMENT_BYTES_MIN, UNIT_BYTES, Pool, Ring
 from ferrorpc.arrays.staging import Staging
+from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.events import lent_bytes, same, world
+from tests.threads import in_threads, results_of
 
 MIB = 1 << 20
 COUNT = 100_000
@@ -166,6 +169,47 @@ def test_what_is_late_holds_up_its_own_memory_alone(cupy: StandIn) -> None:
         staging.uploads.let_go()
     assert staging.host_memory((8,), BYTES).ctypes.data == address
     cupy.gpu.stream(stuck.pointer).tasks.clear()
+
+
+class Reached:
+    """An event that the GPU has passed."""
+
+    done = True
+
+
+class Captured:
+    """An event that a graph holds."""
+
+    @property
+    def done(self) -> bool:
+        raise BackendUnavailableError("a CUDA graph is being captured, or holds the operation")
+
+
+class LetsGo:
+    """Something whose finalizer has the ring let go of what it keeps."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+
+    def __del__(self) -> None:
+        self.ring.let_go()
+
+
+def test_an_event_that_never_comes_keeps_its_own_memory_alone(cupy: StandIn) -> None:
+    ring, kept = Staging(device_of(cupy, 0)).uploads, [LetsGo(Staging(device_of(cupy, 0)).uploads) for _ in range(2)]
+    late, gone = (weakref.ref(each) for each in kept)
+    ring.keep(kept[0], Captured())
+    ring.keep(kept[1], Reached())
+    kept.clear()
+    ring.let_go()
+    assert late() is not None
+    assert gone() is None
+
+
+def test_what_is_let_go_of_may_let_go_of_more(cupy: StandIn) -> None:
+    ring = Staging(device_of(cupy, 0)).uploads
+    ring.keep(LetsGo(ring), Reached())
+    results_of(in_threads(1, lambda _: ring.let_go()))
 
 
 def test_copies_for_those_who_may_keep_them_are_not_lent(cupy: StandIn) -> None:
