@@ -270,3 +270,54 @@ def test_a_call_that_blocks_leaves_the_captures_of_other_threads_alone(cupy: Sta
 
     run_groups([ProcessGroup(backend) for backend in backends], body)
     assert not captured.capture_failed
+
+
+@pytest.mark.parametrize("which", ["last", "first"])
+def test_a_bucket_dropped_while_one_of_its_streams_is_captured_returns_its_memory_after_that(cupy: StandIn, which: str) -> None:
+    """What orders the memory's return would become a part of the graph: a garbage collection may drop it at any time."""
+
+    def body(group: ProcessGroup) -> None:
+        memory = cupy.machine.gpus[group.rank].memory
+        first, last, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
+        grads = {"w": cupy.asarray(np.ones(20, np.float32))}
+        with first:
+            sync = ferrorpc.GradientSynchronizer(grads, group)
+        with last:
+            sync(grads)
+        group.synchronize()
+        address = sync._reducer.memory[0].array.data.ptr
+
+        def is_kept() -> bool:
+            with other:
+                ferrorpc.GradientSynchronizer(grads, group)
+            cupy.machine.settle()
+            return memory.find(address, 1) is not None
+
+        captured = {"first": first, "last": last}[which].fake
+        captured.captured = True
+        del sync
+        assert is_kept()
+        captured.captured = False
+        eventually(lambda: not is_kept(), "the memory returns")
+
+    ddp_worlds.world(cupy, "nccl", 2, body)
+
+
+@pytest.mark.parametrize("lanes", ["nccl", pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)])
+def test_a_subgroup_begins_and_ends_beside_a_capture_of_another_thread(cupy: StandIn, lanes: str) -> None:
+    """What allocates, opens, waits for and frees memory is forbidden to threads that are not in relaxed mode."""
+    captured = cupy.cuda.Stream(non_blocking=True).fake
+
+    def body(group: ProcessGroup) -> None:
+        x = cupy.asarray(np.ones(4, np.float32))
+        group.barrier()
+        captured.captured = True
+        part: Any = group.subgroup([0, 1])
+        assert cupy.asnumpy(part.all_reduce(x)).tolist() == [2.0] * 4
+        part.close()
+        group.barrier()
+        captured.captured = False
+
+    ddp_worlds.world(cupy, lanes, 2, body)
+    assert not captured.capture_failed
+    eventually(lambda: not cupy.machine.shared, "all slabs are freed")

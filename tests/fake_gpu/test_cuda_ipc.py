@@ -370,6 +370,8 @@ def test_a_rank_that_cannot_open_the_others_memory_is_named_on_every_rank(
 
 def test_a_peer_of_which_only_a_part_can_be_opened_is_closed_again(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, events = cupy.cuda.runtime, set(cupy.machine.events)
+    memory = cupy.machine.gpus[0].memory
+    live_blocks = memory.live_blocks
 
     def refuse(handle: bytes) -> int:
         raise runtime.CUDARuntimeError(201)
@@ -377,7 +379,7 @@ def test_a_peer_of_which_only_a_part_can_be_opened_is_closed_again(cupy: StandIn
     monkeypatch.setattr(runtime, "ipcOpenEventHandle", refuse)
     with pytest.raises(NcclError, match="cannot open the GPU memory of group rank 1"), ipc_backends(cupy, 2):
         pass
-    assert not runtime.ipcOpenMemHandle.__self__._opened
+    assert memory.live_blocks == live_blocks
     assert set(cupy.machine.events) == events
 
 
@@ -423,6 +425,31 @@ def test_a_slab_is_freed_at_once_though_its_peers_control_block_is_another_ones_
     with groups(cupy, 2, slot_bytes=SLOT_BYTES) as found:
         on_ranks(found, body)
         eventually(lambda: len(cupy.machine.shared) == 2, "the subgroups' slabs are freed", 1.0)
+
+
+def test_nobody_waits_to_free_its_memory_for_a_rank_whose_gpu_has_failed(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, here = cupy.cuda.runtime, threading.local()
+    synchronize = runtime.eventSynchronize
+
+    def fail(event: int) -> None:
+        if here.has_failed:
+            raise runtime.CUDARuntimeError(700)
+        synchronize(event)
+
+    monkeypatch.setattr(runtime, "eventSynchronize", fail)
+    with ipc_backends(cupy, 2, apart=False) as backends:
+        made = [backend.context.program.communicator for backend in backends]
+
+        def end(rank: int) -> None:
+            here.has_failed = rank == 0
+            made[rank].abort()
+
+        began = SYSTEM_CLOCK.now()
+        failure, _ = in_threads(2, end)
+        assert isinstance(failure, NcclError)
+        assert SYSTEM_CLOCK.now() - began < ABORT_SECONDS / 2
 
 
 @pytest.mark.parametrize("call", ["malloc", "ipcGetMemHandle", "ipcGetEventHandle"])

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.arrays.staging import wait_for
-from ferrorpc.backends.cuda_ipc.control_block import SLOTS
+from ferrorpc.backends.cuda_ipc.control_block import CLOSED, SLOTS
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer, part
 from ferrorpc.backends.cuda_ipc.rounds import Messages, Rounds, Waits
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
@@ -202,6 +202,7 @@ class IpcCommunicator(Communicator):
             self._table = None
             part(self._own, self._peers, self._clock, seconds)
         except self._ipc.error_class as problem:
+            self._own.words[CLOSED] = 1  # a GPU that has failed reads nothing any more: nobody has to wait for it
             raise failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem)) from None
         finally:
             self._release()

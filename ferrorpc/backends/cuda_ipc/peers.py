@@ -39,7 +39,7 @@ class Own:
             NcclError: the GPU lacks the memory, or cannot share it.
         """
         ipc, block, size_bytes = self._ipc, self._block, SLOTS * (slot_bytes + size * message_bytes)
-        with self._device.here():
+        with self._device.beside_captures():
             try:
                 self.base = ipc.allocate(size_bytes)
                 block.set_slab(self.base, ipc.memory_handle(self.base))
@@ -51,13 +51,13 @@ class Own:
 
     def settle(self) -> None:
         """Blocks the host until the GPU has reached every event that this rank has recorded."""
-        with self._device.here():
+        with self._device.beside_captures():
             for event in self.events:
                 self._ipc.settle(event)
 
     def close(self) -> None:
         """Frees the slab and the events."""
-        with self._device.here():
+        with self._device.beside_captures():
             for event in self.events:
                 self._ipc.destroy_event(event)
             if self.base:
@@ -92,7 +92,7 @@ class Peer:
         Raises:
             NcclError: they cannot be opened.
         """
-        with self._device.here():
+        with self._device.beside_captures():
             try:
                 self.base = self.words[BASE] if self._is_here else self._ipc.open_memory(self._block.handle())
                 self.staged = [self._event(staged(slot, phase)) for slot in range(SLOTS) for phase in range(2)]
@@ -118,7 +118,7 @@ class Peer:
         """Closes what was opened. The GPU must be past everything that this rank has queued on it."""
         if self._is_here:
             return
-        with self._device.here():
+        with self._device.beside_captures():
             for event in self._opened:
                 self._ipc.destroy_event(event)
             if self.base:

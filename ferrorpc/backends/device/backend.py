@@ -80,7 +80,7 @@ class DeviceBackend(RawOperations, Backend):
         own = _stream(device, stream)
         communicator = connector.connect(WORLD, lanes.world_ranks)
         program = LaunchQueue(communicator, own)
-        ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
+        ending = Ending(lanes.clock, lanes.latch, device.beside_captures) if ending is None else ending
         self._set_up(GroupContext(lanes, device, program, Departures(lanes.session)), connector, stream, ending, [])
         ending.add(communicator)
 
@@ -338,7 +338,7 @@ class DeviceBackend(RawOperations, Backend):
         departures = self.context.departures
         departures.close(self.group_id)
         if self.group_id == 0 and self.size > 1:
-            on_own_thread(self.clock, self.device.here, departures.leave, self.clock.now() + LEAVE_SECONDS)
+            on_own_thread(self.clock, self.device.beside_captures, departures.leave, self.clock.now() + LEAVE_SECONDS)
 
 
 class RoutedPrepared(Prepared):

@@ -57,7 +57,7 @@ def introduced(lanes: MessageBackend, device: Device, api: NcclApi, connector: C
     """
     session = lanes.session
     exchange(session, own_identity(device.uuid, api.version, api.name), lanes.timeout)
-    return NcclConnector(api, session, device.here) if connector is None else connector
+    return NcclConnector(api, session, device.beside_captures) if connector is None else connector
 
 
 class NcclConnector:

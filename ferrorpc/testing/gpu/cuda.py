@@ -7,7 +7,8 @@ It reproduces these less obvious behaviours:
 - A stream is destroyed with its object.
 - An event is not done if the GPU has failed.
 - A UUID is cut before its first zero byte, like a C string.
-- While a graph is captured, a query of an event by a thread that is not in relaxed mode fails, and so does the capture.
+- While a graph is captured, a thread that is not in relaxed mode may not query or wait for an event, allocate or free memory
+  outside of pools, or pin any: the call fails, and so does the capture.
 - A thread begins on GPU 0. A context is created on the current GPU by whatever sets it, creates or queries something there.
 """
 
@@ -16,17 +17,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from ferrorpc.arrays.capture_mode import RELAXED
 from ferrorpc.testing.gpu.ipc import FakeIpc
 from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, Machine
 
+T = TypeVar("T")
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 NOT_READY: Final = 600
 INVALID_HANDLE: Final = 400
 INVALID_DEVICE: Final = 101
 CAPTURE_UNSUPPORTED: Final = 900
+FORBIDDEN: Final = ("malloc", "free", "eventSynchronize", "ipcOpenMemHandle", "ipcCloseMemHandle")
+"""What threads that are not in relaxed mode may not call while a graph is captured."""
 PER_THREAD: Final = 2
 """The number of the per-thread default stream."""
 
@@ -87,12 +91,28 @@ class Driver:
         self.set_device(self.thread.device)
         if self.machine.failure:
             return self.machine.failure
-        captured = [stream for gpu in self.machine.gpus for stream in list(gpu.streams.values()) if stream.captured]
-        if captured and self.thread.capture_mode != RELAXED:
-            for stream in captured:
-                stream.capture_failed = True
+        if self.breaks_captures():
             return CAPTURE_UNSUPPORTED
         return 0 if self.machine.event(event).done else NOT_READY
+
+    def breaks_captures(self) -> bool:
+        """Whether a call that captures forbid has failed, and the captures with it."""
+        captured = [stream for gpu in self.machine.gpus for stream in list(gpu.streams.values()) if stream.captured]
+        if self.thread.capture_mode == RELAXED:
+            return False
+        for stream in captured:
+            stream.capture_failed = True
+        return bool(captured)
+
+    def unless_captured(self, call: Callable[..., T]) -> Callable[..., T]:
+        """A call that captures forbid."""
+
+        def checked(*arguments: Any) -> T:
+            if self.breaks_captures():
+                raise CUDARuntimeError(CAPTURE_UNSUPPORTED)
+            return call(*arguments)
+
+        return checked
 
 
 class Pinned:
@@ -267,7 +287,7 @@ def cuda(driver: Driver) -> SimpleNamespace:
         UnownedMemory=type("UnownedMemory", (_Unowned,), own),
         MemoryPointer=MemoryPointer,
         get_elapsed_time=_elapsed,
-        alloc_pinned_memory=lambda size_bytes: Pinned(driver.machine, size_bytes),
+        alloc_pinned_memory=driver.unless_captured(lambda size_bytes: Pinned(driver.machine, size_bytes)),
         runtime=_runtime(driver),
         driver=SimpleNamespace(ctxGetCurrent=driver.context, CUDADriverError=CUDADriverError),
     )
@@ -308,6 +328,7 @@ def _runtime(driver: Driver) -> SimpleNamespace:
 
     functions = FakeIpc(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE)).functions()
     functions |= {name: unless_failed(functions[name]) for name in ("eventRecord", "streamWaitEvent")}
+    functions |= {name: driver.unless_captured(functions[name]) for name in FORBIDDEN}
     return SimpleNamespace(
         memcpyAsync=unless_failed(memcpy_async),
         memcpyHostToDevice=HOST_TO_DEVICE,
