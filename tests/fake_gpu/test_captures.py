@@ -17,10 +17,12 @@ from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_groups, run_world
+from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu import ddp_worlds
 from tests.fake_gpu.test_nccl_streams import world
 from tests.fake_gpu.worlds import host_lanes, nccl_backends
+from tests.threads import in_threads, results_of
 from tests.unit.ddp.model import Plain
 from tests.waiting import eventually
 
@@ -55,6 +57,37 @@ def test_what_is_called_while_a_graph_is_captured_is_refused_and_the_group_stays
         assert cupy.asnumpy(group.all_reduce(x)).tolist() == [2.0] * 4
 
     world(cupy, 2, body, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [NcclBackend, HybridBackend])
+def test_so_is_what_would_be_launched_in_a_stream_given_to_the_backend(cupy: StandIn, kind: Any) -> None:
+    nccl, lanes, given = FakeNccl(cupy.machine), host_lanes(2), list[Any]()
+    for rank in range(2):
+        with cupy.cuda.Device(rank):
+            given.append(cupy.cuda.Stream(non_blocking=True))
+
+    def body(group: ProcessGroup) -> None:
+        backend: Any = group._backend
+        with cupy.cuda.Device(group.rank):
+            x, own = cupy.asarray(np.ones(4, np.float32)), given[group.rank].fake
+            group.all_reduce(x)
+            group.barrier()
+            own.captured = True
+            for call in (
+                lambda: group.all_reduce(x),
+                lambda: group.all_reduce(x, async_op=True),
+                lambda: group.all_gather(x),
+                lambda: backend.all_reduce_raw(x.data.ptr, x.data.ptr, 4, "float32"),
+            ):
+                with pytest.raises(UsageError, match="a CUDA graph is being captured from the group's stream"):
+                    call()
+            own.captured = False
+            assert cupy.asnumpy(group.all_reduce(x)).tolist() == [2.0] * 4
+
+    def backend(rank: int) -> Any:
+        return kind(lanes[rank], device_of(cupy, rank), nccl.api(rank), stream=given[rank])
+
+    run_groups([ProcessGroup(each) for each in results_of(in_threads(2, backend))], body)
 
 
 def calls_with(group: ProcessGroup, given: Any, out: Any, async_op: bool) -> list[Callable[[], object]]:

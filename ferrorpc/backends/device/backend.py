@@ -79,7 +79,7 @@ class DeviceBackend(RawOperations, Backend):
     ) -> None:
         own = _stream(device, stream)
         communicator = connector.connect(WORLD, lanes.world_ranks)
-        program = LaunchQueue(communicator, own)
+        program = LaunchQueue(communicator, *own)
         ending = Ending(lanes.clock, lanes.latch, device.beside_captures) if ending is None else ending
         self._set_up(GroupContext(lanes, device, program, Departures(lanes.session)), connector, stream, ending, [])
         ending.add(communicator)
@@ -239,13 +239,13 @@ class DeviceBackend(RawOperations, Backend):
         if self.context.numbered is None:
             own = _stream(self.device, self._stream)
             communicator = self._part(f"streams of group {self.group_id:x}", list(range(self.size)), self.rank)
-            self.context.numbered = NumberedLaunchQueue(communicator, own)
+            self.context.numbered = NumberedLaunchQueue(communicator, *own)
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
         """The subgroup of these group ranks. The ranks outside call `stay_out` at the same time."""
         communicator = self._part(f"subgroup {group_id:x}", list(ranks), list(ranks).index(self.rank))
         lanes = self.lanes.split(ranks, group_id)
-        program = LaunchQueue(communicator, _stream(self.device, self._stream))
+        program = LaunchQueue(communicator, *_stream(self.device, self._stream))
         part = object.__new__(type(self))
         context = GroupContext(lanes, self.device, program, self.context.departures)
         part._set_up(context, self._connector, self._stream, self._ending, self._contexts)
@@ -367,6 +367,9 @@ def _joined(contexts: Sequence[GroupContext]) -> list[InFlightExecution]:
     return [execution for context in contexts for execution in context.in_flight() if execution.is_joined]
 
 
-def _stream(device: Device, given: Any) -> Stream:
-    """The given stream, or a new one."""
-    return device.new_stream() if given is None else device.adopt(given)
+def _stream(device: Device, given: Any) -> tuple[Stream] | tuple[Stream, Callable[[], None]]:
+    """The given stream and the check that no graph is captured from it, or a new stream, which only the library has."""
+    if given is None:
+        return (device.new_stream(),)
+    stream = device.adopt(given)
+    return stream, lambda: device.check_not_captured(stream, "group's")

@@ -121,6 +121,7 @@ class CollectiveExecution(DeviceExecution):
         self._on_host = all(is_host(array) for array in (*inputs, *(outputs or ())))
         self.gives_device_arrays = not self._on_host
         self.caller = context.device.current()
+        self.launch_queue.check()
         self._inputs = inputs
         stays = self._on_host and prepared.on_host is not None
         self._sources: list[DeviceArray] = [] if stays else [self._uploaded(array) for array in inputs]

@@ -175,12 +175,13 @@ class ImmediateExecution(DeviceExecution):
         An error of the launch is kept for the driver, as by `begin`.
 
         Raises:
-            UsageError: a CUDA graph is being captured from the caller's stream. The operation has no place then.
+            UsageError: a CUDA graph is being captured from the caller's stream, or the queue's: the operation has no place.
         """
         queue = self.launch_queue
         try:
             with self.device.here():
                 if self.in_launch_order:
+                    queue.check()
                     self.caller, self._begins = self.device.marked()
                 with queue.lock:
                     self.number = queue.enqueue(self)

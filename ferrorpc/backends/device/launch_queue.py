@@ -11,6 +11,7 @@ import itertools
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -26,15 +27,19 @@ new thread, some tens of microseconds after it was asked (2.28, group.cc). Nothi
 class LaunchQueue:
     """A communicator, its CUDA stream, and the operations that wait for their launch, in program order.
 
+    Args:
+        check: raises UsageError where nothing may be launched in the stream: a CUDA graph is being captured from it.
+
     Attributes:
         lock: held during a launch, because a communicator serves one thread at a time.
         last_event: the end event of the operation that was launched last.
         next_number: greater than the number of every operation launched so far. Numbers mean the same on all ranks.
     """
 
-    def __init__(self, communicator: Communicator, stream: Stream) -> None:
+    def __init__(self, communicator: Communicator, stream: Stream, check: Callable[[], None] = lambda: None) -> None:
         self.communicator = communicator
         self.stream = stream
+        self.check = check
         self.lock = threading.Lock()
         self.last_event: Event | None = None
         self.next_number = 0
@@ -87,8 +92,8 @@ class LaunchQueue:
 class NumberedLaunchQueue(LaunchQueue):
     """A launch queue for the operations of all streams of a group, in the order of their numbers."""
 
-    def __init__(self, communicator: Communicator, stream: Stream) -> None:
-        super().__init__(communicator, stream)
+    def __init__(self, communicator: Communicator, stream: Stream, check: Callable[[], None] = lambda: None) -> None:
+        super().__init__(communicator, stream, check)
         self._given = itertools.count()
         self._dequeued: set[int] = set()
         """Numbers above `next_number` whose operations were dequeued without a launch."""
