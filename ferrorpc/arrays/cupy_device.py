@@ -144,6 +144,9 @@ class CupyDevice:
         self.uuid = _identity(self.runtime, index)
         self.events: deque[CupyEvent] = deque()
         """All events that were made: somewhat more than were ever in use at once."""
+        self._adopted: dict[int, CupyStream] = {}
+        """Streams of other libraries. CuPy's MemoryAsyncPool frees memory in another stream once the object is gone that was
+        the current stream when it was allocated."""
 
     def here(self) -> Any:
         """A context in which it is the current device, and torch's stream is CuPy's current one where it is the caller's.
@@ -331,10 +334,14 @@ class CupyDevice:
 
     def adopt(self, stream: Any) -> CupyStream:
         """As `Device.adopt`."""
-        if isinstance(stream, int):
+        if not isinstance(stream, int):
+            return CupyStream(self, stream)
+        found = self._adopted.get(stream)
+        if found is None:
             with self._as_current_device():  # which CuPy takes for the stream's
-                return CupyStream(self, self.cupy.cuda.Stream.from_external(_Foreign(stream)))
-        return CupyStream(self, stream)
+                foreign = self.cupy.cuda.Stream.from_external(_Foreign(stream))
+            found = self._adopted.setdefault(stream, CupyStream(self, foreign))
+        return found
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
         """As `Device.empty`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -178,6 +179,17 @@ def test_streams_of_other_libraries_are_adopted_by_their_number(cupy: StandIn) -
     with device.on(adopted):
         assert cupy.stream is other
     assert adopted.record().done
+
+
+def test_an_adopted_stream_is_one_object_as_long_as_memory_may_belong_to_it(cupy: StandIn) -> None:
+    """CuPy's MemoryAsyncPool has a weak reference to the stream in which it allocated, and frees in another one without it."""
+    device, pointer = device_of(cupy, 1), cupy.machine.gpus[1].new_stream().pointer
+    with device.on(device.adopt(pointer)):
+        allocated_in = weakref.ref(cupy.cuda.get_current_stream())
+    gc.collect()
+    assert allocated_in() is not None
+    with device.on(device.adopt(pointer)):
+        assert cupy.cuda.get_current_stream() is allocated_in()
 
 
 def on_new_thread(body: Callable[[], object]) -> None:
