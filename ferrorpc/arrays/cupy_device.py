@@ -400,8 +400,15 @@ class CupyDevice:
 
     def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
         """As `Device.pinned`."""
-        with self.beside_captures():
-            memory = self.cupy.cuda.alloc_pinned_memory(size_bytes)
+        try:
+            with self.beside_captures():
+                memory = self.cupy.cuda.alloc_pinned_memory(size_bytes)
+        except self.runtime.CUDARuntimeError as failure:
+            problem = translated(failure)
+            if problem is failure:
+                what = f"no {size_bytes} bytes of the host's memory can be pinned for GPU {self.index}: {failure}"
+                problem = BackendUnavailableError(what, "free memory on the host, or allow its container more")
+            raise problem from None
         room: Any = (ctypes.c_uint8 * size_bytes).from_address(memory.ptr)
         room.owner = memory  # lives as long as any view of it
         return np.ctypeslib.as_array(room)

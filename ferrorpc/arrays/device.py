@@ -141,7 +141,11 @@ class Device(Protocol):
         """target[:] = source, in that stream. Into pinned memory the host does not wait."""
 
     def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
-        """New host memory that the GPU reads and writes by DMA, as uint8. It stays pinned while it is referenced."""
+        """New host memory that the GPU reads and writes by DMA, as uint8. It stays pinned while it is referenced.
+
+        Raises:
+            BackendUnavailableError: the host has no memory for it, or the GPU has failed.
+        """
 
 
 def is_host(array: Any) -> bool:

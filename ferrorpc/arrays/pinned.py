@@ -123,8 +123,7 @@ class Pool:
             return None
         try:
             found = _Segment(self._device.pinned(size_bytes))
-        except (MemoryError, RuntimeError):  # CuPy's own error class is a RuntimeError
-            # The host can pin no more: go on with what there is, as when the bound is reached.
+        except BackendUnavailableError:  # the host can pin no more: go on with what there is, as when the bound is reached
             self._most_bytes = self.pinned_bytes
             return None
         self._segments = tuple(sorted((*self._segments, found), key=lambda segment: segment.memory.size))
@@ -146,14 +145,24 @@ class Ring:
         self._spare_streams: deque[tuple[Stream, Event]] = deque()
 
     def take(self) -> Array | None:
-        """A free slot, as uint8; None while there is none. Memory is pinned when first needed."""
+        """A free slot, as uint8; None while there is none. Memory is pinned when first needed.
+
+        Raises:
+            BackendUnavailableError: the host has no memory for a single one.
+        """
         self.let_go()
         with self._lock:
             if self._free and (self._free[0][1] is None or self._free[0][1].done):
                 return self._free.popleft()[0]
             if self._made == self.slots:
                 return None
-            slot = self._device.pinned(self.slot_bytes)
+            try:
+                slot = self._device.pinned(self.slot_bytes)
+            except BackendUnavailableError:
+                if not self._made:
+                    raise
+                self.slots = self._made  # go on with these
+                return None
             self._made += 1
             return slot
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import CupyDevice, device_of
+from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.pinned import SEGMENT_BYTES_MIN, UNIT_BYTES, Pool, Ring
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.errors import BackendUnavailableError
@@ -97,16 +97,35 @@ def test_arrays_share_what_is_pinned_and_little_ones_leave_room_for_large_ones(c
     assert lent(pool, 100).ctypes.data == address
 
 
+def pin_no_more(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, slots: int = 0) -> list[int]:
+    """The host can pin only so many more of the slots. Returns the sizes that are asked for."""
+    asked: list[int] = []
+    pin = cupy.cuda.alloc_pinned_memory
+
+    def pinned(size_bytes: int) -> Any:
+        asked.append(size_bytes)
+        if len(asked) > slots:
+            raise cupy.cuda.runtime.CUDARuntimeError(2)
+        return pin(size_bytes)
+
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", pinned)
+    return asked
+
+
+def test_copies_go_on_with_the_slots_that_could_be_pinned(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging(device_of(cupy, 0), slot_bytes=64, slots=4, pool_bytes=0)
+    x = np.arange(1000, dtype=np.float32)
+    asked = pin_no_more(cupy, monkeypatch, slots=2)
+    np.testing.assert_array_equal(staging.to_host(cupy.asarray(x)), x)
+    with pytest.raises(BackendUnavailableError, match="no 64 bytes of the host's memory can be pinned"):
+        staging.to_device(x)  # uses slots of its own
+    assert len(asked) == 4
+
+
 def test_a_host_that_can_pin_no_more_is_not_asked_again(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(device_of(cupy, 0), 64 * MIB)
     kept = lent(pool, MIB)
-    asked: list[int] = []
-
-    def refused(device: CupyDevice, size_bytes: int) -> Array:
-        asked.append(size_bytes)
-        raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
-
-    monkeypatch.setattr(CupyDevice, "pinned", refused)
+    asked = pin_no_more(cupy, monkeypatch)
     assert pool.lend((8 * MIB,), BYTES) is None
     assert pool.lend((8 * MIB,), BYTES) is None
     assert asked == [8 * MIB]
