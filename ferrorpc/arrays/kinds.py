@@ -131,6 +131,7 @@ def _packed_on_device(staging: Staging, parts: Sequence[tuple[slice, View]], end
             device.copy(whole[place], part.data, stream)
         if tail.size:
             staging.write(whole[end:], tail)
+    staging.keep([part.data for _, part in parts])  # their own streams may reuse their memory before this one has read it
     return whole
 
 
@@ -172,10 +173,12 @@ def copy_of(data: Any) -> Any:
     """A copy of a storage array on its own device, whatever the current one. Raises as `Device.current` for a GPU array."""
     if isinstance(data, np.ndarray):
         return data.copy()
-    device = kind_of(data).staging.device
-    device.current()
-    with device.here():
-        return data.copy()
+    staging = kind_of(data).staging
+    staging.device.current()
+    with staging.device.here():
+        copy = data.copy()
+    staging.keep(data)
+    return copy
 
 
 def spec_of(x: Any) -> TensorSpec:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.kinds import kind_of, view, view_out
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.kinds import copy_of, kind_of, packed_bytes, view, view_out
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -75,3 +77,24 @@ def test_arrays_of_a_list_must_not_overlap(cupy: StandIn, on_device: bool) -> No
         arguments.list_result(apart, kind_of(memory), 2, [])
     with pytest.raises(UsageError, match="overlap"):
         arguments.list_result([memory[:2], memory[1:3]], kind_of(memory), 2, [])
+
+
+def packed(array: Any) -> Any:
+    return packed_bytes([(slice(0, array.nbytes), view(array, on_device=True))], array.nbytes)
+
+
+@pytest.mark.parametrize("copied", [copy_of, packed])
+def test_an_array_made_in_another_stream_may_be_dropped_once_it_was_copied(cupy: StandIn, copied: Callable[[Any], Any]) -> None:
+    """Its memory returns in the order of the stream that made it, which does not wait for the one that reads it."""
+    device = device_of(cupy, 0)
+    maker, reader = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with maker:
+        array = cupy.asarray(np.full(64, 3.0, np.float32))
+        made = device.adopt(maker).record()
+    with reader:
+        device.adopt(reader).wait(made)
+        copy = copied(array)
+    del array
+    maker.fake.synchronize()
+    reader.fake.synchronize()
+    np.testing.assert_array_equal(cupy.asnumpy(copy).view(np.float32), np.full(64, 3.0, np.float32))
