@@ -53,7 +53,7 @@ class LaneRank:
         self.peer = 1 - rank
         self.operations = itertools.count(KEY.number + 1)
         """The numbers of the small messages, equal on both sides."""
-        self.server = WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=tls)
+        self.server = WorkerServer("127.0.0.1", "127.0.0.1", tls=tls)
 
     def meet(self, addresses: list[str]) -> None:
         peers = tuple(Peer(number, f"m{number}", address=address) for number, address in enumerate(addresses))

@@ -38,7 +38,6 @@ from ferrorpc.errors import (
 )
 from ferrorpc.generation_errors import reason_of
 from ferrorpc.group import ProcessGroup
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
 from ferrorpc.telemetry import set_up_telemetry
 from ferrorpc.transports.grpc.server import WorkerServer
@@ -178,7 +177,7 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
     require_authentication(config, tls)
     token = Token(config["token_file"])
     mutual = tls if tls is not None and tls.mutual else None
-    server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, token, tls=mutual, lanes=config["lanes"])
+    server = WorkerServer(config["bind"], advertised, token, tls=mutual, lanes=config["lanes"])
     try:
         session = RemoteSession(
             address,

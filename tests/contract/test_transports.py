@@ -361,7 +361,7 @@ def assignment_of(rank: int, servers: list[WorkerServer]) -> Assignment:
 
 @contextmanager
 def grpc_servers(count: int, lanes: int = 1) -> Iterator[list[WorkerServer]]:
-    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, Token(fixed="secret"), lanes=lanes) for _ in range(count)]
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", Token(fixed="secret"), lanes=lanes) for _ in range(count)]
     try:
         yield servers
     finally:

@@ -35,7 +35,7 @@ def say(*words: object) -> None:
 class PeerProcess:
     def __init__(self, rank: int, bind: str, advertise: str) -> None:
         self.rank = rank
-        self.server = WorkerServer(bind, advertise, SYSTEM_CLOCK, Token(fixed="secret"))
+        self.server = WorkerServer(bind, advertise, Token(fixed="secret"))
         say("at", self.server.address)
         addresses = sys.stdin.readline().split()
         peers = tuple(Peer(number, f"m{number}", address=address) for number, address in enumerate(addresses))

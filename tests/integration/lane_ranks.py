@@ -63,8 +63,7 @@ def two_servers(lanes: int = 1, open_timeout_seconds: float = 2.0) -> Iterator[l
     """The servers of two ranks of one job, whose secret is "secret"."""
     token = Token(fixed="secret")
     made = [
-        WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, token, lanes=lanes, open_timeout_seconds=open_timeout_seconds)
-        for _ in range(2)
+        WorkerServer("127.0.0.1", "127.0.0.1", token, lanes=lanes, open_timeout_seconds=open_timeout_seconds) for _ in range(2)
     ]
     try:
         yield made

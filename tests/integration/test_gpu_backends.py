@@ -20,7 +20,6 @@ from ferrorpc.backends.registry import Place
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
 from ferrorpc.errors import PeerLostError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.nccl import FakeNccl
@@ -54,7 +53,7 @@ class Job:
 
     def __init__(self, service: CoordinatorProcess, cupy: StandIn, name: str) -> None:
         self.nccl = FakeNccl(cupy.machine)
-        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK) for _ in range(RANKS)]
+        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1") for _ in range(RANKS)]
         labels = [{"gpu": device_of(cupy, rank).uuid, "nccl": "22809"} for rank in range(RANKS)]
         self.sessions = together(
             [

@@ -19,7 +19,7 @@ from ferrorpc.coordination.base import Membership
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, PeerLostError, RendezvousTimeoutError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.guard import SYSTEM_CLOCK, Guard
+from ferrorpc.guard import Guard
 from ferrorpc.testing import run_groups
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -52,9 +52,7 @@ class GrpcWorld:
     def __init__(self, size: int, min_size: int | None = None, transport: str | Sequence[str] = "grpc", lanes: int = 1) -> None:
         transports = [transport] * size if isinstance(transport, str) else transport
         self.world = LocalWorld(size, min_size=min_size)
-        self.servers = [
-            WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, Token(fixed="token"), lanes=lanes) for _ in range(size)
-        ]
+        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", Token(fixed="token"), lanes=lanes) for _ in range(size)]
         addresses = {f"member-{rank}": server.address for rank, server in enumerate(self.servers)}
         places = []
         for rank, server in enumerate(self.servers):

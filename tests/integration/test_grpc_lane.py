@@ -22,7 +22,6 @@ from ferrorpc.errors import (
     VersionMismatchError,
 )
 from ferrorpc.generation_errors import PEER_LEFT
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc.send_queue import FRAME_BYTES_MAX, FRAMES_MAX
 from ferrorpc.transports.grpc.server import METHOD, PROTOCOL_VERSION, WorkerServer
@@ -133,7 +132,7 @@ def test_a_peer_is_not_reached_until_it_answers() -> None:
 
 
 def test_a_peer_at_whose_address_nobody_listens_is_given_up_long_before_one_that_is_silent(servers: list[WorkerServer]) -> None:
-    gone = WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK)
+    gone = WorkerServer("127.0.0.1", "127.0.0.1")
     gone.close()
     rank = Rank(0, servers[0]).enter(assignment_of(0, [servers[0], gone]), dial_seconds=100.0)
     rank.transport.send(1, Key(0, 0, 1), header_of(1), 0, random_bytes(1), lambda: None)
@@ -290,11 +289,11 @@ def test_a_new_generation_on_the_same_servers_hears_nothing_of_the_old_one(
 
 def test_an_address_that_is_not_of_this_machine_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"203\.0\.113\.1"):
-        WorkerServer("203.0.113.1", "203.0.113.1", SYSTEM_CLOCK)
+        WorkerServer("203.0.113.1", "203.0.113.1")
 
 
 def test_an_ipv6_host_is_written_in_brackets() -> None:
-    server = WorkerServer("::1", "::1", SYSTEM_CLOCK)
+    server = WorkerServer("::1", "::1")
     assert server.address.startswith("[::1]:")
     server.close()
 

@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 from ferrorpc.errors import AuthenticationError
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.grpc.server import METHOD, PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
@@ -43,7 +42,7 @@ def servers(authorities: tuple[Issuer, Issuer]) -> Iterator[list[WorkerServer]]:
     """Two ranks of our authority, and one of another."""
     ours, theirs = authorities
     files = [one.issue(Role.WORKER, JOB) for one in (ours, ours, theirs)]
-    made = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=one) for one in files]
+    made = [WorkerServer("127.0.0.1", "127.0.0.1", tls=one) for one in files]
     yield made
     for server in made:
         server.close()
@@ -82,7 +81,7 @@ def test_ranks_that_differ_in_tls_are_told_so_and_not_of_a_broken_link(
     authorities: tuple[Issuer, Issuer], kinds: tuple[str, str], complaints: tuple[str, str]
 ) -> None:
     files = {"plain": None, "ours": authorities[0].issue(Role.WORKER, JOB), "theirs": authorities[1].issue(Role.WORKER, JOB)}
-    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=files[kind]) for kind in kinds]
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", tls=files[kind]) for kind in kinds]
     ranks = [Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)]
     for rank in ranks:
         send(rank, 1 - rank.rank, KEY, random_bytes(1))
@@ -120,7 +119,7 @@ def test_who_is_no_worker_of_the_job_is_refused_and_told_why(
 def test_a_rank_that_is_no_worker_of_the_job_is_not_dialled(authorities: tuple[Issuer, Issuer]) -> None:
     """A leaf of the same authority, on the address that a peer is thought to be at."""
     ours = authorities[0]
-    imposter = WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=ours.issue(Role.WORKER, "other"))
+    imposter = WorkerServer("127.0.0.1", "127.0.0.1", tls=ours.issue(Role.WORKER, "other"))
     channel = Dialer(ours.issue(Role.WORKER, JOB)).channel(imposter.address, JOB, Role.WORKER, options.data_channel())
     with channel, pytest.raises(grpc.RpcError) as raised:
         list(channel.stream_stream(METHOD)(iter([b""]), timeout=SECONDS))
@@ -160,7 +159,7 @@ def test_an_authority_is_replaced_while_ranks_run(tmp_path: Path) -> None:
 
     for rank in range(2):
         trust(rank, old)
-    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=one) for one in files]
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", tls=one) for one in files]
     steps = [
         *(lambda rank=rank: trust(rank, old, new) for rank in range(2)),
         *(lambda rank=rank: renew(rank) for rank in range(2)),
@@ -189,7 +188,7 @@ def test_streams_outlive_the_certificates_they_were_made_with_and_new_ones_are_r
     ours = Issuer(tmp_path / "ours")
     short = datetime.timedelta(seconds=6)
     files = [ours.issue(Role.WORKER, JOB, where=f"rank-{rank}", lifetime=short) for rank in range(2)]
-    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=one) for one in files]
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", tls=one) for one in files]
     try:
         ranks = [Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)]
         box = ranks[1].box(KEY)

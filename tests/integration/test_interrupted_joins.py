@@ -14,7 +14,6 @@ import ferrorpc
 from ferrorpc import PeerLostError
 from ferrorpc.coordination.base import Membership
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.grpc.server import WorkerServer
 from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.members import join
@@ -77,6 +76,6 @@ def test_a_server_for_peers_that_is_interrupted_as_its_thread_starts_is_stopped(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", strike)
         with pytest.raises(KeyboardInterrupt):
-            WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK)
+            WorkerServer("127.0.0.1", "127.0.0.1")
     started[0].join(SECONDS)
     assert not started[0].is_alive()

@@ -27,7 +27,7 @@ def refused(thread):
 
 threading.Thread.start = refused
 try:
-    WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK)
+    WorkerServer("127.0.0.1", "127.0.0.1")
 except LimitExceededError as error:
     print(error.message)
 """

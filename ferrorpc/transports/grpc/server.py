@@ -29,7 +29,7 @@ from ferrorpc.errors import (
     StaleGenerationError,
     VersionMismatchError,
 )
-from ferrorpc.guard import Clock, thread_needed
+from ferrorpc.guard import SYSTEM_CLOCK, thread_needed
 from ferrorpc.transports.grpc.incoming_stream import refusal
 from ferrorpc.transports.grpc.malloc_tuning import keep_freed_memory
 from ferrorpc.transports.grpc.pending_streams import PendingStreams
@@ -113,7 +113,6 @@ class WorkerServer:
         self,
         bind_host: str,
         advertise_host: str,
-        clock: Clock,
         token: Token = NO_TOKEN,
         *,
         tls: TlsFiles | None = None,
@@ -121,18 +120,17 @@ class WorkerServer:
         open_timeout_seconds: float = OPEN_TIMEOUT_SECONDS,
     ) -> None:
         keep_freed_memory()
-        self.clock = clock
         self.token = token
         self.lanes = lanes
         self._tls = tls
         self._dialer = None if tls is None else Dialer(tls)
         self._patience_seconds = open_timeout_seconds
-        self._pending = PendingStreams(clock, open_timeout_seconds)
+        self._pending = PendingStreams(SYSTEM_CLOCK, open_timeout_seconds)
         self._refusals = RefusalLog()
         self._changed = threading.Condition()
         self._handlers: dict[str, StreamHandler] = {}
         self._closed = False
-        self._threads = ThreadPerCall(clock, "ferrorpc-incoming")
+        self._threads = ThreadPerCall(SYSTEM_CLOCK, "ferrorpc-incoming")
         self._server = grpc.server(
             self._threads,  # type: ignore[arg-type]
             options=options.data_server(),
@@ -223,7 +221,7 @@ class WorkerServer:
 
     def _log_refusal(self, text: str) -> None:
         with self._changed:
-            message = self._refusals.message(text, int(self.clock.now() * 1e9))
+            message = self._refusals.message(text, int(SYSTEM_CLOCK.now() * 1e9))
         if message is not None:
             _log.warning("%s", message)
 
@@ -252,10 +250,10 @@ class WorkerServer:
 
     def _handler_for(self, opening: transport_pb2.Open, context: Any) -> StreamHandler:
         """The handler of this stream; waits for it where it may still be registered."""
-        deadline = self.clock.now() + self._patience_seconds
+        deadline = SYSTEM_CLOCK.now() + self._patience_seconds
         with self._changed:
             while (handler := self._match(opening)) is None:
-                remaining = deadline - self.clock.now()
+                remaining = deadline - SYSTEM_CLOCK.now()
                 if self._closed or remaining <= 0 or not context.is_active():
                     raise StaleGenerationError(
                         f"rank {opening.target_rank} knows nothing of generation {opening.generation} of job "

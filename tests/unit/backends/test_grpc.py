@@ -9,7 +9,6 @@ import pytest
 from ferrorpc.backends.grpc import GrpcBackend
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import GroupClosedError
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.shared_memory import host_peers
 from tests.threads import in_threads
@@ -31,7 +30,7 @@ def test_what_fails_after_host_peers_have_met_closes_their_sockets(monkeypatch: 
 
     monkeypatch.setattr(host_peers, "_all", type("Kept", (), {"add": staticmethod(keep), "__iter__": lambda _: iter(())})())
     world = LocalWorld(2, job=f"job-{uuid.uuid4()}")
-    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK) for _ in range(2)]
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1") for _ in range(2)]
     if last == "server":
         for server in servers:
             server.close()

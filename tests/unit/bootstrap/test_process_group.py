@@ -11,7 +11,6 @@ import ferrorpc
 from ferrorpc import ConfigError, CoordinatorUnavailableError, UsageError
 from ferrorpc.bootstrap.process_group import _address_now
 from ferrorpc.config import Config
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.grpc.server import WorkerServer
 
 
@@ -88,7 +87,7 @@ def test_a_worker_that_listens_everywhere_is_dialled_at_its_address_of_today(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], moved: bool
 ) -> None:
     monkeypatch.setattr("ferrorpc.bootstrap.address._route", lambda host, port: "10.0.0.9")
-    server = WorkerServer("127.0.0.1", "10.0.0.1", SYSTEM_CLOCK)
+    server = WorkerServer("127.0.0.1", "10.0.0.1")
     port = server.address.rpartition(":")[2]
     address = _address_now(server, "192.0.2.1:29700", Config(settings, {}))
     server.close()
@@ -98,7 +97,7 @@ def test_a_worker_that_listens_everywhere_is_dialled_at_its_address_of_today(
 def test_an_address_of_no_use_to_peers_is_waited_out_by_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that it has for a second, while its network comes back, ended its session for good."""
     monkeypatch.setattr("ferrorpc.bootstrap.address._route", lambda host, port: "fe80::1")
-    server = WorkerServer("127.0.0.1", "10.0.0.1", SYSTEM_CLOCK)
+    server = WorkerServer("127.0.0.1", "10.0.0.1")
     with pytest.raises(CoordinatorUnavailableError, match="link-local"):
         _address_now(server, "192.0.2.1:29700", Config({"bind": "::"}, {}))
     server.close()
