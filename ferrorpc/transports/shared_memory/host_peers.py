@@ -37,6 +37,7 @@ class HostPeers:
         ranks: world ranks on this host in ascending order, including this one; only this one where nothing is shared.
         hosts: the ranks of every host of the world; equal on all ranks.
         separation_reason: why the world is not one host; empty when it is.
+        reader: reads the sockets to the host peers, which it has by rank.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class HostPeers:
         self._started = False
         self._closing = False
         connections = {host_peer.rank: host_peer.connection for host_peer in proven}
-        self._reader = Reader(connections, clock, self._message_received, self._socket_ended)
+        self.reader = Reader(connections, clock, self._message_received, self._socket_ended)
         _all.add(self)
 
     @property
@@ -107,21 +108,9 @@ class HostPeers:
         self._on_link_lost = on_link_lost
         self._on_message = on_message
         self._on_end = on_end
-        if self._reader.sockets:
-            self._clock.start(self._reader.run, f"ferrorpc-host-peers-of-{self.rank}")
+        if self.reader.sockets:
+            self._clock.start(self.reader.run, f"ferrorpc-host-peers-of-{self.rank}")
             self._started = True
-
-    def send(self, peer: int, message: bytes) -> bool:
-        """Sends a message to a host peer, in order; never blocks. False, and dropped, where too many messages wait."""
-        return self._reader.sockets[peer].send(message)
-
-    def try_send(self, peer: int, message: bytes, room: Callable[[], None]) -> bool:
-        """Sends a message if no other to this host peer waits. Else returns False, and calls `room` once none waits."""
-        return self._reader.sockets[peer].try_send(message, room)
-
-    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
-        """Reads what a host peer sends on this thread, until `over` or for half a millisecond. Only after `start`."""
-        self._reader.busy_poll(peer, over)
 
     def has_left(self, peer: int) -> bool:
         """Whether a host peer has said goodbye. Its memory stays mapped, with all that it wrote before."""
@@ -144,18 +133,14 @@ class HostPeers:
             if self._closing:
                 return
             self._closing = True
-        for peer_socket in self._reader.sockets.values():
+        for peer_socket in self.reader.sockets.values():
             peer_socket.send(GOODBYE)
-        self._reader.stop(timeout if self._started else 0.0)  # an interrupt within `start` hides whether there is a thread
-        self._reader.close()
+        self.reader.stop(timeout if self._started else 0.0)  # an interrupt within `start` hides whether there is a thread
+        self.reader.close()
         for host_peer in self._host_peers.values():
             host_peer.close()
         if self._segment is not None:
             self._segment.close()
-
-    def discard(self) -> None:
-        """Gives up messages that are not written yet; a `close` does not wait for them then."""
-        self._reader.discard()
 
     # -- events of the reader ------------------------------------------------------------------------------------------
 
@@ -174,7 +159,7 @@ class HostPeers:
         """In a forked child: closes its copies of the sockets, so that peers see the parent's end while the child lives."""
         self._lock = threading.Lock()
         self._closing = True
-        self._reader.abandon_in_child()
+        self.reader.abandon_in_child()
 
 
 def _nobody(*_: Any) -> None:

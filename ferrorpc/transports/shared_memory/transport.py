@@ -55,6 +55,7 @@ class SharedMemoryTransport(Transport):
         self.peers = tuple(rank for rank in host_peers.ranks if rank != assignment.rank)
         """World ranks of the host peers."""
         self._host_peers = host_peers
+        self._sockets = host_peers.reader.sockets
         self._latch = latch
         self._slots = {peer: Slots(host_peers.own, len(self.peers)) for peer in self.peers}
         self._sent = dict.fromkeys(self.peers, 0)
@@ -78,9 +79,9 @@ class SharedMemoryTransport(Transport):
         if not self._can_send_to(peer):
             return True
         if payload is None:
-            return self._host_peers.try_send(peer, encode(key, header, offset, b""), room)
+            return self._sockets[peer].try_send(encode(key, header, offset, b""), room)
         if payload.size <= INLINE_BYTES:
-            sent = self._host_peers.try_send(peer, encode(key, header, offset, payload.data), room)
+            sent = self._sockets[peer].try_send(encode(key, header, offset, payload.data), room)
         else:
             sent = self._send_parcel(peer, frame_prefix(key, header, offset, payload.size), payload, room)
         self._sent[peer] += payload.size if sent else 0
@@ -109,7 +110,7 @@ class SharedMemoryTransport(Transport):
 
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
         try:
-            self._host_peers.busy_poll(peer, over)
+            self._host_peers.reader.busy_poll(peer, over)
         except KeyboardInterrupt:
             # A message that was just read may not be in the mailbox, and its slot may never be freed.
             self.mailbox.fail(GroupAbortedError(self.rank, f"KeyboardInterrupt while it read from rank {peer}"))
@@ -126,7 +127,7 @@ class SharedMemoryTransport(Transport):
         for peer in self.peers:
             self._end_peer(peer)
         broken = self._latch.cause is not None
-        ticket = 0 if broken else self._latch.watch(self._host_peers.discard)
+        ticket = 0 if broken else self._latch.watch(self._host_peers.reader.discard)
         self._host_peers.close(min(timeout, BROKEN_CLOSE_SECONDS) if broken else timeout)
         self._latch.forget(ticket)
 
@@ -142,7 +143,7 @@ class SharedMemoryTransport(Transport):
         return peer not in self._ended
 
     def _send_control(self, peer: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
-        if not self._host_peers.send(peer, message.SerializeToString()):
+        if not self._sockets[peer].send(message.SerializeToString()):
             raise control.too_many_unread(peer)
 
     # -- events of the reader thread -----------------------------------------------------------------------------------

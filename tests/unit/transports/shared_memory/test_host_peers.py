@@ -257,7 +257,7 @@ def test_a_name_that_is_taken_means_no_shared_memory(monkeypatch: pytest.MonkeyP
 
 def test_a_link_that_ends_without_goodbye_is_told_at_once() -> None:
     with HostWorld(3) as ranks:
-        ranks[1]._reader.sockets[0].connection.shutdown(socket.SHUT_RDWR)
+        ranks[1].reader.sockets[0].connection.shutdown(socket.SHUT_RDWR)
         eventually(lambda: len(ranks.lost) >= 2)
         assert sorted(ranks.lost)[:2] == [
             (0, 1, "its process ended without a goodbye"),
@@ -289,7 +289,7 @@ def test_messages_arrive_whole_and_in_order_although_nobody_waits_for_room() -> 
     with HostWorld(2) as ranks:
         sent = [bytes([1, number % 256]) * (1 + number % 3000) for number in range(3000)]
         for message in sent:
-            ranks[0].send(1, message)
+            ranks[0].reader.sockets[1].send(message)
         eventually(lambda: len(ranks.messages) == len(sent))
         assert [message for _, _, message in ranks.messages] == sent
 
@@ -297,7 +297,7 @@ def test_messages_arrive_whole_and_in_order_although_nobody_waits_for_room() -> 
 def test_what_was_sent_before_close_arrives() -> None:
     with HostWorld(2) as ranks:
         for number in range(2000):
-            ranks[0].send(1, b"\x01" + number.to_bytes(2, "little") * 200)
+            ranks[0].reader.sockets[1].send(b"\x01" + number.to_bytes(2, "little") * 200)
         ranks[0].close(SECONDS)
         eventually(lambda: ranks[1].has_left(0))
         assert len(ranks.messages) == 2000
@@ -309,7 +309,7 @@ def test_a_host_peer_that_says_much_does_not_keep_the_others_from_being_heard() 
     with HostWorld(3, listening=False) as ranks:
         for peer in (0, 1):
             for _ in range(100):
-                ranks[peer].send(2, b"\x01")
+                ranks[peer].reader.sockets[2].send(b"\x01")
         ranks[2].start(lambda peer, reason: None, lambda peer, message: heard.append(peer), lambda peer: None)
         eventually(lambda: len(heard) == 200)
     assert set(heard[:60]) == {0, 1}
@@ -366,13 +366,13 @@ def test_a_rank_that_dies_meanwhile_leaves_the_others_without_host_peers(monkeyp
 def test_a_forked_child_gives_its_copies_of_the_sockets_back() -> None:
     """So that the end of its parent is seen although the child lives on."""
     with HostWorld(2) as ranks:
-        descriptors = [ranks[rank]._reader.sockets[1 - rank].connection.fileno() for rank in range(2)]
+        descriptors = [ranks[rank].reader.sockets[1 - rank].connection.fileno() for rank in range(2)]
 
         def child() -> bool:
             return not any(os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors)
 
         assert in_a_forked_child(child) == 0
-        ranks[0].send(1, b"\1 still here")
+        ranks[0].reader.sockets[1].send(b"\1 still here")
         eventually(lambda: ranks.messages == [(1, 0, b"\1 still here")])
 
 

@@ -55,7 +55,7 @@ class Pair:
         )
 
     def tell(self, **body: object) -> None:
-        self.stranger.send(1, shared_memory_pb2.SharedMemoryMessage(**body).SerializeToString())
+        self.stranger.reader.sockets[1].send(shared_memory_pb2.SharedMemoryMessage(**body).SerializeToString())
 
 
 @pytest.fixture
@@ -98,10 +98,10 @@ def test_what_cannot_be_ends_the_generation_once_and_nothing_after_it_is_believe
                 parcel["offset"] = pair.stranger.own.size_bytes - 100
         pair.tell(**said)
     else:
-        pair.stranger.send(1, said)
+        pair.stranger.reader.sockets[1].send(said)
     eventually(lambda: pair.failures)
-    pair.stranger.send(1, frame_of(5))
-    pair.stranger.send(1, b"\xff\xff\xff")
+    pair.stranger.reader.sockets[1].send(frame_of(5))
+    pair.stranger.reader.sockets[1].send(b"\xff\xff\xff")
     pair.stranger.close(1.0)
     eventually(lambda: pair.transport._host_peers.has_left(0))
     (error,) = pair.failures
@@ -112,7 +112,7 @@ def test_what_cannot_be_ends_the_generation_once_and_nothing_after_it_is_believe
 
 def test_who_asks_and_never_reads_the_answers_is_cut_off(pair: Pair) -> None:
     probe = shared_memory_pb2.SharedMemoryMessage(probe={"number": 1, "signature": "a()"}).SerializeToString()
-    connection = pair.stranger._reader.sockets[1].connection
+    connection = pair.stranger.reader.sockets[1].connection
     connection.setblocking(True)
     for _ in range(4 * CONTROL_MAX):
         connection.send(probe)
@@ -125,7 +125,7 @@ def test_who_asks_and_never_reads_the_answers_is_cut_off(pair: Pair) -> None:
 
 def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
     pair.latch.trip(FerroError("it is over"))
-    pair.stranger.send(1, b"\xff\xff\xff")
+    pair.stranger.reader.sockets[1].send(b"\xff\xff\xff")
     pair.stranger.close(1.0)
     eventually(lambda: pair.transport._host_peers.has_left(0))
     assert pair.failures == []
@@ -139,7 +139,7 @@ def test_what_finds_no_memory_ends_the_generation_and_not_the_thread_that_reads(
 
     with monkeypatch.context() as patched:
         patched.setattr(transport, "scan", full)
-        pair.stranger.send(1, frame_of(100))
+        pair.stranger.reader.sockets[1].send(frame_of(100))
         eventually(lambda: pair.failures)
     (failure,) = pair.failures
     assert isinstance(failure, LimitExceededError)
@@ -154,7 +154,7 @@ def test_an_interrupt_while_a_message_is_read_ends_the_generation(pair: Pair, mo
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pair.transport._host_peers, "busy_poll", interrupted)
+    monkeypatch.setattr(pair.transport._host_peers.reader, "busy_poll", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pair.transport.busy_poll(0, lambda: False)
     (failure,) = pair.failures
@@ -163,9 +163,9 @@ def test_an_interrupt_while_a_message_is_read_ends_the_generation(pair: Pair, mo
 
 
 def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
-    pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]))
-    pair.stranger.send(1, transport_pb2.DataMessage.FromString(frame_of(4, total=8)).SerializeToString())
-    pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]) + frame_of(4, offset=4, total=8))
+    pair.stranger.reader.sockets[1].send(bytes([15 << 3 | 2, 1, 7]))
+    pair.stranger.reader.sockets[1].send(transport_pb2.DataMessage.FromString(frame_of(4, total=8)).SerializeToString())
+    pair.stranger.reader.sockets[1].send(bytes([15 << 3 | 2, 1, 7]) + frame_of(4, offset=4, total=8))
     eventually(lambda: len(pair.box.frames.get((0, 0), ())) == 2)
     assert pair.failures == []
 
