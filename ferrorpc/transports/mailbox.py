@@ -130,13 +130,13 @@ class Mailbox:
 
     Args:
         rank: own world rank, for error messages.
-        report: breaks the generation with an error; must not block.
+        report: breaks the generation with an error, such as one of bytes that are no frame; must not block. Also for lanes.
         unexpected_bytes_max: limit of the unexpected messages that wait; None for the default (credit.py).
     """
 
     def __init__(self, rank: int, report: Callable[[FerroError], None], unexpected_bytes_max: int | None = None) -> None:
         self.rank = rank
-        self._report = report
+        self.report = report
         self._unexpected_bytes_max = default_bytes_max() if unexpected_bytes_max is None else unexpected_bytes_max
         self._unexpected_bytes = 0
         self._lock = threading.Lock()
@@ -171,7 +171,7 @@ class Mailbox:
                 box.frames.clear()
                 box.refused = self._mismatch(key, signature, early[0].source, early[0].header.signature)
         if box.refused is not None:
-            self._report(box.refused)
+            self.report(box.refused)
         return box
 
     def record(self, key: Key, signature: str) -> None:
@@ -241,7 +241,7 @@ class Mailbox:
         try:
             self._deliver(frame)
         except (CodecError, LimitExceededError) as error:
-            self._report(error)
+            self.report(error)
             return False
         return True
 
@@ -267,7 +267,7 @@ class Mailbox:
                         box.unexpected_bytes += self._count_unexpected(frame)
                     box.put(frame)
         if difference is not None:
-            self._report(difference)
+            self.report(difference)
         if box is not None:
             wake()
 
@@ -351,7 +351,7 @@ class Mailbox:
             return Standing(FINISHED if key.group in self._retired else ABSENT, "", 0, "")
         if self._is_retired(key):
             cause = f"it closed a subgroup in which others wait for it: {signature} #{key.number}"
-            self._report(GroupAbortedError(self.rank, cause))
+            self.report(GroupAbortedError(self.rank, cause))
         with self._lock:
             box = self._boxes.get(key)
             entered = box.signature if box is not None else None
@@ -382,7 +382,7 @@ class Mailbox:
         if key.stream == POINT_TO_POINT:
             box.wake()
         if standing == DIFFERENT and signature != mine:
-            self._report(self._mismatch(key, mine, peer, signature))
+            self.report(self._mismatch(key, mine, peer, signature))
 
     def missed_before(self, peer: int, key: Key) -> bool:
         """Records that an operation waits for a peer that has left. Returns whether that was recorded before.
@@ -394,10 +394,6 @@ class Mailbox:
             before = (peer, key) in self._missed
             self._missed.add((peer, key))
             return before
-
-    def fail(self, error: FerroError) -> None:
-        """Ends the generation with an error that a lane has found, such as bytes that are no frame."""
-        self._report(error)
 
     def start_sending(self, key: Key, box: Box) -> None:
         """Directs what the receiver of a point-to-point message answers to this box."""

@@ -388,7 +388,7 @@ class GrpcTransport(Transport):
     def _fail(self, peer: int, error: FerroError) -> None:
         """Ends the generation with an error of this link. The link's end is then not reported as well."""
         if self._mark_lost(peer):
-            self.mailbox.fail(error)
+            self.mailbox.report(error)
 
     def _mark_lost(self, peer: int) -> bool:
         """Whether the loss of this peer is to be reported: only the first one, in a generation that goes on."""

@@ -113,7 +113,7 @@ class SharedMemoryTransport(Transport):
             self._host_peers.reader.busy_poll(peer, over)
         except KeyboardInterrupt:
             # A message that was just read may not be in the mailbox, and its slot may never be freed.
-            self.mailbox.fail(GroupAbortedError(self.rank, f"KeyboardInterrupt while it read from rank {peer}"))
+            self.mailbox.report(GroupAbortedError(self.rank, f"KeyboardInterrupt while it read from rank {peer}"))
             raise
 
     def traffic(self) -> dict[int, tuple[str, int]]:
@@ -166,7 +166,7 @@ class SharedMemoryTransport(Transport):
     def _fail(self, source: int, error: FerroError) -> None:
         self._failed.add(source)
         if not self._closing and self._latch.cause is None:
-            self.mailbox.fail(error)
+            self.mailbox.report(error)
 
     def _handle(self, source: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
         """Handles a message that is no frame. Ignores kinds that only a newer version knows."""
