@@ -34,16 +34,13 @@ from ferrorpc.errors import (
 from ferrorpc.generation_errors import used_in_child
 from ferrorpc.guard import FOREVER, Guard, seconds_of, wake_nobody
 from ferrorpc.operations.arguments import check_sendable
-from ferrorpc.operations.results import NOTHING, Landing, Result
+from ferrorpc.operations.landings import Landings
+from ferrorpc.operations.results import NOTHING, Result
 from ferrorpc.telemetry import telemetry
 from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
-POLL_SECONDS: Final = 100e-6
-"""How often a thread that waits for GPUs looks at them."""
-LANDINGS: Final = 16
-"""From how many on it is looked which of them the GPU has reached."""
 PREPARED_CALLS: Final = 1024
 """How many prepared calls are cached. Beyond that the oldest is dropped."""
 
@@ -70,9 +67,8 @@ class Dispatch:
         counter above, and is here only once the group is closed."""
         self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
-        self.landings: dict[tuple[tuple[int, int], ...], Landing] = {}
-        """Where the latest results on GPUs are complete, by the streams that they were made in."""
-        self._landing_lock = threading.Lock()
+        self.landings = Landings(backend.clock, backend.latch)
+        """Where the latest results on GPUs are complete."""
         self._family = weakref.WeakValueDictionary({backend.group_id: self})
         """Those of a world and of all subgroups below it, which share it: by the group's id, in the order they were made."""
         self._is_subgroup = backend.group_id != 0
@@ -243,7 +239,7 @@ class Dispatch:
         self.run(execution)
         found = result.of(execution)
         if result.on_device and not result.is_written_by_operation:
-            self._note_landing(result, found)
+            self.landings.note(result.landing, found)
         return found
 
     def ran(self, execution: Execution, activity: str) -> bool:
@@ -370,63 +366,31 @@ class Dispatch:
         arrays = [source.data if into_own or not source.borrowed else copy_of(source.data) for source in sources]
         found = result.give(arrays, [source.spec for source in sources], "an operation of one rank")
         if result.on_device:
-            self._note_landing(result, found)
+            self.landings.note(result.landing, found)
         return found
 
     def _make_on_device(self, work: Work[Any], result: Result) -> None:
         """Has the result of a Work made in a stream of a GPU."""
         work.is_on_device = True
         work.make_result = result.of
-        work.land = partial(self._note_landing, result)
+        work.land = partial(self.landings.note, result.landing)
         device = result.landing_device
         if device is not None:
             work.landing_context = device.staging.landing_context
             if work.has_ended:  # perhaps before it had the context
                 work.complete_arrays()
 
-    def _note_landing(self, result: Result, given: Any) -> Landing | None:
-        """Called when a result on a GPU has been given to the caller."""
-        with self._landing_lock:  # so that the latest of a stream is the one that is kept
-            landing = result.landing(given)
-            if landing is not None:
-                if len(self.landings) > LANDINGS:  # streams have come and gone
-                    self.landings = {streams: each for streams, each in self.landings.items() if not each.is_reached}
-                self.landings[landing.streams] = landing
-        return landing
-
     def await_landings_or_end(self, timeout: float | None) -> float:
-        """As `await_landings`, before an operation with this timeout, in seconds, of which it returns what is left. Other ranks
+        """As `Landings.settle`, before an operation with this timeout, in seconds, of which it returns what is left. Others
         wait for the operation, so if it cannot begin in time the generation ends."""
         self.check_open()
         until = self.backend.clock.now() + seconds_of(timeout, self.timeout)
         try:
-            self.await_landings(until)
+            self.landings.settle(until)
         except CollectiveTimeoutError as error:
             self.end(error)
             raise
         return max(until - self.backend.clock.now(), 0.0)
-
-    def await_landings(self, until: float = FOREVER) -> None:
-        """Blocks the host until the results that were given so far are complete on their GPUs.
-
-        Raises:
-            CollectiveTimeoutError: they were not by clock time `until`.
-            FerroError: the generation's first cause.
-        """
-        parker, clock = self.backend.clock.parker(), self.backend.clock
-        with self._landing_lock:
-            waiting = list(self.landings.items())
-        for streams, landing in waiting:
-            while not landing.is_reached:
-                self.backend.latch.check()
-                now = clock.now()
-                if now >= until:
-                    raise CollectiveTimeoutError([], "the GPU had not brought earlier results to their arrays in time")
-                parker.park(min(until, now + POLL_SECONDS))
-            landing.let_go()
-            with self._landing_lock:
-                if self.landings.get(streams) is landing:
-                    del self.landings[streams]
 
     def note(self, activity: str) -> None:
         """Counts an operation that begins, for the next heartbeat."""
@@ -470,7 +434,7 @@ class Dispatch:
         self._drain_own(FOREVER)
         try:
             self.backend.synchronize(FOREVER)
-            self.await_landings()
+            self.landings.settle(FOREVER)
         except FerroError as error:
             error.mark_shown()
             raise self.located(error) from None

@@ -9,68 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, Out, View, check_apart
-from ferrorpc.arrays.device import Device, Event, Stream
+from ferrorpc.arrays.device import Device
 from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, to_kind, view_out
-from ferrorpc.arrays.staging import COPY_SECONDS, until_true
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import TensorMismatchError
-from ferrorpc.guard import FOREVER, Clock
+from ferrorpc.operations.landings import Landing
 from ferrorpc.types import TensorSpec
 
 Array = np.ndarray[Any, Any]
-
-
-class Landing:
-    """Where the streams of arrays on GPUs are now: at events behind what they hold. There a result is complete that was just
-    made, and what the caller did before may no longer write an `out` that was just passed in.
-
-    Args:
-        given: the result, or the `out`: an array, or a list of arrays; those on the host do not count.
-    """
-
-    __slots__ = ("_marks",)
-
-    def __init__(self, given: Any) -> None:
-        devices = {
-            kind.staging.device
-            for kind in map(kind_of, given if isinstance(given, list | tuple) else (given,))
-            if kind.on_device
-        }
-        self._marks: list[tuple[Device, Stream, Event]] = []
-        for device in devices:
-            with device.here():
-                self._marks.append((device, *device.marked()))
-
-    @property
-    def streams(self) -> tuple[tuple[int, int], ...]:
-        """The streams that it was made in, by the numbers of their GPUs and their own."""
-        return tuple((device.index, stream.pointer) for device, stream, _ in self._marks)
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether the GPU has come there. Never blocks."""
-        return all(event.done for _, _, event in self._marks)
-
-    def let_go(self) -> None:
-        """Drops what was kept until the GPU is there."""
-        for device, _, _ in self._marks:
-            device.staging.let_go()
-
-    def follow(self) -> None:
-        """Makes the stream that is current now wait until there."""
-        for device, stream, event in self._marks:
-            current = device.current()
-            if current.pointer != stream.pointer:
-                current.wait(event)
-
-    def settle(self, clock: Clock, until: float) -> None:
-        """Blocks the host until the GPU is there.
-
-        Raises:
-            CollectiveTimeoutError: it was not by clock time `until`; where that is FOREVER, within COPY_SECONDS.
-        """
-        until_true(lambda: self.is_reached, clock, COPY_SECONDS if until == FOREVER else until - clock.now())
-        self.let_go()
 
 
 class Result(ABC):

@@ -19,8 +19,8 @@ from ferrorpc.arrays.staging import Staging
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, LimitExceededError, TensorMismatchError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import FOREVER, SYSTEM_CLOCK
-from ferrorpc.operations import results as results_module
-from ferrorpc.operations.results import Landing
+from ferrorpc.operations import landings as landings_module
+from ferrorpc.operations.landings import Landing
 from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.ddp_worlds import EACH_ITS_OWN_GPU, LANES, world
@@ -369,7 +369,7 @@ def test_a_host_array_goes_up_without_waiting_for_the_callers_stream(cupy: Stand
 
 
 def test_who_gives_a_time_waits_for_the_gpu_so_long(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results_module, "COPY_SECONDS", 0.02)
+    monkeypatch.setattr(landings_module, "COPY_SECONDS", 0.02)
     free = threading.Event()
     with own_stream(cupy) as busy:
         x = full(cupy, 1)

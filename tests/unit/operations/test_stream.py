@@ -13,7 +13,7 @@ import pytest
 from ferrorpc import ProcessGroup, UsageError
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Prepared
-from ferrorpc.guard import Latch
+from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.stream import Stream
 from ferrorpc.testing import run_world
@@ -50,7 +50,13 @@ def arena() -> Arena:
 def dispatch(arena: Arena) -> Dispatch:
     capabilities = SimpleNamespace(device_arrays=False)
     backend: Any = SimpleNamespace(
-        group_id=0, session=None, latch=Latch(), arena=arena, capabilities=capabilities, open_stream=lambda stream: None
+        clock=SYSTEM_CLOCK,
+        group_id=0,
+        session=None,
+        latch=Latch(),
+        arena=arena,
+        capabilities=capabilities,
+        open_stream=lambda stream: None,
     )
     return Asking(backend, 20.0)
 
