@@ -104,13 +104,24 @@ class World:
 def run_world(
     size: int,
     fn: Callable[[ProcessGroup], Returned],
-    faults: FaultPlan | None = ...,
+    faults: None = ...,
     seed: int = ...,
     *,
     timeout: float = ...,
     return_exceptions: Literal[False] = ...,
     clock: Clock | None = ...,
 ) -> list[Returned]: ...
+@overload
+def run_world(
+    size: int,
+    fn: Callable[[ProcessGroup], Returned],
+    faults: FaultPlan,
+    seed: int = ...,
+    *,
+    timeout: float = ...,
+    return_exceptions: Literal[False] = ...,
+    clock: Clock | None = ...,
+) -> list[Returned | RankKilled]: ...
 @overload
 def run_world(
     size: int,

@@ -241,6 +241,10 @@ def world() -> None:
 
     assert_type(ferrorpc.testing.run_world(4, fn), list[int])
     assert_type(ferrorpc.testing.run_world(4, fn, return_exceptions=True), list[int | BaseException])
+    plan = ferrorpc.testing.FaultPlan(kill={1: 0.5})
+    assert_type(ferrorpc.testing.run_world(4, fn, faults=None, seed=3), list[int])
+    assert_type(ferrorpc.testing.run_world(4, fn, plan, 3), list[int | ferrorpc.testing.RankKilled])
+    assert_type(ferrorpc.testing.run_world(4, fn, faults=plan, return_exceptions=True), list[int | BaseException])
     backends = ferrorpc.SimulatedBackend.create_group(2)
     assert_type(ferrorpc.ProcessGroup(backends[0]).rank, int)
 
