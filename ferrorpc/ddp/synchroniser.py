@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, overload
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.error_prefix import ErrorPrefix
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
 
     Tree = TypeVar("Tree", default=Any)
+    Specs: TypeAlias = TensorSpec | Mapping[Any, "Specs"] | Sequence["Specs"]
+    """A tree that has no type to say for its gradients, unless it is a flat dict."""
 else:
     from typing import TypeVar
 
@@ -69,6 +71,17 @@ class GradientSynchronizer(Generic[Tree]):
     def __init__(
         self: GradientSynchronizer[dict[str, NDArray[Any]]],
         like: dict[str, TensorSpec],
+        group: ProcessGroup,
+        bucket_cap_mb: float = ...,
+        *,
+        order: Sequence[str] | None = ...,
+        gradient_as_bucket_view: bool = ...,
+        hook: Hook | None = ...,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: GradientSynchronizer[Any],
+        like: Specs,
         group: ProcessGroup,
         bucket_cap_mb: float = ...,
         *,

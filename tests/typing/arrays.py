@@ -126,6 +126,10 @@ def streaming(group: ferrorpc.ProcessGroup, weights: dict[str, F32]) -> dict[str
     """Gradients one by one."""
     from_specs = ferrorpc.GradientSynchronizer({"w": ferrorpc.TensorSpec(ferrorpc.DType.FLOAT32, (2, 3))}, group)
     assert_type(from_specs.step().grads, dict[str, NDArray[Any]])
+    layers = [{"w": ferrorpc.TensorSpec(ferrorpc.DType.FLOAT32, (2, 3))}]
+    assert_type(ferrorpc.GradientSynchronizer(layers, group).step().grads, Any)
+    assert_type(ferrorpc.GradientSynchronizer({"layers": layers}, group).step().grads, Any)
+    assert_type(ferrorpc.GradientSynchronizer([weights], group).step().grads, list[dict[str, F32]])
     sync = ferrorpc.GradientSynchronizer(weights, group, hook=ferrorpc.hooks.ErrorFeedback(ferrorpc.hooks.Compress("int8")))
     with sync.step(weight=8.0) as step:
         for name, weight in weights.items():
