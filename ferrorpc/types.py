@@ -173,7 +173,7 @@ def refusal(op: ReduceOp, dtype: DType) -> Refusal | None:
 
 
 class TensorSpec(NamedTuple):
-    """Dtype and shape of an array."""
+    """Dtype, which is a `DType`, and shape of an array."""
 
     dtype: DType
     shape: tuple[int, ...]

@@ -51,8 +51,8 @@ class GradientSynchronizer(Generic[Tree]):
 
     Args:
         like: a tree (dicts, lists, tuples, named tuples) of arrays or `TensorSpec`s, like the gradients; the weights
-            themselves will do. A spec's dtype may be a name. Leaves are named by their paths: "layer3/weight". If all are on
-            one GPU (CuPy or torch arrays) the buckets are there too, else on the host.
+            themselves will do. Leaves are named by their paths: "layer3/weight". If all are on one GPU (CuPy or torch arrays)
+            the buckets are there too, else on the host.
         group: every rank constructs its synchroniser at the same point of its program, with the same tree.
         bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
         order: paths in the order in which gradients become ready; None for the reverse of the tree's.
