@@ -6,13 +6,15 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeVar, overload
 
 from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.testing.faults import RankKilled
 from ferrorpc.testing.virtual_clock import VirtualClock, is_set_within, position
+
+Returned = TypeVar("Returned")
 
 WALL_SECONDS: Final = 100.0
 """Ranks that have not ended after so many real seconds are a failure, unless one is in Python's debugger."""
@@ -121,6 +123,14 @@ class RankThreads:
         return error
 
 
+@overload
+def run_groups(
+    groups: Sequence[ProcessGroup], fn: Callable[[ProcessGroup], Returned], *, return_exceptions: Literal[False] = ...
+) -> list[Returned]: ...
+@overload
+def run_groups(
+    groups: Sequence[ProcessGroup], fn: Callable[[ProcessGroup], Returned], *, return_exceptions: bool
+) -> list[Returned | BaseException]: ...
 def run_groups(
     groups: Sequence[ProcessGroup], fn: Callable[[ProcessGroup], Any], *, return_exceptions: bool = False
 ) -> list[Any]:

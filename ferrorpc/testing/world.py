@@ -56,6 +56,12 @@ class World:
         self._ranks = RankThreads([self._group(self.job.session(rank)) for rank in range(size)], self.clock)
         self._arm_faults()
 
+    @overload
+    def run(
+        self, fn: Callable[[ProcessGroup], Returned], *, return_exceptions: Literal[False] = ...
+    ) -> list[Returned | RankKilled]: ...
+    @overload
+    def run(self, fn: Callable[[ProcessGroup], Returned], *, return_exceptions: bool) -> list[Returned | BaseException]: ...
     def run(self, fn: Callable[[ProcessGroup], Any], *, return_exceptions: bool = False) -> list[Any]:
         """Runs `fn(group)` on every rank; returns the results in rank order. Only once per world. Raises as `run_world`."""
         return self._ranks.run(fn, return_exceptions)

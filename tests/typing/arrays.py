@@ -249,7 +249,12 @@ def world() -> None:
     assert_type(ferrorpc.testing.run_world(4, fn, faults=None, seed=3), list[int])
     assert_type(ferrorpc.testing.run_world(4, fn, plan, 3), list[int | ferrorpc.testing.RankKilled])
     assert_type(ferrorpc.testing.run_world(4, fn, faults=plan, return_exceptions=True), list[int | BaseException])
+    assert_type(ferrorpc.testing.World(4, faults=plan).run(fn), list[int | ferrorpc.testing.RankKilled])
+    assert_type(ferrorpc.testing.World(4).run(fn, return_exceptions=True), list[int | BaseException])
     backends = ferrorpc.SimulatedBackend.create_group(2)
+    groups = [ferrorpc.ProcessGroup(backend) for backend in backends]
+    assert_type(ferrorpc.testing.run_groups(groups, fn), list[int])
+    assert_type(ferrorpc.testing.run_groups(groups, fn, return_exceptions=True), list[int | BaseException])
     assert_type(ferrorpc.ProcessGroup(backends[0]).rank, int)
 
 
