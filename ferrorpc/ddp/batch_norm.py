@@ -14,15 +14,26 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import NUMPY, view
 from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
+from ferrorpc.operations.type_hints import A, ReadThroughDLPack
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
+
+    Y = TypeVar("Y", default=Any)
+else:
+    from typing import TypeVar
+
+    Y = TypeVar("Y")
 
 
 class Moments(NamedTuple):
@@ -39,7 +50,7 @@ class Moments(NamedTuple):
     values: int
 
 
-class Normalised(NamedTuple):
+class Normalised(NamedTuple, Generic[Y]):
     """The result of `batch_norm`, and what its gradient needs.
 
     Attributes:
@@ -47,7 +58,7 @@ class Normalised(NamedTuple):
         moments: for running statistics.
     """
 
-    y: Any
+    y: Y
     moments: Moments
     scaled: Array
     """y in float64, channels first. For the gradient."""
@@ -55,8 +66,14 @@ class Normalised(NamedTuple):
     axis: int
 
 
+@overload
+def batch_norm(x: A, group: ProcessGroup, *, axis: int = ..., epsilon: float = ...) -> Normalised[A]: ...
+@overload
+def batch_norm(
+    x: ReadThroughDLPack, group: ProcessGroup, *, axis: int = ..., epsilon: float = ...
+) -> Normalised[NDArray[Any]]: ...
 @np.errstate(all="ignore")
-def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1e-5) -> Normalised:
+def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1e-5) -> Normalised[Any]:
     """Normalises each channel by its statistics over the batches of all ranks. Collective.
 
     Args:
@@ -81,8 +98,12 @@ def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1
     return Normalised(y, moments, scaled, deviation, axis)
 
 
+@overload
+def batch_norm_gradient(grad_y: A, forward: Normalised[Any], group: ProcessGroup) -> A: ...
+@overload
+def batch_norm_gradient(grad_y: ReadThroughDLPack, forward: Normalised[Any], group: ProcessGroup) -> NDArray[Any]: ...
 @np.errstate(all="ignore")
-def batch_norm_gradient(grad_y: Any, forward: Normalised, group: ProcessGroup) -> Any:
+def batch_norm_gradient(grad_y: Any, forward: Normalised[Any], group: ProcessGroup) -> Any:
     """The gradient of the sum of all ranks' losses with respect to x, from that with respect to `forward.y`. Collective.
 
     Args:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ferrorpc
+from ferrorpc.ddp.batch_norm import Normalised
 
 F32 = NDArray[np.float32]
 
@@ -139,6 +140,16 @@ def streaming(group: ferrorpc.ProcessGroup, weights: dict[str, F32]) -> dict[str
     assert_type(sync(weights), dict[str, F32])
     assert_type(sync.sent_bytes, int)
     return sync(weights, weight=2.0)
+
+
+def normalised(group: ferrorpc.ProcessGroup, x: F32) -> None:
+    """Results are of the batch's type."""
+    forward = ferrorpc.batch_norm(x, group)
+    assert_type(forward.y, F32)
+    assert_type(forward.moments.values, int)
+    assert_type(ferrorpc.batch_norm_gradient(x, forward, group), F32)
+    untold: Normalised = forward
+    assert_type(untold.moments.values, int)
 
 
 class Line:

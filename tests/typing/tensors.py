@@ -25,6 +25,7 @@ def collectives(group: ferrorpc.ProcessGroup, x: torch.Tensor, tokens: torch.Ten
     assert_type(group.scatter([x, x]), torch.Tensor)
     assert_type(group.all_to_all([x, x]), list[torch.Tensor])
     assert_type(group.recv(0, out=x), torch.Tensor)
+    assert_type(ferrorpc.batch_norm(x, group).y, torch.Tensor)
     group.send(x, 0)
     group.all_reduce(x.sum().item())
 
