@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Unpack, overload
+
+from numpy.typing import NDArray
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import kind_of
@@ -14,6 +16,7 @@ from ferrorpc.guard import Clock, Guard, seconds_of
 from ferrorpc.operations.arguments import Arguments
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Result
+from ferrorpc.operations.type_hints import A, Op, Readable, Reducing, Timed
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.work import Work
 
@@ -64,6 +67,12 @@ class Stream:
         specs = (TensorSpec(DType.FLOAT32, (1,)),)
         self._dispatch.prepared(Operation.ALL_REDUCE, specs, ReduceOp.SUM, None, wire, None, unordered=self._unordered)
 
+    @overload
+    def all_reduce(self, x: A, number: int, *, op: Op = ..., out: A | None = ..., **options: Unpack[Reducing]) -> Work[A]: ...
+    @overload
+    def all_reduce(
+        self, x: Readable, number: int, *, op: Op = ..., out: None = ..., **options: Unpack[Reducing]
+    ) -> Work[NDArray[Any]]: ...
     def all_reduce(
         self,
         x: Any,
@@ -80,13 +89,17 @@ class Stream:
         result = self._arguments.one_result(out, source.kind, source.spec, [source])
         return self._start(Operation.ALL_REDUCE, [source], result, number, timeout, op=chosen, wire=wire, algorithm=algorithm)
 
-    def broadcast(self, x: Any, number: int, *, root: int, timeout: float | None = None) -> Work[Any]:
+    def broadcast(self, x: A, number: int, *, root: int, timeout: float | None = None) -> Work[A]:
         """As `ProcessGroup.broadcast(x, out=x, async_op=True)`: x is read on rank `root` and written on the others."""
         root, source = rank_of(root, self._dispatch.backend.size, "root"), self._arguments.view(x)
         sources = [source] if self._dispatch.backend.rank == root else []
         result = self._arguments.one_result(x, kind_of(x), source.spec, sources)
         return self._start(Operation.BROADCAST, sources, result, number, timeout, root=root)
 
+    @overload
+    def all_gather(self, x: A, number: int, **options: Unpack[Timed]) -> Work[list[A]]: ...
+    @overload
+    def all_gather(self, x: Readable, number: int, **options: Unpack[Timed]) -> Work[list[NDArray[Any]]]: ...
     def all_gather(self, x: Any, number: int, *, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.all_gather(async_op=True)`."""
         source = self._arguments.view(x)

@@ -152,6 +152,16 @@ def normalised(group: ferrorpc.ProcessGroup, x: F32) -> None:
     assert_type(untold.moments.values, int)
 
 
+def numbered(group: ferrorpc.ProcessGroup, x: F32) -> None:
+    """Operations of a stream bring what those of the group do."""
+    stream = group.stream()
+    assert_type(stream.all_reduce(x, 0, op="mean", out=x, wire="bf16"), ferrorpc.Work[F32])
+    assert_type(stream.all_reduce(1.0, 1), ferrorpc.Work[NDArray[Any]])
+    assert_type(stream.broadcast(x, 2, root=0), ferrorpc.Work[F32])
+    assert_type(stream.all_gather(x, 3, timeout=1.0), ferrorpc.Work[list[F32]])
+    assert_type(stream.all_gather(1, 4), ferrorpc.Work[list[NDArray[Any]]])
+
+
 class Line:
     """A module of one's own."""
 
