@@ -66,9 +66,10 @@ OPERATORS = ("__call__", "__getitem__")
 INTRODUCTION = """\
 # Reference
 
-Everything that `import ferrorpc` offers, as its docstrings say it (`help(ferrorpc.ProcessGroup)` shows the same). Settings,
-ports, limits and exit codes are in [operations.md](operations.md), commands in `ferrorpc --help`. `ferrorpc.__version__` is the
-version of the installed distribution.
+Everything that `import ferrorpc` offers, as its docstrings say it (`help(ferrorpc.ProcessGroup)` shows the same). Classes that
+are no names of `ferrorpc` itself are shown with their import, for annotations. Settings, ports, limits and exit codes are in
+[operations.md](operations.md), commands in `ferrorpc --help`. `ferrorpc.__version__` is the version of the installed
+distribution.
 
 <!-- Written by `make reference`. -->
 """
@@ -88,13 +89,13 @@ class Page:
         for heading, paths in SECTIONS.items():
             self.lines += ["", f"## {heading}"]
             for path in paths:
-                self._object(path)
+                self._object(path, show_import="." in path and "`" not in heading)
         self.lines += ["", "## Errors", ""]
         self._errors()
         self._object("ErrorCode")
         return "\n".join(self.lines).rstrip() + "\n"
 
-    def _object(self, path: str) -> None:
+    def _object(self, path: str, show_import: bool = False) -> None:
         found = _target(self._package[path])
         if found.name in found.members:  # a function beside the module that bears its name
             found = found.members[found.name]
@@ -105,6 +106,8 @@ class Page:
                     self._object(f"{path}.{name}")
         elif isinstance(found, griffe.Class):
             self.lines += ["", f"### {found.name}"]
+            if show_import:
+                self.lines += ["", f"`from {found.module.path} import {found.name}`"]
             parameters = _parameters(found)
             if parameters:
                 self.lines += ["", f"`{_signature(found.name, parameters)}`"]

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from enum import Enum
+from importlib import import_module
 
 import pytest
 
@@ -14,6 +15,13 @@ from tests.house.tree import ROOT
 
 PAGE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 ROOMS = ("hooks", "rules", "schedules", "testing")
+UNNAMED = {
+    name
+    for section in PAGE.split("\n## ")
+    if "`" not in section.partition("\n")[0]
+    for name in re.findall(r"\n### (\w+)", section)
+} - {*ferrorpc.__all__}
+"""Classes that `ferrorpc` makes without naming them."""
 SUITES = ("BackendContract", "BasicBackendContract")
 """Of the testing kit, which lists them nowhere because they need pytest."""
 
@@ -34,6 +42,13 @@ def test_a_name_of_the_face_is_on_the_page(name: str) -> None:
 @pytest.mark.parametrize("name", [*(name for room in ROOMS for name in getattr(ferrorpc, room).__all__), *SUITES])
 def test_a_name_of_a_room_is_on_the_page(name: str) -> None:
     assert re.search(rf"^### {name}$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", sorted(UNNAMED))
+def test_a_class_without_a_name_of_the_face_is_shown_with_its_import(name: str) -> None:
+    found = re.search(rf"^### {name}\n\n`from ([\w.]+) import {name}`$", PAGE, re.MULTILINE)
+    assert found
+    assert hasattr(import_module(found[1]), name)
 
 
 @pytest.mark.parametrize("members", [ferrorpc.ErrorCode, ferrorpc.DType, ferrorpc.ReduceOp])
