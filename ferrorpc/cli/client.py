@@ -34,7 +34,7 @@ def address_of(given: str | None, config: Config) -> str:
     try:
         return host_port(given)
     except ValueError as error:
-        raise ConfigError(f"--coordinator {given}: {error}", hint="--coordinator 127.0.0.1:29700") from None
+        raise ConfigError(f"coordinator={given!r}: {error}", hint="give one such as 127.0.0.1:29700") from None
 
 
 def token(config: Config) -> str:

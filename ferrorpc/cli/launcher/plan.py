@@ -246,7 +246,7 @@ def _known_address(coordinator: str) -> str | None:
     try:
         address = host_port(coordinator)
     except ValueError as error:
-        raise ConfigError(f"--coordinator {coordinator}: {error}", hint="--coordinator 127.0.0.1:29700") from None
+        raise ConfigError(f"coordinator={coordinator!r}: {error}", hint="give one such as 127.0.0.1:29700") from None
     return None if address.endswith(":0") else address
 
 

@@ -123,7 +123,12 @@ def test_an_unreachable_coordinator_is_75_and_says_where(capfd):
 @pytest.mark.parametrize("address", ["somewhere", "host:99999", ""])
 def test_what_is_no_address_is_64_and_named(arguments, address, capfd):
     assert run([*arguments, address]) == 64
-    assert capfd.readouterr().err.startswith(f"ferrorpc: --coordinator {address}: expected HOST:PORT")
+    assert capfd.readouterr().err.startswith(f"ferrorpc: coordinator={address!r}: expected HOST:PORT")
+
+
+def test_a_launcher_names_what_is_no_address_likewise(capfd):
+    assert run(["run", "--rdzv-endpoint", "somewhere", __file__]) == 64
+    assert capfd.readouterr().err.startswith("ferrorpc: coordinator='somewhere': expected HOST:PORT")
 
 
 def test_a_coordinator_that_nobody_named_is_not_there_says_where_the_address_is_told(capfd, monkeypatch):
