@@ -108,7 +108,7 @@ def init_process_group(
         if meant:
             _log.warning("%s is set, but no setting is called so: %s is", name, meant)
     _check_backend(config)
-    asked = parse_algorithms(config["algorithm"] or ())
+    asked = parse_algorithms(config["algorithm"] or (), config.source("algorithm"))
     launch = detect_launch(os.environ, config)
     _log.info("rank and world taken from %s: %s", launch.source, launch)
     _warn_if_spawned(launch)

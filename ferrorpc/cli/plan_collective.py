@@ -70,8 +70,9 @@ def command_of(operation: Operation) -> click.Command:
         if hosts > ranks:
             raise click.BadParameter(f"{ranks} ranks cannot be spread over {hosts} hosts", param_hint="--hosts")
         layout = tuple(each * hosts // ranks for each in range(ranks))
-        file = Config({"cost_table": cost_table})["cost_table"]
-        tuning = Tuning(None if file is None else read(file), parse_algorithms(Config()["algorithm"] or ()), layout)
+        config = Config({"cost_table": cost_table})
+        file, asked = config["cost_table"], parse_algorithms(config["algorithm"] or (), config.source("algorithm"))
+        tuning = Tuning(None if file is None else read(file), asked, layout)
         planned = _PlannedCall(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, tuning)
         if svg or png or trace:
             timeline = planned.prediction.timeline(planned.title)

@@ -142,7 +142,7 @@ def _why(call: Call, applied: Call) -> str:
     if call.algorithm is not None:
         return " (asked for)"
     if applied.algorithm is not None:
-        return " (asked for by FERRORPC_ALGORITHM)"
+        return " (asked for by the setting algorithm)"
     if call.operation not in _REDUCTIONS and call.operation is not Operation.BROADCAST:
         return " (arrays may differ from rank to rank, so their sizes decide nothing)"
     return ""

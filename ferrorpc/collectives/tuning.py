@@ -79,22 +79,24 @@ def published(text: str) -> CostTable | None:
         raise CodecError(f"the coordinator published a cost table that is none: {error}") from None
 
 
-def parse_algorithms(choices: Sequence[tuple[str, str]]) -> tuple[tuple[Operation, str], ...]:
+def parse_algorithms(choices: Sequence[tuple[str, str]], source: str) -> tuple[tuple[Operation, str], ...]:
     """The setting `algorithm`, as (operation, algorithm) pairs.
+
+    Args:
+        source: where the setting was given, as `Config.source` has it.
 
     Raises:
         ConfigError: an operation or an algorithm that does not exist.
     """
     found = []
     for operation, name in choices:
+        given = f"algorithm={f'{operation}={name}'!r} (from {source})"
         if operation not in {each.value for each in Operation}:
             names = ", ".join(each.value for each in Operation)
-            raise ConfigError(f"FERRORPC_ALGORITHM: there is no operation {operation!r}", hint=f"use one of: {names}")
+            raise ConfigError(f"{given}: there is no operation {operation!r}", hint=f"use one of: {names}")
         known = algorithm_names(Operation(operation))
         if name not in known:
-            raise ConfigError(
-                f"FERRORPC_ALGORITHM: {operation} has no algorithm {name!r}", hint=f"use one of: {', '.join(known)}"
-            )
+            raise ConfigError(f"{given}: {operation} has no algorithm {name!r}", hint=f"use one of: {', '.join(known)}")
         found.append((Operation(operation), name))
     return tuple(found)
 

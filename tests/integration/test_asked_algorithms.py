@@ -40,7 +40,7 @@ def test_barriers_hold_and_sums_are_right_whatever_is_asked_for(tmp_path: Path, 
     assert after == 20, "rank 0 passed a barrier that rank 1 had not entered"
     assert total == 9.0
     if asked:
-        assert "ring, each slice round the ring (asked for by FERRORPC_ALGORITHM)" in explained
+        assert "ring, each slice round the ring (asked for by the setting algorithm)" in explained
     else:
         assert "in shared memory, which all of them have; two_shot, above 128 KiB" in explained
         assert "as messages it would be:" in explained

@@ -52,6 +52,11 @@ def test_a_backend_of_nobodys_is_not_taken_for_one_of_torchs() -> None:
     assert 'pass "grpc"' not in str(raised.value)
 
 
+def test_an_algorithm_of_nobodys_is_refused_by_where_it_was_given() -> None:
+    with pytest.raises(ConfigError, match=r"^algorithm='all_reduce=rign' \(from argument\): all_reduce has no algorithm"):
+        ferrorpc.init_process_group(algorithm="all_reduce=rign")
+
+
 def test_a_world_without_a_coordinator_is_told_who_starts_one() -> None:
     with pytest.raises(ConfigError, match=r"try: .*ferrorpc run -n 2"):
         ferrorpc.init_process_group(world_size=2)

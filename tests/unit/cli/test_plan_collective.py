@@ -94,7 +94,7 @@ def test_a_cost_table_decides(tmp_path, monkeypatch):
 
 def test_the_setting_asks_for_an_algorithm_here_too(monkeypatch):
     monkeypatch.setenv("FERRORPC_ALGORITHM", "all_reduce=ring")
-    told = "on 3 ranks: ring, each slice round the ring (asked for by FERRORPC_ALGORITHM)\n"
+    told = "on 3 ranks: ring, each slice round the ring (asked for by the setting algorithm)\n"
     assert told in run("all_reduce", "--ranks", "3")
 
 

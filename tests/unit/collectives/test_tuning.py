@@ -55,9 +55,8 @@ def test_messages_that_keep_their_sender_busy_count():
 
 
 def test_a_setting_asks_for_calls_that_ask_for_nothing():
-    tuning = Tuning(
-        algorithms=parse_algorithms(Config({}, {"FERRORPC_ALGORITHM": "all_reduce=ring, barrier=dissemination"})["algorithm"])
-    )
+    choices = Config({}, {"FERRORPC_ALGORITHM": "all_reduce=ring, barrier=dissemination"})["algorithm"]
+    tuning = Tuning(algorithms=parse_algorithms(choices, "FERRORPC_ALGORITHM"))
     assert tuning.applied(example("all_reduce", 64, 2)).algorithm == "ring"
     assert tuning.applied(Call(Operation.BARRIER)).signature == "barrier(algorithm=dissemination)"
     assert tuning.applied(example("broadcast", 64, 2)).algorithm is None
@@ -79,7 +78,7 @@ def test_a_setting_asks_for_calls_that_ask_for_nothing():
 )
 def test_a_setting_that_means_nothing_is_refused_by_its_name(text, words):
     with pytest.raises(ConfigError, match=f"FERRORPC_ALGORITHM.*{words}"):
-        parse_algorithms(Config({}, {"FERRORPC_ALGORITHM": text})["algorithm"])
+        parse_algorithms(Config({}, {"FERRORPC_ALGORITHM": text})["algorithm"], "FERRORPC_ALGORITHM")
 
 
 def test_hosts_make_hierarchical_possible_where_there_are_several_with_several_ranks():
@@ -90,7 +89,7 @@ def test_hosts_make_hierarchical_possible_where_there_are_several_with_several_r
         with pytest.raises(UsageError, match="on several hosts"):
             plan_for(asked, 0, 4, Tuning(hosts=hosts))
     assert layout.among([0, 2, 3]).hosts == (0, 1, 1)
-    wanted = Tuning(algorithms=parse_algorithms([("all_reduce", "hierarchical")]), hosts=(0, 0, 1, 1))
+    wanted = Tuning(algorithms=parse_algorithms([("all_reduce", "hierarchical")], "argument"), hosts=(0, 0, 1, 1))
     assert wanted.applied(example("all_reduce", 64, 4)).algorithm == "hierarchical"
     assert wanted.among([0, 1]).applied(example("all_reduce", 64, 2)).algorithm is None
 
@@ -107,7 +106,7 @@ def test_explain_says_by_which_table_and_what_was_asked_for():
     assert "one_shot, in rank order" in text
     assert "by the cost table 'slow starts': 1e+06 us a round" in text
     tuning = Tuning(algorithms=((Operation.ALL_REDUCE, "ring"),))
-    assert "(asked for by FERRORPC_ALGORITHM)" in explain(example("all_reduce", 64, 2), 2, tuning)
+    assert "(asked for by the setting algorithm)" in explain(example("all_reduce", 64, 2), 2, tuning)
     assert "(asked for)" not in explain(example("all_gather", 64, 2), 2)
 
 
