@@ -39,6 +39,8 @@ TEST_PIECES = 64
 class CharacterModel(nn.Module):
     """A transformer that predicts each next character of a text from those before it."""
 
+    mask: torch.Tensor
+
     def __init__(self, width: int = 96, layers: int = 3, heads: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CHARACTERS, width)

@@ -44,14 +44,16 @@ class Linear:
     def forward(self, x: Array) -> Array:
         """(batch, inputs) -> (batch, outputs). Keeps x for `backward`."""
         self._x = x
-        return x @ self.weight.data + self.bias.data
+        y: Array = x @ self.weight.data + self.bias.data
+        return y
 
     def backward(self, grad_y: Array) -> Array:
         """Adds to the gradients of weight and bias. Returns the gradient of x, (batch, inputs)."""
         assert self._x is not None, "backward follows forward"
         accumulate(self.weight, self._x.T @ grad_y)
         accumulate(self.bias, grad_y.sum(axis=0))
-        return grad_y @ self.weight.data.T
+        grad_x: Array = grad_y @ self.weight.data.T
+        return grad_x
 
 
 class DigitsNet:

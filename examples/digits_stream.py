@@ -10,6 +10,7 @@ and they are averaged while it computes those of the layer before. So communicat
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 import ferrorpc
 
-HOOKS: Final = {
+HOOKS: Final[dict[str, Callable[[], ferrorpc.hooks.Hook | None]]] = {
     "none": lambda: None,
     "int8": lambda: ferrorpc.hooks.ErrorFeedback(ferrorpc.hooks.Compress("int8")),
     "powersgd": lambda: ferrorpc.hooks.ErrorFeedback(ferrorpc.hooks.PowerSGD(2)),

@@ -49,6 +49,8 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """One layer of the model, with its mask."""
 
+    mask: torch.Tensor
+
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer

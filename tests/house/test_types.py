@@ -1,4 +1,4 @@
-"""What the types of the face promise to users: their programs in tests/typing, checked as theirs would be."""
+"""What the types of the face promise to users: their programs in tests/typing, and the examples, checked as theirs would be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 from tests.house.tree import ROOT
 
-PROGRAMS = sorted((ROOT / "tests" / "typing").glob("*.py"))
+EXAMPLES = ("digits_ddp", "digits_elastic", "digits_model", "digits_stream", "hello", "pipeline_digits")
+"""Without those with torch and JAX, whose own functions are not all typed."""
+PROGRAMS = [*sorted((ROOT / "tests" / "typing").glob("*.py")), *(ROOT / "examples" / f"{name}.py" for name in EXAMPLES)]
 NEEDED = {"tensors": "torch"}
 CONFIGURATION = """\
 [mypy]
@@ -20,6 +22,8 @@ strict = True
 follow_imports = silent
 [mypy-torch.*,matplotlib.*,PIL.*,_pytest.*,pytest.*]
 follow_imports = skip
+[mypy-matplotlib.*,sklearn.*,cupy.*,tqdm.*]
+ignore_missing_imports = True
 [mypy-torch,torch._C,torch._tensor,torch.nn,torch.nn.modules.*,torch.nn.parameter,torch.optim,torch.optim.optimizer,torch.types]
 follow_imports = silent
 """
