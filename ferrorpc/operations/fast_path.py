@@ -69,7 +69,7 @@ class FastPath:
         """A barrier. Returns False if it must take the general path."""
         if self._barrier is None:
             return False
-        self._run(self._barrier, (), None, timeout)
+        self._run(self._barrier, (), None, timeout, [])
         return True
 
     def all_reduce(self, x: Any, op: Any, out: Any, timeout: Any) -> Any:
@@ -95,7 +95,7 @@ class FastPath:
             out = np.empty(x.shape, x.dtype)
         elif not _takes(out, x, x):
             return GENERAL_PATH
-        self._run(prepared, (x,), (out,), timeout)
+        self._run(prepared, (x,), (out,), timeout, [])
         return out
 
     def _all_reduce_shared(self, x: Any, op: Any, out: Any, timeout: Any) -> Any:
@@ -161,8 +161,9 @@ class FastPath:
         inputs = [source.data for source in sources]
         if self._observed or result.on_device or not isinstance(prepared, ArenaPrepared) or not all(map(is_host, inputs)):
             return GENERAL_PATH
-        results, specs = self._run(prepared, inputs, result.targets, seconds)[0]
-        return result.give(results, specs, prepared.signature)
+        found: list[Outcome] = []
+        number = self._run(prepared, inputs, result.targets, seconds, found)
+        return result.give(*found[0], f"{prepared.signature} #{number}")
 
     # By what is given: an array, or one part for each rank.
 
@@ -207,19 +208,21 @@ class FastPath:
         prepared = self._of(NOTHING_GIVEN, name, root, None)
         if prepared is None or not (out is None or _takes(out, NOTHING_GIVEN, None)):
             return GENERAL_PATH
-        (result,), (spec,) = self._run(prepared, (), None if out is None else (out,), timeout)[0]
+        found: list[Outcome] = []
+        number = self._run(prepared, (), None if out is None else (out,), timeout, found)
+        (result,), (spec,) = found[0]
         if out is None:
             return to_kind(NUMPY, result, spec)
         if result is out and spec.dtype is NATIVE[out.dtype]:
             return out
-        return Into(out, None).give([result], [spec], prepared.signature)
+        return Into(out, None).give([result], [spec], f"{prepared.signature} #{number}")
 
     # By result.
 
     def _none(self, prepared: ArenaPrepared, x: Array, out: Any, timeout: Any) -> Any:
         if out is not None and not (type(out) is np.ndarray and out.dtype in NATIVE):
             return GENERAL_PATH
-        self._run(prepared, (x,), None, timeout)
+        self._run(prepared, (x,), None, timeout, [])
         return None
 
     def _one(self, prepared: ArenaPrepared, inputs: Sequence[Array], given: Any, like: Array, out: Any, timeout: Any) -> Any:
@@ -228,28 +231,36 @@ class FastPath:
             out = np.empty(like.shape, like.dtype)
         elif not _takes(out, given, like):
             return GENERAL_PATH
-        self._run(prepared, inputs, (out,), timeout)
+        self._run(prepared, inputs, (out,), timeout, [])
         return out
 
     def _all(self, prepared: ArenaPrepared, inputs: Sequence[Array], given: Any, out: Any, timeout: Any) -> Any:
         """A result from every rank, or GENERAL_PATH."""
+        found: list[Outcome] = []
         if out is None:
-            return self._run(prepared, inputs, None, timeout)[0][0]
+            self._run(prepared, inputs, None, timeout, found)
+            return found[0][0]
         if not _takes(out, given, None) or not out.ndim:
             return GENERAL_PATH
         targets = split(out, self._size)
-        results, specs = self._run(prepared, inputs, targets, timeout)[0]
-        return out if results is targets else IntoWhole(out, self._size).give(results, specs, prepared.signature)
+        number = self._run(prepared, inputs, targets, timeout, found)
+        if found[0][0] is targets:
+            return out
+        return IntoWhole(out, self._size).give(*found[0], f"{prepared.signature} #{number}")
 
     def _run(
-        self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None, timeout: Any
-    ) -> list[Outcome]:
-        """Runs a call. Returns its results and their specs."""
+        self,
+        prepared: ArenaPrepared,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array] | None,
+        timeout: Any,
+        found: list[Outcome],
+    ) -> int:
+        """Runs a call. Returns its number; `found` gets its results and their specs."""
         dispatch = self._dispatch
         if dispatch.refuses or self._latch.cause is not None:
             dispatch.check_open()
         seconds = dispatch.timeout if timeout is None else seconds_of(timeout, dispatch.timeout)
-        found: list[Outcome] = []
         try:
             number = dispatch.next_number()
             if self._activity is not None:
@@ -258,14 +269,14 @@ class FastPath:
             steps = prepared.steps(channel, before, base, inputs, outputs, found)
             try:
                 if self._spin(steps):
-                    return found
+                    return number
             except BaseException as error:  # noqa: BLE001  the general path reports it and raises the first cause
                 execution = self._execution(prepared, number, channel, steps, found, seconds)
                 execution.begin_failed(error)
             else:
                 execution = self._execution(prepared, number, channel, steps, found, seconds)
             dispatch.run(execution)
-            return found
+            return number
         except KeyboardInterrupt:
             dispatch.interrupted(prepared.signature)
             raise

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError
+from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, TensorMismatchError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.operations.fast_path import GENERAL_PATH, FastPath
 from ferrorpc.testing import run_groups
@@ -168,7 +168,7 @@ def outcome(case: Case, group: ProcessGroup, options: dict[str, Any]) -> Any:
     try:
         result = case(group, options)
     except FerroError as error:
-        return type(error), re.sub(r" #\d+", "", str(error))
+        return type(error), re.sub(r" #\d+", " #N", str(error))
     owned = [each.flags.owndata for each in (result if isinstance(result, list) else [result]) if isinstance(each, np.ndarray)]
     return told(result), owned
 
@@ -193,6 +193,18 @@ def check_against_the_general_path(world: list[ProcessGroup], case: Case) -> Non
             assert outcome(case, group, {"timeout": timeout}) == general
 
     run_groups(world, both)
+
+
+def test_an_error_of_out_names_the_operation_with_its_number(world: list[ProcessGroup]) -> None:
+    def body(group: ProcessGroup) -> None:
+        group.barrier()
+        for number, out in ((2, np.zeros(5 * group.size)), (3, [np.zeros(5) for _ in range(group.size)])):
+            with pytest.raises(
+                TensorMismatchError, match=rf"^all_gather\(float32\) #{number} gave float32\[5\], but out is float64\[5\]"
+            ):
+                group.all_gather(line(group), out=out)
+
+    run_groups(world, body)
 
 
 def test_the_short_way_is_taken(world: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
