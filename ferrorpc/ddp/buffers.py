@@ -24,7 +24,8 @@ def named_buffers(module: Any) -> dict[str, Any]:
 
 
 class Buffers:
-    """Exchanges a module's buffers once a step, while gradients are reduced.
+    """Exchanges a module's buffers at the end of each step, as the last gradients are reduced: backward passes may change them,
+    such as where a checkpoint repeats a forward pass. Rank 0's that all ranks take are never written there.
 
     Args:
         mode: "broadcast": all ranks take rank 0's. "mean": floating-point buffers become the mean over ranks, others rank 0's.
@@ -42,30 +43,34 @@ class Buffers:
         self._module = module
         self.mode = mode
         self._packer = Packer({} if mode == "local" else named_buffers(module), "buffer", group)
-        self._buckets = self._packer.layout.buckets
+        self._buckets = self._packer.layout.buckets if group.size > 1 else ()
+        """Those that are exchanged."""
+        self._is_root = group.rank == 0
         require_same(group, "buffers", f"mode {mode}\n{self._packer.layout.text}")
         self._stream = group.stream()
         self._exchanges = 0
         self._in_flight: list[tuple[Bucket, Any, Work[Any]]] = []
 
-    def pack(self) -> list[Any]:
-        """Copies of the buffers, for `begin`.
+    def check(self) -> None:
+        """Raises TensorMismatchError if the dtype or shape of a buffer has changed since the module was wrapped."""
+        if self._packer.layout.buckets:
+            self._packer.check(named_buffers(self._module))
 
-        Raises:
-            TensorMismatchError: the dtype or shape of one has changed since the module was wrapped. Nothing was sent.
-        """
-        found = named_buffers(self._module) if self._buckets else {}
-        return [self._packer.packed(bucket, found) for bucket in self._buckets]
+    def begin(self) -> None:
+        """Starts the exchange. Raises as `check`; nothing was sent then."""
+        if self._buckets:
+            found = named_buffers(self._module)
+            packed = [self._packer.packed(bucket, found) for bucket in self._buckets]
+            pairs = zip(self._buckets, packed, strict=True)
+            self._in_flight = [(bucket, each, self._start(bucket, each)) for bucket, each in pairs]
+            self._exchanges += 1
 
-    def begin(self, packed: list[Any]) -> None:
-        """Starts the exchange of the packed copies. The buffers may change until `finish` writes them."""
-        pairs = zip(self._buckets, packed, strict=True)
-        self._in_flight = [(bucket, each, self._start(bucket, each)) for bucket, each in pairs]
-        self._exchanges += 1
+    def _has_mean(self, bucket: Bucket) -> bool:
+        return self.mode == "mean" and refusal(ReduceOp.MEAN, bucket.dtype) is None
 
     def _start(self, bucket: Bucket, packed: Any) -> Work[Any]:
         number = self._exchanges * len(self._buckets) + bucket.index
-        if self.mode == "mean" and refusal(ReduceOp.MEAN, bucket.dtype) is None:
+        if self._has_mean(bucket):
             typed = self._packer.typed(bucket, packed)
             return self._stream.all_reduce(typed, number, op=ReduceOp.MEAN, out=typed)
         return self._stream.broadcast(packed, number, root=0)
@@ -79,5 +84,6 @@ class Buffers:
         found = named_buffers(self._module) if self._in_flight else {}
         for bucket, packed, work in self._in_flight:
             work.wait(host=True)
-            self._packer.unpack(bucket, packed, found)
+            if not self._is_root or self._has_mean(bucket):
+                self._packer.unpack(bucket, packed, found)
         self._in_flight = []

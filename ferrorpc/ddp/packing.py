@@ -14,7 +14,7 @@ import numpy as np
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
 from ferrorpc.consistency import require_same
-from ferrorpc.ddp.bucket import Bucket, lay_out
+from ferrorpc.ddp.bucket import Bucket, Slot, lay_out
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, current_device, gpus_of
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.types import TensorSpec
@@ -72,13 +72,23 @@ class Packer:
             for slot in bucket.slots:
                 with ErrorPrefix(f"{self._what} {slot.name!r}"):
                     got = view(arrays.get(slot.name), on_device=self._kind is not None)
-                if got.spec != slot.spec:
-                    raise TensorMismatchError(
-                        f"{self._what} {slot.name!r} is {got.spec}, but was {slot.spec} when it was wrapped",
-                        hint='wrap the module again, or leave each rank its own buffers: buffers="local"',
-                    )
+                self._check(slot, got.spec)
                 found[slot.start : slot.stop] = got.data.reshape(-1)
         return found
+
+    def check(self, arrays: Mapping[str, Any]) -> None:
+        """Raises as `packed` would for these arrays."""
+        for slot in (slot for bucket in self.layout.buckets for slot in bucket.slots):
+            with ErrorPrefix(f"{self._what} {slot.name!r}"):
+                spec = spec_of(arrays.get(slot.name))
+            self._check(slot, spec)
+
+    def _check(self, slot: Slot, spec: TensorSpec) -> None:
+        if spec != slot.spec:
+            raise TensorMismatchError(
+                f"{self._what} {slot.name!r} is {spec}, but was {slot.spec} when it was wrapped",
+                hint='wrap the module again, or leave each rank its own buffers: buffers="local"',
+            )
 
     def typed(self, bucket: Bucket, packed: Any) -> Any:
         """The same memory in the users' dtype."""

@@ -175,15 +175,14 @@ class Replica:
         Raises:
             UsageError: a graph is being captured from the current stream of a GPU that has parameters or buffers. Nothing was
                 sent.
-            TensorMismatchError: as `Buffers.pack` and `gradient`. Nothing was sent.
+            TensorMismatchError: as `Buffers.check` and `gradient`. Nothing was sent.
         """
         check_not_captured(self._gpus)
         self._take_out_gradients()
-        buffers = None if self._is_uneven else self._buffers.pack()
+        if not self._is_uneven:
+            self._buffers.check()
         reduction = self.reducer.begin(weight)
         self.steps_begun += 1
-        if buffers is not None:
-            self._buffers.begin(buffers)
         return reduction
 
     def _take_out_gradients(self) -> None:
@@ -235,6 +234,8 @@ class Replica:
                 earlier step, counts in the mean if another rank has used it.
         """
         with abort_on_failure(reduction, self.group):
+            if not self._is_uneven:
+                self._buffers.begin()
             saved = {} if reduction.is_complete else self._contribute_others(reduction, used)
             try:
                 reduction.finish()

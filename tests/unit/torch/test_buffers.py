@@ -1,0 +1,73 @@
+"""Buffers that a backward pass changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from ferrorpc.testing import run_world
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from ferrorpc.torch import DistributedDataParallel  # noqa: E402
+
+
+class Observed(nn.Module):
+    """Notes the largest gradient of its output in a buffer, as quantisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_full_backward_hook(self.note)
+
+    def note(self, module, grad_input, grad_output) -> None:
+        self.largest.copy_(torch.maximum(self.largest, grad_output[0].abs().max()))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("mode", ["broadcast", "mean", "local"])
+def test_what_a_backward_pass_writes_to_a_buffer_is_exchanged_with_it(mode, size):
+    def body(group):
+        module = Observed()
+        ddp = DistributedDataParallel(module, group, buffers=mode)
+        found = []
+        for step in range(1, 3):
+            (ddp(torch.ones(1, 2, requires_grad=True)) * step * (1 + group.rank)).sum().backward()
+            found.append(module.largest.item())
+        return found
+
+    expected = {"broadcast": [[1, 2]] * 2, "mean": [[1.5, 3]] * 2, "local": [[1, 2], [2, 4]]}[mode]
+    assert run_world(size, body) == (expected if size == 2 else [[1, 2]])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_batch_norm_within_a_checkpoint_has_the_statistics_of_the_bare_module(use_reentrant):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return checkpoint(self.norm, self.layer(x), use_reentrant=use_reentrant)
+
+    torch.manual_seed(0)
+    module = Net()
+
+    def body(group):
+        mine, bare = copy.deepcopy(module), copy.deepcopy(module)
+        ddp = DistributedDataParallel(mine, group)
+        for step in range(2):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            ddp(x).square().sum().backward()
+            bare(x).square().sum().backward()
+        return all(torch.equal(mine.get_buffer(name), each) for name, each in bare.named_buffers())
+
+    assert run_world(2, body) == [True] * 2
