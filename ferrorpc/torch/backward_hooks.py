@@ -2,7 +2,8 @@
 
 A post-accumulate hook on every parameter reports that its gradient is complete. A callback that autograd runs at the end of a
 backward pass waits for the reduction. A reduction begins with the pass in which an output of `forward` gets its gradient, if
-that pass accumulates into `.grad`; `torch.autograd.grad` does not, and is not synchronised. Nested passes (re-entrant
+that pass accumulates into the parameters' `.grad`; one that only asks for the gradient of the input, or `torch.autograd.grad`,
+does not, and is not synchronised. Nested passes (re-entrant
 checkpoints run one for each segment) may accumulate a parameter's gradient in several parts, so these gradients are reduced
 only at the end of the outer pass. The first step reduces everything at its end, and learns which they are.
 """
@@ -146,9 +147,13 @@ class BackwardHooks:
             UsageError: the previous backward pass began and did not end. The generation ends too, because other ranks wait.
         """
         self._check_unfinished()
+        parameters = self._replica.parameters.values()
+        if not any(each.requires_grad for each in parameters):  # frozen for now: this is no step
+            return
+        own = set(map(id, parameters))
         for output in _tensors(outputs):
             if output.grad_fn is not None:
-                output.register_hook(partial(self._output_gradient, _nearest_leaf(output.grad_fn)))
+                output.register_hook(partial(self._output_gradient, _nearest_leaf(output.grad_fn, own)))
 
     def _check_unfinished(self) -> None:
         """Raises as `watch`."""
@@ -167,7 +172,7 @@ class BackwardHooks:
         """Called when an output gets its gradient.
 
         Args:
-            leaf: one of the output's graph, or None.
+            leaf: of the output's graph, as `_nearest_leaf` finds it.
         """
         if self._replica.syncs:
             self._check_unfinished()
@@ -291,17 +296,20 @@ def _tensors(outputs: Any, around: tuple[Any, ...] = ()) -> Iterator[torch.Tenso
             yield from _tensors([getattr(each, field.name, None) for field in fields(each)], (*around, each))
 
 
-def _nearest_leaf(node: Any) -> Any:
-    """The nearest leaf that a node of the graph leads to; None if it leads to none."""
-    waiting, seen = deque([node]), {node}
+def _nearest_leaf(node: Any, own: Collection[int]) -> Any:
+    """The nearest of the parameters with these ids to which a node of the graph leads. If it leads to none, as where a re-entrant
+    checkpoint hides them or this rank uses none, the nearest leaf; None if there is no leaf either."""
+    waiting, seen, other = deque([node]), {node}, None
     while waiting:
         node = waiting.popleft()
         if isinstance(node, torch._C._functions.AccumulateGrad):
-            return node
+            if id(node.variable) in own:
+                return node
+            other = node if other is None else other
         fresh = [after for after, _ in node.next_functions if after is not None and after not in seen]
         waiting.extend(fresh)
         seen.update(fresh)
-    return None
+    return other
 
 
 def _is_added_to(leaf: Any) -> bool:
