@@ -147,7 +147,7 @@ class BackwardHooks:
             UsageError: the previous backward pass began and did not end. The generation ends too, because other ranks wait.
         """
         self._check_unfinished()
-        parameters = self._replica.parameters.values()
+        parameters: Collection[Any] = self._replica.parameters.values()
         if not any(each.requires_grad for each in parameters):  # frozen for now: this is no step
             return
         own = set(map(id, parameters))
@@ -196,21 +196,22 @@ class BackwardHooks:
         torch.autograd.Variable._execution_engine.queue_callback(finish)
         return self._reduction
 
-    def _accumulated(self, view: _BucketView, parameter: torch.Tensor) -> None:
-        """Called when a parameter's gradient was added to its `.grad`."""
+    def _accumulated(self, view: _BucketView, _: Any) -> None:
+        """Called when a parameter's gradient was added to its `.grad`. What torch passes may be what another hook has returned,
+        which it refuses afterwards."""
         self._used.add(view.name)
         if not self._replica.syncs:
             return
         reduction = self._begin() if self._reduction is None else self._reduction
         try:
-            self._put(reduction, view, parameter)
+            self._put(reduction, view, self._replica.parameters[view.name])
         except BaseException as error:
             reduction.abandon()
             self._reduction = None
             tell_others(self._replica.group, error)
             raise
 
-    def _put(self, reduction: Reduction, view: _BucketView, parameter: torch.Tensor) -> None:
+    def _put(self, reduction: Reduction, view: _BucketView, parameter: Any) -> None:
         name, is_nested = view.name, _current_task() != self._graph_task
         if is_nested:
             self._check_unfinished()
@@ -297,8 +298,8 @@ def _tensors(outputs: Any, around: tuple[Any, ...] = ()) -> Iterator[torch.Tenso
 
 
 def _nearest_leaf(node: Any, own: Collection[int]) -> Any:
-    """The nearest of the parameters with these ids to which a node of the graph leads. If it leads to none, as where a re-entrant
-    checkpoint hides them or this rank uses none, the nearest leaf; None if there is no leaf either."""
+    """The nearest of the parameters with these ids to which a node of the graph leads. If it leads to none, because a
+    re-entrant checkpoint hides them or this rank uses none: the nearest leaf, or None."""
     waiting, seen, other = deque([node]), {node}, None
     while waiting:
         node = waiting.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,8 +56,8 @@ class ArenaPrepared(Prepared):
         arena = self.arena
         return {rank: self.runs * self.taken(peer) for peer, rank in enumerate(arena.ranks) if peer != arena.rank}
 
-    def __del__(self) -> None:
-        if self.runs:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.runs and not is_finalizing():  # then modules may be gone, and nobody asks any more
             self.arena.control.calls.forget(self)
 
     @abstractmethod

@@ -113,3 +113,16 @@ def test_an_error_of_the_group_comes_again_in_later_steps() -> None:
                 ddp(batch(0)).sum().backward()
 
     run_world(1, body)
+
+
+def test_a_hook_that_returns_something_is_told_so_by_torch() -> None:
+    def body(group):
+        module = network()
+        ddp = DistributedDataParallel(module, group)
+        module[0].bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(3))
+        loss = ddp(batch(group.rank)).square().sum()
+        with pytest.raises(RuntimeError, match="hooks should return None"):
+            loss.backward()
+        return True
+
+    assert run_world(1, body) == [True]

@@ -1,4 +1,4 @@
-"""Backward passes for the gradient of the input alone, such as of adversarial examples: no steps, and any rank may make them."""
+"""Backward passes for the input's gradient alone, such as of adversarial examples: no steps, and any rank may make them."""
 
 from __future__ import annotations
 
