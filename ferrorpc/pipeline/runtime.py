@@ -135,7 +135,8 @@ class Pipeline:
             reduction: whether loss_fn takes the "mean" or the "sum" over its microbatch. The gradients are those of the same
                 reduction over the whole batch.
             weight: for means over something other than rows: weight(target) is what a microbatch counts, such as its tokens.
-                One that counts 0 has no loss and no backward; if all do, the loss is 0.0 and no gradient changes.
+                One that counts 0 has no loss and no backward; if all do, the loss is 0.0 and no gradient changes. There can be
+                none where stages average in each backward, as a wrapped module does over several replicas.
             on_gradients: called on this thread with the number of each piece of this rank as soon as its gradients are those of
                 the whole batch. Other ranks often still compute then, so it is the moment to send gradients to replicas.
             timeout: seconds to wait for any one message; None for the group's.
@@ -145,7 +146,7 @@ class Pipeline:
 
         Raises:
             UsageError: the batch does not fit the schedule, or on_gradients needs a tie of a weight that two stages share;
-                nothing was sent.
+                nothing was sent. Or a microbatch counts 0 for a stage that averages; that ends the generation.
             CollectiveTimeoutError: a message did not come in time.
             FerroError: the generation was ended, by this cause. An exception of a stage, of loss_fn or of on_gradients ends it,
                 too, and is raised here as it is.

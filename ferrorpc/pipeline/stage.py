@@ -27,7 +27,7 @@ class Stage(Protocol):
     `parameters()` or `named_parameters()`, as modules have them, tell the kind of arrays that the stage computes with, and
     allow weights to be tied to another stage's. An attribute `like` that is an array tells the kind, too. An attribute
     `needs_grad_x` is set by the pipeline before each call: False if the gradient of x is not needed, because x comes from the
-    batch.
+    batch. An attribute `averages` is true if each backward averages gradients over replicas: then none may be left out.
     """
 
     def forward(self, x: Any) -> tuple[Any, Any]:
@@ -146,7 +146,19 @@ class Piece:
             del self._weights_due[microbatch]
 
     def leave_out(self, microbatch: int) -> None:
-        """Frees the context, instead of a backward or of its first part."""
+        """Frees the context, instead of a backward or of its first part.
+
+        Raises:
+            UsageError: each backward averages gradients over replicas. They pair these by their count, so all later ones would
+                be means of different microbatches.
+        """
+        if getattr(self._stage, "averages", False):
+            raise UsageError(
+                f"microbatch {microbatch} has weight 0, but each backward of stage {self.number} averages over replicas, "
+                "which may not leave out the same ones",
+                hint="average once a step instead: leave the module unwrapped, and call step() with on_gradients= and a "
+                "GradientSynchronizer",
+            )
         del self._contexts[microbatch]
         self._shapes.pop(microbatch, None)
 

@@ -237,6 +237,12 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         yield from self.module.named_buffers(*args, **kwargs)
 
 
+def averages(module: torch.nn.Module) -> bool:
+    """Whether a backward pass of this module, as things stand, averages gradients over several ranks."""
+    replicas = [part._replica for part in module.modules() if isinstance(part, DistributedDataParallel)]
+    return any(replica.syncs and replica.group.size > 1 for replica in replicas)
+
+
 def _check_batch_norm(module: torch.nn.Module, size: int) -> None:
     """Refuses torch's SyncBatchNorm unless torch.distributed is initialised: without it, it silently is a plain BatchNorm."""
     if size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):

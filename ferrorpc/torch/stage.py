@@ -15,7 +15,7 @@ from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.batch import tuple_like
 from ferrorpc.pipeline.stage import takes
 from ferrorpc.torch.arguments import checked_module
-from ferrorpc.torch.data_parallel import DistributedDataParallel
+from ferrorpc.torch.data_parallel import DistributedDataParallel, averages
 from ferrorpc.torch.split_backward import SplitBackward, hooks_registered
 
 
@@ -89,6 +89,11 @@ class Stage:
         """A tensor of the kind and device that x must have."""
         own = next(chain(self.module.parameters(), self.module.buffers()), None)
         return torch.empty(0) if own is None else own.data  # a lazy one has no detach()
+
+    @property
+    def averages(self) -> bool:
+        """Whether each backward pass averages gradients over replicas, as that of a wrapped module does."""
+        return averages(self.module)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The module's."""
