@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from ferrorpc.arrays.base import Kind
-from ferrorpc.arrays.kinds import kind_of, spec_of, view, view_out
-from ferrorpc.errors import UsageError
+from ferrorpc.arrays.kinds import copy_into, copy_of, kind_of, spec_of, to_kind, view, view_out
+from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import others_told
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.stage import Piece
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
 
 _ONE_TIE: Final = "put all copies of a weight into one tie"
+
+
+class _Before(NamedTuple):
+    """A gradient of earlier steps."""
+
+    array: Any
+    """What a copy had as its gradient; its stage may keep this array, and add to it."""
+    value: Any
+    """A copy of what was in it."""
 
 
 class TiedWeight:
@@ -50,7 +59,7 @@ class TiedWeight:
         self._targets = list({placement[piece]: piece for piece in reversed(self._remote)}.values())
         """The first holder on each other rank: a rank receives once, for all of its copies."""
         self._backwards_left = len(self.own)
-        self._grads_before: dict[int, Any] = {}
+        self._grads_before: dict[int, _Before | None] = {}
         self._is_replaced = False
         """Whether a copy on this rank is another object than in the step before: all copies are compared then."""
 
@@ -101,11 +110,16 @@ class TiedWeight:
         return [self._transfer(piece, min(self.own)) for piece in self._remote] if self.own else []
 
     def begin_step(self) -> None:
-        """Sets gradients of earlier steps aside. All copies have the same ones, so they must not be summed again."""
+        """Sets gradients of earlier steps aside: all copies have the same ones, so they must not be summed again. Zeros take
+        the place of one that is there, because stages add to it."""
         self._backwards_left = len(self.own)
-        self._grads_before = {piece: parameter.grad for piece, parameter in self.own.items()}
-        for parameter in self.own.values():
-            parameter.grad = None
+        self._grads_before = {
+            piece: None if parameter.grad is None else _Before(parameter.grad, _copied(parameter.grad))
+            for piece, parameter in self.own.items()
+        }
+        for piece, before in self._grads_before.items():
+            if before is not None:
+                self.own[piece].grad = _written(before.array, _zeros_like(before.value))
 
     def piece_completed(self, piece: int, exchange: Exchange) -> None:
         """A piece of this rank has done its last backward. If it is the last one here with a copy, their gradients are sent."""
@@ -141,8 +155,14 @@ class TiedWeight:
         for piece in self._holders:
             if parts[piece] is not None:
                 total = parts[piece] if total is None else total + parts[piece]
-        for piece, parameter in self.own.items():
-            parameter.grad = _accumulated(self._grads_before[piece], total)
+        sums = {piece: _sum(before, total) for piece, before in self._grads_before.items()}
+        for piece, before in self._grads_before.items():
+            parameter = self.own[piece]
+            if before is not None and parameter.grad is before.array:
+                parameter.grad = _written(before.array, sums[piece])
+            else:
+                _put_back(before)
+                parameter.grad = sums[piece]
 
     def end_step(self) -> None:
         """Forgets the gradients of earlier steps, which are in the sums now."""
@@ -151,8 +171,8 @@ class TiedWeight:
 
     def undo_step(self) -> None:
         """Puts the gradients of earlier steps back, if they are still set aside."""
-        for piece, grad in self._grads_before.items():
-            self.own[piece].grad = grad
+        for piece, before in self._grads_before.items():
+            self.own[piece].grad = _put_back(before)
         self._grads_before = {}
 
     def _check_alike(self, copies: Mapping[int, Any]) -> None:
@@ -180,12 +200,36 @@ class TiedWeight:
             seen.add(id(parameter))
 
 
-def _accumulated(before: Any, total: Any) -> Any:
+def _sum(before: _Before | None, total: Any) -> Any:
     """The sum, in a new array, so that no two copies share one."""
-    if total is None or before is not None:
-        return before if total is None else before + total
-    got = view(total)
-    return got.kind.wrap(np.array(got.data), got.spec)
+    if total is None:
+        return None if before is None else before.value
+    return _copied(total) if before is None else before.value + total
+
+
+def _copied(array: Any) -> Any:
+    got = view(array, on_device=True)
+    return to_kind(got.kind, copy_of(got.data), got.spec)
+
+
+def _zeros_like(array: Any) -> Any:
+    spec = spec_of(array)
+    return kind_of(array).wrap(np.zeros(spec.shape, spec.dtype.storage), spec)
+
+
+def _written(array: Any, value: Any) -> Any:
+    """The array with this value; the value itself if the array cannot be written."""
+    try:
+        place = view_out(array, spec_of(value), on_device=True)
+    except (TensorMismatchError, UsageError):
+        return value
+    copy_into(place.data, view(value, on_device=True).data)
+    return place.commit()
+
+
+def _put_back(before: _Before | None) -> Any:
+    """The gradient of earlier steps as it was."""
+    return None if before is None else _written(before.array, before.value)
 
 
 class TiedWeights:

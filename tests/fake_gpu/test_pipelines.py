@@ -124,6 +124,35 @@ def test_every_schedule_has_the_bits_of_one_process(cupy: StandIn, lanes: str, n
         np.testing.assert_array_equal(mine, wanted)
 
 
+def test_the_gradient_of_a_tied_weight_stays_in_its_array_on_the_gpu(cupy: StandIn) -> None:
+    class InPlace(Joint):
+        def backward_weight(self, context: Any, grad_y: Any) -> None:
+            kept, self.weight.grad = self.weight.grad, None
+            super().backward_weight(context, grad_y)
+            kept += self.weight.grad
+            self.weight.grad = kept
+
+    def body(group: ProcessGroup) -> Any:
+        with gpu_of(cupy, "nccl", group.rank), cupy.cuda.Stream(non_blocking=True):
+            stage = moved(cupy, InPlace(group.rank, 1, 1))
+            stage.weight.grad = kept = cupy.zeros(stage.weight.data.shape)
+            pipe = Pipeline(stage, group, "1f1b", 2, tied=ties_of(RANKS))
+            for _ in range(STEPS):
+                pipe.step(*(cupy.asarray(each) for each in batch(ROWS)), half_square)
+            assert stage.weight.grad is kept
+            return cupy.asnumpy(kept)
+
+    with groups(cupy, "nccl") as world:
+        found = run_groups(world, body)
+    whole = [Joint(number, 1, 1) for number in range(RANKS)]
+    whole[-1].weight.data = whole[0].weight.data.copy()
+    for _ in range(STEPS):
+        one_process(whole, *batch(ROWS), half_square, 2, skips=False, ties=False)
+    whole[0].weight.grad = whole[-1].weight.grad = whole[0].weight.grad + whole[-1].weight.grad
+    for mine, stage in zip(found, whole, strict=True):
+        np.testing.assert_allclose(mine, stage.weight.grad, rtol=1e-12)
+
+
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_microbatch_of_weight_0_is_left_out_over_all_lanes(cupy: StandIn, lanes: str) -> None:
     """What stages tell each other of it lies on no GPU."""

@@ -71,6 +71,66 @@ def test_gradients_of_several_batches_add_up():
     assert run_world(2, body) == [(16.0, 32.0)] * 2
 
 
+class InPlace(Times):
+    """Adds to the array that is in `.grad`, as most stages with buffers for their gradients do."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(weight)
+        self.weight.grad = np.zeros(1)
+
+    def backward(self, context, grad_y):
+        self.weight.grad += (grad_y * context).sum()
+        return self.weight.data * grad_y
+
+
+class OwnArray(InPlace):
+    """Adds to an array of its own, and says in each backward that it is the gradient."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(weight)
+        self.total = self.weight.grad
+
+    def backward(self, context, grad_y):
+        self.total += (grad_y * context).sum()
+        self.weight.grad = self.total
+        return self.weight.data * grad_y
+
+
+@pytest.mark.parametrize("make", [InPlace, OwnArray])
+@pytest.mark.parametrize("is_cleared", [True, False])
+def test_a_stage_may_keep_its_gradient_in_one_array(make, is_cleared: bool):
+    """It was counted twice: what was set aside for the step was the array that the step then added to."""
+
+    def body(group):
+        stage = make(2.0)
+        kept, seen = stage.weight.grad, []
+        pipe = Pipeline(stage, group, "1f1b", 2, tied=[("0/weight", "1/weight")])
+        for _ in range(3):
+            if is_cleared:
+                kept[:] = 0
+            pipe.step(ONES, ONES, total, reduction="sum")
+            assert stage.weight.grad is kept
+            seen.append(kept.item())
+        return seen
+
+    assert run_world(2, body) == [[16.0, 16.0, 16.0] if is_cleared else [16.0, 32.0, 48.0]] * 2
+
+
+def test_a_gradient_that_a_stage_replaces_stays_as_it_was_in_its_array():
+    """Such as one that a program keeps to look at later, or the same zeros for all weights."""
+
+    def body(group):
+        stage = Times(2.0)
+        pipe = Pipeline(stage, group, "1f1b", 2, tied=[("0/weight", "1/weight")])
+        stage.weight.grad = earlier = np.array([3.0])
+        pipe.step(ONES, ONES, total, reduction="sum")
+        stage.weight.grad = fixed = np.broadcast_to(5.0, 1)
+        pipe.step(ONES, ONES, total, reduction="sum")
+        return earlier.item(), fixed.item(), stage.weight.grad.item()
+
+    assert run_world(2, body) == [(3.0, 5.0, 21.0)] * 2
+
+
 def test_copies_do_not_share_the_memory_of_their_gradients():
     """With zbv the first and the last stage are on one rank."""
 
@@ -110,13 +170,14 @@ def test_a_backward_apart_settles_ties_too():
     assert run_world(2, body) == [16.0, 16.0]
 
 
+@pytest.mark.parametrize("make", [Times, InPlace, OwnArray])
 @pytest.mark.parametrize("fails", ["forward", "backward"])
-def test_a_step_that_fails_leaves_tied_weights_the_gradients_of_earlier_ones(fails: str):
+def test_a_step_that_fails_leaves_tied_weights_the_gradients_of_earlier_ones(fails: str, make):
     def refuse(*_):
         raise ValueError("a bad sample")
 
     def body(group):
-        stage = Times(2.0)
+        stage = make(2.0)
         pipe = Pipeline(stage, group, "gpipe", 2, tied=[("0/weight", "1/weight")])
         pipe.step(ONES, ONES, total, reduction="sum")
         group.barrier()
