@@ -181,6 +181,12 @@ def copy_of(data: Any) -> Any:
     return copy
 
 
+def copied(x: Any, kind: Kind | None = None) -> Any:
+    """A copy of an array, as one of `kind`; None for its own. Raises as `view`."""
+    got = view(x, on_device=True)
+    return to_kind(kind or got.kind, copy_of(got.data), got.spec)
+
+
 def spec_of(x: Any) -> TensorSpec:
     """The dtype and shape of an array or a number, without reading its elements. Raises as `view`."""
     return kind_of(x).spec(x)

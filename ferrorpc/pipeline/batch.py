@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.error_prefix import ErrorPrefix
-from ferrorpc.arrays.kinds import kind_of, spec_of
+from ferrorpc.arrays.kinds import copied, kind_of, spec_of
 from ferrorpc.errors import TensorMismatchError, UsageError
 
 Shapes: TypeAlias = "tuple[int, ...] | list[Shapes] | None"
@@ -183,6 +184,13 @@ def scaled(value: Any, factor: float) -> Any:
     # NumPy widens bfloat16 times a number to float32.
     is_bfloat16 = isinstance(value, np.ndarray) and value.dtype.kind == "V"
     return product.astype(value.dtype) if is_bfloat16 else product
+
+
+def converted(value: Any, kind: Kind) -> Any:
+    """The value with arrays of this kind: copies, except of those that are. Raises as `view`."""
+    if isinstance(value, tuple):
+        return tuple_like(value, [converted(each, kind) for each in value])
+    return value if value is None or kind_of(value) is kind else copied(value, kind)
 
 
 def _rows(value: Any, what: str) -> int:

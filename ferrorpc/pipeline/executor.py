@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.errors import UsageError
 from ferrorpc.guard import Clock
 from ferrorpc.pipeline.actions import Action, Kind
+from ferrorpc.pipeline.batch import converted
 from ferrorpc.pipeline.batch_io import LEFT_OUT, BatchIO, is_left_out
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.schedules.lowering import KIND_LABELS
@@ -113,9 +115,14 @@ class Executor:
         return values[0] if len(values) == 1 else values
 
     def _received(self, transfer: Transfer) -> Any:
-        if self._placement[transfer.source] == self._rank:
-            return self._values.pop(transfer)
-        return self._exchange.receive(transfer, self._kinds[transfer.target])
+        kind = self._kinds[transfer.target]
+        if self._placement[transfer.source] != self._rank:
+            return self._exchange.receive(transfer, kind)
+        value = self._values.pop(transfer)
+        if self._kinds[transfer.source] is kind:
+            return value
+        with ErrorPrefix(f"the value of {transfer}"):
+            return converted(value, kind)
 
     def _keep(self, each: Action, result: Any) -> None:
         """Keeps a result for the pieces that it goes to; those on other ranks get theirs when the send is due."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ferrorpc.arrays.base import Kind
-from ferrorpc.arrays.kinds import copy_into, copy_of, kind_of, spec_of, to_kind, view, view_out
+from ferrorpc.arrays.kinds import copied, copy_into, kind_of, spec_of, view, view_out
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import others_told
 from ferrorpc.pipeline.exchange import Exchange
@@ -114,7 +114,7 @@ class TiedWeight:
         the place of one that is there, because stages add to it."""
         self._backwards_left = len(self.own)
         self._grads_before = {
-            piece: None if parameter.grad is None else _Before(parameter.grad, _copied(parameter.grad))
+            piece: None if parameter.grad is None else _Before(parameter.grad, copied(parameter.grad))
             for piece, parameter in self.own.items()
         }
         for piece, before in self._grads_before.items():
@@ -204,12 +204,7 @@ def _sum(before: _Before | None, total: Any) -> Any:
     """The sum, in a new array, so that no two copies share one."""
     if total is None:
         return None if before is None else before.value
-    return _copied(total) if before is None else before.value + total
-
-
-def _copied(array: Any) -> Any:
-    got = view(array, on_device=True)
-    return to_kind(got.kind, copy_of(got.data), got.spec)
+    return copied(total) if before is None else before.value + total
 
 
 def _zeros_like(array: Any) -> Any:

@@ -19,7 +19,7 @@ import pytest
 from ferrorpc import schedules
 from ferrorpc.arrays import staging
 from ferrorpc.arrays.cupy_device import CupyDevice
-from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.arrays.kinds import kind_of, view
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError
@@ -122,6 +122,38 @@ def test_every_schedule_has_the_bits_of_one_process(cupy: StandIn, lanes: str, n
     found = [array for number in sorted(held) for array in held[number]]
     for mine, wanted in zip(found, alone(pieces), strict=True):
         np.testing.assert_array_equal(mine, wanted)
+
+
+def test_stages_of_one_rank_may_be_on_different_gpus(cupy: StandIn) -> None:
+    class OnGpu(Joint):
+        def __init__(self, number: int) -> None:
+            super().__init__(number, 1, 1)
+            self.gpu = cupy.cuda.Device(number)
+            with self.gpu:
+                moved(cupy, self)
+
+        def forward(self, x: Any) -> Any:
+            with self.gpu:
+                return super().forward(x)
+
+        def backward(self, context: Any, grad_y: Any) -> Any:
+            with self.gpu:
+                return super().backward(context, grad_y)
+
+    def body(group: ProcessGroup) -> Any:
+        stages = [OnGpu(0), OnGpu(1), Joint(2, 1, 1)]
+        x, target = batch(ROWS)
+        with cupy.cuda.Device(0):
+            x = cupy.asarray(x)
+        Pipeline(stages, group, "looped_bfs", MICROBATCHES).step(x, target, half_square)
+        assert [each.weight.grad.device.id for each in stages[:2]] == [0, 1]
+        return [view(each).data for each in arrays_of(stages)]
+
+    (found,) = run_groups([ProcessGroup(backend) for backend in host_lanes(1)], body)
+    whole = [Joint(number, 1, 1) for number in range(3)]
+    one_process(whole, *batch(ROWS), half_square, MICROBATCHES, skips=False, ties=False)
+    for mine, wanted in zip(found, arrays_of(whole), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-12)
 
 
 def test_the_gradient_of_a_tied_weight_stays_in_its_array_on_the_gpu(cupy: StandIn) -> None:
