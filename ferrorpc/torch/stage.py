@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -24,16 +24,14 @@ class Context:
     """What a backward pass needs from its forward pass.
 
     Attributes:
-        inputs: leaves of the graph; those of floating-point and complex types require gradients.
+        inputs: x of leaves of the graph; those of floating-point and complex types require gradients.
         outputs: what the module returned.
-        is_tuple: whether the input was a tuple.
         has_hooks: whether hooks were registered meanwhile. Then its backward pass is not split.
         split: the split backward pass, once its first half is done.
     """
 
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    is_tuple: bool
+    inputs: Any
+    outputs: Any
     has_hooks: bool
     split: SplitBackward | None = None
 
@@ -54,7 +52,8 @@ class Stage:
         pipe = ferrorpc.Pipeline(ferrorpc.torch.Stage(module), group, schedule="zbv")
 
     Several inputs are passed to the module as several arguments (to a Sequential, which takes one, as a tuple), and it may
-    return a tuple of tensors and Nones. Gradients are added to the parameters' `.grad`, as `loss.backward()` does.
+    return a tuple of tensors and Nones. On `edges` a value for one of several neighbours may be such a tuple, too. Gradients
+    are added to the parameters' `.grad`, as `loss.backward()` does.
 
     Args:
         module: any torch module. Its own state, such as running statistics, is updated by every microbatch.
@@ -110,31 +109,31 @@ class Stage:
         Raises:
             UsageError: the module was given, or returned, anything but tensors.
         """
-        is_tuple = isinstance(x, tuple)
-        inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if is_tuple else (x,)))
-        takes_tuple = is_tuple and type(_innermost(self.module)).forward is torch.nn.Sequential.forward
+        inputs = _mapped(partial(_leaf, needs_grad=self.needs_grad_x), x)
+        takes_one = not isinstance(x, tuple) or type(_innermost(self.module)).forward is torch.nn.Sequential.forward
         hooks = hooks_registered()
         with torch.enable_grad():
-            given = [_module_input(each, self.needs_grad_x) for each in inputs]
-            y = self.module(_in_form_of(x, given)) if takes_tuple else self.module(*given)
-            outputs = tuple(_output(each, self.module) for each in (y if isinstance(y, tuple) else (y,)))
-        detached = [_detached(each, outputs[:place]) for place, each in enumerate(outputs)]
-        return _in_form_of(y, detached), Context(inputs, outputs, is_tuple, hooks_registered() != hooks)
+            given = _mapped(partial(_module_input, is_from_stage=self.needs_grad_x), inputs)
+            outputs = _mapped(partial(_output, module=self.module), self.module(given) if takes_one else self.module(*given))
+        flat = _flat(outputs)
+        detached = iter([_detached(each, flat[:place]) for place, each in enumerate(flat)])
+        return _mapped(lambda _: next(detached), outputs), Context(inputs, outputs, hooks_registered() != hooks)
 
     def backward(self, context: Context, grad_y: Any) -> Any:
         """The whole backward pass. Returns the gradient of x."""
         outputs, grads = _differentiable(context.outputs, grad_y)
         if outputs:
             torch.autograd.backward(outputs, grads)
-        return _gradients(context)
+        return _mapped(_grad_of, context.inputs)
 
     def _backward_input(self, context: Context, grad_y: Any) -> Any:
         if context.has_hooks:
             return self.backward(context, grad_y)
         outputs, grads = _differentiable(context.outputs, grad_y)
-        context.split = SplitBackward([each for each in context.inputs if each is not None and each.requires_grad], outputs)
+        inputs = [each for each in _flat(context.inputs) if each is not None and each.requires_grad]
+        context.split = SplitBackward(inputs, outputs)
         context.split.input(grads)
-        return _gradients(context)
+        return _mapped(_grad_of, context.inputs)
 
     def _backward_weight(self, context: Context, grad_y: Any) -> None:
         if not context.has_hooks:
@@ -164,12 +163,12 @@ def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[An
         raise UsageError(f"criterion={criterion!r} is no function", hint=hint)
 
     def loss_fn(y: Any, target: Any) -> tuple[torch.Tensor, Any]:
-        leaves = tuple(_leaf(each) for each in (y if isinstance(y, tuple) else (y,)))
+        leaves = _mapped(_leaf, y)
         with torch.enable_grad():
-            loss = criterion(_in_form_of(y, [_module_input(each, is_from_stage=True) for each in leaves]), target)
+            loss = criterion(_mapped(partial(_module_input, is_from_stage=True), leaves), target)
         _check_loss(loss)
         loss.backward()
-        return loss.detach(), _in_form_of(y, [_grad_of(each) for each in leaves])
+        return loss.detach(), _mapped(_grad_of, leaves)
 
     return loss_fn
 
@@ -246,28 +245,36 @@ def _shares_memory(y: torch.Tensor, others: Iterable[Any]) -> bool:
     return any(each is y or torch._C._is_alias_of(y, each) for each in others if each is not None)
 
 
-def _in_form_of(y: Any, values: Sequence[Any]) -> Any:
-    """The values as a tuple, a named one, or by itself, as y is."""
-    return tuple_like(y, values) if isinstance(y, tuple) else values[0]
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """What the function makes of a value; of a tuple, a tuple of what it makes of its members, a named one if that is."""
+    return tuple_like(value, [_mapped(function, each) for each in value]) if isinstance(value, tuple) else function(value)
 
 
-def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _flat(value: Any) -> list[Any]:
+    """The members of a tuple and of those in it, or the value by itself."""
+    return [each for member in value for each in _flat(member)] if isinstance(value, tuple) else [value]
+
+
+def _differentiable(outputs: Any, grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The outputs that gradients flow through, and these gradients."""
-    grads = grad_y if isinstance(grad_y, tuple) else (grad_y,)
-    for each in grads:
-        if each is not None and not isinstance(each, torch.Tensor):
-            raise UsageError(
-                f"a stage of torch was given a gradient that is a {type(each).__name__}",
-                hint="let loss_fn give tensors, as ferrorpc.torch.with_gradient(loss) does",
-            )
-    pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None and y.requires_grad]
+    pairs = list(_pairs(outputs, grad_y))
     return [y for y, _ in pairs], [grad for _, grad in pairs]
+
+
+def _pairs(y: Any, grad: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if y is None or grad is None:
+        return
+    if isinstance(y, tuple):
+        for member, each in zip(y, grad, strict=True):
+            yield from _pairs(member, each)
+    elif not isinstance(grad, torch.Tensor):
+        raise UsageError(
+            f"a stage of torch was given a gradient that is a {type(grad).__name__}",
+            hint="let loss_fn give tensors, as ferrorpc.torch.with_gradient(loss) does",
+        )
+    elif y.requires_grad:
+        yield y, grad
 
 
 def _grad_of(leaf: Any) -> Any:
     return None if leaf is None else leaf.grad
-
-
-def _gradients(context: Context) -> Any:
-    grads = tuple(map(_grad_of, context.inputs))
-    return grads if context.is_tuple else grads[0]
