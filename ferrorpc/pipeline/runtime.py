@@ -142,7 +142,8 @@ class Pipeline:
             timeout: seconds to wait for any one message; None for the group's.
 
         Returns:
-            The batch's loss on the rank of the last stage, None elsewhere.
+            The batch's loss on the rank of the last stage, None elsewhere. It is of the type that loss_fn gives, but a float if
+            the batch counts nothing: float(loss) reads either.
 
         Raises:
             UsageError: the batch does not fit the schedule, or on_gradients needs a tie of a weight that two stages share;
