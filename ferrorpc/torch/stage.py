@@ -55,6 +55,11 @@ class Stage:
     return a tuple of tensors and Nones. On `edges` a value for one of several neighbours may be such a tuple, too. Gradients
     are added to the parameters' `.grad`, as `loss.backward()` does.
 
+    What another stage gives comes to the device of the module's first parameter, or first buffer; without either, to torch's
+    default device, which is the CPU unless `torch.set_default_device` was called. So a module of activations alone would
+    compute on the CPU between stages on GPUs. A buffer says where it is to be:
+    `module.register_buffer("place", torch.empty(0, device=device), persistent=False)`.
+
     Args:
         module: any torch module. Its own state, such as running statistics, is updated by every microbatch.
         split: whether schedules may split its backward pass in two. Pass False for modules whose graph is one node, such as
@@ -85,7 +90,7 @@ class Stage:
 
     @property
     def like(self) -> torch.Tensor:
-        """A tensor of the kind and device that x must have."""
+        """A tensor of the kind and device that x must have: one of the module's, or one on torch's default device."""
         own = next(chain(self.module.parameters(), self.module.buffers()), None)
         return torch.empty(0) if own is None else own.data  # a lazy one has no detach()
 

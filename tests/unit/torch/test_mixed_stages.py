@@ -77,3 +77,14 @@ def test_arrays_arrive_as_the_kind_of_the_stage(name: str, ranks: int, order: st
     (x.square() / 2).sum().backward()
     for number, weight in enumerate(weights):
         np.testing.assert_allclose(held[number], weight.grad, rtol=1e-6)
+
+
+def test_a_module_without_tensors_is_on_the_default_device_unless_a_buffer_says_where():
+    module = torch.nn.Sequential(torch.nn.ReLU())
+    stage = Stage(module)
+    assert stage.like.device.type == "cpu"
+    with torch.device("meta"):
+        assert stage.like.device.type == "meta"
+    module.register_buffer("place", torch.empty(0, device="meta"), persistent=False)
+    assert stage.like.device.type == "meta"
+    assert not module.state_dict()
