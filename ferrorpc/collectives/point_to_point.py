@@ -23,7 +23,7 @@ from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupClosedError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import FINISHED, Box
-from ferrorpc.transports.point_to_point import Message, PostedReceive
+from ferrorpc.transports.point_to_point import ANY_NUMBER, Message, PostedReceive
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 
@@ -129,12 +129,12 @@ class SendExecution(_PointToPoint):
 
     def step(self) -> bool:
         box, outgoing = self._box, self._outgoing
-        if self._queues is not None and not self._queues.is_first(self):
-            return False
         if box is None:
             box = self._box = Box()
             box.signature, box.wake = SEND, self.notify
             self._transport.mailbox.start_sending(self._key, box)
+        if self._queues is not None and not self._queues.is_first(self):
+            return False
         # Room wakes the driver, which has nothing else to do: the lane's writer, which reports it, should write.
         limit = UNBOUNDED if self.transfers is None else self.transfers.downloaded(0)
         while outgoing.send(self._transport, self._key, box, limit, self.wake):
@@ -219,6 +219,12 @@ class RecvExecution(_PointToPoint):
             self._transport.mailbox.post(self._group, self._peer, self._tag, post)
         message = None if post is None else post.message
         if post is None or message is None:
+            if post is not None and post.is_over:
+                raise GroupClosedError(
+                    f"{self.label} has nobody to send to it: rank {self._peer} has closed this subgroup",
+                    hint="let that rank send before it calls close() on the subgroup",
+                    rank=self._peer,
+                )
             return False
         if self._received < 0:
             self._begin(message, post.number)
@@ -273,8 +279,8 @@ class RecvExecution(_PointToPoint):
         return [self._peer]
 
     def probe(self) -> None:
-        """Probes operation number 0, which never exists: sending on the lane shows whether the peer is gone."""
-        self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, 0), self.label)
+        """Asks whether the sender has closed the group. Sending on the lane also shows whether the peer is gone."""
+        self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, ANY_NUMBER), self.label)
 
     def explain(self) -> str:
         if self.awaited is not None:

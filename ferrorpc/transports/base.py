@@ -67,7 +67,8 @@ class Transport(ABC):
 
     @abstractmethod
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        """Asks `peer` how far it is in this operation. The answer arrives in the operation's box."""
+        """Asks `peer` how far it is in this operation. The answer arrives in the operation's box; about a recv, with the recvs
+        that wait for `peer`, after the first chunks that `peer` has sent."""
 
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
         """Reads what arrives from `peer` on the calling thread, for a moment or until `over` is true.

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, GroupAbortedError, LimitExceededError
 from ferrorpc.guard import wake_nobody
 from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
-from ferrorpc.transports.point_to_point import Message, PostedReceive, ReceiveQueue, ungranted_error
+from ferrorpc.transports.point_to_point import ANY_NUMBER, Message, PostedReceive, ReceiveQueue, ungranted_error
 from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import BARRIER_STREAM, BESIDE, POINT_TO_POINT, Frame, Key
@@ -345,10 +345,12 @@ class Mailbox:
         """The answer to a peer's probe: how far this rank is in that operation.
 
         One that this rank will never enter, because it has closed the group, ends the generation. A send to it is over: what
-        was sent before is dropped, too, and no rank but the sender waits for it.
+        was sent before is dropped, too, and no rank but the sender waits for it. So is a recv from it, once all that this rank
+        has sent in the group has begun to leave.
         """
         if key.stream == POINT_TO_POINT:
-            return Standing(FINISHED if key.group in self._retired else ABSENT, "", 0, "")
+            over = key.group in self._retired and (key.number != ANY_NUMBER or not self._is_sending_in(key.group))
+            return Standing(FINISHED if over else ABSENT, "", 0, "")
         if self._is_retired(key):
             cause = f"it closed a subgroup in which others wait for it: {signature} #{key.number}"
             self.report(GroupAbortedError(self.rank, cause))
@@ -372,7 +374,14 @@ class Mailbox:
         return Standing(SAME if entered is not None else FINISHED, mine, last_number, last_signature)
 
     def probe_answered(self, peer: int, key: Key, standing: int, signature: str, last_number: int, last_signature: str) -> None:
-        """Keeps the answer to a probe. An answer that names a different call is a mismatch, although no frame arrived."""
+        """Keeps the answer to a probe. An answer that names a different call is a mismatch, although no frame arrived.
+
+        One to the probe of a recv concerns all that wait for that peer, and comes after the first chunks that it has sent.
+        """
+        if key.stream == POINT_TO_POINT and key.number == ANY_NUMBER:
+            if standing == FINISHED:
+                self._end_recvs(key.group, peer)
+            return
         with self._lock:
             box = self._own_box(key)
             if box is None or box.signature is None:
@@ -383,6 +392,13 @@ class Mailbox:
             box.wake()
         if standing == DIFFERENT and signature != mine:
             self.report(self._mismatch(key, mine, peer, signature))
+
+    def _end_recvs(self, group: int, source: int) -> None:
+        """Ends the recvs that wait for a message of a rank which has closed their group."""
+        with self._lock:
+            queues = [queue for place, queue in self._inbound.items() if place[:2] == (group, source)]
+            woken = [post for queue in queues for post in queue.end()]
+        _wake(woken)
 
     def missed_before(self, peer: int, key: Key) -> bool:
         """Records that an operation waits for a peer that has left. Returns whether that was recorded before.
@@ -404,6 +420,10 @@ class Mailbox:
         """Ends `start_sending`: the message was sent."""
         with self._lock:
             self._sending.pop(key, None)
+
+    def _is_sending_in(self, group: int) -> bool:
+        with self._lock:
+            return any(key.group == group for key in self._sending)
 
     def post(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
         """Posts a recv for the next message of (source, tag)."""

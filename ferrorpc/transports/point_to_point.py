@@ -10,11 +10,15 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from ferrorpc.errors import CodecError
 from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.wire.frames import Frame
+
+ANY_NUMBER: Final = 0
+"""In place of a message's number, which is larger, in the probe of a recv, which does not know it."""
 
 
 def ungranted_error(frame: Frame) -> CodecError:
@@ -45,12 +49,14 @@ class Message:
 class PostedReceive:
     """A posted recv. `number` and then `message` are set when a message is matched to it."""
 
-    __slots__ = ("message", "number", "wake")
+    __slots__ = ("is_over", "message", "number", "wake")
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
         self.message: Message | None = None
         self.number = 0
+        self.is_over = False
+        """Whether no message comes, because its sender has closed the group."""
 
 
 class ReceiveQueue:
@@ -116,6 +122,12 @@ class ReceiveQueue:
         if post.number not in self._begun:
             heapq.heappush(self._begun, post.number)
         return self._match()
+
+    def end(self) -> list[PostedReceive]:
+        """Nothing more comes: ends the recvs that have no message, and returns them."""
+        for post in self._posts:
+            post.is_over = True
+        return list(self._posts)
 
     def take(self, post: PostedReceive) -> int:
         """Removes a message that its recv has taken completely. Returns how many of its bytes were unexpected.

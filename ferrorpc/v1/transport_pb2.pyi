@@ -31,7 +31,7 @@ class _StandingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     STANDING_ABSENT: _Standing.ValueType  # 3
     """Not entered yet; last_number and last_signature name the last operation that this rank entered in that stream."""
     STANDING_FINISHED: _Standing.ValueType  # 4
-    """Of a send: the receiver has closed the group, and drops it."""
+    """Of a send: the receiver has closed the group, and drops it. Of a recv (number 0): the sender has closed it."""
 
 class Standing(_Standing, metaclass=_StandingEnumTypeWrapper): ...
 
@@ -41,12 +41,12 @@ STANDING_DIFFERENT: Standing.ValueType  # 2
 STANDING_ABSENT: Standing.ValueType  # 3
 """Not entered yet; last_number and last_signature name the last operation that this rank entered in that stream."""
 STANDING_FINISHED: Standing.ValueType  # 4
-"""Of a send: the receiver has closed the group, and drops it."""
+"""Of a send: the receiver has closed the group, and drops it. Of a recv (number 0): the sender has closed it."""
 Global___Standing: typing_extensions.TypeAlias = Standing
 
 @typing.final
 class DataMessage(google.protobuf.message.Message):
-    """The first message of a stream is Open; all others are tensor frames or probes."""
+    """The first message of a stream is Open."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -54,6 +54,7 @@ class DataMessage(google.protobuf.message.Message):
     GOODBYE_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
+    PROBE_ANSWER_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> Global___Open: ...
     @property
@@ -68,6 +69,10 @@ class DataMessage(google.protobuf.message.Message):
 
     @property
     def frame(self) -> ferrorpc.v1.tensor_pb2.TensorFrame: ...
+    @property
+    def probe_answer(self) -> Global___ProbeAnswer:
+        """About a send or recv of the *receiver* of this message. It is no ControlMessage, because it must not overtake frames."""
+
     def __init__(
         self,
         *,
@@ -75,10 +80,11 @@ class DataMessage(google.protobuf.message.Message):
         goodbye: Global___Goodbye | None = ...,
         probe: Global___Probe | None = ...,
         frame: ferrorpc.v1.tensor_pb2.TensorFrame | None = ...,
+        probe_answer: Global___ProbeAnswer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "frame", b"frame", "goodbye", b"goodbye", "open", b"open", "probe", b"probe"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "frame", b"frame", "goodbye", b"goodbye", "open", b"open", "probe", b"probe"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "goodbye", "probe", "frame"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "frame", b"frame", "goodbye", b"goodbye", "open", b"open", "probe", b"probe", "probe_answer", b"probe_answer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "frame", b"frame", "goodbye", b"goodbye", "open", b"open", "probe", b"probe", "probe_answer", b"probe_answer"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "goodbye", "probe", "frame", "probe_answer"] | None: ...
 
 Global___DataMessage: typing_extensions.TypeAlias = DataMessage
 

@@ -20,10 +20,11 @@ from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.inproc import InprocTransport, Network
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, SAME, Box, Mailbox
+from ferrorpc.transports.point_to_point import ANY_NUMBER, PostedReceive
 from ferrorpc.transports.routed import RoutedTransport
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 from ferrorpc.types import Assignment, DType, Peer
-from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Frame, Header, Key
+from ferrorpc.wire.frames import NDIM_MAX, POINT_TO_POINT, SIGNATURE_BYTES_MAX, Frame, Header, Key
 from ferrorpc.wire.token import Token
 from tests.integration.lane_ranks import header_of, random_bytes, send
 from tests.unit.transports.shared_memory.host_worlds import HostWorld
@@ -202,6 +203,24 @@ class TransportContract(ABC):
         assert boxes[not_entered].answers[second.rank][2:] == (3, "theirs()")
         (mismatch,) = first.failures
         assert mismatch.fields["signatures"] == {first.rank: "mine()", second.rank: "theirs()"}
+
+    def test_that_a_peer_has_closed_a_group_is_told_after_what_it_sent(self, pair: tuple[End, End]) -> None:
+        first, second = pair
+        deliver = second.mailbox.deliver
+
+        def deliver_late(frame: Frame) -> bool:
+            time.sleep(0.3)
+            return deliver(frame)
+
+        second.mailbox.deliver = deliver_late  # type: ignore[method-assign]
+        ends, comes = PostedReceive(lambda: None), PostedReceive(lambda: None)
+        second.mailbox.post(5, first.rank, 0, comes)
+        second.mailbox.post(5, first.rank, 1, ends)
+        first.send(second, Key(5, POINT_TO_POINT, 1), random_bytes(100_000))
+        first.mailbox.retire(5, [])
+        second.transport.probe(first.rank, Key(5, POINT_TO_POINT, ANY_NUMBER), "recv()")
+        eventually(lambda: ends.is_over, "the end of the other recv")
+        assert (comes.message is not None, comes.is_over) == (True, False)
 
     def test_closing_flushes_what_was_sent_and_fails_nobody(self, pair: tuple[End, End]) -> None:
         first, second = pair

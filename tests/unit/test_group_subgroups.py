@@ -234,9 +234,20 @@ def test_who_takes_a_step_in_a_simulated_subgroup_that_another_rank_closed_is_to
     assert max(run_world(3, closes_between_steps)) < 5.0
 
 
-@pytest.mark.parametrize("async_op", [False, True])
+TO_RANK_0_OF: dict[str, Callable[[ProcessGroup], Any]] = {
+    "send": lambda sub: sub.send(np.ones(EAGER_BYTES), 0),
+    "send async": lambda sub: sub.send(np.ones(EAGER_BYTES), 0, async_op=True).wait(),
+    "recv": lambda sub: sub.recv(0, tag=3),
+    "recv async": lambda sub: sub.recv(0, tag=3, async_op=True).wait(),
+    "expect": lambda sub: sub.expect(0, tag=3).take(),
+}
+
+
+@pytest.mark.parametrize("call", TO_RANK_0_OF)
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory", "simulated"])
-def test_who_sends_to_a_rank_that_closed_the_subgroup_is_told_and_the_generation_lives(transport: str, async_op: bool) -> None:
+def test_who_sends_to_or_receives_from_a_rank_that_closed_the_subgroup_is_told_and_the_generation_lives(
+    transport: str, call: str
+) -> None:
     def body(group: ProcessGroup) -> Any:
         sub, clock = group.subgroup([2, 1, 0]), group.session.clock
         assert sub is not None
@@ -247,7 +258,7 @@ def test_who_sends_to_a_rank_that_closed_the_subgroup_is_told_and_the_generation
         if group.rank == 0:
             began = clock.now()
             with pytest.raises(GroupClosedError, match="rank 2 has closed this subgroup") as raised:
-                sub.send(np.ones(EAGER_BYTES), 0, async_op=True).wait() if async_op else sub.send(np.ones(EAGER_BYTES), 0)
+                TO_RANK_0_OF[call](sub)
             told = raised.value.group_rank, clock.now() - began < 5.0
         return told, int(group.all_reduce(1))
 

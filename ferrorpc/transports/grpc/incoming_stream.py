@@ -52,7 +52,10 @@ class IncomingStreamOwner(Protocol):
         """A frame has arrived."""
 
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
-        """A probe has arrived. The answer goes back on stream 0 from `source`."""
+        """A probe has arrived."""
+
+    def probe_answered(self, source: int, answer: transport_pb2.ProbeAnswer) -> None:
+        """The answer to a probe has arrived, after what the source sent before. Raises CodecError."""
 
     def incoming_ended(self, source: int, streams: int, reason: str) -> None:
         """The stream is over. `streams`: how many the source had opened, as its goodbye says; 0 without a goodbye."""
@@ -131,6 +134,8 @@ class IncomingStream:
         kind = message.WhichOneof("body")
         if kind == "probe":
             self._owner.probe_arrived(self.source, *read_probe(message.probe, self.source))
+        elif kind == "probe_answer":
+            self._owner.probe_answered(self.source, message.probe_answer)
         elif kind == "open":
             raise CodecError(f"rank {self.source} opened its stream twice")
         return max(message.goodbye.streams, 1) if kind == "goodbye" else 0

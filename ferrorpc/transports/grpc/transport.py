@@ -1,8 +1,10 @@
 """The transport over gRPC: one stream per ordered pair of ranks, dialled by the sender at first use.
 
 What a rank sends to a peer goes out on its lanes to that peer (lane.py). Grants and probe answers for what a peer sends go back
-on that peer's first stream to this rank (incoming_stream.py). Where a rank has several lanes to a peer, each on a connection of
-its own, the chunks of a message are distributed over them round-robin; messages of one chunk and probes take the first lane.
+on that peer's first stream to this rank (incoming_stream.py). Answers about send and recv go out on the first lane, where there
+is one, so that they come after the messages that were sent before. Where a rank has several lanes to a peer, each on a
+connection of its own, the chunks of a message are distributed over them round-robin; messages of one chunk and probes take the
+first lane.
 
 A stream that ends without a goodbye is reported once per peer as a lost link; the coordinator decides what that means. A peer
 that has said goodbye has left without a fault: its link counts as lost only when something is still sent to it.
@@ -34,7 +36,7 @@ from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.error_detail import restore
-from ferrorpc.wire.frames import Frame, Header, Key, encode
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key, encode
 
 _log = logging.getLogger("ferrorpc.transports")
 
@@ -288,7 +290,14 @@ class GrpcTransport(Transport):
 
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
         answer = control.probe_answer(self.mailbox, key, signature)
-        self._answer(source, transport_pb2.ControlMessage(probe_answer=answer))
+        lane = self._lanes.get((source, 0))
+        if key.stream != POINT_TO_POINT or lane is None:
+            self._answer(source, transport_pb2.ControlMessage(probe_answer=answer))
+        elif not lane.queue.put(transport_pb2.DataMessage(probe_answer=answer).SerializeToString()):
+            self._fail(source, control.too_many_unread(source))
+
+    def probe_answered(self, source: int, answer: transport_pb2.ProbeAnswer) -> None:
+        control.deliver_probe_answer(self.mailbox, source, answer)
 
     def incoming_ended(self, source: int, streams: int, reason: str) -> None:
         if not streams:

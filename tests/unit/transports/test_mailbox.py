@@ -1,6 +1,7 @@
 """Frames, grants and probe answers find their operation, and nothing strange does harm."""
 
 import heapq
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
 from ferrorpc.transports import mailbox as mailbox_module, point_to_point
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
-from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, CallRecord, Mailbox
-from ferrorpc.transports.point_to_point import PostedReceive
+from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, Box, CallRecord, Mailbox
+from ferrorpc.transports.point_to_point import ANY_NUMBER, PostedReceive
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import BARRIER_STREAM, BESIDE, POINT_TO_POINT, Frame, Header, Key
 
@@ -362,6 +363,33 @@ def test_who_waits_for_what_begins_no_more_in_a_closed_group_is_told(never: Key)
     box_of.standing(never, "a()")
     (error,) = reported
     assert "it closed a subgroup in which others wait for it: a()" in error.message
+
+
+def test_who_receives_from_a_closed_group_is_told_once_its_sends_have_begun_to_leave() -> None:
+    box_of, _ = mailbox()
+    mine, recv = Key(7, POINT_TO_POINT, 1), Key(7, POINT_TO_POINT, ANY_NUMBER)
+    assert box_of.standing(recv, "recv()").standing == ABSENT
+    box_of.start_sending(mine, Box())
+    box_of.start_sending(mine._replace(group=8), Box())
+    box_of.retire(7, [3])
+    assert [box_of.standing(key, "").standing for key in (recv, mine)] == [ABSENT, FINISHED]
+    box_of.stop_sending(mine)
+    assert box_of.standing(recv, "recv()").standing == FINISHED
+
+
+def test_only_recvs_without_a_message_of_a_rank_that_closed_their_group_are_over() -> None:
+    box_of, _ = mailbox()
+    woken: list[int] = []
+    places = [(7, 0, 5), (7, 0, 5), (7, 0, 6), (7, 2, 5), (8, 0, 5)]
+    posts = [PostedReceive(partial(woken.append, number)) for number in range(len(places))]
+    for place, post in zip(places, posts, strict=True):
+        box_of.post(*place, post)
+    box_of.deliver(frame(Key(7, POINT_TO_POINT, 1), 0, slot=5))
+    woken.clear()
+    box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), ABSENT, "", 0, "")
+    assert woken == []
+    box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), FINISHED, "", 0, "")
+    assert (woken, [post.is_over for post in posts]) == ([1, 2], [False, True, True, False, False])
 
 
 def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:

@@ -32,6 +32,9 @@ class Owner:
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
         self.numbers.append(key.number)
 
+    def probe_answered(self, source: int, answer: transport_pb2.ProbeAnswer) -> None:
+        self.numbers.append(answer.number)
+
     def incoming_ended(self, source: int, streams: int, reason: str) -> None:
         self.ended.append(streams)
 
