@@ -21,17 +21,15 @@ from typing import Final, NamedTuple
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, GroupAbortedError, LimitExceededError
 from ferrorpc.guard import wake_nobody
+from ferrorpc.transports.closed_groups import ClosedGroups
 from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
 from ferrorpc.transports.point_to_point import ANY_NUMBER, Message, PostedReceive, ReceiveQueue, ungranted_error
 from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.v1 import transport_pb2
-from ferrorpc.wire.frames import BARRIER_STREAM, BESIDE, POINT_TO_POINT, Frame, Key
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
 
 HISTORY: Final = 4096
 """Number of finished operations whose signature is kept."""
-
-CLOSED_GROUPS_MAX: Final = 65_536
-"""Number of closed groups that are known."""
 
 GRANTS_MAX: Final = 65_536
 """More messages than any operation sends."""
@@ -114,11 +112,6 @@ class Box:
             self.ungranted.append(place)
 
 
-def _number_in(last: tuple[int, ...], stream: int) -> int:
-    """The largest number of a stream; -1 for none."""
-    return last[stream] if stream < len(last) else -1
-
-
 def _wake(posts: list[PostedReceive]) -> None:
     """Wakes recvs. Called without the mailbox's lock, because a woken recv may take it at once."""
     for post in posts:
@@ -145,7 +138,7 @@ class Mailbox:
         self._last: dict[tuple[int, int], tuple[int, str]] = {}
         self._lookups: dict[int, weakref.WeakMethod[Callable[[Key], CallRecord]]] = {}
         self._missed: set[tuple[int, Key]] = set()
-        self._retired: dict[int, tuple[int, ...]] = {}
+        self._closed = ClosedGroups()
         self._sending: dict[Key, Box] = {}
         self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
 
@@ -164,7 +157,7 @@ class Mailbox:
             self._unexpected_bytes -= box.unexpected_bytes
             box.signature, box.wake, box.unexpected_bytes = signature, wake, 0
             box.expected = expected
-            if key.group not in self._retired and key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
+            if key.group not in self._closed and key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
                 self._last[key.group, key.stream] = key.number, signature
             early = [queue[0] for queue in box.frames.values() if queue and queue[0].header.signature != signature]
             if early:
@@ -182,7 +175,7 @@ class Mailbox:
         with self._lock:
             if key not in self._boxes:
                 self._remember(key, signature)
-                if key.group not in self._retired:
+                if key.group not in self._closed:
                     self._last[key.group, key.stream] = key.number, signature
                 return
         self.enter(key, signature, wake_nobody)
@@ -202,25 +195,18 @@ class Mailbox:
         Peers that wait for a later operation are told. What has come of one, or was sent, is dropped, and what comes later too.
 
         Args:
-            last: the largest number that it has begun in each stream; -1 for none.
+            last: as for `Backend.retire`.
         """
         with self._lock:
-            self._retired[group] = tuple(last)
-            if len(self._retired) > CLOSED_GROUPS_MAX:
-                del self._retired[next(iter(self._retired))]
+            self._closed.add(group, last)
             for stream in [place for place in self._last if place[0] == group]:
                 del self._last[stream]
             self._missed -= {missed for missed in self._missed if missed[1].group == group}
             for key, box in list(self._boxes.items()):
-                if key.group == group and box.signature is None and self._is_retired(key):
+                if key.group == group and box.signature is None and self._closed.never_begins(key):
                     self._unexpected_bytes -= self._boxes.pop(key).unexpected_bytes
             for place in [place for place in self._inbound if place[0] == group]:
                 self._unexpected_bytes -= self._inbound.pop(place).unexpected_bytes
-
-    def _is_retired(self, key: Key) -> bool:
-        """Whether an operation of a group that was closed comes after the last one that this rank has begun in its stream."""
-        last = self._retired.get(key.group)
-        return last is not None and key.stream < BARRIER_STREAM and key.number > _number_in(last, key.stream % BESIDE)
 
     def leave(self, key: Key) -> None:
         """Ends an operation on this rank. Its signature stays in the history."""
@@ -256,7 +242,7 @@ class Mailbox:
         with self._lock:
             box = self._boxes.get(key)
             mine = self._history.get(key) if box is None else box.signature
-            if mine is None and (box is not None or key.number > self._forgotten(key)) and not self._is_retired(key):
+            if mine is None and (box is not None or key.number > self._forgotten(key)) and not self._closed.never_begins(key):
                 box = self._put_early(box, frame)
             if mine is not None and mine != theirs:
                 difference = self._mismatch(key, mine, frame.source, theirs)
@@ -284,7 +270,7 @@ class Mailbox:
 
     def _put_point_to_point(self, frame: Frame) -> list[PostedReceive]:
         """Keeps a chunk of a `send`, unless its group was closed. Returns the recvs to wake."""
-        if frame.key.group in self._retired:
+        if frame.key.group in self._closed:
             return []
         inbound = self._inbound.get((frame.key.group, frame.source, frame.header.slot))
         is_awaited = inbound is not None and inbound.is_awaited(frame.key.number)
@@ -317,9 +303,9 @@ class Mailbox:
 
     def _last_call(self, key: Key) -> tuple[int, str]:
         """Number and signature of the latest operation in that stream; of one in a closed group the number only."""
-        retired = self._retired.get(key.group)
-        if retired is not None:
-            return max(_number_in(retired, key.stream), 0), ""
+        last = self._closed.last_in(key)
+        if last is not None:
+            return max(last, 0), ""
         return self._last.get((key.group, key.stream), (0, ""))
 
     def granted(self, peer: int, key: Key, slot: int) -> None:
@@ -349,9 +335,9 @@ class Mailbox:
         has sent in the group has begun to leave.
         """
         if key.stream == POINT_TO_POINT:
-            over = key.group in self._retired and (key.number != ANY_NUMBER or not self._is_sending_in(key.group))
+            over = key.group in self._closed and (key.number != ANY_NUMBER or not self._is_sending_in(key.group))
             return Standing(FINISHED if over else ABSENT, "", 0, "")
-        if self._is_retired(key):
+        if self._closed.never_begins(key):
             cause = f"it closed a subgroup in which others wait for it: {signature} #{key.number}"
             self.report(GroupAbortedError(self.rank, cause))
         with self._lock:
@@ -442,7 +428,7 @@ class Mailbox:
     def restore(self, group: int, source: int, tag: int, number: int, message: Message) -> None:
         """Undoes `take`: the message, which has its bytes again, is for the next recv, if one can come."""
         with self._lock:
-            if group in self._retired:
+            if group in self._closed:
                 return
             woken = self._inbound_of(group, source, tag).restore(number, message)
         _wake(woken)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
-from ferrorpc.transports import mailbox as mailbox_module, point_to_point
+from ferrorpc.transports import closed_groups, point_to_point
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, Box, CallRecord, Mailbox
 from ferrorpc.transports.point_to_point import ANY_NUMBER, PostedReceive
@@ -365,6 +365,13 @@ def test_who_waits_for_what_begins_no_more_in_a_closed_group_is_told(never: Key)
     assert "it closed a subgroup in which others wait for it: a()" in error.message
 
 
+def test_the_answer_from_a_closed_group_names_the_last_operation_also_for_what_comes_beside_it() -> None:
+    box_of, _ = mailbox()
+    box_of.retire(7, [3, -1, 9])
+    keys = Key(7, 0, 2), Key(7, BESIDE, 2), Key(7, 2 | BESIDE, 8), Key(7, BARRIER_STREAM, 5)
+    assert [box_of.standing(key, "a()").last_number for key in keys] == [3, 3, 9, 0]
+
+
 def test_who_receives_from_a_closed_group_is_told_once_its_sends_have_begun_to_leave() -> None:
     box_of, _ = mailbox()
     mine, recv = Key(7, POINT_TO_POINT, 1), Key(7, POINT_TO_POINT, ANY_NUMBER)
@@ -418,15 +425,15 @@ def test_of_a_closed_group_only_the_last_numbers_are_kept() -> None:
         box_of.enter(in_flight, "a()", lambda: None)
         assert box_of.standing(Key(group, 0, 1), "a()").standing == FINISHED
         box_of.leave(in_flight)
-    assert (box_of._last, box_of._missed, box_of._retired) == ({}, set(), {7: (3, 5), 8: (3, 5)})
+    assert (box_of._last, box_of._missed, box_of._closed._last) == ({}, set(), {7: (3, 5), 8: (3, 5)})
 
 
 def test_of_groups_that_closed_long_ago_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox_module, "CLOSED_GROUPS_MAX", 10)
+    monkeypatch.setattr(closed_groups, "CLOSED_GROUPS_MAX", 10)
     box_of, _ = mailbox()
     for group in range(1, 30):
         box_of.retire(group, [3])
-    assert list(box_of._retired) == list(range(20, 30))
+    assert [group for group in range(40) if group in box_of._closed] == list(range(20, 30))
 
 
 @pytest.mark.parametrize("stream", [0, POINT_TO_POINT])
