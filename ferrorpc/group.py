@@ -306,7 +306,7 @@ class ProcessGroup(Collectives):
         Closing a subgroup leaves the world open. A recv in which another thread still waits raises GroupClosedError, and what
         was sent and not received is dropped; other operations in flight go on, because peers may need them. A peer that still
         receives from this rank, or sends it a message of more than 4 MiB, gets a GroupClosedError. One that waits for this rank
-        in a later collective of the subgroup ends the generation, with a GroupAbortedError that names this rank.
+        in a collective of the subgroup that it has not begun ends the generation, with a GroupAbortedError that names it.
         """
         if self._has_left or self._is_ending:
             return None

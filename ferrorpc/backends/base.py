@@ -27,6 +27,7 @@ from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, FerroError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
 from ferrorpc.shared_property import shared_property
+from ferrorpc.transports.closed_groups import Begun
 from ferrorpc.types import TensorSpec
 from ferrorpc.work import Work
 
@@ -189,13 +190,13 @@ class Backend(ABC):
         if type(self).split is Backend.split:
             self.split(ranks, group_id)
 
-    def retire(self, last: Sequence[int]) -> None:
+    def retire(self, begun: Sequence[Begun]) -> None:
         """Called before a subgroup is closed: this rank begins nothing of it any more.
 
-        Backends that can do so tell the peers that wait for this rank in a later operation, and drop what nobody will take.
+        Backends that can do so tell the peers that wait for this rank in another operation, and drop what nobody will take.
 
         Args:
-            last: the largest number that this rank has begun in each stream, -1 for none. Stream 0 is program order.
+            begun: the numbers that this rank has begun in each stream. Stream 0 is program order.
         """
         return
 

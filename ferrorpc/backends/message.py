@@ -26,6 +26,7 @@ from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
 from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.transports.base import CLOSE_SECONDS, Transport
+from ferrorpc.transports.closed_groups import Begun
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import BARRIER_STREAM, Key
 from ferrorpc.work import Work
@@ -147,8 +148,8 @@ class MessageBackend(Backend):
         key = Key(self.group_id, BARRIER_STREAM, next(self._barriers))
         self.run(self.prepare(Call(Operation.BARRIER)).start(key, [], None, guard))
 
-    def retire(self, last: Sequence[int]) -> None:
-        self.transport.mailbox.retire(self.group_id, last)
+    def retire(self, begun: Sequence[Begun]) -> None:
+        self.transport.mailbox.retire(self.group_id, begun)
 
     def split(self, ranks: Sequence[int], group_id: int) -> MessageBackend:
         """The subgroup of these group ranks, on the same lanes."""

@@ -37,6 +37,7 @@ from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.landings import Landings
 from ferrorpc.operations.results import NOTHING, Result
 from ferrorpc.telemetry import telemetry
+from ferrorpc.transports.closed_groups import Begun
 from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
@@ -62,9 +63,9 @@ class Dispatch:
         self._lock = threading.Lock()
         self._prepared: OrderedDict[tuple[Hashable, ...], Prepared] = OrderedDict()
         self._numbers = itertools.count(1)
-        self._last = [-1]
-        """The largest number that has begun in each stream, -1 for none. That of program order, the first one, comes from the
-        counter above, and is here only once the group is closed."""
+        self._begun = [Begun()]
+        """What has begun in each stream. That of program order, the first one, comes from the counter above, and is here only
+        once the group is closed."""
         self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self.landings = Landings(backend.clock, backend.latch)
@@ -88,13 +89,13 @@ class Dispatch:
         self.closed = self.refuses = True
 
     def retire(self) -> None:
-        """After close(): ends the recvs of a subgroup, and tells the backend which operations were the last to begin. May be
-        called again where it was interrupted."""
+        """After close(): ends the recvs of a subgroup, and tells the backend which operations have begun. May be called again
+        where it was interrupted."""
         self.backend.latch.forget(self._ticket)
         self._latch_of_recvs.trip(self._closing)
-        if self._last[0] < 0:
-            self._last[0] = self.next_number() - 1
-        self.backend.retire(self._last)
+        if self._begun[0].last < 0:
+            self._begun[0] = Begun(self.next_number() - 1)
+        self.backend.retire(self._begun)
 
     def give_up(self) -> None:
         """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""
@@ -129,8 +130,8 @@ class Dispatch:
         """Opens a stream and returns its number. Ranks agree on it by opening streams in the same order."""
         self.check_open()
         with self._lock:
-            stream = len(self._last)
-            self._last.append(-1)
+            stream = len(self._begun)
+            self._begun.append(Begun())
         self.backend.open_stream(stream)
         if channels is not None and self.backend.arena is not None:
             self.backend.arena.open_stream(stream, channels)
@@ -139,7 +140,7 @@ class Dispatch:
     def begin_in_stream(self, stream: int, number: int) -> None:
         """Notes that an operation with a number of its own begins now."""
         with self._lock:
-            self._last[stream] = max(number, self._last[stream])
+            self._begun[stream] = self._begun[stream].with_number(number)
 
     def next_number(self) -> int:
         """The number of the next operation in program order."""

@@ -8,7 +8,7 @@ messages that do not fit:
 2. A frame whose signature differs from the local call's is reported at once, whether it arrives before, during or after that
    call. A call that is not finished fails. (The signatures of finished operations are kept in a bounded history.)
 3. A frame of an operation older than the history is dropped, and so is what nobody will take in a closed group: its messages of
-   sends, and those of operations that come after the last one which this rank has begun in their stream.
+   sends, and those of operations that this rank has not begun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, GroupAbortedError, LimitExceededError
 from ferrorpc.guard import wake_nobody
-from ferrorpc.transports.closed_groups import ClosedGroups
+from ferrorpc.transports.closed_groups import Begun, ClosedGroups
 from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
 from ferrorpc.transports.point_to_point import ANY_NUMBER, Message, PostedReceive, ReceiveQueue, ungranted_error
 from ferrorpc.transports.reassembly import ReassemblyQueue
@@ -189,16 +189,17 @@ class Mailbox:
         lookups = self._lookups
         lookups[group] = weakref.WeakMethod(entered, lambda _: lookups.pop(group, None))
 
-    def retire(self, group: int, last: Sequence[int]) -> None:
+    def retire(self, group: int, begun: Sequence[Begun]) -> None:
         """The group is closed: this rank begins no operation of it any more, and receives no send.
 
-        Peers that wait for a later operation are told. What has come of one, or was sent, is dropped, and what comes later too.
+        Peers that wait for one that has not begun are told. What has come of such a one, or was sent, is dropped, and so is
+        what comes later.
 
         Args:
-            last: as for `Backend.retire`.
+            begun: as for `Backend.retire`.
         """
         with self._lock:
-            self._closed.add(group, last)
+            self._closed.add(group, begun)
             for stream in [place for place in self._last if place[0] == group]:
                 del self._last[stream]
             self._missed -= {missed for missed in self._missed if missed[1].group == group}
@@ -303,9 +304,9 @@ class Mailbox:
 
     def _last_call(self, key: Key) -> tuple[int, str]:
         """Number and signature of the latest operation in that stream; of one in a closed group the number only."""
-        last = self._closed.last_in(key)
-        if last is not None:
-            return max(last, 0), ""
+        begun = self._closed.begun_in_stream_of(key)
+        if begun is not None:
+            return max(begun.last, 0), ""
         return self._last.get((key.group, key.stream), (0, ""))
 
     def granted(self, peer: int, key: Key, slot: int) -> None:

@@ -208,6 +208,30 @@ def test_who_waits_in_a_simulated_subgroup_for_a_rank_that_closed_it_is_told() -
     assert run_world(3, closes_while_others_wait) == [(2, CLOSED, 0), (2, CLOSED, 0), (2, CLOSED, True)]
 
 
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory", "simulated"])
+def test_who_waits_for_a_number_of_a_stream_that_a_rank_skipped_before_it_closed_the_subgroup_is_told(
+    transport: str,
+) -> None:
+    def body(group: ProcessGroup) -> Any:
+        sub, clock = group.subgroup([1, 0]), group.session.clock
+        assert sub is not None
+        stream = sub.stream()
+        for number in (2, 0):
+            stream.all_reduce(np.ones(4), number).wait()
+        if group.rank:
+            sub.close()
+            clock.parker().park(clock.now() + 2.0)
+        with pytest.raises(GroupAbortedError, match=r"it closed a subgroup in which others wait for it: .* #1") as raised:
+            group.barrier() if group.rank else stream.all_reduce(np.ones(4), 1).wait()
+        return raised.value.rank
+
+    if transport == "simulated":
+        assert run_world(2, body) == [1, 1]
+        return
+    with GrpcWorld(2, transport=transport) as world:
+        assert run_groups([ProcessGroup(backend, timeout=20.0) for backend in world.backends], body) == [1, 1]
+
+
 def closes_between_steps(group: ProcessGroup) -> float:
     """Rank 2 closes a subgroup of which the others take another step; how long they wait to be told."""
     sub, clock = group.subgroup([2, 1, 0]), group.session.clock

@@ -45,6 +45,7 @@ from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.errors import CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
+from ferrorpc.transports.closed_groups import Begun
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
@@ -280,8 +281,8 @@ class DeviceBackend(RawOperations, Backend):
     def _world(self, ranks: Sequence[int]) -> list[int]:
         return [self.world_ranks[rank] for rank in ranks]
 
-    def retire(self, last: Sequence[int]) -> None:
-        self.lanes.retire(last)
+    def retire(self, begun: Sequence[Begun]) -> None:
+        self.lanes.retire(begun)
 
     def abort(self, cause: FerroError) -> None:
         self.lanes.abort(cause)

@@ -8,6 +8,7 @@ import pytest
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
 from ferrorpc.transports import closed_groups, point_to_point
+from ferrorpc.transports.closed_groups import Begun
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, Box, CallRecord, Mailbox
 from ferrorpc.transports.point_to_point import ANY_NUMBER, PostedReceive
@@ -25,6 +26,10 @@ def frame(
 def mailbox() -> tuple[Mailbox, list[FerroError]]:
     reported: list[FerroError] = []
     return Mailbox(1, reported.append), reported
+
+
+def begun_to(*last: int) -> list[Begun]:
+    return [Begun(number) for number in last]
 
 
 def test_a_frame_that_comes_before_the_call_waits_for_it() -> None:
@@ -329,7 +334,7 @@ def test_what_nobody_received_in_a_closed_group_is_dropped_and_what_comes_later_
             if number == 2:
                 limited.deliver(frame(never._replace(group=closed), 0))
                 limited.deliver(frame(begun._replace(group=closed), 0))
-                limited.retire(closed, [3])
+                limited.retire(closed, begun_to(3))
         limited.deliver(frame(never._replace(group=closed), 2))
     assert (reported, limited._inbound, set(limited._boxes)) == ([], {}, {begun, begun._replace(group=8)})
     assert len(limited.enter(begun, "a()", lambda: None).frames) == 1, "its operation is in flight"
@@ -343,7 +348,7 @@ def test_what_waits_in_open_groups_is_received_although_another_closes() -> None
         box_of.deliver(frame(Key(group, 0, 9), 0))
         box_of.deliver(frame(Key(group, 2, 9), 0))
         box_of.deliver(frame(Key(group, 2, 10), 0))
-    box_of.retire(7, [3, -1, 9])
+    box_of.retire(7, begun_to(3, -1, 9))
     for group in (0, 6):
         post = PostedReceive(lambda: None)
         box_of.post(group, 0, 5, post)
@@ -356,7 +361,7 @@ def test_what_waits_in_open_groups_is_received_although_another_closes() -> None
 @pytest.mark.parametrize("never", [Key(7, 0, 4), Key(7, BESIDE, 4), Key(7, 1, 0), Key(7, 2, 10), Key(7, 3, 0)])
 def test_who_waits_for_what_begins_no_more_in_a_closed_group_is_told(never: Key) -> None:
     box_of, reported = mailbox()
-    box_of.retire(7, [3, -1, 9])
+    box_of.retire(7, begun_to(3, -1, 9))
     for begun in (Key(7, 0, 3), Key(7, BESIDE, 3), Key(7, 2, 9), Key(7, BARRIER_STREAM, 5), Key(8, 3, 0)):
         box_of.standing(begun, "a()")
     assert reported == []
@@ -367,7 +372,7 @@ def test_who_waits_for_what_begins_no_more_in_a_closed_group_is_told(never: Key)
 
 def test_the_answer_from_a_closed_group_names_the_last_operation_also_for_what_comes_beside_it() -> None:
     box_of, _ = mailbox()
-    box_of.retire(7, [3, -1, 9])
+    box_of.retire(7, begun_to(3, -1, 9))
     keys = Key(7, 0, 2), Key(7, BESIDE, 2), Key(7, 2 | BESIDE, 8), Key(7, BARRIER_STREAM, 5)
     assert [box_of.standing(key, "a()").last_number for key in keys] == [3, 3, 9, 0]
 
@@ -378,7 +383,7 @@ def test_who_receives_from_a_closed_group_is_told_once_its_sends_have_begun_to_l
     assert box_of.standing(recv, "recv()").standing == ABSENT
     box_of.start_sending(mine, Box())
     box_of.start_sending(mine._replace(group=8), Box())
-    box_of.retire(7, [3])
+    box_of.retire(7, begun_to(3))
     assert [box_of.standing(key, "").standing for key in (recv, mine)] == [ABSENT, FINISHED]
     box_of.stop_sending(mine)
     assert box_of.standing(recv, "recv()").standing == FINISHED
@@ -406,7 +411,7 @@ def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:
         if post is not empty:
             box_of.deliver(frame(Key(7, POINT_TO_POINT, slot), 0, slot=slot, total=8))
         box_of.post(7, 0, slot, post)
-    box_of.retire(7, [3])
+    box_of.retire(7, begun_to(3))
     box_of.deliver(frame(Key(7, POINT_TO_POINT, 5), 0, slot=5, total=8, offset=4))
     box_of.unpost(7, 0, 7, empty)
     box_of.put_back(7, 0, 5, matched)
@@ -421,18 +426,18 @@ def test_of_a_closed_group_only_the_last_numbers_are_kept() -> None:
         box_of.record(Key(group, 0, 2), "a()")
         box_of.enter(Key(group, 1, 5), "a()", lambda: None)
         assert not box_of.missed_before(0, in_flight)
-        box_of.retire(group, [3, 5])
+        box_of.retire(group, begun_to(3, 5))
         box_of.enter(in_flight, "a()", lambda: None)
         assert box_of.standing(Key(group, 0, 1), "a()").standing == FINISHED
         box_of.leave(in_flight)
-    assert (box_of._last, box_of._missed, box_of._closed._last) == ({}, set(), {7: (3, 5), 8: (3, 5)})
+    assert (box_of._last, box_of._missed, box_of._closed._begun) == ({}, set(), dict.fromkeys((7, 8), tuple(begun_to(3, 5))))
 
 
 def test_of_groups_that_closed_long_ago_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closed_groups, "CLOSED_GROUPS_MAX", 10)
     box_of, _ = mailbox()
     for group in range(1, 30):
-        box_of.retire(group, [3])
+        box_of.retire(group, begun_to(3))
     assert [group for group in range(40) if group in box_of._closed] == list(range(20, 30))
 
 
