@@ -175,10 +175,10 @@ class ProcessGroup(Collectives):
         """
         chosen = ranks_of(ranks, self._size)
         note = f"subgroup of ranks {chosen}"
-        self._run(Operation.BARRIER, [], NOTHING, False, timeout, note=note)
         try:
+            self._run(Operation.BARRIER, [], NOTHING, False, timeout, note=note)
             return self._subgroup_of(chosen)
-        except KeyboardInterrupt as error:  # the others have the subgroup
+        except KeyboardInterrupt as error:  # the others may have the subgroup
             self.abort(error)
             raise
 

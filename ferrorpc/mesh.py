@@ -9,6 +9,7 @@ from typing import Any
 
 from ferrorpc.consistency import require_same
 from ferrorpc.errors import UsageError
+from ferrorpc.failure import interrupts_told
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.types import integer_of
 
@@ -36,15 +37,16 @@ class Mesh:
         group = group_given(group)
         _check(dimensions, group.size)
         self._sizes = {name: int(size) for name, size in dimensions.items()}
-        require_same(group, "dimensions of the mesh", "\n".join(f"{name} {size}" for name, size in self._sizes.items()))
         self.group = group
         self._coordinates = list(product(*(range(size) for size in self._sizes.values())))
         self._groups: dict[str, ProcessGroup] = {}
-        for axis, name in enumerate(self._sizes):
-            for ranks in self._lines(axis):
-                along = group.subgroup(ranks)
-                if along is not None:
-                    self._groups[name] = along
+        with interrupts_told(group):
+            require_same(group, "dimensions of the mesh", "\n".join(f"{name} {size}" for name, size in self._sizes.items()))
+            for axis, name in enumerate(self._sizes):
+                for ranks in self._lines(axis):
+                    along = group.subgroup(ranks)
+                    if along is not None:
+                        self._groups[name] = along
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -83,6 +83,25 @@ def of_a_subgroup(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Calla
     return lambda: group.subgroup([0, 1])
 
 
+def of_a_subgroup_that_was_agreed_on(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    agree = group._run
+
+    def struck(*given: Any, **named: Any) -> None:
+        agree(*given, **named)
+        if "note" in named:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    if group.rank == 0:
+        monkeypatch.setattr(group, "_run", struck)
+    return lambda: group.subgroup([0, 1])
+
+
+def of_a_mesh(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    interrupt_at(monkeypatch, ProcessGroup, "subgroup", group.rank == 0)
+    return lambda: ferrorpc.Mesh({"row": 1, "column": 2}, group)
+
+
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, is_struck: bool) -> None:
     """As Ctrl-C does in the thread that calls this, once."""
     plain, me = getattr(place, name), threading.get_ident()
@@ -96,7 +115,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, is_stru
     monkeypatch.setattr(place, name, struck)
 
 
-@pytest.mark.parametrize("call", [of_a_step, of_gradients, of_a_subgroup])
+@pytest.mark.parametrize("call", [of_a_step, of_gradients, of_a_subgroup, of_a_subgroup_that_was_agreed_on, of_a_mesh])
 def test_the_others_learn_of_an_interrupt_outside_of_operations(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[ProcessGroup, pytest.MonkeyPatch], Callable[[], object]]
 ) -> None:
