@@ -56,7 +56,8 @@ class Work(Generic[Result]):
 
     `wait` may time out any number of times without consuming the result; under asyncio `await work` waits without blocking the
     loop. `done` and `exception` never block. An error that nobody has looked at is logged when the handle is deleted: once
-    where one cause ended many operations, and not at all if it was seen on another of them.
+    where one cause ended many operations, and not at all if it was seen on another of them, or is this rank's own interrupt or
+    abort.
     """
 
     translate_error: Callable[[BaseException], BaseException] | None = None

@@ -122,9 +122,11 @@ class Dispatch:
             )
 
     def end(self, cause: FerroError) -> None:
-        """Ends the generation on every rank. Returns once this rank knows of it, so that no operation begins afterwards."""
+        """Ends the generation on every rank. Returns once this rank knows of it, so that no operation begins afterwards. Its
+        caller knows why, so the log tells of no operation that ends thereby and that nobody looks at."""
         guard = self.guard(0.0)
-        verdict(guard, cause, self.backend.abort, guard.clock.parker())
+        if guard.latch.cause is None:
+            verdict(guard, cause, self.backend.abort, guard.clock.parker()).mark_shown()
 
     def open_stream(self, channels: int | None) -> int:
         """Opens a stream and returns its number. Ranks agree on it by opening streams in the same order."""
@@ -279,9 +281,7 @@ class Dispatch:
 
     def interrupted(self, label: str, interrupt: str = "KeyboardInterrupt") -> None:
         """Ends the generation after an interrupt in an operation with a number: the other ranks wait for this one."""
-        if self.backend.latch.cause is None:
-            rank = self.backend.world_ranks[self.backend.rank]
-            self.end(GroupAbortedError(rank, f"{interrupt} during {label}"))
+        self.end(GroupAbortedError(self.backend.world_ranks[self.backend.rank], f"{interrupt} during {label}"))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""

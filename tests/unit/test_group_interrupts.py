@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import re
@@ -21,6 +22,7 @@ from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives import driver, prepared
 from ferrorpc.collectives.point_to_point import RecvExecution
 from ferrorpc.ddp import synchroniser, zero
+from ferrorpc.ddp.shards import Shard
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Into, New, Result
 from ferrorpc.testing import run_world
@@ -132,6 +134,26 @@ def test_the_others_learn_of_an_interrupt_outside_of_operations(
         return broken.value.cause
 
     assert run_world(2, body, timeout=10.0) == ["KeyboardInterrupt"] * 2
+
+
+def test_of_what_an_optimizer_had_begun_when_it_was_interrupted_nobody_hears_that_nobody_looked_at_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(group: ProcessGroup) -> None:
+        optimizer = ferrorpc.ZeroOptimizer(
+            {"v": LONG.copy(), "w": LONG.copy()}, group, ferrorpc.rules.SGD(0.1), bucket_cap_mb=1
+        )
+        latch, clock = group._backend.latch, group.session.clock
+        if group.rank == 0:
+            interrupt_at(monkeypatch, Shard, "extract", is_struck=True)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step({"v": LONG, "w": LONG})
+        while latch.cause is None:  # without a look at it
+            clock.parker().park(clock.now() + 0.1)
+        gc.collect()
+
+    run_world(2, body, timeout=10.0)
+    assert "nobody looked" not in caplog.text
 
 
 def test_an_error_of_a_signal_handler_is_the_users_own_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
