@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from socket import socket
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.members import join
 from tests.threads import SECONDS
 from tests.unit.test_interrupted_ends import was_struck
+from tests.waiting import eventually
 
 FILES = ("ferrorpc/bootstrap/process_group.py", "ferrorpc/coordination/session.py")
 
@@ -65,17 +67,49 @@ def test_the_others_are_told_of_an_interrupt_as_the_rendezvous_ends(
     other.leave()
 
 
+def serve_at(ports: list[int]) -> WorkerServer:
+    """Starts a server for peers, and notes its port as soon as it is known."""
+
+    class Noting(WorkerServer):
+        def _listen(self, bind_host: str) -> int:
+            ports.append(super()._listen(bind_host))
+            return ports[-1]
+
+    return Noting("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK)
+
+
+def is_refused(port: int) -> bool:
+    with socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_no_interrupt_strikes_within_grpc_as_a_server_for_peers_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it looks for signals if this is the main thread; it could not stop what it has started in part."""
+    main_thread, me, ports = threading.main_thread, threading.get_ident(), list[int]()
+
+    def strike() -> threading.Thread:
+        if threading.get_ident() == me:
+            raise KeyboardInterrupt
+        return main_thread()
+
+    monkeypatch.setattr(threading, "main_thread", strike)
+    serve_at(ports).close()
+    eventually(partial(is_refused, ports[0]), "the end of the server")
+
+
 def test_a_server_for_peers_that_is_interrupted_as_its_thread_starts_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = threading.Thread.start, list[threading.Thread]()
 
     def strike(thread: threading.Thread) -> None:
         start(thread)
         started.append(thread)
-        raise KeyboardInterrupt
+        if len(started) == 1:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", strike)
         with pytest.raises(KeyboardInterrupt):
             WorkerServer("127.0.0.1", "127.0.0.1")
-    started[0].join(SECONDS)
-    assert not started[0].is_alive()
+    for thread in started:
+        thread.join(SECONDS)
+        assert not thread.is_alive()

@@ -15,6 +15,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Final, Protocol
 
 import grpc
@@ -139,17 +141,33 @@ class WorkerServer:
         self._server.add_generic_rpc_handlers((_Method(self._stream),))
         self._port = self._listen(bind_host)
         self.advertise(advertise_host)
-        self._start()
         _open_servers.add(self)
+        self._start()  # the last step: nobody else would stop it
 
     def _start(self) -> None:
+        """Starts gRPC's server, on a thread that no interrupt strikes: gRPC cannot stop what it has started in part."""
+        started = Future[None]()
+        try:
+            SYSTEM_CLOCK.start(partial(self._start_apart, started), "ferrorpc-server")
+            started.result()
+        except BaseException:
+            _open_servers.discard(self)
+            if not started.cancel():
+                wait([started])
+                with contextlib.suppress(RuntimeError):
+                    self._server.stop(0.0)  # else it goes on listening, and gRPC waits for its thread when the process exits
+            raise
+
+    def _start_apart(self, started: Future[None]) -> None:
+        if not started.set_running_or_notify_cancel():
+            return
         try:
             with thread_needed("of gRPC's server"):
                 self._server.start()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                self._server.stop(0.0)  # else it goes on listening, and gRPC waits for its thread when the process exits
-            raise
+        except BaseException as error:  # noqa: BLE001  the thread that waits raises it
+            started.set_exception(error)
+        else:
+            started.set_result(None)
 
     def _listen(self, bind_host: str) -> int:
         listen = join_address(bind_host, 0)
