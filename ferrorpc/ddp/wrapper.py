@@ -62,7 +62,11 @@ class Wrapper:
     def accumulate(self, count: int) -> Iterator[int]:
         """For a batch in `count` parts: `for part in ddp.accumulate(4)` yields 0 to 3, and gradients are averaged with the last
         part. They accumulate until then, so scale each part's loss by its share. Counts may differ between ranks. Not within
-        another one of the same module: that raises UsageError as the outer one goes on."""
+        another one of the same module: that raises UsageError as the outer one goes on.
+
+        A loop that ends before the last part, as where the data end, averages nothing, and the gradients keep the sum: give the
+        count of parts that there are. Write `zip(ddp.accumulate(4), loader)`: the other way round takes a fifth batch from the
+        loader and drops it."""
         return self._replica.accumulate(count)
 
     def uneven(self, follow: Callable[[], Any] | None = None) -> AbstractContextManager[None]:

@@ -75,7 +75,7 @@ def serve_at(ports: list[int]) -> WorkerServer:
             ports.append(super()._listen(bind_host))
             return ports[-1]
 
-    return Noting("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK)
+    return Noting("127.0.0.1", "127.0.0.1")
 
 
 def is_refused(port: int) -> bool:
