@@ -130,6 +130,7 @@ class Progress:
         """Clock time at which the thread looks at the timers next; FOREVER also while it is awake and may have done so."""
         self._lock = threading.Lock()
         self._started = False
+        self._threads = itertools.count()
         self._device: Device | None = None
         """The device that was made current on the thread; None before the first."""
 
@@ -182,6 +183,8 @@ class Progress:
         self._parker.unpark()  # in any case: an interrupt may have kept an earlier call from it
 
     def _run(self) -> None:
+        if next(self._threads):
+            return  # an interrupt struck as the first thread was started, so that there are two
         while True:
             while self._ready:
                 entry = self._ready.popleft()

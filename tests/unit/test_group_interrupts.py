@@ -23,12 +23,14 @@ from ferrorpc.collectives import driver, prepared
 from ferrorpc.collectives.point_to_point import RecvExecution
 from ferrorpc.ddp import synchroniser, zero
 from ferrorpc.ddp.shards import Shard
+from ferrorpc.guard import SystemClock
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Into, New, Result
 from ferrorpc.testing import run_world
 from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.transports.mailbox import Mailbox
 from tests.interrupts import InterruptAt
+from tests.waiting import eventually
 
 X = np.ones(3, np.float32)
 LONG = np.ones(1 << 19, np.float32)
@@ -405,6 +407,30 @@ def test_a_message_that_cannot_be_made_into_an_array_stays_for_the_next_recv(mon
             np.testing.assert_array_equal(group.recv(0), long)
 
     run_world(2, body, timeout=10.0)
+
+
+def test_an_interrupt_as_the_progress_thread_starts_leaves_one_thread() -> None:
+    """Two would take from each other what they look at."""
+
+    class Struck(SystemClock):
+        def __init__(self) -> None:
+            self.threads = list[threading.Thread]()
+
+        def start(self, body: Callable[[], None], name: str) -> None:
+            thread = threading.Thread(target=body, name=name, daemon=True)
+            self.threads.append(thread)
+            thread.start()
+            if len(self.threads) == 1:
+                raise KeyboardInterrupt
+
+    clock = Struck()
+    with pytest.raises(KeyboardInterrupt):
+        ProcessGroup(SimulatedBackend.create_group(2, clock=clock)[0], 5.0).recv(1, async_op=True)
+    mine, other = (ProcessGroup(each, 5.0) for each in SimulatedBackend.create_group(2, clock=clock))
+    work = mine.recv(1, async_op=True)
+    other.send(X, 0)
+    np.testing.assert_array_equal(work.wait(), X)
+    eventually(lambda: sum(thread.is_alive() for thread in clock.threads) == 1, "the end of the second thread", 5.0)
 
 
 def is_ours(file: str) -> bool:
