@@ -252,7 +252,7 @@ class BarrierTimeoutError(CollectiveTimeoutError):
 
 
 class StoreTimeoutError(FerroError, TimeoutError):
-    """A wait on the store passed its deadline; the store is unchanged."""
+    """A wait on the store passed its deadline, or the coordinator did not answer in time; then a write may have happened."""
 
     code = ErrorCode.STORE_TIMEOUT
     default_hint = "check that another rank sets this key, and its spelling; or pass a larger timeout="

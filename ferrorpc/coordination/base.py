@@ -57,8 +57,9 @@ class Store(ABC):
     without blanks, values bytes up to 1 MiB.
 
     Every method raises LimitExceededError past a limit, and CoordinatorUnavailableError if the coordinator stays unreachable. A
-    method that raises leaves the store unchanged. From a restart in which the coordinator lost the store until this process is
-    in the next generation they raise StaleGenerationError.
+    refusal, such as LimitExceededError or UsageError, leaves the store unchanged. A write that ends with StoreTimeoutError or
+    CoordinatorUnavailableError has had no answer: it may have been carried out, or still be. From a restart in which the
+    coordinator lost the store until this process is in the next generation they raise StaleGenerationError.
     """
 
     def __getstate__(self) -> NoReturn:

@@ -103,8 +103,8 @@ class RemoteStore(Store):
             raise self._connection.ended_by.again()
         while not self._turns.wait_for(self._take_turn, SYSTEM_CLOCK.now() + self._timeout):
             if not self._connection.outage():
-                others = f"{WRITES_MAX} others have no answer"
-                raise StoreTimeoutError(f"{label} had no turn for {self._timeout:g} s: {others}")
+                text = f"{label} had no turn for {self._timeout:g} s: {WRITES_MAX} others have no answer"
+                raise StoreTimeoutError(text, hint="look at the coordinator's log; this write was not sent")
         try:
             return self._ask(label, **operation)
         finally:
@@ -123,5 +123,11 @@ class RemoteStore(Store):
         memory.check()
         request = wire.StoreRequest(request_id=next(self._request_ids), **operation)  # type: ignore[arg-type]
         seconds = seconds_of(seconds, self._timeout)
-        response: wire.StoreResponse = self._connection.ask(label, seconds, StoreTimeoutError, memory, store=request)
+        response: wire.StoreResponse = self._connection.ask(label, seconds, _unanswered, memory, store=request)
         return response
+
+
+def _unanswered(message: str) -> StoreTimeoutError:
+    """The error for a coordinator that is reachable but does not answer, not even that nobody has set a key."""
+    hint = "look at the coordinator's log: its journal's disk may be stuck; a write may have been carried out, or still be"
+    return StoreTimeoutError(message, hint=hint)
