@@ -60,6 +60,9 @@ class Store(ABC):
     refusal, such as LimitExceededError or UsageError, leaves the store unchanged. A write that ends with StoreTimeoutError or
     CoordinatorUnavailableError has had no answer: it may have been carried out, or still be. From a restart in which the
     coordinator lost the store until this process is in the next generation they raise StaleGenerationError.
+
+    A timeout counts while the coordinator can be reached. An outage is waited for besides, at most FERRORPC_MAX_OUTAGE, even
+    with a timeout of 0.
     """
 
     def __getstate__(self) -> NoReturn:
