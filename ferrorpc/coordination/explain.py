@@ -37,7 +37,7 @@ def explain_wait(request: Request, stream: SessionStream | None, status_request:
         reason = status.waiting_reason or "the round is about to close"
     elif kind == "barrier":
         reason = _barrier_reason(request, status)
-    elif kind == "store":
+    elif kind == "store" and request.frame.store.WhichOneof("operation") in ("get", "wait"):
         reason = "nobody has set what is waited for"
     else:
         reason = "no answer yet"

@@ -5,7 +5,7 @@
 
 Nothing that a client was told may be lost. So each Send, Reply and Close waits until every Persist of its own step and earlier
 ones is durable. While one group is being written the next is filled, and all rows of one turn of the event loop share a group.
-Without a journal nothing waits.
+Without a journal nothing waits. Nor does a status: it is a view, on which nobody builds, and is needed when the disk is stuck.
 
 Everything here runs on one event loop, without locks and without a task per message. An exception from the state machine is a
 bug that may have left memory and journal inconsistent; an exception while sending has left somebody without an answer. The
@@ -205,7 +205,7 @@ class Driver:
         outgoing = self._buffer_rows(effects)
         needs = self._filling if self._rows else self._written
         for effect in outgoing:
-            if needs > self._durable:
+            if needs > self._durable and not _is_status(effect):
                 recipients = self._recipients(effect)
                 for queue, size_bytes in recipients:
                     queue.reserve(size_bytes)
@@ -353,6 +353,10 @@ class Driver:
         if queue is not None and not queue.overflowed and not queue.push(data):
             _log.warning("stream %d leaves too much unread and is disconnected; it may resume", stream)
             self._loop.call_soon(self.disconnect, stream)
+
+
+def _is_status(effect: Outgoing) -> bool:
+    return isinstance(effect, Reply) and isinstance(effect.message, session_pb2.StatusResponse)
 
 
 def _log_note(note: Note) -> None:

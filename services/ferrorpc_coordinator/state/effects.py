@@ -2,7 +2,8 @@
 
 Their order matters. Within one step every `Persist` comes before the first answer, and an answer may be sent only when all
 `Persist` effects emitted before it are durable. One queue is enough for that: the driver passes rows to the journal, counts
-them, and holds each answer until that many are on disk. Heartbeats cause no answers, so they never wait for a disk.
+them, and holds each answer but a status until that many are on disk. Heartbeats cause no answers, so they never wait for
+a disk.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ferrorpc.v1 import identity_pb2
 from ferrorpc.v1.barrier_pb2 import BarrierRequest
 from ferrorpc.v1.rendezvous_pb2 import JoinRequest
 from ferrorpc.v1.session_pb2 import BarrierStatus, ClientFrame, DescribeRequest, StatusRequest, StatusResponse
-from ferrorpc.v1.store_pb2 import StoreRequest
+from ferrorpc.v1.store_pb2 import SetOperation, StoreRequest, WaitOperation
 
 
 def said(status: StatusResponse | None = None, **body: Any) -> str:
@@ -31,7 +31,8 @@ def member(rank: int, state: int = identity_pb2.MEMBER_STATE_ACTIVE) -> identity
     ("body", "words"),
     [
         ({"join": JoinRequest()}, "the round is about to close"),
-        ({"store": StoreRequest()}, "nobody has set what is waited for"),
+        ({"store": StoreRequest(wait=WaitOperation())}, "nobody has set what is waited for"),
+        ({"store": StoreRequest(set=SetOperation())}, "no answer yet"),
         ({"describe": DescribeRequest()}, "no answer yet"),
         ({"barrier": BarrierRequest(name="epoch", generation=1, ordinal=2)}, "the coordinator has no such barrier open"),
     ],
