@@ -393,7 +393,7 @@ def damaged(directory: Path, what: object) -> ConfigError:
     """The error for a journal with invalid content."""
     return ConfigError(
         f"the journal in {directory} cannot be read: {what}",
-        hint="restore the directory from a copy, or start with an empty --data-dir (a new cluster: every member joins again)",
+        hint="restore a copy to an empty directory, or start with an empty --data-dir (a new cluster: all members join again)",
     )
 
 
