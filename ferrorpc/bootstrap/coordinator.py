@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ferrorpc.config import Config
 from ferrorpc.coordination import process_exit
 from ferrorpc.errors import ConfigError
-from ferrorpc.wire.address import is_loopback, join_address, split_address
+from ferrorpc.wire.address import is_loopback, is_taken, join_address, split_address
 
 START_SECONDS: Final = 30.0
 PORT_SECONDS: Final = 8.0
@@ -133,30 +131,11 @@ def _await_port(listen: str) -> None:
     host, port = split_address(listen)
     until = time.monotonic() + PORT_SECONDS
     logged = False
-    while _is_taken(host, port) and time.monotonic() < until:
+    while is_taken(host, port) and time.monotonic() < until:
         if not logged:
             logged = True
             _log.warning("%s is taken: if by the coordinator of a run before, it ends within %g s", listen, PORT_SECONDS)
         time.sleep(_POLL_SECONDS)
-
-
-def _is_taken(host: str, port: int) -> bool:
-    """Whether a socket is bound there. Other problems of the address are left for the coordinator to report."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return any(_is_bound(family, address) for family, _, _, _, address in found)
-
-
-def _is_bound(family: socket.AddressFamily, address: Any) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
-            probe.bind(address)
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
-    return False
 
 
 def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, int, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
+from typing import Any
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -41,6 +43,25 @@ def is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return False
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether a socket is bound to this port of any of the host's addresses. Other problems of the host are no reason."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_is_bound(family, address) for family, _, _, _, address in found)
+
+
+def _is_bound(family: socket.AddressFamily, address: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
+            probe.bind(address)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:

@@ -23,7 +23,7 @@ import grpc.aio
 
 from ferrorpc.errors import AuthenticationError, ConfigError
 from ferrorpc.wire import options as wire_options
-from ferrorpc.wire.address import is_loopback, join_address, split_address
+from ferrorpc.wire.address import is_loopback, is_taken, join_address, split_address
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.health import Health
@@ -323,16 +323,15 @@ def _recovered(options: Options, rows: list[Row], access: Access) -> Coordinator
 
 
 def _bind(server: grpc.aio.Server, options: Options) -> str:
-    try:
-        if options.tls is None:
-            port = server.add_insecure_port(options.listen)
-        else:
-            port = server.add_secure_port(options.listen, options.tls.server_credentials())
-    except RuntimeError:
+    listen, tls, port = options.listen, options.tls, 0
+    if not is_taken(*split_address(listen)):  # of a name gRPC would be content with the addresses that are free
+        with contextlib.suppress(RuntimeError):
+            port = server.add_insecure_port(listen) if tls is None else server.add_secure_port(listen, tls.server_credentials())
+    if not port:
         raise ConfigError(
-            f"cannot listen on {options.listen}: the port is in use, or the host is not an address of this machine",
+            f"cannot listen on {listen}: the port is in use, or the host is not an address of this machine",
             hint="stop what uses it (perhaps another coordinator), or give another --listen",
-        ) from None
+        )
     return join_address(_host_of(options), port)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ferrorpc_coordinator import server
@@ -87,6 +89,21 @@ def test_handlers_that_still_run_when_the_last_call_has_ended_are_waited_for(mon
         for number, handler in before.items():
             signal.signal(number, handler)
     assert returned == ["handler"]
+
+
+def test_a_name_is_refused_if_any_of_its_addresses_is_taken(monkeypatch):
+    """gRPC would listen on the others, and of two coordinators each rank would find one or the other."""
+
+    def both(host, port, **_):
+        return [(socket.AF_INET6, 1, 6, "", ("::1", port, 0, 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", port))]
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        content = SimpleNamespace(add_insecure_port=lambda address: port)
+        with pytest.raises(ConfigError, match=f"cannot listen on localhost:{port}: the port is in use"):
+            server._bind(content, replace(OPTIONS, listen=f"localhost:{port}"))
+    assert server._bind(content, replace(OPTIONS, listen=f"localhost:{port}")) == f"localhost:{port}"
 
 
 MEMBERS_ONLY = TlsFiles("ca", "certificate", "key")

@@ -1,8 +1,10 @@
 """Addresses as people write them."""
 
+import socket
+
 import pytest
 
-from ferrorpc.wire.address import is_loopback, is_wildcard, join_address, split_address
+from ferrorpc.wire.address import is_loopback, is_taken, is_wildcard, join_address, split_address
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,8 @@ def test_what_listens_everywhere(host):
 def test_what_others_reach(host):
     assert not is_loopback(host)
     assert not is_wildcard(host)
+
+
+def test_a_family_of_addresses_that_the_host_lacks_is_not_taken(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(99, 1, 6, "", ("::1", 1, 0, 0))])
+    assert not is_taken("localhost", 1)
