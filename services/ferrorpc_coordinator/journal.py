@@ -11,7 +11,8 @@ for lost data): `failed` is called and the coordinator stops.
 Every row has a checksum of its own, because SQLite does not notice a flipped bit in a value. If one does not match, the
 coordinator does not start.
 
-Opening takes a file lock, which the kernel releases when its holder dies, so two coordinators never write one journal.
+Opening locks the directory and a file in it. The kernel releases the locks when their holder dies, so two coordinators never
+write one journal.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ class Journal:
     3. `done` of a group is called once, after it is durable. 4. The rows read at opening are those of a prefix of the groups.
     """
 
-    def __init__(self, directory: Path, lock: int, connection: sqlite3.Connection, reserve_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, locks: contextlib.ExitStack, connection: sqlite3.Connection, reserve_bytes: int
+    ) -> None:
         self._directory = directory
-        self._lock = lock
+        self._locks = locks
         self._connection = connection
         self._reserve = directory / _RESERVE
         self._reserve_bytes = reserve_bytes
@@ -87,7 +90,7 @@ class Journal:
         """
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = _take_lock(directory)
+            locks = _take_locks(directory)
         except OSError as error:
             raise ConfigError(
                 f"the data directory {directory} cannot be used: {error.strerror}", hint="give another --data-dir"
@@ -97,9 +100,9 @@ class Journal:
                 _empty(directory / _RESERVE)
             connection = _connect(directory / _DATABASE)
         except BaseException:
-            os.close(lock)
+            locks.close()
             raise
-        journal = cls(directory, lock, connection, reserve_bytes)
+        journal = cls(directory, locks, connection, reserve_bytes)
         if not journal._take_reserve():
             journal._mark_full()
         return journal
@@ -146,7 +149,7 @@ class Journal:
                 return
             self._thread = None
         self._connection.close()
-        os.close(self._lock)
+        self._locks.close()
 
     def commit(self, group: Sequence[Row]) -> None:
         """Writes one group and returns when it is durable. The writer thread calls this for `write`.
@@ -299,26 +302,45 @@ def _empty(reserve: Path) -> None:
         os.truncate(reserve, 0)
 
 
-def _take_lock(directory: Path) -> int:
-    handle = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+def _take_locks(directory: Path) -> contextlib.ExitStack:
+    """Locks the directory, because somebody may remove a file in it, and a file, because NFS locks no directories."""
+    with contextlib.ExitStack() as handles:
+        own = os.open(directory, os.O_RDONLY)
+        handles.callback(os.close, own)
+        file = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        handles.callback(os.close, file)
+        try:
+            _lock(own)
+            problem = _lock(file)
+        except BlockingIOError:
+            holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise ConfigError(
+                f"the data directory {directory} is in use by another coordinator (process {holder})",
+                hint="stop that coordinator first, or give this one another --data-dir",
+            ) from None
+        if problem:
+            raise ConfigError(
+                f"the data directory {directory} cannot be used: its file system has no locks ({problem})",
+                hint="give a --data-dir on another file system, or mount this one with locks",
+            )
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        return handles.pop_all()
+
+
+def _lock(handle: int) -> str:
+    """Locks a file or a directory. Returns why it cannot be locked at all; empty if it is locked now.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(handle)
-        raise ConfigError(
-            f"the data directory {directory} is in use by another coordinator (process {holder})",
-            hint="stop that coordinator first, or give this one another --data-dir",
-        ) from None
+        raise
     except OSError as error:
-        os.close(handle)
-        raise ConfigError(
-            f"the data directory {directory} cannot be used: its file system has no locks ({error.strerror})",
-            hint="give a --data-dir on another file system, or mount this one with locks",
-        ) from None
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-    return handle
+        return os.strerror(error.errno or 0)
+    return ""
 
 
 def _connect(path: Path) -> sqlite3.Connection:

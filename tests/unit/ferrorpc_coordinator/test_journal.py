@@ -1,9 +1,12 @@
 """The journal alone: what is committed is there after reopening, one opener at a time, and a full disk is survived."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -98,6 +101,30 @@ def test_a_second_coordinator_is_refused_and_told_the_process_that_has_it(tmp_pa
     again = opened(tmp_path)
     assert (tmp_path / "data" / "lock").read_text() == f"{os.getpid()}\n"
     again.close()
+
+
+def test_a_second_coordinator_is_refused_where_somebody_has_removed_the_lock_file(tmp_path):
+    """As programs do that tidy up what has not been touched for days."""
+    journal = opened(tmp_path)
+    (tmp_path / "data" / "lock").unlink()
+    with pytest.raises(ConfigError, match=r"in use by another coordinator \(process unknown\)"):
+        opened(tmp_path)
+    journal.close()
+    opened(tmp_path).close()
+
+
+def test_where_directories_cannot_be_locked_the_lock_file_keeps_others_out(tmp_path, monkeypatch):
+    def as_on_nfs(handle, operation):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(handle, operation)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", as_on_nfs)
+    journal = opened(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another coordinator"):
+        opened(tmp_path)
+    journal.close()
 
 
 def test_a_journal_of_a_newer_format_is_refused(tmp_path):
