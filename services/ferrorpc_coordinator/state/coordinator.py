@@ -146,6 +146,7 @@ class Coordinator:
             self._check_hello(hello, caller)
             job = self._job(hello.job)
             member, before = job.connect(stream, hello)
+            self._keep(job)
         except FerroError as error:
             self._shared.heard()
             refused = session_pb2.ServerFrame(event=session_pb2.Event(fenced=detail_of(error)))
@@ -202,8 +203,10 @@ class Coordinator:
                 self._shared.effects.reply(job.context, call, page)
             elif isinstance(request, session_pb2.UnaryReportRequest):
                 removes = request.request.HasField("removal")
-                job = self._known_job(request, caller) if removes else self._job(request.job)
+                job = self._known_job(request, caller) if removes else self._job(request.job, begins=False)
                 job.call_report(Requester(call, None, ""), request.request)
+                if len(self._jobs) < self.settings.limits.jobs:  # what ended before it joined takes the place of no other job
+                    self._keep(job)
             else:
                 self._unary_request(call, request)
         except FerroError as error:
@@ -223,6 +226,8 @@ class Coordinator:
             job.store.request(requester, request.request)
         else:
             job.call_barrier(requester, request.request)
+        if not only_reads:
+            self._keep(job)
 
     def _cancelled(self, call: int) -> None:
         known = self._calls.pop(call, None)
@@ -257,7 +262,10 @@ class Coordinator:
         return job
 
     def _job(self, name: str, *, begins: bool = True) -> Job:
-        """The job of this name, which begins with its first request, unless that leaves nothing in it: then an empty one.
+        """The job of this name, or an empty one, which begins with `_keep`, once its first request has been accepted.
+
+        Args:
+            begins: whether it may begin, so that there must be room for it.
 
         Raises:
             ConfigError, LimitExceededError: the name is invalid, or there are too many jobs.
@@ -265,27 +273,37 @@ class Coordinator:
         job = self._jobs.get(name)
         if job is None:
             check_name("job name", name, self.settings.limits.name_bytes)
-            if not begins:
-                return Job(self._shared, name)
-            if len(self._jobs) >= self.settings.limits.jobs:
-                self._evict_ended_job()
-            require("jobs of this coordinator", len(self._jobs) + 1, "jobs", self.settings.limits.jobs)
-            job = self._jobs[name] = Job(self._shared, name)
+            if begins and not self._ended_jobs():
+                require("jobs of this coordinator", len(self._jobs) + 1, "jobs", self.settings.limits.jobs)
+            job = Job(self._shared, name)
         return job
 
+    def _keep(self, job: Job) -> None:
+        """Keeps a job that begins, and removes the job that ended first where there is no other room for it."""
+        name = job.context.job
+        if name in self._jobs:
+            return
+        if len(self._jobs) >= self.settings.limits.jobs:
+            self._evict_ended_job()
+        self._jobs[name] = job
+
+    def _ended_jobs(self) -> list[str]:
+        """Names of the jobs that have no living member, and in which nobody waits."""
+        waiting = {job.context.job for job, _ in self._calls.values()}
+        return [name for name, job in self._jobs.items() if job.members.living == 0 and name not in waiting]
+
     def _evict_ended_job(self) -> None:
-        """Removes the job that ended first, to make room for a new one.
+        """Removes the job that ended first, to make room for a new one; one that holds nothing goes before all others.
 
         Jobs that are only waiting for new processes count as ended last. One that never had a member ended when it began; where
         the coordinator has restarted since, with the restart.
         """
-        waiting = {job.context.job for job, _ in self._calls.values()}
-        ended = [name for name, job in self._jobs.items() if job.members.living == 0 and name not in waiting]
-        if ended:
-            first = min(ended, key=lambda name: self._jobs[name].members.empty_since)
-            self._jobs.pop(first).erase()
-            text = f"removed, with its store, to make room for a new job: of {self.settings.limits.jobs} jobs it ended first"
-            self._shared.effects.note(Note(first, "forgotten", text, -1, 0))
+        first = min(
+            self._ended_jobs(), key=lambda name: (self._jobs[name].holds_anything, self._jobs[name].members.empty_since)
+        )
+        self._jobs.pop(first).erase()
+        text = f"removed, with its store, to make room for a new job: of {self.settings.limits.jobs} jobs it ended first"
+        self._shared.effects.note(Note(first, "forgotten", text, -1, 0))
 
     def _recover(self) -> None:
         by_job: dict[str, dict[str, dict[str, bytes]]] = {}

@@ -61,6 +61,11 @@ class Job:
             "describe": self._describe,
         }
 
+    @property
+    def holds_anything(self) -> bool:
+        """Whether it has values in its store, or knows members, living or gone."""
+        return len(self.store.keyspace) > 0 or any(True for _ in self.members)
+
     # -- sessions ------------------------------------------------------------------------------------------------------
 
     def connect(self, stream: int, hello: session_pb2.Hello) -> tuple[Member, int | None]:

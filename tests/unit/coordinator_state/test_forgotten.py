@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from ferrorpc_coordinator.state.barriers import OUTCOME_BYTES
+from ferrorpc_coordinator.state.events import UnaryRequest
 from ferrorpc_coordinator.state.settings import Limits, Settings
 
-from ferrorpc.v1 import session_pb2, store_pb2
+from ferrorpc.v1 import barrier_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import arrive, join, set_
 
@@ -80,6 +81,45 @@ def test_who_waits_in_an_unknown_job_begins_it(wait: dict[str, Any]) -> None:
     join(world, "a")
     set_(world, "a", "k", b"v")
     assert isinstance(world.replies[waits], session_pb2.UnaryStoreResponse)
+
+
+def ended_jobs_with_a_store(world: World, *names: str) -> None:
+    for name in names:
+        set_a = store_pb2.StoreRequest(set=store_pb2.SetOperation(key="result", value=b"v"))
+        world.call(session_pb2.UnaryStoreRequest(job=name, request=set_a))
+
+
+def exit_of(job: str) -> session_pb2.UnaryReportRequest:
+    """What a launcher reports of a program that never joined."""
+    report = session_pb2.ReportRequest(exit=session_pb2.ProcessExit(name="box-0", instance_id="i", returncode=1))
+    return session_pb2.UnaryReportRequest(job=job, request=report)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        session_pb2.UnaryStoreRequest(job="typo", request=store_pb2.StoreRequest(set=store_pb2.SetOperation(key="bad key"))),
+        session_pb2.UnaryStoreRequest(job="typo", request=store_pb2.StoreRequest()),
+        session_pb2.UnaryBarrierRequest(job="typo", request=barrier_pb2.BarrierRequest(name="x", generation=1)),
+        session_pb2.UnaryReportRequest(job="typo"),
+        exit_of("typo"),
+    ],
+)
+def test_what_leaves_nothing_in_an_unknown_job_takes_the_place_of_no_other(request_: UnaryRequest) -> None:
+    world = forgetful(jobs=2)
+    ended_jobs_with_a_store(world, "a", "b")
+    rows = dict(world.rows)
+    world.call(request_)
+    assert (set(world.coordinator.jobs), world.rows) == ({"a", "b"}, rows)
+
+
+def test_a_job_that_holds_nothing_makes_room_before_one_that_ended_earlier() -> None:
+    world = forgetful(jobs=3)
+    ended_jobs_with_a_store(world, "a", "b")
+    world.call(exit_of("typo"))
+    assert set(world.coordinator.jobs) == {"a", "b", "typo"}  # who waits for that process in it is told
+    ended_jobs_with_a_store(world, "c")
+    assert set(world.coordinator.jobs) == {"a", "b", "c"}
 
 
 def lost_answer(world: World, *others: int) -> int:
