@@ -13,7 +13,8 @@ program that it started still saves something. Bad configuration (exit code 64) 
 
 With `scope="worker"` a failure within the restart budget restarts only that worker, for scripts that call `group.reform()`;
 the others go on. Once another worker has finished, this no longer applies: the new worker could not form a full group. In an
-elastic world a failure stops nobody: the coordinator tells the others, which may go on with a smaller world.
+elastic world a failure that is followed by no restart stops nobody: the coordinator tells the others, which may go on with a
+smaller world. Nor are they stopped, or started again, once one of them has finished.
 
 This module uses no clock, process or signal: `now` is passed in, and the caller carries the actions out.
 """
@@ -121,14 +122,17 @@ class WorkerGroup:
         self.alive.discard(worker)
         stopped = self.phase in (Phase.STOPPING, Phase.KILLING)
         end = Exit(worker, returncode, now, victim=victim or returncode == EXIT_RETRY, stopped=stopped)
-        if returncode not in (0, EXIT_CONFIG) and self.phase is Phase.RUNNING and self._restarts_one():
+        restarts = returncode not in (0, EXIT_CONFIG) and self._may_restart
+        if restarts and self.phase is Phase.RUNNING and self.policy.scope == "worker":
             self.restarts += 1
             return [self._start((worker,), end)]
         self.exits.append(end)
         if not self.alive:
             return self._all_ended()
-        if returncode != 0 and self.phase is Phase.RUNNING and not self.policy.elastic:
+        if returncode != 0 and self.phase is Phase.RUNNING and (restarts or not self.policy.elastic):
             self.phase, self.deadline = Phase.FAILING, now + self.policy.grace_seconds
+        elif self.phase is Phase.FAILING and self.policy.elastic and self._any_succeeded:
+            self.phase, self.deadline = Phase.RUNNING, NO_DEADLINE
         return []
 
     def signalled(self, number: int, now: float) -> list[Action]:
@@ -155,10 +159,12 @@ class WorkerGroup:
 
     @property
     def _any_succeeded(self) -> bool:
-        return any(end.returncode == 0 for end in self.exits)
+        return any(end.returncode == 0 and not end.stopped for end in self.exits)
 
-    def _restarts_one(self) -> bool:
-        return self.policy.scope == "worker" and self.restarts < self.policy.max_restarts and not self._any_succeeded
+    @property
+    def _may_restart(self) -> bool:
+        """Whether restarts are left, and no worker has finished."""
+        return self.restarts < self.policy.max_restarts and not self._any_succeeded
 
     def _start(self, workers: tuple[int, ...], cause: Exit | None = None) -> Start:
         self.alive.update(workers)

@@ -187,6 +187,31 @@ def test_in_an_elastic_world_a_failure_stops_nobody():
     assert group.first_failure is None, "the job finished with the members it had left"
 
 
+def test_in_an_elastic_world_too_all_are_restarted_while_restarts_are_left():
+    group = running(3, elastic=True, max_restarts=1)
+    assert ends(group, 1, 3, now=10.0) == []
+    assert group.tick(15.0) == [Signal((0, 2), signal.SIGTERM)]
+    assert ends(group, 0, 0) == [], "it ended well, but only since it was told to end"
+    assert ends(group, 2, -signal.SIGTERM) == [Start((0, 1, 2), 1)]
+    assert ends(group, 1, 3) == []
+    assert (group.phase, group.deadline) == (Phase.RUNNING, NO_DEADLINE), "no restart is left, so the others go on"
+
+
+def test_an_elastic_world_that_begins_to_finish_after_a_failure_is_left_alone():
+    group = running(3, elastic=True, max_restarts=1)
+    ends(group, 1, 3, now=10.0)
+    assert ends(group, 0, 0, now=11.0) == []
+    assert group.tick(15.0) == []
+    assert ends(group, 2, 0, now=20.0) == [Done()]
+    assert group.first_failure is None
+
+
+def test_in_an_elastic_world_bad_configuration_stops_nobody():
+    group = running(2, elastic=True, max_restarts=1)
+    assert ends(group, 0, 64) == []
+    assert group.phase is Phase.RUNNING
+
+
 def test_an_elastic_world_in_which_nobody_ends_well_has_failed():
     group = running(2, elastic=True)
     ends(group, 0, 1, now=1.0)
