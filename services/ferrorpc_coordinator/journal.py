@@ -39,6 +39,8 @@ Row = tuple[str, str, bytes | None]
 
 SCHEMA_VERSION: Final = 2
 """Format 1 had no checksums; it is converted when it is opened."""
+APPLICATION_ID: Final = int.from_bytes(b"Frpc")
+"""Marks the database as a journal. Those of before the mark have 0."""
 RESERVE_BYTES: Final = 4 << 20
 _DATABASE: Final = "journal.sqlite"
 _RESERVE: Final = "reserve"
@@ -379,11 +381,12 @@ def _open_database(path: Path, *, locking_mode: str) -> sqlite3.Connection:
 
 def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA busy_timeout = 1000")
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    _require_journal(path, connection, version)
     if not path.stat().st_size:  # it must be set before the first table is created
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > SCHEMA_VERSION:
         raise ConfigError(
             f"the journal {path} has format {version}, this version reads formats up to {SCHEMA_VERSION}",
@@ -403,8 +406,17 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
         connection.create_function("checksum_of", 3, _checksum)
         connection.execute("ALTER TABLE rows ADD COLUMN checksum")
         connection.execute("UPDATE rows SET checksum = checksum_of(tab, key, value)")
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
+
+
+def _require_journal(path: Path, connection: sqlite3.Connection, version: int) -> None:
+    """Raises ConfigError if the database is another program's, before anything in it is changed."""
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    if application != APPLICATION_ID and (application or tables != (["rows"] if version else [])):
+        raise ConfigError(f"{path} is not a journal of ferrorpc", hint="give another --data-dir")
 
 
 def _checksum(table: str, key: str, value: bytes) -> int:

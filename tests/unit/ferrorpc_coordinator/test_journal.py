@@ -138,6 +138,31 @@ def test_a_journal_of_a_newer_format_is_refused(tmp_path):
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+@pytest.mark.parametrize("application", [0, 7])
+def test_a_database_of_another_program_is_refused_and_left_as_it_was(tmp_path, version, application):
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("CREATE TABLE t (x)")
+        other.execute(f"PRAGMA user_version = {version}")
+        other.execute(f"PRAGMA application_id = {application}")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"journal\.sqlite is not a journal of ferrorpc"):
+        opened(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_a_journal_without_the_mark_of_ferrorpc_is_still_opened(tmp_path):
+    journal = opened(tmp_path)
+    journal.commit([("t", "k", b"v")])
+    journal._connection.execute("PRAGMA application_id = 0")
+    journal.close()
+    again = opened(tmp_path)
+    assert again.rows() == [("t", "k", b"v")]
+    again.close()
+
+
 def test_a_damaged_journal_is_refused(tmp_path):
     journal = opened(tmp_path)
     journal.commit([("t", str(number), b"x" * 1000) for number in range(100)])
