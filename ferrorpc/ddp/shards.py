@@ -106,6 +106,8 @@ class Shard:
     def extract(self, arrays: Mapping[str, Any], into: Any, guard: Guard | None = None) -> None:
         """Copies this rank's shard of arrays shaped like the parameters, by name, to a host array of the shard's length.
 
+        NumPy converts dtypes that differ; bfloat16, which NumPy lacks, must be that of both.
+
         `guard` and errors as for `Staging.to_host`.
         """
         place = view_out(into, spec_of(into))

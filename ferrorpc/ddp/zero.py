@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ferrorpc.arrays.error_prefix import ErrorPrefix
-from ferrorpc.arrays.kinds import spec_of, view_out
+from ferrorpc.arrays.kinds import spec_of, view, view_out
 from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.parameter import is_parameter
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
@@ -135,6 +135,7 @@ class ZeroOptimizer:
 
         Raises:
             UsageError: it is another optimizer's, another rank's, or of a group of another size.
+            TensorMismatchError: it has bfloat16, complex numbers, or what is no number.
         """
         if not isinstance(state, Mapping):
             raise UsageError(f"{type(state).__name__} is no state", hint="pass what state() or gather_state() gave")
@@ -147,14 +148,14 @@ class ZeroOptimizer:
     def _load_own(self, state: Mapping[str, Array]) -> None:
         check_state_rank(self._group, state[_RANK], "gather_state")
         named = self._named()
-        _check_shapes(state, {name: array.shape for name, array in named.items()})
+        _check_arrays(state, {name: array.shape for name, array in named.items()})
         for name, array in named.items():
-            array[...] = state[name]
+            array[...] = view(state[name]).data
 
     def _load_whole(self, state: Mapping[str, Array]) -> None:
         shards, slots = self._shards.shards, range(self._rule.slots)
         shapes = {name: shape for shard in shards for name, shape in shard.shapes.items()}
-        _check_shapes(state, {f"slot{slot}/{name}": shape for slot in slots for name, shape in shapes.items()})
+        _check_arrays(state, {f"slot{slot}/{name}": shape for slot in slots for name, shape in shapes.items()})
         for shard, memory in zip(shards, self._memory, strict=True):
             for slot, array in enumerate(memory):
                 shard.extract({name: state[f"slot{slot}/{name}"] for name in shard.shapes}, array)
@@ -208,7 +209,7 @@ def _addresses(name: str, weights: Any, spec: TensorSpec) -> Array | None:
         raise UsageError(text, hint="give the optimizer arrays of your own, such as x.copy()") from None
 
 
-def _check_shapes(state: Mapping[str, Array], slots: Mapping[str, tuple[int, ...]]) -> None:
+def _check_arrays(state: Mapping[str, Array], slots: Mapping[str, tuple[int, ...]]) -> None:
     wanted = {_STEP: (), **slots}
     found = {name: getattr(array, "shape", None) for name, array in state.items() if name != _RANK}
     strange = [name for name in wanted | found if wanted.get(name) != found.get(name)]
@@ -216,6 +217,11 @@ def _check_shapes(state: Mapping[str, Array], slots: Mapping[str, tuple[int, ...
         raise UsageError(
             f"the state is not this optimizer's: see {strange[0]!r}", hint="make the optimizer of the same weights and rule"
         )
+    for name in slots:
+        with ErrorPrefix(f"{name!r} in the state"):
+            dtype = spec_of(state[name]).dtype
+            if dtype.is_complex or dtype is DType.BFLOAT16:
+                raise TensorMismatchError(f"{dtype.label} is not converted", hint="convert it to float32, or to float64")
 
 
 def _text(rule: Rule) -> str:

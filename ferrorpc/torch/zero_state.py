@@ -8,6 +8,7 @@ pieces for each of the former, and one common value for each of the latter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -58,8 +59,9 @@ def _shard_tensor(shard: Shard, key: str, values: Mapping[str, torch.Tensor]) ->
                 f"{key} has shape {tuple(values[name].shape)} for {name}, whose own is {shape}",
                 hint="give this optimizer the same parameters in the same order",
             )
-    piece = torch.zeros(len(shard.weights), dtype=next(iter(values.values())).dtype, device="cpu")
-    shard.extract(values, piece)
+    dtype = reduce(torch.promote_types, (value.dtype for value in values.values()))
+    piece = torch.zeros(len(shard.weights), dtype=dtype, device="cpu")
+    shard.extract({name: value.to(dtype) for name, value in values.items()}, piece)
     return piece
 
 

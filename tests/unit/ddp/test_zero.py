@@ -146,6 +146,42 @@ def test_a_state_of_another_optimizer_is_refused():
     run_world(2, body)
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", np.complex64, "U4"])
+def test_a_state_of_a_dtype_that_is_not_converted_is_refused_and_nothing_of_it_is_loaded(dtype, is_whole):
+    """The bits of bfloat16 were taken for integers."""
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype
+
+    def body(group):
+        optimizer = ZeroOptimizer({"a": np.ones(6, np.float32)}, group, Adam())
+        optimizer.step({"a": np.ones(6, np.float32)})
+        before = optimizer.state()
+        state = optimizer.gather_state() if is_whole else before
+        last = "slot1/a" if is_whole else "shard0/slot1"
+        doubled = {name: 2 * array if "slot" in name else array for name, array in state.items()}
+        with pytest.raises(TensorMismatchError, match=f"{last}' in the state(.|\n)*float32"):
+            optimizer.load_state(doubled | {last: state[last].astype(dtype)})
+        return all(np.array_equal(array, before[name]) for name, array in optimizer.state().items())
+
+    assert run_world(1, body) == [True]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_state_in_halves_or_in_tensors_is_converted_by_value(is_whole):
+    torch = pytest.importorskip("torch")
+
+    def body(group):
+        optimizer = ZeroOptimizer({"a": np.ones(6, np.float32)}, group, Adam())
+        optimizer.step({"a": np.ones(6, np.float32)})
+        before = optimizer.state()
+        state = optimizer.gather_state() if is_whole else before
+        halves = {name: array.astype(np.float16) if "slot" in name else array for name, array in state.items()}
+        optimizer.load_state({name: torch.from_numpy(array) for name, array in halves.items()})
+        return all(np.allclose(array, before[name], rtol=1e-3) for name, array in optimizer.state().items())
+
+    assert run_world(1, body) == [True]
+
+
 def test_a_gradient_that_is_missing_counts_as_zeros_and_one_that_is_unknown_is_refused():
     def body(group):
         weights = {"a": np.ones(4, np.float32), "b": np.ones(3, np.float32)}

@@ -81,3 +81,37 @@ def test_a_graph_from_before_a_step_cannot_be_used_after_it():
         return True
 
     assert run_world(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("halves", [(0,), (0, 1)])
+def test_a_state_of_another_dtype_is_converted_by_value(halves):
+    """The bits of bfloat16 were taken for integers."""
+    initial = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+
+    def step(module, optimizer):
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+
+    earlier = copy.deepcopy(initial)
+    for half in halves:
+        earlier[half].bfloat16()
+    before = torch.optim.AdamW(earlier.parameters(), lr=0.01)
+    step(earlier, before)
+    state = before.state_dict()
+
+    plain = copy.deepcopy(initial)
+    own = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    own.load_state_dict(copy.deepcopy(state))  # it writes what it is given
+    step(plain, own)
+
+    def body(group):
+        net = copy.deepcopy(initial)
+        optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, group, lr=0.01)
+        optimizer.load_state_dict(state)
+        step(net, optimizer)
+        return net.state_dict()
+
+    for found in run_world(2, body):
+        for name, weights in plain.state_dict().items():
+            torch.testing.assert_close(found[name], weights)
