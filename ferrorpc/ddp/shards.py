@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,6 +103,11 @@ class Shard:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter with elements in the buffer, by name."""
         return {slot.name: slot.spec.shape for slot in self._slots}
+
+    @property
+    def places(self) -> list[str]:
+        """Each of these parameters with its dtype, its shape and where it begins in the buffer."""
+        return [f"{slot.name}: {slot.spec} at {self._part(slot).start}" for slot in self._slots]
 
     def extract(self, arrays: Mapping[str, Any], into: Any, guard: Guard | None = None) -> None:
         """Copies this rank's shard of arrays shaped like the parameters, by name, to a host array of the shard's length.
@@ -193,6 +199,16 @@ def check_state_rank(group: ProcessGroup, saved: Any, gather: str) -> None:
         )
 
 
+def check_state_layout(saved: str, own: str) -> None:
+    """Raises UsageError if a sharded state is of other parameters, or of the same in other places. See `Shards.layout`."""
+    for there, here in zip_longest(saved.split("\n"), own.split("\n"), fillvalue="nothing"):
+        if there != here:
+            raise UsageError(
+                f"the state is not this optimizer's: it has {there!r} where this one has {here!r}",
+                hint="make the optimizer of the same parameters in the same order, with the same bucket_cap_mb",
+            )
+
+
 class Shards:
     """The shards of one optimizer's parameters.
 
@@ -224,6 +240,11 @@ class Shards:
         layout = lay_out(parameters, cap, cap)
         require_same(group, "optimizer", f"{layout.text}\n{text}")
         self.shards = [Shard(bucket, group, kind) for bucket in layout.buckets if bucket.count > bucket.header]
+
+    @property
+    def layout(self) -> str:
+        """Where each parameter lies, one a line. A rank's own state fits where it is the same."""
+        return "\n".join(f"{place} of buffer {number}" for number, shard in enumerate(self.shards) for place in shard.places)
 
     def check(self, gradients: Mapping[str, Any]) -> None:
         """Checks gradients for `reduce`.

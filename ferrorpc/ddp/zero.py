@@ -15,7 +15,7 @@ from ferrorpc.ddp.parameter import is_parameter
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
-from ferrorpc.ddp.shards import Shards, check_state_rank
+from ferrorpc.ddp.shards import Shards, check_state_layout, check_state_rank
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import interrupts_told, others_told
 from ferrorpc.group import ProcessGroup, group_given
@@ -24,6 +24,7 @@ from ferrorpc.types import DType, TensorSpec
 _DTYPES = (DType.FLOAT32, DType.FLOAT64)
 _STEP = "step"
 _RANK = "rank"
+_LAYOUT = "layout"
 
 
 class ZeroOptimizer:
@@ -115,6 +116,7 @@ class ZeroOptimizer:
     def state(self) -> dict[str, Array]:
         """A copy of this rank's optimizer state, to be saved with the weights. Each rank saves its own."""
         own = {_STEP: np.asarray(self._steps), _RANK: np.asarray([self._group.rank, self._group.size])}
+        own[_LAYOUT] = np.frombuffer(bytearray(self._shards.layout.encode()), np.uint8)
         return own | {name: array.copy() for name, array in self._named().items()}
 
     def gather_state(self, root: int = 0) -> dict[str, Array] | None:
@@ -147,6 +149,9 @@ class ZeroOptimizer:
 
     def _load_own(self, state: Mapping[str, Array]) -> None:
         check_state_rank(self._group, state[_RANK], "gather_state")
+        if _LAYOUT in state:  # states saved before there were layouts have none
+            saved = view(state[_LAYOUT]).data.tobytes().decode(errors="replace")
+            check_state_layout(saved, self._shards.layout)
         named = self._named()
         _check_arrays(state, {name: array.shape for name, array in named.items()})
         for name, array in named.items():
@@ -211,7 +216,7 @@ def _addresses(name: str, weights: Any, spec: TensorSpec) -> Array | None:
 
 def _check_arrays(state: Mapping[str, Array], slots: Mapping[str, tuple[int, ...]]) -> None:
     wanted = {_STEP: (), **slots}
-    found = {name: getattr(array, "shape", None) for name, array in state.items() if name != _RANK}
+    found = {name: getattr(array, "shape", None) for name, array in state.items() if name not in (_RANK, _LAYOUT)}
     strange = [name for name in wanted | found if wanted.get(name) != found.get(name)]
     if strange:
         raise UsageError(

@@ -11,7 +11,7 @@ import torch
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
-from ferrorpc.ddp.shards import Shard, Shards, check_state_rank
+from ferrorpc.ddp.shards import Shard, Shards, check_state_layout, check_state_rank
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
@@ -22,6 +22,7 @@ from ferrorpc.types import TensorSpec
 _NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 """torch's optimizers in which the update of an element depends on others."""
 _RANK: Final = "rank"
+_LAYOUT: Final = "layout"
 _NAME: Final = "parameter"
 
 
@@ -136,7 +137,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's part: its optimizer's state of its shards."""
         self._copy_settings()  # a scheduler may have changed them since the last step
         state: dict[str, Any] = self._inner.state_dict()
-        return state | {_RANK: [self._group.rank, self._group.size]}
+        return state | {_RANK: [self._group.rank, self._group.size], _LAYOUT: self._layout}
 
     def gather_state_dict(self, root: int = 0) -> dict[str, Any] | None:
         """The whole state, in the form of torch's own optimizer, on rank `root`; None elsewhere. Collective.
@@ -165,7 +166,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _check_state(state_dict)
         if _RANK in state_dict:
             self._check_own(state_dict)
-            own = {key: value for key, value in state_dict.items() if key != _RANK}
+            own = {key: value for key, value in state_dict.items() if key not in (_RANK, _LAYOUT)}
         else:
             own = self._sharded(state_dict)
         with _translated("the state", "give this optimizer the same groups of parameters"):
@@ -174,6 +175,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _check_own(self, state_dict: dict[str, Any]) -> None:
         check_state_rank(self._group, state_dict[_RANK], "gather_state_dict")
+        if _LAYOUT in state_dict:  # states saved before there were layouts have none
+            check_state_layout(str(state_dict[_LAYOUT]), self._layout)
         shards = [shard.weights.shape for shards in self._shards for shard in shards.shards]
         for number, state in _by_parameter(state_dict).items():
             shapes = {tuple(value.shape) for value in state.values() if is_per_element(value)}
@@ -216,6 +219,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _take_settings(self) -> None:
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             members.update(_settings(own))
+
+    @property
+    def _layout(self) -> str:
+        return "\n".join(f"group {number}\n{shards.layout}" for number, shards in enumerate(self._shards))
 
     @property
     def memory_bytes(self) -> int:

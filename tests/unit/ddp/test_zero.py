@@ -146,6 +146,43 @@ def test_a_state_of_another_optimizer_is_refused():
     run_world(2, body)
 
 
+def test_a_ranks_own_state_is_refused_by_an_optimizer_of_other_weights_or_of_another_order():
+    """Shards of the same length were taken for each other."""
+    weights = {"a": np.ones((3, 2), np.float32), "b": np.ones(9, np.float32)}
+    others = [
+        ({"b": weights["b"], "a": weights["a"]}, "a: float32"),
+        ({"a": weights["a"], "c": weights["b"]}, "c: float32"),
+        ({"a": weights["b"], "b": weights["a"]}, r"b: float32\[3,2\]"),
+        ({"b": weights["b"]}, "nothing"),
+    ]
+
+    def body(group):
+        state = ZeroOptimizer(weights, group, Adam()).state()
+        for other, message in others:
+            with pytest.raises(UsageError, match=f"not this optimizer's: .*where this one has .*{message}(.|\n)*same order"):
+                ZeroOptimizer(other, group, Adam()).load_state(state)
+        with pytest.raises(UsageError, match="not this optimizer's"):
+            ZeroOptimizer(weights, group, Adam()).load_state(state | {"layout": np.zeros(2)})
+        ZeroOptimizer(weights, group, Adam(), bucket_cap_mb=1).load_state(state)
+        return len(state)
+
+    assert run_world(2, body) == [5, 5]
+
+
+def test_a_ranks_own_state_may_be_one_saved_without_a_layout():
+    """As it was before layouts were saved."""
+
+    def body(group):
+        before = ZeroOptimizer(tree(0), group, Adam())
+        before.step(tree(1))
+        state = before.state()
+        after = ZeroOptimizer(tree(0), group, Adam())
+        after.load_state({name: array for name, array in state.items() if name != "layout"})
+        return all(np.array_equal(array, state[name]) for name, array in after.state().items())
+
+    assert run_world(2, body) == [True, True]
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", np.complex64, "U4"])
 def test_a_state_of_a_dtype_that_is_not_converted_is_refused_and_nothing_of_it_is_loaded(dtype, is_whole):

@@ -426,8 +426,12 @@ def test_a_state_of_other_groups_of_parameters_is_refused():
     def body(group):
         groups = [{"params": [torch.nn.Parameter(torch.zeros(3))]} for _ in range(2)]
         state = ZeroOptimizer(groups, torch.optim.SGD, group, lr=1.0).state_dict()
+        other = ZeroOptimizer(groups[:1], torch.optim.SGD, group, lr=1.0)
+        with pytest.raises(UsageError, match="not this optimizer's: it has 'group 1' where this one has 'nothing'"):
+            other.load_state_dict(state)
+        del state["layout"]  # as it was saved once
         with pytest.raises(UsageError, match="the state: "):
-            ZeroOptimizer(groups[:1], torch.optim.SGD, group, lr=1.0).load_state_dict(state)
+            other.load_state_dict(state)
 
     run_world(1, body)
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from ferrorpc.errors import UsageError
 from ferrorpc.testing import run_world
 
 torch = pytest.importorskip("torch")
@@ -115,3 +116,35 @@ def test_a_state_of_another_dtype_is_converted_by_value(halves):
     for found in run_world(2, body):
         for name, weights in plain.state_dict().items():
             torch.testing.assert_close(found[name], weights)
+
+
+def test_a_ranks_own_state_is_refused_by_an_optimizer_of_other_parameters():
+    """Shards of the same length were taken for each other."""
+
+    def body(group):
+        first, second = (torch.nn.Parameter(torch.zeros(4, 4)) for _ in "ab")
+
+        def made(*groups):
+            return ZeroOptimizer([{"params": each} for each in groups], torch.optim.Adam, group)
+
+        optimizer = made([first, second])
+        first.grad = torch.ones(4, 4)
+        optimizer.step()
+        state = optimizer.state_dict()
+        made([first, second]).load_state_dict({key: value for key, value in state.items() if key != "layout"})
+        again = made([first, second])
+        again.load_state_dict(state)
+        assert again.memory_bytes == optimizer.memory_bytes
+        wide, narrow = torch.nn.Parameter(torch.zeros(16)), torch.nn.Parameter(torch.zeros(2))
+        others = [([wide, second],), ([first, wide],), ([narrow, first, wide],)]
+        for other in others:
+            with pytest.raises(UsageError, match=r"not this optimizer's: .*where this one has (.|\n)*same order"):
+                made(*other).load_state_dict(state)
+        first.requires_grad_(False)
+        alone = made([first, second])
+        second.requires_grad_(False)
+        first.requires_grad_(True)
+        with pytest.raises(UsageError, match=r"parameter1.*where this one has .*parameter0"):
+            made([first, second]).load_state_dict(alone.state_dict())
+
+    run_world(2, body)
