@@ -199,6 +199,19 @@ def check_state_rank(group: ProcessGroup, saved: Any, gather: str) -> None:
         )
 
 
+def check_not_ahead(is_ahead: bool, load: str) -> None:
+    """Raises UsageError if a step has failed between the update of the optimizer's state and that of the weights.
+
+    Args:
+        load: the method that loads a state.
+    """
+    if is_ahead:
+        raise UsageError(
+            "a step has failed: this state is a step ahead of the weights, and would apply the step twice",
+            hint=f"pass the last saved state to {load}(), or make a new optimizer, which begins without memory",
+        )
+
+
 def check_state_layout(saved: str, own: str) -> None:
     """Raises UsageError if a sharded state is of other parameters, or of the same in other places. See `Shards.layout`."""
     for there, here in zip_longest(saved.split("\n"), own.split("\n"), fillvalue="nothing"):

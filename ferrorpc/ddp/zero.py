@@ -15,7 +15,7 @@ from ferrorpc.ddp.parameter import is_parameter
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
-from ferrorpc.ddp.shards import Shards, check_state_layout, check_state_rank
+from ferrorpc.ddp.shards import Shards, check_not_ahead, check_state_layout, check_state_rank
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import interrupts_told, others_told
 from ferrorpc.group import ProcessGroup, group_given
@@ -68,6 +68,8 @@ class ZeroOptimizer:
         self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {_text(rule)}", common_gpu(self._weights, group))
         self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
         self._steps = 0
+        self._is_ahead = False
+        """Whether the state is a step ahead of the weights, because that step has failed."""
         if init_sync:
             broadcast_arrays(self._weights, group, 0)
 
@@ -98,11 +100,13 @@ class ZeroOptimizer:
             leaves = self._checked(grads)
         with others_told(self._group):
             self._shards.reduce(self._weights, leaves)
+            self._is_ahead = True
             self._steps += 1
             with np.errstate(all="ignore"):
                 for shard, memory in zip(self._shards.shards, self._memory, strict=True):
                     self._rule(shard.weights, shard.gradient, memory, self._steps)
             self._shards.gather(self._weights)
+            self._is_ahead = False
 
     def _checked(self, grads: Any) -> dict[str, Any]:
         leaves = flatten(grads, nones=self._weights)
@@ -114,7 +118,12 @@ class ZeroOptimizer:
         return leaves
 
     def state(self) -> dict[str, Array]:
-        """A copy of this rank's optimizer state, to be saved with the weights. Each rank saves its own."""
+        """A copy of this rank's optimizer state, to be saved with the weights. Each rank saves its own.
+
+        Raises:
+            UsageError: the last step has failed, and no state was loaded since.
+        """
+        check_not_ahead(self._is_ahead, "load_state")
         own = {_STEP: np.asarray(self._steps), _RANK: np.asarray([self._group.rank, self._group.size])}
         own[_LAYOUT] = np.frombuffer(bytearray(self._shards.layout.encode()), np.uint8)
         return own | {name: array.copy() for name, array in self._named().items()}
@@ -125,7 +134,11 @@ class ZeroOptimizer:
         Returns:
             name -> array: "slot0/a/b" is the first state array of the rule for the weights "a/b", in their shape. Arrays
             without elements are left out.
+
+        Raises:
+            UsageError: the last step has failed, and no state was loaded since.
         """
+        check_not_ahead(self._is_ahead, "load_state")
         state = {_STEP: np.asarray(self._steps)}
         for shard, memory in zip(self._shards.shards, self._memory, strict=True):
             for slot, array in enumerate(memory):
@@ -146,6 +159,7 @@ class ZeroOptimizer:
         else:
             self._load_whole(state)
         self._steps = int(state[_STEP])
+        self._is_ahead = False
 
     def _load_own(self, state: Mapping[str, Array]) -> None:
         check_state_rank(self._group, state[_RANK], "gather_state")

@@ -280,6 +280,40 @@ def test_a_rule_that_fails_on_one_rank_is_what_the_others_hear_of():
     assert run_world(2, body) == [(1, "ZeroDivisionError")] * 2
 
 
+def test_the_state_after_a_step_that_failed_is_refused_until_one_is_loaded():
+    """It was a step ahead of the weights: the step was applied twice when it was taken again."""
+
+    class Failing:
+        slots = 1
+        is_broken = False
+
+        def __repr__(self):
+            return "Failing()"
+
+        def __call__(self, weights, gradient, memory, step):
+            memory[0] += gradient
+            if self.is_broken:
+                raise OSError
+
+    def body(group):
+        weights, rule = {"a": np.zeros(64)}, Failing()
+        optimizer = ZeroOptimizer(weights, group, rule)
+        optimizer.step({"a": np.ones(64)})
+        before = optimizer.state()
+        rule.is_broken = group.rank == 1
+        with pytest.raises((OSError, GroupAbortedError)):
+            optimizer.step({"a": np.ones(64)})
+        for save in (optimizer.state, optimizer.gather_state) if group.rank == 1 else ():
+            with pytest.raises(UsageError, match=r"a step ahead of the weights(.|\n)*load_state"):
+                save()
+        optimizer.load_state(before)
+        with pytest.raises(GroupAbortedError):
+            optimizer.step({"a": np.ones(64)})  # nothing is updated
+        return all(np.array_equal(array, before[name]) for name, array in optimizer.state().items())
+
+    assert run_world(2, body) == [True, True]
+
+
 @pytest.mark.parametrize("operation", range(10, 22))
 def test_an_interrupted_step_leaves_all_weights_of_a_survivor_in_the_same_step(operation):
     """Survivors go on from their own weights."""

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import GroupAbortedError, UsageError
 from ferrorpc.testing import run_world
 
 torch = pytest.importorskip("torch")
@@ -148,3 +148,33 @@ def test_a_ranks_own_state_is_refused_by_an_optimizer_of_other_parameters():
             made([first, second]).load_state_dict(alone.state_dict())
 
     run_world(2, body)
+
+
+def test_the_state_after_a_step_that_failed_is_refused_until_one_is_loaded():
+    """It was a step ahead of the parameters: the step was applied twice when it was taken again."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            if self.param_groups[0]["weight_decay"]:
+                raise OSError
+
+    def body(group):
+        weight = torch.nn.Parameter(torch.zeros(64))
+        optimizer = ZeroOptimizer([weight], Failing, group, lr=1.0, momentum=0.5)
+        weight.grad = torch.ones(64)
+        optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict())
+        if group.rank == 1:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        with pytest.raises((OSError, GroupAbortedError)):
+            optimizer.step()
+        for save in (optimizer.state_dict, optimizer.gather_state_dict) if group.rank == 1 else ():
+            with pytest.raises(UsageError, match=r"a step ahead of the weights(.|\n)*load_state_dict"):
+                save()
+        optimizer.load_state_dict(copy.deepcopy(before))
+        with pytest.raises(GroupAbortedError):
+            optimizer.step()  # nothing is updated
+        return torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
+
+    assert run_world(2, body) == [True, True]
