@@ -236,11 +236,21 @@ def _check_arrays(state: Mapping[str, Array], slots: Mapping[str, tuple[int, ...
         raise UsageError(
             f"the state is not this optimizer's: see {strange[0]!r}", hint="make the optimizer of the same weights and rule"
         )
+    _check_steps(state[_STEP])
     for name in slots:
         with ErrorPrefix(f"{name!r} in the state"):
             dtype = spec_of(state[name]).dtype
             if dtype.is_complex or dtype is DType.BFLOAT16:
                 raise TensorMismatchError(f"{dtype.label} is not converted", hint="convert it to float32, or to float64")
+
+
+def _check_steps(saved: Any) -> None:
+    try:
+        is_count = saved >= 0 and int(saved) == saved
+    except (TypeError, ValueError, OverflowError):
+        is_count = False
+    if not is_count:
+        raise UsageError(f"step={saved!r} in the state is no number of steps", hint="pass what state() or gather_state() gave")
 
 
 def _text(rule: Rule) -> str:

@@ -219,6 +219,22 @@ def test_a_state_in_halves_or_in_tensors_is_converted_by_value(is_whole):
     assert run_world(1, body) == [True]
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("step", [float("nan"), float("inf"), 0.5, -1, 1j, "x"])
+def test_a_state_of_no_number_of_steps_is_refused_and_nothing_of_it_is_loaded(step, is_whole):
+    def body(group):
+        optimizer = ZeroOptimizer({"a": np.ones(6, np.float32)}, group, Adam())
+        optimizer.step({"a": np.ones(6, np.float32)})
+        before = optimizer.state()
+        state = optimizer.gather_state() if is_whole else before
+        doubled = {name: 2 * array if "slot" in name else array for name, array in state.items()}
+        with pytest.raises(UsageError, match=r"step=.* in the state is no number of steps\n"):
+            optimizer.load_state(doubled | {"step": np.asarray(step)})
+        return all(np.array_equal(array, before[name]) for name, array in optimizer.state().items())
+
+    assert run_world(1, body) == [True]
+
+
 def test_a_gradient_that_is_missing_counts_as_zeros_and_one_that_is_unknown_is_refused():
     def body(group):
         weights = {"a": np.ones(4, np.float32), "b": np.ones(3, np.float32)}
