@@ -13,6 +13,7 @@ have left need no message of their own.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -57,6 +58,13 @@ class Bucket:
     slots: tuple[Slot, ...]
     header: int
     count: int
+
+    @property
+    def key(self) -> str:
+        """Names its contents: equal for gradients of the same names and specs in the same places, whatever other buckets there
+        are."""
+        contents = "\n".join(f"{slot.start} {slot.spec} {slot.name!r}" for slot in self.slots)
+        return f"bucket-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
 
     @property
     def weight(self) -> int:

@@ -35,6 +35,7 @@ class BucketSet:
     Attributes:
         memory: one for each bucket.
         size: how many ranks there are.
+        keys: of the buckets, under which a hook files what it remembers.
         traffic: the bytes sent for all buckets.
         name: of the buckets' stream.
         guard: makes the guard of a wait of this rank's own that begins now.
@@ -44,13 +45,14 @@ class BucketSet:
         self.layout = layout
         self.size = group.size
         self.hook = hook
+        self.keys = [bucket.key for bucket in layout.buckets]
         self.kind = kind
         self.traffic = Traffic(group.size)
         self._operations = 1 if hook is None else 1 + hook.operations
         # Each of a bucket's operations starts step after step: the ascending order that a channel in shared memory requires.
         self._stream = group.stream(channels=max(1, len(layout.buckets) * self._operations))
         if hook is not None:
-            hook.serve(self._stream)
+            hook.serve(self._stream, self.keys)
         self.clock = self._stream.clock
         self.guard = self._stream.guard
         self.name = self._stream.name

@@ -126,7 +126,7 @@ class Reduction:
         weight = self._summable(memory, 1.0 if self.weight is None else self.weight)
         unused = [(slot.start - bucket.header, slot.stop - bucket.header) for slot in bucket.slots if slot.name in self._unused]
         values = array[bucket.header :]
-        part = Part(f"bucket{bucket.index}", values, matrices(bucket), weight=weight, unused=tuple(unused))
+        part = Part(self._buckets.keys[bucket.index], values, matrices(bucket), weight=weight, unused=tuple(unused))
         yield from hook.exchange(part, collectives)
         # Where blocks of values are coded together, what is not finite spreads to the gaps, and from there to later steps.
         for start, stop in bucket.gaps:

@@ -6,9 +6,9 @@ import copy
 import gc
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
@@ -16,6 +16,7 @@ from ferrorpc.errors import UsageError
 from ferrorpc.operations.stream import Stream
 from ferrorpc.work import Work
 
+T = TypeVar("T")
 Exchange: TypeAlias = Generator[Work[Any], Any, Any]
 """Yields each collective it waits for and is sent its result; returns the delivered part of this rank's values."""
 
@@ -25,7 +26,8 @@ class Part:
     """The values that a hook sums.
 
     Attributes:
-        key: the same in every step and on every rank, to file a hook's state under.
+        key: the same in every step and on every rank, to file a hook's state under. Values of other parameters have another
+            one. A hook that has values summed by another hook gives them keys that begin with this one.
         values: float32 of shape (n,), on the host, or for a hook with `on_device` a CuPy array; becomes the sum.
         matrices: (start, rows, columns) of each run of values that is a matrix in C order.
         wants_delivered: whether the exchange returns how much of this rank's original `values` was delivered: float32 of shape
@@ -56,9 +58,14 @@ class Hook(ABC):
     on_device: bool = False
     remembers: bool = True
     _serves: weakref.ref[Stream] | None = None
+    _keys: tuple[str, ...] | None = None
+    """The keys of the buckets that it serves."""
 
-    def serve(self, stream: Stream) -> None:
-        """Binds the hook to the buckets of this stream.
+    def serve(self, stream: Stream, keys: Iterable[str]) -> None:
+        """Binds the hook to the buckets of this stream. What it remembers of other buckets it forgets.
+
+        Args:
+            keys: of the parts that it will sum.
 
         Raises:
             UsageError: it has state of another stream, which is still open.
@@ -72,7 +79,7 @@ class Hook(ABC):
                 f"{self!r} belongs to another synchroniser or module of a group that is open, and remembers its gradients",
                 hint="make one hook for each model; to wrap a model again, let go of the wrapper before",
             )
-        self._serves = weakref.ref(stream)
+        self._serves, self._keys = weakref.ref(stream), tuple(keys)
 
     def __copy__(self) -> Self:
         """As a deep copy: two models cannot share what a hook remembers."""
@@ -82,12 +89,16 @@ class Hook(ABC):
         """What a copy takes over. It serves nobody yet."""
         state = super().__getstate__()
         own, *slots = state if isinstance(state, tuple) else (state,)
-        own = {name: value for name, value in (own or {}).items() if name != "_serves"}
+        own = {name: value for name, value in (own or {}).items() if name not in ("_serves", "_keys")}
         return (own, *slots) if slots else own
 
     def _still_serves(self) -> bool:
         served = None if self._serves is None else self._serves()
         return served is not None and served.is_open
+
+    def _current(self, memory: Mapping[str, T]) -> dict[str, T]:
+        """The part of some memory, by key, that belongs to the buckets it serves; all before it serves any."""
+        return {key: each for key, each in memory.items() if self._keys is None or key.startswith(self._keys)}
 
     @property
     @abstractmethod
@@ -106,7 +117,8 @@ class Hook(ABC):
         return {}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Loads what `state` returned on the same rank of a group of the same size.
+        """Loads what `state` returned on the same rank of a group of the same size. What belongs to buckets of other parameters
+        is dropped, now or when the hook is given to a synchroniser or module.
 
         Raises:
             UsageError: it is another hook's.

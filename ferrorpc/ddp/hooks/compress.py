@@ -10,6 +10,8 @@ Cost, relative to float32: bf16 and f16 half, int8 1/4 + 1/256.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part
 from ferrorpc.ddp.hooks.vector_ops import vector_ops_for
@@ -27,10 +29,10 @@ class Compress(Hook):
     def __init__(self, wire: str) -> None:
         self._codec = codec(wire)
 
-    def serve(self, stream: Stream) -> None:
+    def serve(self, stream: Stream, keys: Iterable[str]) -> None:
         """As its base, but raises UsageError also where the group's backend compresses nothing."""
         stream.check_wire(self._codec.name)
-        super().serve(stream)
+        super().serve(stream, keys)
 
     @property
     def text(self) -> str:

@@ -11,7 +11,7 @@ Cost: memory of one float32 per value, and five passes over them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -37,7 +37,8 @@ class ErrorFeedback(Hook):
     step is interrupted, as when a member dies, buckets that were exchanged before count as delivered, although no optimizer
     gets their means, and all values of the others are added to the next step. To repeat such a step, load the `state()` from
     before it, or these count twice. The residue of a parameter waits for a step in which this rank uses it: if no rank does,
-    its sum is dropped.
+    its sum is dropped. Where a module is wrapped again, the residues of buckets that do not come again with the same parameters
+    are dropped, too.
     """
 
     def __init__(self, hook: Hook) -> None:
@@ -48,9 +49,10 @@ class ErrorFeedback(Hook):
         """Residues, and the weight they are multiplied by, on the device of their buckets; those from `load_state` are on
         the host until their bucket's first step."""
 
-    def serve(self, stream: Stream) -> None:
-        self._hook.serve(stream)  # which may refuse
-        super().serve(stream)
+    def serve(self, stream: Stream, keys: Iterable[str]) -> None:
+        self._hook.serve(stream, keys)  # which may refuse
+        super().serve(stream, keys)
+        self._residues = self._current(self._residues)
 
     @property
     def text(self) -> str:
@@ -66,7 +68,7 @@ class ErrorFeedback(Hook):
         before, residue, weight = self._residues[part.key]
         if residue.shape != part.values.shape:
             message = f"the residue of {part.key} has {residue.size} values for {part.values.size}"
-            raise UsageError(message, hint="is it another model's?")
+            raise UsageError(message, hint="is it another hook's?")
         if type(before) is not type(ops):
             residue = ops.from_host(before.to_host(residue))
         if weight != part.weight:
@@ -102,4 +104,5 @@ class ErrorFeedback(Hook):
     def load_state(self, state: Mapping[str, Array]) -> None:
         own = {name for name in state if name.startswith(_PREFIX)}
         self._hook.load_state({name: array for name, array in state.items() if name not in own})
-        self._residues = {name.removeprefix(_PREFIX): (HOST, np.array(state[name], np.float32), 1.0) for name in own}
+        loaded = {name.removeprefix(_PREFIX): (HOST, np.array(state[name], np.float32), 1.0) for name in own}
+        self._residues = self._current(loaded)

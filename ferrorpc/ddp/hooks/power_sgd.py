@@ -15,7 +15,7 @@ matrix libraries still get the same bits.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -52,9 +52,10 @@ class PowerSGD(Hook):
         self.operations = 2 * self._hook.operations
         self._starts: dict[str, Array] = {}
 
-    def serve(self, stream: Stream) -> None:
-        super().serve(stream)
-        self._hook.serve(stream)
+    def serve(self, stream: Stream, keys: Iterable[str]) -> None:
+        super().serve(stream, keys)
+        self._hook.serve(stream, keys)
+        self._starts = self._current(self._starts)
 
     @property
     def text(self) -> str:
@@ -104,7 +105,7 @@ class PowerSGD(Hook):
             start = self._starts[key] = _random(key, columns, self._rank)
         if start.shape != (columns, self._rank):
             message = f"{_PREFIX}{key} has shape {start.shape}, but ({columns}, {self._rank}) is needed"
-            raise UsageError(message, hint="is it another model's?")
+            raise UsageError(message, hint="is it another hook's, such as a PowerSGD of another rank?")
         return start
 
     def state(self) -> dict[str, Array]:
@@ -114,7 +115,7 @@ class PowerSGD(Hook):
     def load_state(self, state: Mapping[str, Array]) -> None:
         own = {name for name in state if name.startswith(_PREFIX)}
         self._hook.load_state({name.removeprefix(_FACTORS): array for name, array in state.items() if name not in own})
-        self._starts = {name.removeprefix(_PREFIX): np.array(state[name], np.float32) for name in own}
+        self._starts = self._current({name.removeprefix(_PREFIX): np.array(state[name], np.float32) for name in own})
 
 
 def _outside(values: Array, chosen: list[tuple[int, int, int]]) -> list[Array]:
