@@ -176,7 +176,8 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
 
         Raises:
             UsageError: parameters were added to the module since it was wrapped, or a weight is given within `no_sync`. Nothing
-                was sent then.
+                was sent then. Or the weights of all ranks sum to zero, or to no finite number (on every rank): gradients that
+                are views of buckets are lost then, and are to be computed again.
             TensorMismatchError: a gradient's dtype, shape or GPU is not its parameter's. Nothing was sent then.
         """
         self._replica.check_weight(weight)

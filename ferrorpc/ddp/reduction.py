@@ -144,7 +144,10 @@ class Reduction:
         if not is_divisor(total):
             self.is_refused = True
             hint = "at least one rank needs a positive weight" if total == 0 else "weigh by samples or tokens, in smaller units"
-            raise UsageError(f"the weights of all ranks sum to {'zero' if total == 0 else total}", hint=hint)
+            raise UsageError(
+                f"the weights of all ranks sum to {'zero' if total == 0 else total}",
+                hint=f"{hint}; gradients that are views of buckets are lost: compute them again",
+            )
 
     def wait(self) -> float:
         """As `finish`, but returns the sum of the weights also where it is zero or not finite; then there are no means.

@@ -132,6 +132,9 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         """Backward passes within it have this weight in the mean, such as this rank's number of tokens or samples:
         sum(weight * grad) / sum(weight). On all ranks or on none. Around all parts of a step, with the weight of the whole.
 
+        Where the weights of all ranks sum to zero, or to no finite number, the backward pass raises UsageError on every rank.
+        Gradients that are views of buckets are lost then, and are to be computed again.
+
         Raises:
             UsageError: it is begun within `no_sync`.
         """

@@ -58,3 +58,24 @@ def test_a_part_that_is_being_accumulated_as_an_uneven_block_ends_is_kept(views)
         return net.weight.grad.tolist()
 
     assert run_world(2, body) == [[[2.5, 2.5]]] * 2
+
+
+@pytest.mark.parametrize("weight", [0.0, 3e38])
+@pytest.mark.parametrize("views", [True, False])
+def test_the_error_of_a_refused_step_says_which_gradients_to_compute_again(views, weight):
+    """Those in the buckets were added up there; all others are as before."""
+
+    def body(group):
+        net, x = torch.nn.Linear(2, 1, bias=False), torch.full((1, 2), 1.0 + group.rank)
+        ddp = DistributedDataParallel(net, group, gradient_as_bucket_view=views)
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+        with pytest.raises(UsageError, match="views of buckets are lost: compute them again"), ddp.weighted(weight):
+            ddp(0 * x).sum().backward()
+        kept = net.weight.grad.tolist() == x.tolist()
+        ddp.zero_grad()
+        with ddp.weighted(1.0):
+            ddp(x).sum().backward()
+        return kept, net.weight.grad.tolist()
+
+    assert run_world(2, body) == [(not views, [[1.5, 1.5]])] * 2
