@@ -88,6 +88,15 @@ class BucketSet:
         address = kind_of(gradient).pointer_of(gradient)
         return next((memory for memory in self.memory if address in memory.addresses), None)
 
+    def name_at(self, gradient: Any) -> str | None:
+        """The name of the gradient in whose slot an array begins. None for an array outside of the buckets."""
+        address = kind_of(gradient).pointer_of(gradient)
+        for memory in self.memory:
+            if address in memory.addresses:
+                element = (address - memory.addresses.start) // memory.bucket.dtype.itemsize
+                return next((slot.name for slot in memory.bucket.slots if slot.start <= element < slot.stop), None)
+        return None
+
     def in_place(self, name: str, gradient: Any) -> bool:
         """Whether an array lies in the slot of a gradient of this name, in whatever order of its elements."""
         memory, slot = self.at(name)

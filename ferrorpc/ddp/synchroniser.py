@@ -276,7 +276,7 @@ class SynchronizerStep(Generic[Tree]):
         """Adds a part of a gradient, such as a microbatch's, to those before (the first may be computed in its `place`). The
         gradient is complete when it is `ready`. Raises as `ready`."""
         memory, slot = self._check(name)
-        got = self._owner._read(name, part)
+        got = self._read(name, part)
         self._kinds[name] = got.kind
         memory.add(slot, got, is_first=name not in self._added and name not in self._placed)
         self._added.add(name)
@@ -291,7 +291,7 @@ class SynchronizerStep(Generic[Tree]):
 
         Raises:
             UsageError: an unknown name, one that was ready before, or a step that is over; or no gradient, and no part or place
-                of one in this step.
+                of one in this step; or a mean of the last step, as a view of its bucket, that this one has overwritten.
             TensorMismatchError: dtype, shape or GPU are not those of `like`.
         """
         self._check(name)
@@ -309,7 +309,7 @@ class SynchronizerStep(Generic[Tree]):
         elif grad is None:
             self._reduction.put(name, None)
         else:
-            self._put(name, self._owner._read(name, grad))
+            self._put(name, self._read(name, grad))
 
     def _check(self, name: str) -> tuple[BucketMemory, Slot]:
         specs = self._owner._specs
@@ -320,6 +320,17 @@ class SynchronizerStep(Generic[Tree]):
         if self._reduction.has(name):
             raise UsageError(f"gradient {name!r} was ready before in this step", hint="add() its parts, then ready()")
         return self._owner._reducer.at(name)
+
+    def _read(self, name: str, grad: Any) -> View:
+        """As the owner's. Raises UsageError also for a view of a bucket that this step has overwritten."""
+        got = self._owner._read(name, grad)
+        other = self._owner._reducer.name_at(grad) if self._owner._views else None
+        if other is not None and (self._reduction.has(other) or other in self._added):
+            raise UsageError(
+                f"gradient {name!r} lies in the place of {other!r}, which this step has overwritten",
+                hint="copy it before the step; or average all at once by sync(grads), which does that",
+            )
+        return got
 
     def _put(self, name: str, got: View, deferrable: bool = False) -> None:
         self._kinds[name] = got.kind

@@ -7,6 +7,7 @@ import pytest
 
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from ferrorpc.errors import UsageError
 from tests.unit.ddp.model import Plain
 from tests.unit.ddp.world import run_world
 
@@ -44,3 +45,23 @@ def test_means_may_be_the_gradients_of_others_in_the_next_step(views, weight, ca
         return means["a"].tolist(), means["b"].tolist()
 
     assert run_world(2, body) == [([2.0, 2.0], [1.0, 1.0])] * 2
+
+
+@pytest.mark.parametrize("cap_mb", [ONE_BUCKET, ONE_EACH])
+@pytest.mark.parametrize("weight", [None, 3.0])
+@pytest.mark.parametrize("before", ["ready", "add"])
+@pytest.mark.parametrize("after", ["ready", "add"])
+def test_a_mean_that_a_step_has_overwritten_is_refused(before, after, weight, cap_mb):
+    """Silently it would be what the step has written."""
+
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2), "b": np.zeros(2)}, group, cap_mb, gradient_as_bucket_view=True)
+        means = sync({"a": np.full(2, 1.0), "b": np.full(2, 2.0)}, weight)
+        with sync.step(weight) as step:
+            getattr(step, before)("a", means["b"])
+            with pytest.raises(UsageError, match="'b' lies in the place of 'a', which this step has overwritten"):
+                getattr(step, after)("b", means["a"][::-1])
+            step.ready("b", means["b"])
+        return [mean.tolist() for mean in step.grads.values()]
+
+    assert run_world(2, body) == [[[2.0, 2.0]] * 2] * 2
