@@ -132,7 +132,7 @@ class SendExecution(_PointToPoint):
         if box is None:
             box = self._box = Box()
             box.signature, box.wake = SEND, self.notify
-            self._transport.mailbox.start_sending(self._key, box)
+            self._transport.mailbox.start_sending(self._peer, self._key, box)
         if self._queues is not None and not self._queues.is_first(self):
             return False
         # Room wakes the driver, which has nothing else to do: the lane's writer, which reports it, should write.
@@ -153,6 +153,7 @@ class SendExecution(_PointToPoint):
     def _leave_queue(self) -> None:
         queues, self._queues = self._queues, None
         if queues is not None:
+            self._transport.mailbox.began_sending(self._key)
             queues.leave(self)
 
     def waiting_on(self) -> list[int]:

@@ -31,9 +31,9 @@ def probe_message(key: Key, signature: str) -> transport_pb2.Probe:
     return transport_pb2.Probe(group=key.group, stream=key.stream, number=key.number, signature=signature)
 
 
-def probe_answer(mailbox: Mailbox, key: Key, signature: str) -> transport_pb2.ProbeAnswer:
-    """How far this rank is in an operation."""
-    standing, mine, last_number, last_signature = mailbox.standing(key, signature)
+def probe_answer(mailbox: Mailbox, peer: int, key: Key, signature: str) -> transport_pb2.ProbeAnswer:
+    """How far this rank is in an operation, for that peer."""
+    standing, mine, last_number, last_signature = mailbox.standing(peer, key, signature)
     return transport_pb2.ProbeAnswer(
         group=key.group,
         stream=key.stream,

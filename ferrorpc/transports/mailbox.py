@@ -140,6 +140,10 @@ class Mailbox:
         self._missed: set[tuple[int, Key]] = set()
         self._closed = ClosedGroups()
         self._sending: dict[Key, Box] = {}
+        self._unsent: dict[Key, int] = {}
+        """Messages of which nothing was sent yet, and their receivers."""
+        self._silent: set[tuple[int, int]] = set()
+        """(group, rank) of the peers that have closed a group in which this rank may still receive from them."""
         self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
 
     def enter(self, key: Key, signature: str, wake: Callable[[], None], expected: Container[tuple[int, int]] = ()) -> Box:
@@ -203,6 +207,7 @@ class Mailbox:
             for stream in [place for place in self._last if place[0] == group]:
                 del self._last[stream]
             self._missed -= {missed for missed in self._missed if missed[1].group == group}
+            self._silent -= {silent for silent in self._silent if silent[0] == group}
             for key, box in list(self._boxes.items()):
                 if key.group == group and box.signature is None and self._closed.never_begins(key):
                     self._unexpected_bytes -= self._boxes.pop(key).unexpected_bytes
@@ -328,15 +333,15 @@ class Mailbox:
         """The box of an operation of this rank: of a send, where the key is one's."""
         return (self._sending if key.stream == POINT_TO_POINT else self._boxes).get(key)
 
-    def standing(self, key: Key, signature: str) -> Standing:
+    def standing(self, peer: int, key: Key, signature: str) -> Standing:
         """The answer to a peer's probe: how far this rank is in that operation.
 
         One that this rank will never enter, because it has closed the group, ends the generation. A send to it is over: what
         was sent before is dropped, too, and no rank but the sender waits for it. So is a recv from it, once all that this rank
-        has sent in the group has begun to leave.
+        sends to that peer in the group has begun to leave.
         """
         if key.stream == POINT_TO_POINT:
-            over = key.group in self._closed and (key.number != ANY_NUMBER or not self._is_sending_in(key.group))
+            over = key.group in self._closed and (key.number != ANY_NUMBER or not self._has_unsent(key.group, peer))
             return Standing(FINISHED if over else ABSENT, "", 0, "")
         if self._closed.never_begins(key):
             cause = f"it closed a subgroup in which others wait for it: {signature} #{key.number}"
@@ -383,6 +388,8 @@ class Mailbox:
     def _end_recvs(self, group: int, source: int) -> None:
         """Ends the recvs that wait for a message of a rank which has closed their group."""
         with self._lock:
+            if group not in self._closed:
+                self._silent.add((group, source))
             queues = [queue for place, queue in self._inbound.items() if place[:2] == (group, source)]
             woken = [post for queue in queues for post in queue.end()]
         _wake(woken)
@@ -398,24 +405,35 @@ class Mailbox:
             self._missed.add((peer, key))
             return before
 
-    def start_sending(self, key: Key, box: Box) -> None:
+    def start_sending(self, peer: int, key: Key, box: Box) -> None:
         """Directs what the receiver of a point-to-point message answers to this box."""
         with self._lock:
             self._sending[key] = box
+            self._unsent[key] = peer
+
+    def began_sending(self, key: Key) -> None:
+        """The first chunk of the message was sent."""
+        with self._lock:
+            self._unsent.pop(key, None)
 
     def stop_sending(self, key: Key) -> None:
         """Ends `start_sending`: the message was sent."""
         with self._lock:
             self._sending.pop(key, None)
+            self._unsent.pop(key, None)
 
-    def _is_sending_in(self, group: int) -> bool:
+    def _has_unsent(self, group: int, peer: int) -> bool:
+        """Whether there is a message to that peer of which nothing was sent yet."""
         with self._lock:
-            return any(key.group == group for key in self._sending)
+            return any(key.group == group and to == peer for key, to in self._unsent.items())
 
     def post(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
         """Posts a recv for the next message of (source, tag)."""
         with self._lock:
-            woken = self._inbound_of(group, source, tag).add(post)
+            queue = self._inbound_of(group, source, tag)
+            woken = queue.add(post)
+            if (group, source) in self._silent:
+                woken += queue.end()
         _wake(woken)
 
     def take(self, group: int, source: int, tag: int, post: PostedReceive) -> None:

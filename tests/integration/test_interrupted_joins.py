@@ -12,7 +12,7 @@ from socket import socket
 import pytest
 
 import ferrorpc
-from ferrorpc import PeerLostError
+from ferrorpc import LimitExceededError, PeerLostError
 from ferrorpc.coordination.base import Membership
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.transports.grpc.server import WorkerServer
@@ -94,6 +94,21 @@ def test_no_interrupt_strikes_within_grpc_as_a_server_for_peers_starts(monkeypat
 
     monkeypatch.setattr(threading, "main_thread", strike)
     serve_at(ports).close()
+    eventually(partial(is_refused, ports[0]), "the end of the server")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("can't start new thread")])
+def test_a_server_for_peers_whose_thread_does_not_start_gives_its_port_back(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise error
+
+    ports = list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises((KeyboardInterrupt, LimitExceededError)):
+            serve_at(ports)
     eventually(partial(is_refused, ports[0]), "the end of the server")
 
 

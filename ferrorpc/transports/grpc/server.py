@@ -139,10 +139,16 @@ class WorkerServer:
             maximum_concurrent_rpcs=STREAMS_MAX,
         )
         self._server.add_generic_rpc_handlers((_Method(self._stream),))
-        self._port = self._listen(bind_host)
-        self.advertise(advertise_host)
-        _open_servers.add(self)
-        self._start()  # the last step: nobody else would stop it
+        try:
+            self._port = self._listen(bind_host)
+            self.advertise(advertise_host)
+            _open_servers.add(self)
+            self._start()
+        except BaseException:
+            _open_servers.discard(self)
+            with contextlib.suppress(RuntimeError):
+                self._server.stop(0.0)  # else it goes on listening, and gRPC waits for its thread when the process exits
+            raise
 
     def _start(self) -> None:
         """Starts gRPC's server, on a thread that no interrupt strikes: gRPC cannot stop what it has started in part."""
@@ -151,11 +157,8 @@ class WorkerServer:
             SYSTEM_CLOCK.start(partial(self._start_apart, started), "ferrorpc-server")
             started.result()
         except BaseException:
-            _open_servers.discard(self)
             if not started.cancel():
                 wait([started])
-                with contextlib.suppress(RuntimeError):
-                    self._server.stop(0.0)  # else it goes on listening, and gRPC waits for its thread when the process exits
             raise
 
     def _start_apart(self, started: Future[None]) -> None:

@@ -289,7 +289,7 @@ class GrpcTransport(Transport):
             self._mark_lost(frame.source)
 
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
-        answer = control.probe_answer(self.mailbox, key, signature)
+        answer = control.probe_answer(self.mailbox, source, key, signature)
         lane = self._lanes.get((source, 0))
         if key.stream != POINT_TO_POINT or lane is None:
             self._answer(source, transport_pb2.ControlMessage(probe_answer=answer))

@@ -178,7 +178,7 @@ class SharedMemoryTransport(Transport):
         elif kind == "grant":
             control.deliver_grant(self.mailbox, source, message.grant)
         elif kind == "probe":
-            answer = control.probe_answer(self.mailbox, *control.read_probe(message.probe, source))
+            answer = control.probe_answer(self.mailbox, source, *control.read_probe(message.probe, source))
             self._send_control(source, shared_memory_pb2.SharedMemoryMessage(probe_answer=answer))
         elif kind == "probe_answer":
             control.deliver_probe_answer(self.mailbox, source, message.probe_answer)

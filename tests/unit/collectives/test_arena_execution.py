@@ -135,9 +135,9 @@ def test_who_is_waited_for_is_asked_over_the_lanes_and_can_ask_back_until_it_is_
     wire = world.arenas[0].transport
     first.probe()
     assert wire.probed == [1, 2]
-    assert wire.mailbox.standing(Key(0, 0, 1), BARRIER.signature).standing == SAME
+    assert wire.mailbox.standing(1, Key(0, 0, 1), BARRIER.signature).standing == SAME
     first.finish()
-    assert wire.mailbox.standing(Key(0, 0, 1), BARRIER.signature).standing == FINISHED
+    assert wire.mailbox.standing(1, Key(0, 0, 1), BARRIER.signature).standing == FINISHED
 
 
 def test_a_rank_that_is_asked_tells_which_call_has_that_place_and_which_was_its_last(world: SharedWorld) -> None:

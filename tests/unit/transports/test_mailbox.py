@@ -87,7 +87,7 @@ def test_a_late_frame_of_a_finished_call_is_dropped_when_it_agrees() -> None:
     box_of.leave(key)
     box_of.deliver(frame(key, 0))
     assert reported == []
-    assert box_of.standing(key, "a()").standing == FINISHED
+    assert box_of.standing(1, key, "a()").standing == FINISHED
 
 
 @pytest.mark.parametrize("number", [3, 10])
@@ -99,13 +99,13 @@ def test_frames_older_than_the_history_leave_nothing_behind(number: int) -> None
         box_of.leave(Key(0, 0, passed))
     box_of.deliver(frame(Key(0, 0, number), 0, signature="b()"))
     assert reported == []
-    assert box_of.standing(Key(0, 0, number), "a()").standing == FINISHED
+    assert box_of.standing(1, Key(0, 0, number), "a()").standing == FINISHED
 
 
 def test_where_operations_come_in_any_order_a_later_one_says_nothing_of_an_earlier_one() -> None:
     box_of, _ = mailbox()
     box_of.enter(Key(0, 2, 7), "a()", lambda: None)
-    assert box_of.standing(Key(0, 2, 3), "a()") == (ABSENT, "", 7, "a()")
+    assert box_of.standing(1, Key(0, 2, 3), "a()") == (ABSENT, "", 7, "a()")
 
 
 def test_the_last_operation_of_a_group_is_over_although_others_have_filled_the_history_since() -> None:
@@ -113,16 +113,16 @@ def test_the_last_operation_of_a_group_is_over_although_others_have_filled_the_h
     for key in (Key(0, 0, 1), *(Key(7, 0, number) for number in range(1, HISTORY + 2))):
         box_of.enter(key, "a()", lambda: None)
         box_of.leave(key)
-    assert box_of.standing(Key(0, 0, 1), "a()").standing == FINISHED
+    assert box_of.standing(1, Key(0, 0, 1), "a()").standing == FINISHED
 
 
 def test_a_probe_is_answered_with_where_this_rank_stands() -> None:
     box_of, _ = mailbox()
     box_of.enter(Key(0, 0, 1), "a()", lambda: None)
-    assert box_of.standing(Key(0, 0, 1), "a()").standing == SAME
-    different = box_of.standing(Key(0, 0, 1), "c()")
+    assert box_of.standing(1, Key(0, 0, 1), "a()").standing == SAME
+    different = box_of.standing(1, Key(0, 0, 1), "c()")
     assert (different.standing, different.signature) == (DIFFERENT, "a()")
-    absent = box_of.standing(Key(0, 0, 2), "a()")
+    absent = box_of.standing(1, Key(0, 0, 2), "a()")
     assert (absent.standing, absent.last_number, absent.last_signature) == (ABSENT, 1, "a()")
 
 
@@ -137,7 +137,7 @@ def test_a_probe_is_answered_with_the_last_operation_whether_it_sent_messages_or
     box_of.register_lookup(0, arena.entered)
     box_of.enter(Key(0, 0, 3), "here()", lambda: None)
     box_of.leave(Key(0, 0, 3))
-    assert box_of.standing(Key(0, 0, 9), "a()") == (ABSENT, "", *last)
+    assert box_of.standing(1, Key(0, 0, 9), "a()") == (ABSENT, "", *last)
 
 
 def test_nothing_is_kept_of_the_lookups_of_groups_that_are_gone() -> None:
@@ -158,8 +158,8 @@ def test_of_a_call_that_awaits_no_message_only_its_signature_stays() -> None:
     for number in range(1, HISTORY + 3):
         box_of.record(Key(0, 0, number), f"a({number})")
     assert (len(box_of._boxes), len(box_of._history)) == (0, HISTORY)
-    assert box_of.standing(Key(0, 0, 9), "a(9)") == (FINISHED, "a(9)", HISTORY + 2, f"a({HISTORY + 2})")
-    assert box_of.standing(Key(0, 0, 9), "b()")[:2] == (DIFFERENT, "a(9)")
+    assert box_of.standing(1, Key(0, 0, 9), "a(9)") == (FINISHED, "a(9)", HISTORY + 2, f"a({HISTORY + 2})")
+    assert box_of.standing(1, Key(0, 0, 9), "b()")[:2] == (DIFFERENT, "a(9)")
     assert reported == []
 
 
@@ -363,9 +363,9 @@ def test_who_waits_for_what_begins_no_more_in_a_closed_group_is_told(never: Key)
     box_of, reported = mailbox()
     box_of.retire(7, begun_to(3, -1, 9))
     for begun in (Key(7, 0, 3), Key(7, BESIDE, 3), Key(7, 2, 9), Key(7, BARRIER_STREAM, 5), Key(8, 3, 0)):
-        box_of.standing(begun, "a()")
+        box_of.standing(1, begun, "a()")
     assert reported == []
-    box_of.standing(never, "a()")
+    box_of.standing(1, never, "a()")
     (error,) = reported
     assert "it closed a subgroup in which others wait for it: a()" in error.message
 
@@ -374,19 +374,22 @@ def test_the_answer_from_a_closed_group_names_the_last_operation_also_for_what_c
     box_of, _ = mailbox()
     box_of.retire(7, begun_to(3, -1, 9))
     keys = Key(7, 0, 2), Key(7, BESIDE, 2), Key(7, 2 | BESIDE, 8), Key(7, BARRIER_STREAM, 5)
-    assert [box_of.standing(key, "a()").last_number for key in keys] == [3, 3, 9, 0]
+    assert [box_of.standing(1, key, "a()").last_number for key in keys] == [3, 3, 9, 0]
 
 
 def test_who_receives_from_a_closed_group_is_told_once_its_sends_have_begun_to_leave() -> None:
     box_of, _ = mailbox()
     mine, recv = Key(7, POINT_TO_POINT, 1), Key(7, POINT_TO_POINT, ANY_NUMBER)
-    assert box_of.standing(recv, "recv()").standing == ABSENT
-    box_of.start_sending(mine, Box())
-    box_of.start_sending(mine._replace(group=8), Box())
+    assert box_of.standing(1, recv, "recv()").standing == ABSENT
+    box_of.start_sending(1, mine, Box())
+    box_of.start_sending(1, mine._replace(group=8), Box())
+    box_of.start_sending(2, mine._replace(number=2), Box())
     box_of.retire(7, begun_to(3))
-    assert [box_of.standing(key, "").standing for key in (recv, mine)] == [ABSENT, FINISHED]
-    box_of.stop_sending(mine)
-    assert box_of.standing(recv, "recv()").standing == FINISHED
+    assert [box_of.standing(1, key, "").standing for key in (recv, mine)] == [ABSENT, FINISHED]
+    box_of.began_sending(mine)
+    assert [box_of.standing(peer, recv, "recv()").standing for peer in (1, 2)] == [FINISHED, ABSENT]
+    box_of.stop_sending(mine._replace(number=2))
+    assert box_of.standing(2, recv, "recv()").standing == FINISHED
 
 
 def test_only_recvs_without_a_message_of_a_rank_that_closed_their_group_are_over() -> None:
@@ -402,6 +405,9 @@ def test_only_recvs_without_a_message_of_a_rank_that_closed_their_group_are_over
     assert woken == []
     box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), FINISHED, "", 0, "")
     assert (woken, [post.is_over for post in posts]) == ([1, 2], [False, True, True, False, False])
+    later = PostedReceive(lambda: None)
+    box_of.post(7, 0, 6, later)
+    assert later.is_over
 
 
 def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:
@@ -428,7 +434,7 @@ def test_of_a_closed_group_only_the_last_numbers_are_kept() -> None:
         assert not box_of.missed_before(0, in_flight)
         box_of.retire(group, begun_to(3, 5))
         box_of.enter(in_flight, "a()", lambda: None)
-        assert box_of.standing(Key(group, 0, 1), "a()").standing == FINISHED
+        assert box_of.standing(1, Key(group, 0, 1), "a()").standing == FINISHED
         box_of.leave(in_flight)
     assert (box_of._last, box_of._missed, box_of._closed._begun) == ({}, set(), dict.fromkeys((7, 8), tuple(begun_to(3, 5))))
 
