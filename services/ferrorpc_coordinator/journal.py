@@ -312,13 +312,19 @@ def _take_locks(directory: Path) -> contextlib.ExitStack:
         file = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         handles.callback(os.close, file)
         try:
-            _lock(own)
             problem = _lock(file)
         except BlockingIOError:
             holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
             raise ConfigError(
                 f"the data directory {directory} is in use by another coordinator (process {holder})",
                 hint="stop that coordinator first, or give this one another --data-dir",
+            ) from None
+        try:
+            _lock(own)
+        except BlockingIOError:
+            raise ConfigError(
+                f"the data directory {directory} is locked: by a coordinator whose file 'lock' was removed, or another program",
+                hint="stop it first (`fuser` names it), lock another file around the coordinator, or give another --data-dir",
             ) from None
         if problem:
             raise ConfigError(
@@ -414,8 +420,12 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
 def _require_journal(path: Path, connection: sqlite3.Connection, version: int) -> None:
     """Raises ConfigError if the database is another program's, before anything in it is changed."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
-    tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    if application != APPLICATION_ID and (application or tables != (["rows"] if version else [])):
+    query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    tables = [name for (name,) in connection.execute(query)]
+    columns = [name for _, name, *_ in connection.execute("PRAGMA table_info(rows)")]
+    is_new = not tables and not version
+    is_older = tables == ["rows"] and columns[:3] == ["tab", "key", "value"]  # or read from an SQL dump, which has no marks
+    if application != APPLICATION_ID and (application or not (is_new or is_older)):
         raise ConfigError(f"{path} is not a journal of ferrorpc", hint="give another --data-dir")
 
 

@@ -107,7 +107,7 @@ def test_a_second_coordinator_is_refused_where_somebody_has_removed_the_lock_fil
     """As programs do that tidy up what has not been touched for days."""
     journal = opened(tmp_path)
     (tmp_path / "data" / "lock").unlink()
-    with pytest.raises(ConfigError, match=r"in use by another coordinator \(process unknown\)"):
+    with pytest.raises(ConfigError, match="is locked: by a coordinator whose file 'lock' was removed, or another program"):
         opened(tmp_path)
     journal.close()
     opened(tmp_path).close()
@@ -161,6 +161,31 @@ def test_a_journal_without_the_mark_of_ferrorpc_is_still_opened(tmp_path):
     again = opened(tmp_path)
     assert again.rows() == [("t", "k", b"v")]
     again.close()
+
+
+def test_a_journal_that_was_read_from_an_sql_dump_is_opened(tmp_path):
+    """It has no marks. SQLite's own tables, such as those of ANALYZE, are nobody's."""
+    journal = opened(tmp_path)
+    journal.commit([("t", "k", b"v")])
+    journal._connection.execute("ANALYZE")
+    journal.close()
+    path = tmp_path / "data" / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as source:
+        dump = "\n".join(source.iterdump())
+    path.unlink()
+    with contextlib.closing(sqlite3.connect(path)) as target:
+        target.executescript(dump)
+    again = opened(tmp_path)
+    assert again.rows() == [("t", "k", b"v")]
+    again.close()
+
+
+def test_a_table_of_the_same_name_makes_no_journal(tmp_path):
+    (tmp_path / "data").mkdir()
+    with contextlib.closing(sqlite3.connect(tmp_path / "data" / "journal.sqlite")) as other:
+        other.execute("CREATE TABLE rows (x, y)")
+    with pytest.raises(ConfigError, match="is not a journal of ferrorpc"):
+        opened(tmp_path)
 
 
 def test_a_damaged_journal_is_refused(tmp_path):
