@@ -152,7 +152,7 @@ class Piece:
             UsageError: each backward averages gradients over replicas. They pair these by their count, so all later ones would
                 be means of different microbatches.
         """
-        if getattr(self._stage, "averages", False):
+        if getattr(self._stage, "averages", False) is True:
             raise UsageError(
                 f"microbatch {microbatch} has weight 0, but each backward of stage {self.number} averages over replicas, "
                 "which may not leave out the same ones",

@@ -18,6 +18,7 @@ from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import copied, copy_into, kind_of, spec_of, view, view_out
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import others_told
+from ferrorpc.pipeline.batch import converted
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.stage import Piece
 from ferrorpc.pipeline.transfers import Transfer, TransferKind
@@ -111,15 +112,20 @@ class TiedWeight:
 
     def begin_step(self) -> None:
         """Sets gradients of earlier steps aside: all copies have the same ones, so they must not be summed again. Zeros take
-        the place of one that is there, because stages add to it."""
+        the place of one that is there, because stages add to it; where two copies have one array, the second gets another."""
         self._backwards_left = len(self.own)
-        self._grads_before = {
-            piece: None if parameter.grad is None else _Before(parameter.grad, copied(parameter.grad))
-            for piece, parameter in self.own.items()
-        }
-        for piece, before in self._grads_before.items():
+        parameters = {id(parameter): parameter for parameter in self.own.values()}
+        found: dict[int, _Before | None] = dict.fromkeys(parameters)
+        places: set[int] = set()
+        for number, parameter in parameters.items():
+            if parameter.grad is not None:
+                value, place = copied(parameter.grad), kind_of(parameter.grad).pointer_of(parameter.grad)
+                found[number] = _Before(copied(value) if place in places else parameter.grad, value)
+                places.add(place)
+        for number, before in found.items():
             if before is not None:
-                self.own[piece].grad = _written(before.array, _zeros_like(before.value))
+                parameters[number].grad = _written(before.array, _zeros_like(before.value))
+        self._grads_before = {piece: found[id(parameter)] for piece, parameter in self.own.items()}
 
     def piece_completed(self, piece: int, exchange: Exchange) -> None:
         """A piece of this rank has done its last backward. If it is the last one here with a copy, their gradients are sent."""
@@ -154,8 +160,9 @@ class TiedWeight:
         total = None
         for piece in self._holders:
             if parts[piece] is not None:
-                total = parts[piece] if total is None else total + parts[piece]
-        sums = {piece: _sum(before, total) for piece, before in self._grads_before.items()}
+                part = converted(parts[piece], kind)
+                total = part if total is None else total + part
+        sums = {piece: _sum(before, total, kind_of(self.own[piece].data)) for piece, before in self._grads_before.items()}
         for piece, before in self._grads_before.items():
             parameter = self.own[piece]
             if before is not None and parameter.grad is before.array:
@@ -200,11 +207,11 @@ class TiedWeight:
             seen.add(id(parameter))
 
 
-def _sum(before: _Before | None, total: Any) -> Any:
-    """The sum, in a new array, so that no two copies share one."""
+def _sum(before: _Before | None, total: Any, kind: Kind) -> Any:
+    """The sum, in a new array of that kind, so that no two copies share one."""
     if total is None:
         return None if before is None else before.value
-    return copied(total) if before is None else before.value + total
+    return copied(total, kind) if before is None else before.value + converted(total, kind)
 
 
 def _zeros_like(array: Any) -> Any:

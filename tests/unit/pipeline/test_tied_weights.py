@@ -405,3 +405,20 @@ def test_a_tied_parameter_that_is_gone_is_an_error_on_every_rank():
     assert isinstance(first, UsageError)
     assert isinstance(second, GroupAbortedError)
     assert "the tied weight '0/weight' is not there any more" in second.cause
+
+
+def test_copies_on_one_rank_whose_gradients_are_one_array_count_each_part_once():
+    """As where both are given the mean over replicas."""
+
+    def body(group):
+        stages = Times(2.0), Times(2.0)
+        pipe = Pipeline(stages, group, "zbv", 2, tied=[("0/weight", "1/weight")])
+        found = []
+        for _ in range(2):
+            pipe.step(ONES, ONES, total, reduction="sum")
+            found.append([each.weight.grad.item() for each in stages])
+            stages[0].weight.grad[...] = 0.0
+            stages[1].weight.grad = stages[0].weight.grad
+        return found
+
+    assert run_world(1, body) == [[[16.0, 16.0]] * 2]

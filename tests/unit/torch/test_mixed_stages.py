@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ferrorpc import schedules
+from ferrorpc.ddp.parameter import Parameter
 from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.testing import run_world
 from tests.unit.pipeline.stages import half_square_sum
@@ -88,3 +89,42 @@ def test_a_module_without_tensors_is_on_the_default_device_unless_a_buffer_says_
     module.register_buffer("place", torch.empty(0, device="meta"), persistent=False)
     assert stage.like.device.type == "meta"
     assert not module.state_dict()
+
+
+class Tied(Scale):
+    """With a weight that can be tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(np.full(4, 2.0, np.float32))
+        self.like = self.weight.data
+
+    def named_parameters(self):
+        return iter([("factor", self.weight)])
+
+    def backward(self, context, grad_y):
+        before, grad = self.weight.grad, (context[0] * grad_y).sum(0)
+        self.weight.grad = grad if before is None else before + grad
+        return super().backward(context, grad_y)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("order", TWO)
+def test_a_weight_may_be_tied_between_them(order: str, ranks: int):
+    schedule = schedules.named("looped_bfs", ranks, MICROBATCHES, 2 // ranks)
+    rows = np.arange(1.0, 17.0, dtype=np.float32).reshape(4, 4)
+
+    def body(group):
+        stages = [Tied() if order[number] == "n" else Stage(Rectified()) for number in schedule.pieces(group.rank)]
+        pipe = Pipeline(stages, group, schedule, tied=[("0/factor", "1/factor")])
+        x = rows if order[0] == "n" else torch.from_numpy(rows.copy())
+        for _ in range(2):
+            pipe.step(x, np.zeros_like(rows), loss_fn, "sum")
+        return [each.weight.grad if isinstance(each, Tied) else each.module.factor.grad for each in stages]
+
+    factor = torch.full((4,), 2.0, requires_grad=True)
+    (torch.from_numpy(rows) * factor * factor).square().sum().backward()  # half of it, twice
+    for found in (each for of_rank in run_world(ranks, body) for each in of_rank):
+        np.testing.assert_allclose(np.asarray(found), factor.grad, rtol=1e-6)
+    kinds = [type(each) for of_rank in run_world(ranks, body) for each in of_rank]
+    assert kinds == [np.ndarray if each == "n" else torch.Tensor for each in order]
