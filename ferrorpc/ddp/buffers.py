@@ -51,8 +51,13 @@ class Buffers:
         self._exchanges = 0
         self._in_flight: list[tuple[Bucket, Any, Work[Any]]] = []
 
+    @property
+    def are_exchanged(self) -> bool:
+        """Whether there are any to exchange, and others to exchange them with."""
+        return bool(self._buckets)
+
     def check(self) -> None:
-        """Raises TensorMismatchError if the dtype or shape of a buffer has changed since the module was wrapped."""
+        """Raises TensorMismatchError if the dtype, shape or GPU of a buffer has changed since the module was wrapped."""
         if self._packer.layout.buckets:
             self._packer.check(named_buffers(self._module))
 

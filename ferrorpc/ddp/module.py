@@ -188,4 +188,5 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
             if parameter.grad is not None:
                 self._replica.gradient(name)
         with interrupts_told(self._replica.group):
-            self._replica.finish(self._replica.begin(weight), used=self._replica.parameters)
+            reduction = self._replica.begin(weight)
+            self._replica.finish(reduction, self._replica.contribute_rest(reduction, used=self._replica.parameters))

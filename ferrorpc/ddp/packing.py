@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ferrorpc.arrays.error_prefix import ErrorPrefix
-from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
+from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, view, view_out
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import Bucket, Slot, lay_out
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, current_device, gpus_of
@@ -72,7 +72,7 @@ class Packer:
             for slot in bucket.slots:
                 with ErrorPrefix(f"{self._what} {slot.name!r}"):
                     got = view(arrays.get(slot.name), on_device=self._kind is not None)
-                self._check(slot, got.spec)
+                self._check(slot, arrays[slot.name], got.spec)
                 found[slot.start : slot.stop] = got.data.reshape(-1)
         return found
 
@@ -81,12 +81,15 @@ class Packer:
         for slot in (slot for bucket in self.layout.buckets for slot in bucket.slots):
             with ErrorPrefix(f"{self._what} {slot.name!r}"):
                 spec = spec_of(arrays.get(slot.name))
-            self._check(slot, spec)
+            self._check(slot, arrays[slot.name], spec)
 
-    def _check(self, slot: Slot, spec: TensorSpec) -> None:
-        if spec != slot.spec:
+    def _check(self, slot: Slot, array: Any, spec: TensorSpec) -> None:
+        was, now = f"{slot.spec}", f"{spec}"
+        if self._kind is not None and kind_of(array).device_kind is not self._kind:
+            was, now = f"on GPU {self._kind.device.index}", "elsewhere"
+        if was != now:
             raise TensorMismatchError(
-                f"{self._what} {slot.name!r} is {spec}, but was {slot.spec} when it was wrapped",
+                f"{self._what} {slot.name!r} is {now}, but was {was} when it was wrapped",
                 hint='wrap the module again, or leave each rank its own buffers: buffers="local"',
             )
 

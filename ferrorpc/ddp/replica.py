@@ -126,6 +126,11 @@ class Replica:
                 )
 
     @property
+    def exchanges_buffers(self) -> bool:
+        """Whether a step exchanges buffers that a forward pass may have changed."""
+        return self._buffers.are_exchanged and bool(getattr(self.module, "training", True))
+
+    @property
     def syncs(self) -> bool:
         """Whether gradients are averaged now."""
         return self.may_sync and self._accumulation is None
@@ -225,9 +230,9 @@ class Replica:
             )
         return got
 
-    def finish(self, reduction: Reduction, used: Collection[str]) -> None:
-        """Contributes the remaining gradients; returns when every gradient is the mean. The gradient of a parameter that no
-        rank has used stays as it was.
+    def contribute_rest(self, reduction: Reduction, used: Collection[str]) -> dict[str, Any]:
+        """Contributes the remaining gradients and the buffers. Waits for nothing, so that ranks may do so for several modules
+        in different orders. Returns what `finish` needs.
 
         Args:
             used: which of the remaining parameters this rank has used. The gradient of one that it has not used, left from an
@@ -236,7 +241,15 @@ class Replica:
         with abort_on_failure(reduction, self.group):
             if not self._is_uneven:
                 self._buffers.begin()
-            saved = {} if reduction.is_complete else self._contribute_others(reduction, used)
+            return {} if reduction.is_complete else self._contribute_others(reduction, used)
+
+    def finish(self, reduction: Reduction, saved: Mapping[str, Any]) -> None:
+        """Returns when every gradient is the mean. The gradient of a parameter that no rank has used stays as it was.
+
+        Args:
+            saved: what `contribute_rest` returned.
+        """
+        with abort_on_failure(reduction, self.group):
             try:
                 reduction.finish()
             except BaseException:

@@ -1,7 +1,8 @@
 """Autograd hooks that reduce each gradient as soon as autograd has accumulated it.
 
 A post-accumulate hook on every parameter reports that its gradient is complete. A callback that autograd runs at the end of a
-backward pass waits for the reduction. A reduction begins with the pass in which an output of `forward` gets its gradient, if
+backward pass contributes what is left, and another one, behind those of all modules, waits for the reduction: ranks may have
+the modules in different orders. A reduction begins with the pass in which an output of `forward` gets its gradient, if
 that pass accumulates into the parameters' `.grad`; one that only asks for the gradient of the input, or `torch.autograd.grad`,
 does not, and is not synchronised. Nested passes (re-entrant
 checkpoints run one for each segment) may accumulate a parameter's gradient in several parts, so these gradients are reduced
@@ -27,6 +28,8 @@ from ferrorpc.ddp.replica import Replica
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import tell_others
 
+_NODES: Final = 256
+"""How many nodes of a graph are looked at for a parameter where another leaf is nearer."""
 _STEP_LATER: Final = "let optimizers step when backward() has returned"
 
 
@@ -148,8 +151,8 @@ class BackwardHooks:
         """
         self._check_unfinished()
         parameters: Collection[Any] = self._replica.parameters.values()
-        if not any(each.requires_grad for each in parameters):  # frozen for now: this is no step
-            return
+        if not (self._replica.exchanges_buffers or any(each.requires_grad for each in parameters)):
+            return  # it is frozen: this is no step
         own = set(map(id, parameters))
         for output in _tensors(outputs):
             if output.grad_fn is not None:
@@ -191,10 +194,13 @@ class BackwardHooks:
         self._reduction = self._replica.begin(self._weight)
         self._versions = _versions_of_hooked(self._replica.parameters)
         self._graph_task = _current_task()
-        finish = partial(self._finish)
-        self._unfinished = weakref.ref(finish)
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        self._queue(partial(self._finish))
         return self._reduction
+
+    def _queue(self, ending: Callable[[], None]) -> None:
+        """Has autograd call it at the end of the backward pass."""
+        self._unfinished = weakref.ref(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def _accumulated(self, view: _BucketView, _: Any) -> None:
         """Called when a parameter's gradient was added to its `.grad`. What torch passes may be what another hook has returned,
@@ -246,7 +252,15 @@ class BackwardHooks:
         reduction, self._reduction = self._reduction, None
         used, self._used = self._used, set()
         self._is_first = False
-        self._replica.finish(reduction, used)
+        saved = self._replica.contribute_rest(reduction, used)
+        self._reduction = reduction
+        self._queue(partial(self._await, saved))
+
+    def _await(self, saved: Mapping[str, Any]) -> None:
+        """Called behind the `_finish` of all modules."""
+        assert self._reduction is not None
+        reduction, self._reduction = self._reduction, None
+        self._replica.finish(reduction, saved)
 
 
 def check_not_shared(module: torch.nn.Module) -> None:
@@ -298,10 +312,10 @@ def _tensors(outputs: Any, around: tuple[Any, ...] = ()) -> Iterator[torch.Tenso
 
 
 def _nearest_leaf(node: Any, own: Collection[int]) -> Any:
-    """The nearest of the parameters with these ids to which a node of the graph leads. If it leads to none, because a
+    """The nearest of the parameters with these ids to which a node of the graph leads. If it leads to none nearby, because a
     re-entrant checkpoint hides them or this rank uses none: the nearest leaf, or None."""
     waiting, seen, other = deque([node]), {node}, None
-    while waiting:
+    while waiting and not (other is not None and len(seen) > _NODES):
         node = waiting.popleft()
         if isinstance(node, torch._C._functions.AccumulateGrad):
             if id(node.variable) in own:

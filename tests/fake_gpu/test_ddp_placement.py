@@ -112,3 +112,28 @@ def test_a_gradient_made_in_another_stream_may_be_dropped_at_once(
         return found
 
     assert world(cupy, kind, 2, body) == [[1.5] * 64] * 2
+
+
+@pytest.mark.parametrize("kind", ["nccl", "simulated"])
+def test_a_step_is_refused_whose_buffer_has_left_its_gpu_and_the_next_one_is_taken(cupy: StandIn, kind: str) -> None:
+    class Buffered(Plain):
+        buffer: Any
+
+        def named_buffers(self) -> list[tuple[str, Any]]:
+            return [("buffer", self.buffer)]
+
+    def body(group: ProcessGroup) -> list[float]:
+        module = Buffered(w=cupy.asarray(np.ones(4, np.float32)))
+        module.buffer = on_gpu = cupy.asarray(np.full(3, 1.0 + group.rank, np.float32))
+        ddp = ferrorpc.DistributedDataParallel(module, group)
+        module["w"].grad = cupy.asarray(np.ones(4, np.float32))
+        module.buffer = np.ones(3, np.float32)
+        with pytest.raises(TensorMismatchError, match="buffer 'buffer' is elsewhere, but was on GPU"):
+            ddp.sync_gradients()
+        module.buffer = on_gpu
+        on_gpu += 1
+        ddp.sync_gradients()
+        found: list[float] = cupy.asnumpy(on_gpu).tolist()
+        return found
+
+    assert world(cupy, kind, 2, body) == [[2.0] * 3] * 2

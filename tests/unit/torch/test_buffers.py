@@ -71,3 +71,38 @@ def test_batch_norm_within_a_checkpoint_has_the_statistics_of_the_bare_module(us
         return all(torch.equal(mine.get_buffer(name), each) for name, each in bare.named_buffers())
 
     assert run_world(2, body) == [True] * 2
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "mean"])
+def test_buffers_of_a_module_that_is_frozen_for_a_while_stay_the_same_on_all_ranks(mode):
+    def body(group):
+        torch.manual_seed(0)
+        low, top = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        first, second = (DistributedDataParallel(each, group, buffers=mode) for each in (low, top))
+        top.requires_grad_(False)
+        for step in range(2):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(2 * step + group.rank))
+            second(first(x)).square().sum().backward()
+        return top.running_mean.clone()
+
+    assert torch.equal(*run_world(2, body))
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "mean"])
+def test_ranks_may_go_through_two_modules_in_different_orders(mode):
+    """Large buffers and new modules, whose gradients are sent at the end, too."""
+
+    def body(group):
+        modules = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            module.register_buffer("table", torch.zeros(2_000_000))
+            modules.append(DistributedDataParallel(module, group, buffers=mode))
+        for step in range(2):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(2 * step + group.rank))
+            order = modules if group.rank == 0 else modules[::-1]
+            sum(each(x).square().mean() for each in order).backward()
+        return torch.cat([each.grad.flatten() for module in modules for each in module.parameters()])
+
+    assert torch.equal(*run_world(2, body, timeout=20))
