@@ -159,6 +159,9 @@ class WorkerServer:
         except BaseException:
             if not started.cancel():
                 wait([started])
+            else:
+                with contextlib.suppress(RuntimeError):
+                    self._server.start()  # gRPC stops, and gives the port back, only what was started
             raise
 
     def _start_apart(self, started: Future[None]) -> None:
