@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.trace import TraceFile, operation_of
 
 _log = logging.getLogger("ferrorpc.telemetry")
+
+_SECONDS: Final = [float(f"{digits}e{exponent}") for exponent in range(-6, 3) for digits in (1, 2.5, 5)]
+"""Bounds of the histograms' buckets, from a microsecond to minutes. Those of OpenTelemetry begin at 5, for milliseconds."""
 
 
 class Observer(Protocol):
@@ -80,8 +83,15 @@ class OpenTelemetryObserver:
         meter = metrics.get_meter("ferrorpc")
         self._tracer = trace.get_tracer("ferrorpc")
         self._error = trace.Status(trace.StatusCode.ERROR)
-        self._operations = meter.create_histogram("ferrorpc.operation.duration", "s", "from an operation's call to its end")
-        self._steps = meter.create_histogram("ferrorpc.step.duration", "s", "parts of training steps")
+        self._operations = meter.create_histogram(
+            "ferrorpc.operation.duration",
+            "s",
+            "from an operation's call to its end",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        self._steps = meter.create_histogram(
+            "ferrorpc.step.duration", "s", "parts of training steps", explicit_bucket_boundaries_advisory=_SECONDS
+        )
 
     def begin(self, label: str, attributes: Mapping[str, Any]) -> Any:
         """Starts the span of an operation, as a child of the caller's span."""

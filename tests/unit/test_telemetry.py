@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -172,6 +173,16 @@ def test_training_steps_are_told_by_part(told):
 
     run_world(2, work)
     assert set(counts(durations, "ferrorpc.step.duration")) == {("compute",), ("exposed",), ("hidden",)}
+
+
+@pytest.mark.parametrize("name", ["ferrorpc.operation.duration", "ferrorpc.step.duration"])
+def test_buckets_tell_microseconds_from_milliseconds_and_seconds(told, name):
+    _, durations = told
+    telemetry().end(telemetry().begin("barrier() #1", {}), "barrier() #1", 0.5, "")
+    telemetry().stepped(1.0, 0.25, 0.5)
+    bounds = next(iter(points(durations, name).values())).explicit_bounds
+    assert (bounds[0], bounds[-1]) == (1e-6, 500.0)
+    assert all(low < high < 3 * low for low, high in pairwise(bounds))
 
 
 def test_each_part_of_a_step_is_told_as_itself_and_to_both_who_want_it(told, tmp_path):
