@@ -7,10 +7,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ferrorpc.coordination.activity import Activity
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_reduction import BucketReduction
 from ferrorpc.ddp.steps import Step, Steps, StepTimes
@@ -107,6 +109,21 @@ def test_steps_are_kept_compared_between_ranks_and_drawn(tmp_path):
         assert sum(event["cat"] == "communication" for event in drawn) == 8
         last = next(event for event in drawn if event["name"] == "wait 3")
         assert last["dur"] == pytest.approx(steps[3].times.exposed_seconds * 1e6)
+
+
+def test_the_very_first_step_is_reported_as_time_in_operations_only(monkeypatch):
+    told = []
+    monkeypatch.setattr("ferrorpc.ddp.steps.telemetry", lambda: SimpleNamespace(stepped=lambda *times: told.append(times)))
+    (group,) = run_world(1, lambda group: group)
+    steps = Steps(group)
+    activity = steps._activity = Activity()
+    steps.add(Step(0, 0.0, 5.0, 5.25, ()))
+    assert not activity.beat(1, 0.0).HasField("training")
+    steps.add(Step(1, 5.25, 6.25, 6.75, ()))
+    beat = activity.beat(1, 0.0)
+    assert (beat.training.steps, beat.training.compute_ms, beat.training.exposed_ms) == (1, 1000, 500)
+    assert beat.operation_ms == 750
+    assert told == [(1.0, 0.5, 0.0)]
 
 
 def test_a_thread_may_look_at_the_times_while_the_next_step_ends():
