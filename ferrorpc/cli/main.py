@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import sys
 from typing import Any, Final
 
@@ -44,6 +45,8 @@ cli = click.version_option(package_name="ferrorpc", message="%(version)s")(
 
 def main() -> None:
     """The `ferrorpc` program. Exits with 0, the command's own code, 64 for bad configuration or 75 for "try again"."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names and messages of other processes may be in any alphabet
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -54,6 +54,13 @@ def test_the_package_is_the_command_where_no_script_is_on_the_path():
     assert (result.returncode, "Usage: ferrorpc status" in result.stderr) == (64, True)
 
 
+def test_what_standard_output_cannot_encode_is_shown_as_escapes():
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1", "FERRORPC_TRACE_DIR": "größe → 1"}
+    command = [sys.executable, "-m", "ferrorpc", "config"]
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="latin-1", timeout=60, check=False)
+    assert (done.returncode, r"größe \u2192 1" in done.stdout) == (0, True), done.stderr
+
+
 def test_the_launcher_loads_neither_grpc_nor_numpy():
     script = "import sys\nimport ferrorpc.cli.run\nassert not {'grpc', 'numpy', 'google.protobuf'} & set(sys.modules)\n"
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
