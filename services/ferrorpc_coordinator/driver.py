@@ -43,7 +43,7 @@ from ferrorpc_coordinator.state.events import (
 
 _log = logging.getLogger("ferrorpc.coordinator.driver")
 _job_log = logging.getLogger("ferrorpc.coordinator.job")
-_ROUTINE: Final = frozenset({"generation", "ended", "left", "back", "forgotten"})
+_ROUTINE: Final = frozenset({"generation", "ended", "left", "forgotten"})
 """Kinds of notes that are logged at level INFO, others at WARNING."""
 
 SLOW_COMMIT_NS: Final = 5_000_000_000

@@ -313,8 +313,8 @@ async def test_answers_held_by_a_disk_neither_disconnect_a_client_nor_keep_its_q
 @driven
 async def test_a_loss_is_logged_at_a_higher_level_than_routine_events(make):
     told, story = logging.handlers.BufferingHandler(100), logging.getLogger("ferrorpc.coordinator.job")
-    notes = [Note("j", kind, kind, rank=1, generation=2) for kind in ("generation", "left", "dead", "broken")]
-    driver, _ = make(lambda event: notes)
+    kinds = ("generation", "left", "stalled", "back", "dead", "broken")
+    driver, _ = make(lambda event: [Note("j", kind, kind, rank=1, generation=2) for kind in kinds])
     before = story.level
     story.addHandler(told)
     story.setLevel(logging.INFO)
@@ -324,10 +324,8 @@ async def test_a_loss_is_logged_at_a_higher_level_than_routine_events(make):
         story.removeHandler(told)
         story.setLevel(before)
     assert [(record.event, record.levelname) for record in told.buffer] == [
-        ("generation", "INFO"),
-        ("left", "INFO"),
-        ("dead", "WARNING"),
-        ("broken", "WARNING"),
+        *((kind, "INFO") for kind in ("generation", "left")),
+        *((kind, "WARNING") for kind in ("stalled", "back", "dead", "broken")),  # the return is told as the stall is
     ]
 
 
