@@ -36,6 +36,7 @@ _MEMBER_ROWS_MIN = 8
 @click.option("--json", "as_json", is_flag=True, help="The coordinator's response as JSON, one object a line.")
 def command(address: str | None, job: str | None, watch: bool, as_json: bool) -> None:
     """Show a job: its members and what they do, open barriers and who is missing, generations and why each began, events."""
+    from ferrorpc.v1.identity_pb2 import Position
     from ferrorpc.v1.session_pb2 import StatusResponse
 
     config = Config({"job": job})
@@ -51,7 +52,7 @@ def command(address: str | None, job: str | None, watch: bool, as_json: bool) ->
         if not as_json:
             click.echo(f"no job has begun at {where} yet")
             return
-        response = StatusResponse(job=config["job"])
+        response = StatusResponse(job=config["job"], position=Position())  # of generation 0
     click.echo(as_json_text(response) if as_json else as_text(response))
 
 

@@ -145,6 +145,16 @@ def test_json_keeps_the_protocols_names_and_its_zeros():
     assert found["barriers"][0]["missing_ranks"] == [1]
 
 
+def test_json_has_a_position_also_before_any_job_has_begun(monkeypatch, capsys):
+    def ask(*_):
+        raise ConfigError("there is no job", jobs=0)
+
+    monkeypatch.setattr(status, "connect", lambda *where: contextlib.nullcontext())
+    monkeypatch.setattr(status, "_ask", ask)
+    status.command.main(["--json", "--coordinator", "localhost:1"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["position"]["generation"] == "0"
+
+
 def test_columns_are_as_wide_as_their_widest_cell():
     assert table(("a", "long"), [("xxx", "1")], right=frozenset({"long"})) == "a    long\nxxx     1"
 
