@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from ferrorpc.cli.plan_collective import COMMANDS, FILE
 from ferrorpc.cli.table import table
@@ -77,8 +78,8 @@ def pipeline(
     as_json: bool,
 ) -> None:
     """Show a pipeline schedule: what each rank does when, how long it idles, how many activations it holds."""
-    if name is not None and source is not None:
-        raise click.UsageError("--schedule and --from-csv each name a schedule: give one of them")
+    if source is not None:
+        _refuse_what_the_file_says()
     passes = stages * microbatches * (chunks or 1)
     if source is None and passes > PASSES_MAX:
         counts = f"{stages} stages, {microbatches} microbatches and {chunks or 1} pieces a rank"
@@ -105,6 +106,16 @@ def pipeline(
     if target:
         schedule.to_csv(target)
     click.echo(json.dumps(_figures(schedule, timeline), indent=2) if as_json else _shown(schedule, timeline))
+
+
+def _refuse_what_the_file_says() -> None:
+    """Refuses options beside --from-csv that say what the file says already."""
+    context = click.get_current_context()
+    if context.get_parameter_source("name") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--schedule and --from-csv each name a schedule: give one of them")
+    for option in ("stages", "microbatches", "chunks"):
+        if context.get_parameter_source(option) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"the file of --from-csv says how many {option} there are: leave out --{option}")
 
 
 def _shown(schedule: Schedule, timeline: PipelineTimeline) -> str:

@@ -51,6 +51,13 @@ def test_a_schedule_with_a_name_and_a_table_is_refused(tmp_path: Path, capsys):
     assert "give one of them" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--stages", "--microbatches", "--chunks"])
+def test_counts_beside_a_table_are_refused(tmp_path: Path, capsys, option):
+    schedules.gpipe(2, 3).to_csv(tmp_path / "mine.csv")
+    assert run(["plan", "pipeline", "--from-csv", str(tmp_path / "mine.csv"), option, "2"]) == 64
+    assert f"leave out {option}" in capsys.readouterr().err
+
+
 def test_costs_count(capsys):
     arguments = ["--forward", "2", "--backward-input", "3", "--backward-weight", "4", "--latency", "0.5", "--json"]
     assert run(["plan", "pipeline", "--schedule", "gpipe", "--stages", "2", "--microbatches", "1", *arguments]) == 0
