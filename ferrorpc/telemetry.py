@@ -37,35 +37,38 @@ class Observer(Protocol):
         """A training step has ended."""
 
 
+_failed: set[type[Observer]] = set()
+"""Kinds of observers that have raised something in this process."""
+
+
 class Observers:
-    """Passes everything to all of several observers. What one of them raises is logged the first time, and never an operation's
-    error: the ranks would no longer agree on which operation is next."""
+    """Passes everything to all of several observers. What one of them raises is logged its first time in a process, and never
+    an operation's error: the ranks would no longer agree on which operation is next."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
-        self._has_failed = False
 
     def begin(self, label: str, attributes: Mapping[str, Any]) -> list[Any]:
         """Returns the span of each, None of one that failed."""
-        return [self._told(observer.begin, label, attributes) for observer in self._observers]
+        return [self._told(observer, observer.begin, label, attributes) for observer in self._observers]
 
     def end(self, span: list[Any], label: str, seconds: float, failure: str) -> None:
         """As `Observer`."""
         for observer, own in zip(self._observers, span, strict=True):
             if own is not None:
-                self._told(observer.end, own, label, seconds, failure)
+                self._told(observer, observer.end, own, label, seconds, failure)
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
         """As `Observer`."""
         for observer in self._observers:
-            self._told(observer.stepped, compute_seconds, exposed_seconds, hidden_seconds)
+            self._told(observer, observer.stepped, compute_seconds, exposed_seconds, hidden_seconds)
 
-    def _told(self, tell: Callable[..., Any], *what: Any) -> Any:
+    def _told(self, observer: Observer, tell: Callable[..., Any], *what: Any) -> Any:
         try:
             return tell(*what)
         except Exception:  # noqa: BLE001  span processors and exporters are the program's, and may raise anything
-            if not self._has_failed:
-                self._has_failed = True
+            if type(observer) not in _failed:
+                _failed.add(type(observer))
                 _log.exception("telemetry failed, and its later errors are not logged; operations go on without it")
             return None
 

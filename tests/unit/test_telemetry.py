@@ -11,7 +11,7 @@ import pytest
 
 import ferrorpc
 from ferrorpc.errors import BackendUnavailableError
-from ferrorpc.telemetry import OpenTelemetryObserver, set_up_telemetry, telemetry
+from ferrorpc.telemetry import Observers, OpenTelemetryObserver, set_up_telemetry, telemetry
 from ferrorpc.testing import run_world
 from ferrorpc.trace import operation_of
 
@@ -36,8 +36,9 @@ def sdk():
 
 
 @pytest.fixture
-def told(sdk):
+def told(sdk, monkeypatch):
     """Spans and durations of one test; switched off after it."""
+    monkeypatch.setattr("ferrorpc.telemetry._failed", set())
     spans, durations = sdk
     spans.clear()
     set_up_telemetry({"otel": True, "trace_dir": None})
@@ -160,6 +161,17 @@ def test_telemetry_that_fails_on_one_rank_disturbs_no_operation(told, monkeypatc
     (logged,) = [line for line in caplog.records if line.name.startswith("ferrorpc")]
     assert logged.message.startswith("telemetry failed")
     assert "the exporter is gone" in logged.exc_text
+
+
+def test_what_an_observer_raises_is_logged_once_in_a_process_and_for_each_kind_of_observer(monkeypatch, caplog):
+    class Other(OpenTelemetryObserver):
+        pass
+
+    monkeypatch.setattr("ferrorpc.telemetry._failed", set(), raising=False)
+    monkeypatch.setattr(OpenTelemetryObserver, "stepped", lambda *_: 1 / 0)
+    for _ in range(3):
+        Observers(OpenTelemetryObserver(), Other()).stepped(1.0, 0.25, 0.5)
+    assert [line.exc_info[0] for line in caplog.records] == [ZeroDivisionError] * 2
 
 
 def test_training_steps_are_told_by_part(told):
