@@ -48,7 +48,7 @@ def command(processes: int, epochs: int, seed: int, out: Path) -> int:
     """
     script = find_script()
     check_packages()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_picture(out)
     click.echo(f"{own_command()} run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
     flags = ("--epochs", str(epochs), "--seed", str(seed), "--out", str(out))
     environment = standalone_environment(os.environ)
@@ -70,6 +70,22 @@ def find_script() -> Path:
         if (place / _SCRIPT).is_file():
             return place / _SCRIPT
     raise ConfigError(f"{_SCRIPT} is neither in {_PLACES[0]} nor in {_PLACES[1]}", hint="install ferrorpc again")
+
+
+def check_picture(path: Path) -> None:
+    """Raises ConfigError or OSError where the training would end without its picture. Makes the directory of it."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ConfigError(
+            f"--out {path}: matplotlib draws no {path.suffix[1:]}", hint=f"end it with one of {', '.join(formats)}"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    path.open("ab").close()
+    if is_new:
+        path.unlink()
 
 
 def check_packages() -> None:

@@ -269,6 +269,10 @@ def test_the_demo_names_the_extra_that_is_missing(monkeypatch):
 
 
 def test_the_demo_trains_nothing_where_it_could_not_write_its_picture(tmp_path, capfd):
+    assert run(["demo", "-n", "1", "--epochs", "1", "--out", "/proc/loss.png"]) == 64
+    assert capfd.readouterr().err.startswith("ferrorpc: /proc/loss.png: ")
+    assert run(["demo", "-n", "1", "--epochs", "1", "--out", str(tmp_path / "loss.txt")]) == 64
+    assert "matplotlib draws no txt" in capfd.readouterr().err
     (tmp_path / "file").touch()
     assert run(["demo", "-n", "1", "--epochs", "1", "--out", str(tmp_path / "file" / "loss.png")]) == 64
     assert capfd.readouterr().err.startswith(f"ferrorpc: {tmp_path / 'file'}: ")
