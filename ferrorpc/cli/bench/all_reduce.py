@@ -15,10 +15,11 @@ from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, ITEM_BYTES, MPICH, REGISTERED, Case, Contender, ferrorpc_system
 from ferrorpc.cli.bench.comparison import Comparison
 from ferrorpc.cli.system import require_linux
-from ferrorpc.config import size_bytes
+from ferrorpc.config import SETTINGS, size_bytes
 
 SIZES: Final = "64,1KiB,64KiB,1MiB,16MiB"
 TRANSPORTS: Final = "shared_memory,grpc"
+KNOWN: Final = next(setting.choices for setting in SETTINGS if setting.name == "transport")
 PEERS: Final = (GLOO, MPICH)
 
 
@@ -43,6 +44,8 @@ def command(processes: int, sizes: str, seconds: float, rounds: int, transports:
     if min(counts) < ITEM_BYTES["float32"]:
         raise click.BadParameter("expected at least the 4 bytes of a float32", param_hint="--sizes")
     names = transports.split(",")
+    if not set(names) <= set(KNOWN):
+        raise click.BadParameter(f"expected some of {', '.join(KNOWN)}, separated by commas", param_hint="--transports")
     results = run(processes, counts, names, seconds=seconds, rounds=rounds, peers=peers, quiet=as_json)
     click.echo(json.dumps(results) if as_json else describe(results))
     ours = [contender.label for contender in contenders(names)]

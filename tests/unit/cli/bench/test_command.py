@@ -33,6 +33,12 @@ def test_json_before_a_command_is_for_that_command():
     assert json.loads(result.stdout) == {"benchmark": "barrier"}
 
 
+def test_nothing_measured_is_a_failure(monkeypatch):
+    nothing = {"rows": [{"results": {label: {"error": "it did not start"} for label in CONTENDERS}}]}
+    monkeypatch.setattr(all_reduce, "run", lambda *_, **__: nothing)
+    assert CliRunner().invoke(command, ["all_reduce", "--json"], standalone_mode=False).return_value == 1
+
+
 def test_nothing_is_measured_unasked():
     result = CliRunner().invoke(command, [])
     assert (result.exit_code, result.stdout.splitlines()[0].startswith("Usage: ")) == (0, True)

@@ -33,6 +33,12 @@ def test_it_is_refused(main, words: str, message: str, monkeypatch, capsys) -> N
     assert message in capsys.readouterr().err
 
 
+def test_a_transport_that_is_none_is_refused() -> None:
+    result = CliRunner().invoke(command, ["all_reduce", "--transports", "grpc,tcp"])
+    assert result.exit_code == 2
+    assert "expected some of auto, grpc, shared_memory" in result.output
+
+
 @pytest.mark.parametrize("sizes", ["0", "64,3", "big", ""])
 def test_sizes_without_an_element_are_refused(sizes: str) -> None:
     result = CliRunner().invoke(command, ["all_reduce", "--sizes", sizes])
