@@ -68,8 +68,9 @@ class Activity:
         self._reported_bytes = {}
         self._traffic = traffic
 
-    def beat(self, generation: int, now: float) -> session_pb2.Beat:
-        """The next heartbeat. Time in operations includes those in progress, so a rank that hangs in one is seen to wait."""
+    def beat(self, generation: int, now: float, *, is_last: bool = False) -> session_pb2.Beat:
+        """The next heartbeat. Time in operations includes those in progress, so a rank that hangs in one is seen to wait.
+        Not every heartbeat has links, but the last one does."""
         self._beats += 1
         seconds = self._operation_seconds + sum(now - began for began in list(self._since.values()))
         self._reported_ms = max(self._reported_ms, int(seconds * 1000))
@@ -78,7 +79,7 @@ class Activity:
             activity=self.last[:ACTIVITY_CHARACTERS_MAX],
             generation=generation,
             operation_ms=self._reported_ms,
-            links=self._links() if self._beats % LINKS_EVERY_BEATS == 0 else (),
+            links=self._links() if is_last or self._beats % LINKS_EVERY_BEATS == 0 else (),
             training=self._training() if self._steps else None,
         )
 

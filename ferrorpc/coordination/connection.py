@@ -273,6 +273,8 @@ class Connection:
 
     def _send(self, request: Request) -> None:
         assert self._stream is not None
+        if self.leave_error is not None:  # it leaves: what it did since the last heartbeat is told before that
+            self._stream.send(wire.ClientFrame(beat=self._listener.beat()))
         request.sent_at = self._clock.now()
         self._stream.send(request.frame)
 

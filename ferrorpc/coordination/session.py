@@ -344,7 +344,7 @@ class RemoteSession(Session):
 
     def beat(self) -> wire.Beat:
         """The next heartbeat."""
-        return self.activity.beat(self._generation, self.clock.now())
+        return self.activity.beat(self._generation, self.clock.now(), is_last=self.left)
 
     def welcomed(self) -> None:
         """Drops what the previous stream reported, which the coordinator repeats, and sends the volatile requests again."""

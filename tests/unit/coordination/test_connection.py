@@ -24,7 +24,10 @@ from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
 def connection(clock: Clock = SYSTEM_CLOCK, join_timeout: float = 1.0) -> Connection:
     nobody: Any = SimpleNamespace(address="nowhere:1", diagnose=lambda: None)
     listener: Any = SimpleNamespace(
-        welcomed=lambda: None, result=lambda position, result: None, session_ended=lambda cause: None
+        welcomed=lambda: None,
+        result=lambda position, result: None,
+        session_ended=lambda cause: None,
+        beat=wire.Beat,
     )
     return Connection(nobody, listener, clock, join_timeout=join_timeout, max_outage=1.0, heartbeat_interval=1.0)
 

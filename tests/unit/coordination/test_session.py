@@ -102,12 +102,28 @@ def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same
     played.session.report_link_lost(1, "no file caf\udce9.txt")
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(played.session.leave, "FileNotFoundError: caf\udce9.txt")
-        eventually(lambda: len(played.streams[0]) == 3)
+        eventually(lambda: len(played.streams[0]) == 4)
         leaving.result(20)
-    failure, lost, leave = played.streams[0]
+    failure, lost, _, leave = played.streams[0]
     assert failure.report.failure.message == "rank 0 ended the group: no file caf\\udce9.txt"
     assert lost.report.link_lost.reason == "no file caf\\udce9.txt"
     assert leave.leave.reason == "FileNotFoundError: caf\\udce9.txt"
+
+
+def test_the_last_heartbeat_is_sent_directly_before_the_leave() -> None:
+    """Or the job would be shown as of up to half a second before its end."""
+    played = Played()
+    played.welcome()
+    played.join(2)
+    played.session.activity.note("barrier() #7")
+    played.session.activity.set_traffic_source(lambda: {1: ("grpc", 100)})
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(played.session.leave)
+        beat, leave = eventually(lambda: played.streams[0] if len(played.streams[0]) == 2 else None)
+        played.answer(sequence=leave.sequence, leave=rendezvous_pb2.LeaveResponse())
+        leaving.result(20)
+    assert (beat.beat.step, beat.beat.activity, beat.beat.links[0].sent_bytes) == (1, "barrier() #7", 100)
+    assert leave.HasField("leave")
 
 
 def test_who_leaves_while_the_coordinator_is_away_says_what_follows(caplog: pytest.LogCaptureFixture) -> None:
