@@ -37,7 +37,8 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Pauses a rank's thread for a while, as SIGSTOP does. Its asynchronous operations go on."""
+    """Pauses a rank's thread for a while, as a long computation does. Its asynchronous operations go on, and unlike a process
+    that SIGSTOP has stopped it is declared neither stalled nor dead, because a simulated world has no heartbeats."""
 
     at_seconds: float
     seconds: float
