@@ -80,6 +80,7 @@ def init_process_group(
             share one; otherwise it is "grpc".
         transport: how tensors travel: "auto" (shared memory between ranks of one host, else gRPC), "grpc", or
             "shared_memory", for which all ranks must be on one host.
+            Of both, "auto" counts as not given, so a variable that is set applies.
         timeout: seconds for the rendezvous and for each operation; None for FERRORPC_TIMEOUT, else 60.
         settings: any other setting by its name (`ferrorpc config` lists them), over its variable: `job="trial"`.
 
