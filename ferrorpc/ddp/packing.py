@@ -84,12 +84,11 @@ class Packer:
             self._check(slot, arrays[slot.name], spec)
 
     def _check(self, slot: Slot, array: Any, spec: TensorSpec) -> None:
-        was, now = f"{slot.spec}", f"{spec}"
-        if self._kind is not None and kind_of(array).device_kind is not self._kind:
-            was, now = f"on GPU {self._kind.device.index}", "elsewhere"
-        if was != now:
+        moved = self._kind is not None and kind_of(array).device_kind is not self._kind
+        if moved or spec != slot.spec:
+            change = "elsewhere, but was on this rank's GPU" if moved else f"{spec}, but was {slot.spec}"
             raise TensorMismatchError(
-                f"{self._what} {slot.name!r} is {now}, but was {was} when it was wrapped",
+                f"{self._what} {slot.name!r} is {change} when it was wrapped",
                 hint='wrap the module again, or leave each rank its own buffers: buffers="local"',
             )
 

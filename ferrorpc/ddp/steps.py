@@ -98,16 +98,12 @@ class Steps:
                 self._activity.operated(0.0)
 
     def add(self, step: Step) -> None:
-        """Adds a finished step. The very first one, whose beginning is unknown, is not reported as one."""
+        """Adds a finished step."""
         self._kept.append(step)
         times = step.times
-        if not step.number:
-            if self._activity is not None:
-                self._activity.operated(times.exposed_seconds)
-            return
         if self._activity is not None:
             self._activity.stepped(*times)
-        if self._telemetry is not None:
+        if self._telemetry is not None and step.number:  # of the very first one the beginning is unknown
             self._telemetry.stepped(*times)
 
     def __repr__(self) -> str:

@@ -4,9 +4,9 @@ A post-accumulate hook on every parameter reports that its gradient is complete.
 backward pass contributes what is left, and another one, behind those of all modules, waits for the reduction: ranks may have
 the modules in different orders. A reduction begins with the pass in which an output of `forward` gets its gradient, if
 that pass accumulates into the parameters' `.grad`; one that only asks for the gradient of the input, or `torch.autograd.grad`,
-does not, and is not synchronised. Nested passes (re-entrant
-checkpoints run one for each segment) may accumulate a parameter's gradient in several parts, so these gradients are reduced
-only at the end of the outer pass. The first step reduces everything at its end, and learns which they are.
+does not, and is not synchronised. Nested passes (re-entrant checkpoints run one for each segment) may accumulate a parameter's
+gradient in several parts, so these gradients are reduced only at the end of the outer pass. The first step reduces everything
+at its end, and learns which they are.
 """
 
 from __future__ import annotations

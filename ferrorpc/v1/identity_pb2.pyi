@@ -184,7 +184,7 @@ Global___Member: typing_extensions.TypeAlias = Member
 
 @typing.final
 class Training(google.protobuf.message.Message):
-    """Where the time of a rank's training steps went, as sums over all steps but the first, whose beginning is unknown."""
+    """Where the time of a rank's training steps went, as sums over all steps."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -128,7 +128,7 @@ def test_a_step_is_refused_whose_buffer_has_left_its_gpu_and_the_next_one_is_tak
         ddp = ferrorpc.DistributedDataParallel(module, group)
         module["w"].grad = cupy.asarray(np.ones(4, np.float32))
         module.buffer = np.ones(3, np.float32)
-        with pytest.raises(TensorMismatchError, match="buffer 'buffer' is elsewhere, but was on GPU"):
+        with pytest.raises(TensorMismatchError, match="buffer 'buffer' is elsewhere, but was on this rank's GPU"):
             ddp.sync_gradients()
         module.buffer = on_gpu
         on_gpu += 1
