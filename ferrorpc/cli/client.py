@@ -29,8 +29,11 @@ def address_of(given: str | None, config: Config) -> str:
     Raises:
         ConfigError: the flag is not an address.
     """
-    if given is None:
-        return config["coordinator"] or _LOCAL_ADDRESS
+    return (config["coordinator"] or _LOCAL_ADDRESS) if given is None else checked_address(given)
+
+
+def checked_address(given: str) -> str:
+    """A flag that names a coordinator, as host:port. Raises ConfigError if it is none."""
     try:
         return host_port(given)
     except ValueError as error:

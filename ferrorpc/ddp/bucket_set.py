@@ -83,19 +83,19 @@ class BucketSet:
     def elsewhere(self, name: str, gradient: Any) -> BucketMemory | None:
         """The bucket that an array lies in as a gradient of this name, but not in its own slot, so that another gradient may be
         written over it. None for any other array."""
-        if self.in_place(name, gradient):
-            return None
-        address = kind_of(gradient).pointer_of(gradient)
-        return next((memory for memory in self.memory if address in memory.addresses), None)
+        return None if self.in_place(name, gradient) else self._holding(kind_of(gradient).pointer_of(gradient))
 
     def name_at(self, gradient: Any) -> str | None:
         """The name of the gradient in whose slot an array begins. None for an array outside of the buckets."""
         address = kind_of(gradient).pointer_of(gradient)
-        for memory in self.memory:
-            if address in memory.addresses:
-                element = (address - memory.addresses.start) // memory.bucket.dtype.itemsize
-                return next((slot.name for slot in memory.bucket.slots if slot.start <= element < slot.stop), None)
-        return None
+        memory = self._holding(address)
+        if memory is None:
+            return None
+        element = (address - memory.addresses.start) // memory.bucket.dtype.itemsize
+        return next((slot.name for slot in memory.bucket.slots if slot.start <= element < slot.stop), None)
+
+    def _holding(self, address: int) -> BucketMemory | None:
+        return next((memory for memory in self.memory if address in memory.addresses), None)
 
     def in_place(self, name: str, gradient: Any) -> bool:
         """Whether an array lies in the slot of a gradient of this name, in whatever order of its elements."""

@@ -50,6 +50,8 @@ class Buffers:
         self._stream = group.stream()
         self._exchanges = 0
         self._in_flight: list[tuple[Bucket, Any, Work[Any]]] = []
+        self._arrays: dict[str, Any] = {}
+        """The buffers that are being exchanged."""
 
     @property
     def are_exchanged(self) -> bool:
@@ -64,8 +66,8 @@ class Buffers:
     def begin(self) -> None:
         """Starts the exchange. Raises as `check`; nothing was sent then."""
         if self._buckets:
-            found = named_buffers(self._module)
-            packed = [self._packer.packed(bucket, found) for bucket in self._buckets]
+            self._arrays = named_buffers(self._module)
+            packed = [self._packer.packed(bucket, self._arrays) for bucket in self._buckets]
             pairs = zip(self._buckets, packed, strict=True)
             self._in_flight = [(bucket, each, self._start(bucket, each)) for bucket, each in pairs]
             self._exchanges += 1
@@ -81,14 +83,13 @@ class Buffers:
         return self._stream.broadcast(packed, number, root=0)
 
     def discard(self) -> None:
-        """The step was refused: what it has exchanged is not written, neither now nor by a later `finish`."""
-        self._in_flight = []
+        """Forgets the exchange. Of a step that was refused nothing is written, neither now nor by a later `finish`."""
+        self._in_flight, self._arrays = [], {}
 
     def finish(self) -> None:
         """Waits, and writes the results in place. Raises the error that ended the generation."""
-        found = named_buffers(self._module) if self._in_flight else {}
         for bucket, packed, work in self._in_flight:
             work.wait(host=True)
             if not self._is_root or self._has_mean(bucket):
-                self._packer.unpack(bucket, packed, found)
-        self._in_flight = []
+                self._packer.unpack(bucket, packed, self._arrays)
+        self.discard()

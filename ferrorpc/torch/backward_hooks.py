@@ -102,6 +102,8 @@ class BackwardHooks:
         self._versions: dict[str, int] = {}
         """Of the parameters with other hooks besides, as the reduction began: torch counts the changes of a tensor."""
         self._is_removed = False
+        self._own = frozenset(map(id, replica.parameters.values()))
+        """The ids of the parameters."""
         for each in replica.parameters.values():
             for older in _hooks_of(each):  # otherwise both would average its gradient
                 older.remove()
@@ -130,8 +132,7 @@ class BackwardHooks:
     def would_be_replaced(self, parameters: Collection[int]) -> bool:
         """Whether a new wrapper, of the parameters with these ids, leaves nothing to this one: it has all of this one's
         parameters, or this one's generation is over."""
-        mine = map(id, self._replica.parameters.values())
-        return not self._replica.reducer.is_open or all(each in parameters for each in mine)
+        return not self._replica.reducer.is_open or self._own.issubset(parameters)
 
     def move_last(self) -> None:
         """Moves the hooks behind those that users have registered since, whose changes to a gradient are part of it.
@@ -153,10 +154,9 @@ class BackwardHooks:
         parameters: Collection[Any] = self._replica.parameters.values()
         if not (self._replica.exchanges_buffers or any(each.requires_grad for each in parameters)):
             return  # it is frozen: this is no step
-        own = set(map(id, parameters))
         for output in _tensors(outputs):
             if output.grad_fn is not None:
-                output.register_hook(partial(self._output_gradient, _nearest_leaf(output.grad_fn, own)))
+                output.register_hook(partial(self._output_gradient, _nearest_leaf(output.grad_fn, self._own)))
 
     def _check_unfinished(self) -> None:
         """Raises as `watch`."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ferrorpc.cli.client import checked_address
 from ferrorpc.cli.launcher.worker_group import FailurePolicy
 from ferrorpc.cli.ports import LOOPBACK, free_port
 from ferrorpc.cli.system import available_cpus
-from ferrorpc.config import host_name, host_port, world_size
+from ferrorpc.config import host_name, world_size
 from ferrorpc.errors import ConfigError
 
 DEFAULT_MASTER_PORT: Final = 29500
@@ -243,10 +244,7 @@ def node_placement(
 
 def _known_address(coordinator: str) -> str | None:
     """The coordinator's address in its usual form; None if it names none."""
-    try:
-        address = host_port(coordinator)
-    except ValueError as error:
-        raise ConfigError(f"coordinator={coordinator!r}: {error}", hint="give one such as 127.0.0.1:29700") from None
+    address = checked_address(coordinator)
     return None if address.endswith(":0") else address
 
 

@@ -97,9 +97,9 @@ class Driver:
 
     def breaks_captures(self) -> bool:
         """Whether a call that captures forbid has failed, and the captures with it."""
-        captured = [stream for gpu in self.machine.gpus for stream in list(gpu.streams.values()) if stream.captured]
         if self.thread.capture_mode == RELAXED:
             return False
+        captured = [stream for gpu in self.machine.gpus for stream in list(gpu.streams.values()) if stream.captured]
         for stream in captured:
             stream.capture_failed = True
         return bool(captured)
