@@ -182,7 +182,7 @@ class Generations:
     def link_lost(self, reporter: Member, lost: session_pb2.LinkLost, generation: Generation) -> None:
         """A rank reports that its data stream to another broke.
 
-        The outcome is decided once it is known whether one of the two died.
+        The outcome is decided once it is known whether one of the two died. A peer that has said goodbye did not.
         """
         if lost.peer_rank >= len(generation.members) or lost.peer_rank == reporter.rank:
             raise UsageError(f"rank {reporter.rank} reported a lost link to rank {lost.peer_rank}, which is not its peer")
@@ -194,7 +194,10 @@ class Generations:
         link = (reporter.rank, peer.rank)
         if link not in generation.links:
             generation.links[link] = self._context.now
-            self._decide_link_at(generation, link, self._context.now + self._context.settings.grace_ns, lost.reason)
+            if lost.reason == PEER_LEFT:
+                self._decide_link(generation, link, lost.reason)
+            else:
+                self._decide_link_at(generation, link, self._context.now + self._context.settings.grace_ns, lost.reason)
 
     def _decide_link_at(self, generation: Generation, link: tuple[int, int], when: int, reason: str) -> None:
         self._context.arm(("link", generation.number, *link), when, partial(self._decide_link, generation, link, reason))
@@ -211,9 +214,12 @@ class Generations:
             return
         reporter, peer = (generation.members[rank] for rank in link)
         unsure = any(member.liveness is Liveness.SUSPECT for member in (reporter, peer))
-        parting = reason == PEER_LEFT and peer.liveness is not Liveness.LEFT and peer.rank not in generation.reforming
+        if reason == PEER_LEFT:
+            undecided = peer.liveness is not Liveness.LEFT and peer.rank not in generation.reforming
+        else:
+            undecided = peer.last_heard <= reported
         awaited = self._context.now < reported + max(peer.lease_ns, self._context.settings.grace_ns)
-        if unsure or (awaited and (parting or peer.last_heard <= reported)):
+        if unsure or (awaited and undecided):
             self._decide_link_at(generation, link, self._context.now + self._context.settings.tick_interval_ns, reason)
             return
         if peer.liveness is Liveness.LEFT:

@@ -130,10 +130,20 @@ def test_who_asked_for_the_next_generation_has_not_left_also_if_it_gave_up(gave_
     join(world, "a", "b")
     join(world, "b", size=2, timeout_ms=1_000 if gave_up else 60_000)
     world.tick(2 * SECOND)
-    report_a_lost_link(world, PEER_LEFT)
-    world.tick(9 * SECOND)
+    report_a_lost_link(world, PEER_LEFT)  # at once: who asked has little time itself
     (cause,) = [event.broken.cause for event in world.clients["a"].events if event.HasField("broken")]
     assert cause.code == ErrorCode.GROUP_ABORTED
+    assert "it called reform() already" in cause.message
+
+
+def test_who_says_goodbye_before_it_asks_for_the_next_generation_is_known_to_have_asked_soon() -> None:
+    world = World()
+    join(world, "a", "b")
+    report_a_lost_link(world, PEER_LEFT)
+    world.tick(SECOND)
+    join(world, "b", size=2)
+    world.tick(SECOND // 2)
+    (cause,) = [event.broken.cause for event in world.clients["a"].events if event.HasField("broken")]
     assert "it called reform() already" in cause.message
 
 
