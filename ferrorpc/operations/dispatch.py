@@ -121,12 +121,14 @@ class Dispatch:
                 retryable=True,
             )
 
-    def end(self, cause: FerroError) -> None:
-        """Ends the generation on every rank. Returns once this rank knows of it, so that no operation begins afterwards. Its
-        caller knows why, so the log tells of no operation that ends thereby and that nobody looks at."""
+    def end(self, cause: FerroError) -> FerroError:
+        """Ends the generation on every rank. Returns once this rank knows of it, so that no operation begins afterwards: the
+        first cause. Its caller knows why, so the log tells of no operation that ends thereby and that nobody looks at."""
         guard = self.guard(0.0)
-        if guard.latch.cause is None:
-            verdict(guard, cause, self.backend.abort, guard.clock.parker()).mark_shown()
+        known = guard.latch.cause
+        first = verdict(guard, cause, self.backend.abort, guard.clock.parker()) if known is None else known.again()
+        first.mark_shown()
+        return first
 
     def open_stream(self, channels: int | None) -> int:
         """Opens a stream and returns its number. Ranks agree on it by opening streams in the same order."""

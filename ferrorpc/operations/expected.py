@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.errors import UsageError
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import New
@@ -51,15 +51,6 @@ class Expected:
         except BaseException:
             self._execution.give_back()  # also a message that was taken, but not made into an array
             raise
-
-    def refuse(self, error: FerroError) -> None:
-        """The message is not the expected one: ends the generation, with this cause on every rank."""
-        self._dispatch.end(error)
-
-    @property
-    def may_come(self) -> bool:
-        """Whether the generation continues, so that a timeout was the caller's own."""
-        return self._execution.guard.latch.cause is None
 
     def forget(self) -> None:
         """Gives up the place: the message is for the next recv."""

@@ -110,17 +110,13 @@ class Exchange:
         try:
             raw = expected.take(self._seconds)
         except CollectiveTimeoutError as error:
-            if not expected.may_come:
-                raise
-            raise self._timeout_error(f"{transfer} of rank {self._group.world_ranks[source]}", source) from error
+            raise self._timed_out(f"{transfer} of rank {self._group.world_ranks[source]}", source) from error
         self._expect_next()
         message, wanted = parse(raw), self._envelope(transfer)
         if message.envelope != wanted:
             ranks = self._group.world_ranks
             signatures = {ranks[self._group.rank]: f"waits for {_describe(wanted)}", ranks[source]: _describe(message.envelope)}
-            mismatch = CollectiveMismatchError(signatures)
-            expected.refuse(mismatch)
-            raise mismatch
+            raise self._group.fail(CollectiveMismatchError(signatures))
         return message
 
     def finish(self) -> None:
@@ -163,14 +159,15 @@ class Exchange:
             if work.has_ended:
                 raise
             queued = ", or for what the GPUs of both had to do before" if work.is_on_device else ""
-            raise self._timeout_error(what + queued, peer) from error
+            raise self._timed_out(what + queued, peer) from error
 
     def _envelope(self, transfer: Transfer) -> Envelope:
         return Envelope(self._pipeline, self._step, str(transfer))
 
-    def _timeout_error(self, what: str, peer: int) -> CollectiveTimeoutError:
+    def _timed_out(self, what: str, peer: int) -> BaseException:
+        """What to raise after too long a wait for a rank: the first cause, which is the timeout of one rank of the pipeline."""
         message = f"this rank of the pipeline waited {self._seconds:g} s for {what}"
-        return CollectiveTimeoutError([self._group.world_ranks[peer]], message)
+        return self._group.fail(CollectiveTimeoutError([self._group.world_ranks[peer]], message))
 
 
 def _drop_complete(works: deque[tuple[Transfer, Work[Any]]]) -> None:
