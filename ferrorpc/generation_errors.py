@@ -45,7 +45,10 @@ def error_on_rank(rank: int, origin: int, cause: FerroError) -> FerroError:
 
 def reason_of(error: BaseException) -> str:
     """An exception as the other ranks see it: "ValueError: no such file"."""
-    first_line = str(error).partition("\n")[0]
+    try:
+        first_line = str(error).partition("\n")[0]
+    except Exception:  # noqa: BLE001  the user's class may raise anything, which must not take the place of its own error
+        first_line = ""
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
@@ -75,8 +78,8 @@ def already_reforming(peer: int, needed_by: str) -> GroupAbortedError:
 
 
 def generation_replaced(generation: int, by: int) -> StaleGenerationError:
-    """All ranks went on to a later generation."""
-    return StaleGenerationError(f"generation {generation} was replaced by generation {by}", hint=REFORMED_HINT)
+    """All ranks went on to a later generation. Not retryable: another `reform` brings nothing of this one back."""
+    return StaleGenerationError(f"generation {generation} was replaced by generation {by}", hint=REFORMED_HINT, retryable=False)
 
 
 def used_in_child() -> UsageError:

@@ -156,6 +156,9 @@ class ProcessGroup(Collectives):
             self._dispatch.check_open()
         try:
             data = self._backend.empty(spec)
+        except GroupClosedError:  # by reform(), which closes a subgroup's memory, too
+            self._dispatch.check_open()
+            raise
         except ValueError:  # NumPy's
             hint = "pass smaller sizes: no address space holds so many bytes"
             raise UsageError(f"shape={shape!r} of {spec.dtype.label} has {spec.nbytes} bytes", hint=hint) from None

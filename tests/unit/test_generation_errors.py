@@ -55,6 +55,14 @@ def test_a_reason_is_one_line() -> None:
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
+def test_an_exception_that_cannot_say_what_it_is_has_a_reason() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    assert reason_of(Silent()) == "Silent"
+
+
 def test_who_ended_the_generation_without_knowing_its_rank_is_named_there_too() -> None:
     for rank in range(2):
         told = error_on_rank(rank, 1, ended_by("ValueError: no"))

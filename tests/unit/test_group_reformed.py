@@ -198,6 +198,7 @@ def test_who_goes_on_with_an_earlier_generations_group_is_told_of_the_one_that_f
             with pytest.raises(FerroError, match="generation 1 was replaced by generation 2") as caught:
                 call()
             told.append(caught.value.hint)
+            assert not caught.value.retryable  # a loop that reforms after retryable errors would never end
         with pytest.raises(GroupClosedError):
             group.barrier()
         return told, int(renewed.all_reduce(1))
