@@ -388,9 +388,9 @@ class Mailbox:
     def _end_recvs(self, group: int, source: int) -> None:
         """Ends the recvs that wait for a message of a rank which has closed their group."""
         with self._lock:
-            if group not in self._closed:
-                self._silent.add((group, source))
             queues = [queue for place, queue in self._inbound.items() if place[:2] == (group, source)]
+            if queues and group not in self._closed:  # it was asked
+                self._silent.add((group, source))
             woken = [post for queue in queues for post in queue.end()]
         _wake(woken)
 

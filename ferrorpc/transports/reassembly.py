@@ -37,7 +37,8 @@ class ReassemblyQueue(deque[Frame]):
         """Adds a chunk that has arrived.
 
         Raises:
-            CodecError: it describes another message or arrived before. So never more than one message is kept.
+            CodecError: it describes another message, or some of its bytes arrived before. So never more than one message is
+                kept, and none is waited for in vain.
         """
         if frame.header != self.header:
             raise CodecError(
@@ -52,16 +53,21 @@ class ReassemblyQueue(deque[Frame]):
             or self._received > self.header.total
             or (self._began and not size_bytes)
         ):
-            raise CodecError(
-                f"rank {frame.source} sent byte {offset} of a message of {self.header.total} bytes twice: "
-                f"{self.header.signature or 'send'} #{frame.key.number}"
-            )
+            raise self._repeated(frame)
         self._began = True
         if offset > self._end:
             self._early[offset] = frame
-            return
-        self.append(frame)
-        self._end = offset + size_bytes
-        while self._early and (following := self._early.pop(self._end, None)) is not None:
-            self.append(following)
-            self._end += len(following.payload)
+        else:
+            self.append(frame)
+            self._end = offset + size_bytes
+            while self._early and (following := self._early.pop(self._end, None)) is not None:
+                self.append(following)
+                self._end += len(following.payload)
+        if self._end < self.header.total == self._received:  # as many bytes as the message has, and yet a gap
+            raise self._repeated(frame)
+
+    def _repeated(self, frame: Frame) -> CodecError:
+        return CodecError(
+            f"rank {frame.source} sent byte {frame.offset} of a message of {self.header.total} bytes twice: "
+            f"{self.header.signature or 'send'} #{frame.key.number}"
+        )

@@ -41,8 +41,15 @@ def test_what_was_taken_is_not_waited_for_again() -> None:
 
 @pytest.mark.parametrize(
     ("total", "chunks"),
-    [(8, [(0, 2), (2, 2), (0, 2)]), (8, [(4, 2), (4, 2)]), (8, [(0, 4), (2, 4)]), (8, [(1, 7), (2, 6)]), (0, [(0, 0), (0, 0)])],
-    ids=["taken-up", "early", "overlapping", "early-overlapping", "empty"],
+    [
+        (8, [(0, 2), (2, 2), (0, 2)]),
+        (8, [(4, 2), (4, 2)]),
+        (8, [(0, 4), (2, 4)]),
+        (8, [(1, 7), (2, 6)]),
+        (16, [(0, 4), (8, 8), (12, 4)]),
+        (0, [(0, 0), (0, 0)]),
+    ],
+    ids=["taken-up", "early", "overlapping", "early-overlapping", "within an early one", "empty"],
 )
 def test_no_byte_comes_twice(total: int, chunks: list[tuple[int, int]]) -> None:
     """What waits for a call would otherwise grow for as long as somebody repeats itself."""
