@@ -150,7 +150,7 @@ class FerroError(Exception):
 
     @property
     def group_rank(self) -> int | None:
-        """The rank within the subgroup of the call, if it differs from the world rank in the message."""
+        """For an error of a subgroup that has a `rank`: that member's rank within the subgroup; else None."""
         return _integer(self.fields.get("group_rank"))
 
 
