@@ -76,6 +76,8 @@ class Work(Generic[Result]):
     """For that driver, likewise: whether the result is on a GPU."""
     assist: Callable[[], None] | None = None
     """For the driver, likewise: advances the operation for a moment, on a thread that waits for it."""
+    standing: Callable[[], tuple[list[int], str]] | None = None
+    """For the driver, likewise: which world ranks the operation waits for, and a sentence about it."""
     _landing: Landing | None = None
     _done = False
     _observed = False
@@ -216,11 +218,16 @@ class Work(Generic[Result]):
         try:
             while not self._done:
                 if not parker.park(until) and not self._done:
-                    raise CollectiveTimeoutError(
-                        [], f"{self.label} still runs after {seconds:g} s", hint="call wait() again: nothing was lost"
-                    )
+                    raise self._still_runs(seconds)
         finally:
             self._forget(parker.unpark)
+
+    def _still_runs(self, seconds: float) -> CollectiveTimeoutError:
+        standing = self.standing
+        ranks, sentence = ([], "") if standing is None else standing()
+        subject = f"{sentence}; it" if sentence else self.label
+        hint = "call wait() again: nothing was lost"
+        return CollectiveTimeoutError(ranks, f"{subject} still runs after {seconds:g} s", hint=hint)
 
     def _observe(self) -> None:
         self._observed = True
@@ -305,7 +312,7 @@ class Work(Generic[Result]):
             self._tell()
 
     def _tell(self) -> None:
-        self.assist = None
+        self.assist = self.standing = None
         if self._register is not None:
             self._register.pop(id(self), None)
         callbacks = self._callbacks  # which nobody else changes from now on

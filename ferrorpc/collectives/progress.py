@@ -112,6 +112,16 @@ class _Entry:
         return self.verdict_by if self.failure is not None else self.patience.due()
 
 
+def _standing(entry: _Entry) -> tuple[list[int], str]:
+    """What an operation waits for, as far as is known, for a thread that waits no longer."""
+    if not entry.turn.acquire(timeout=TURN_SECONDS):
+        return [], ""
+    try:
+        return ([], "") if entry.over else (entry.execution.waiting_on(), entry.execution.explain())
+    finally:
+        entry.turn.release()
+
+
 class Progress:
     """The thread that interleaves all asynchronous executions of one process (of one virtual world)."""
 
@@ -159,6 +169,7 @@ class Progress:
                 self._started = True
         if execution.can_be_assisted and not self._clock.one_at_a_time:
             work.assist = partial(self._assist, entry)
+        work.standing = partial(_standing, entry)
         entry.scheduled = execution.has_begun and execution.polling is None
         has_only_timers, due = entry.scheduled, entry.due()  # events advance it already
         # The ticket is set before others can wake the entry: from then on it may end at any time, and needs its ticket.

@@ -99,6 +99,27 @@ def test_the_first_deadline_names_who_is_missing_and_the_others_are_aborted_by_i
     assert isinstance(first, TimeoutError)
 
 
+def test_a_wait_that_ends_before_its_operation_names_who_is_missing() -> None:
+    def body(group: ProcessGroup) -> Any:
+        if group.rank == 1:
+            group.session.clock.parker().park(20.0)
+        works = [group.all_reduce(X, async_op=True), group.barrier(async_op=True)]
+        told = []
+        if group.rank == 0:
+            works.append(group.recv(1, async_op=True))
+            for work in works:
+                with pytest.raises(CollectiveTimeoutError, match=r"waits for rank 1.*; it still runs after 1 s") as caught:
+                    work.wait(1.0)
+                told.append(caught.value.waiting_on)
+        else:
+            group.send(X, 0)
+        for work in works:
+            work.wait()
+        return told
+
+    assert run_world(2, body) == [[[1], [1], [1]], []]
+
+
 def test_a_barriers_deadline_names_every_missing_rank() -> None:
     def body(group: ProcessGroup) -> Any:
         if group.rank in (1, 3):
