@@ -57,13 +57,12 @@ def blocked(program: Program) -> list[Blocked]:
 def _starts(program: Program) -> list[float | None]:
     """The start of each task; None for unreachable ones."""
     tasks = program.tasks
-    follower: list[int | None] = [None] * len(tasks)
     dependants: list[list[int]] = [[] for _ in tasks]
     missing = [len(task.needs) for task in tasks]
     last: dict[int, int] = {}
     for index, task in enumerate(tasks):
         if task.lane in last:
-            follower[last[task.lane]] = index
+            dependants[last[task.lane]].append(index)
             missing[index] += 1
         last[task.lane] = index
         for need in task.needs:
@@ -79,8 +78,7 @@ def _starts(program: Program) -> list[float | None]:
             start = max(start, (starts[need.task] or 0.0) + tasks[need.task].duration + need.delay)
         starts[index] = start
         free[task.lane] = start + task.duration
-        after = follower[index]
-        for other in dependants[index] if after is None else (*dependants[index], after):
+        for other in dependants[index]:
             missing[other] -= 1
             if missing[other] == 0:
                 ready.append(other)
