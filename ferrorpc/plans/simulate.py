@@ -38,7 +38,7 @@ def simulate(program: Program) -> Timeline:
     starts = _starts(program)
     stuck = _stuck(program, starts)
     if stuck:
-        shown = "; ".join(str(each) for each in stuck[:_BLOCKED_SHOWN])
+        shown = "; ".join(str(each) for each in list(stuck.values())[:_BLOCKED_SHOWN])
         more = f"; and {len(stuck) - _BLOCKED_SHOWN} more lanes" if len(stuck) > _BLOCKED_SHOWN else ""
         raise UsageError(f"the program stands still: {shown}{more}", hint="change the order of tasks on one of these lanes")
     spans = (
@@ -49,8 +49,8 @@ def simulate(program: Program) -> Timeline:
     return Timeline(program.lanes, tuple(spans))
 
 
-def blocked(program: Program) -> list[Blocked]:
-    """The deadlocked lanes; none where the program runs to its end."""
+def blocked(program: Program) -> dict[int, Blocked]:
+    """The deadlocked lanes, by their index; none where the program runs to its end."""
     return _stuck(program, _starts(program))
 
 
@@ -85,10 +85,10 @@ def _starts(program: Program) -> list[float | None]:
     return starts
 
 
-def _stuck(program: Program, starts: list[float | None]) -> list[Blocked]:
+def _stuck(program: Program, starts: list[float | None]) -> dict[int, Blocked]:
     found: dict[int, Blocked] = {}
     for task, start in zip(program.tasks, starts, strict=True):
         if start is None and task.lane not in found:
             needs = tuple(program.tasks[need.task].name for need in task.needs if starts[need.task] is None)
             found[task.lane] = Blocked(program.lanes[task.lane], task.name, needs)
-    return [found[lane] for lane in sorted(found)]
+    return dict(sorted(found.items()))

@@ -162,9 +162,8 @@ def _partner(message: Action, place: dict[Action, int]) -> Action | None:
 
 def _deadlocked(table: Table, credits: int | None) -> Iterator[Finding]:
     rows = table.actions if credits is None else table.with_messages().actions
-    for each in blocked(Lowering(rows, table.placement, table.edges, {}, credits=credits).program()):
-        if each.lane.count(" ") == 1:  # "rank 0", not the link "rank 0 to 1": blocked links are consequences of blocked ranks
-            rank = int(each.lane.split()[1])
+    for rank, each in blocked(Lowering(rows, table.placement, table.edges, {}, credits=credits).program()).items():
+        if rank < table.stages:  # the other lanes are links, which are blocked because a rank is
             yield Finding("deadlock", f"never starts {each.task}, which needs {' and '.join(each.needs)}", rank)
 
 

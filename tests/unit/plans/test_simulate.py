@@ -42,11 +42,11 @@ def test_a_circle_is_an_error_that_says_where_every_lane_stands():
     program = Program(LANES, tasks)
     with pytest.raises(UsageError, match=r"left cannot start a, which needs d; right cannot start c, which needs b"):
         simulate(program)
-    assert [each.lane for each in blocked(program)] == ["left", "right"]
+    assert [each.lane for each in blocked(program).values()] == ["left", "right"]
 
 
 def test_a_program_that_ends_blocks_nobody():
-    assert blocked(Program(LANES, (Task("a", 0, 1.0), Task("b", 1, 1.0, (Need(0),))))) == []
+    assert blocked(Program(LANES, (Task("a", 0, 1.0), Task("b", 1, 1.0, (Need(0),))))) == {}
 
 
 @pytest.mark.parametrize(
