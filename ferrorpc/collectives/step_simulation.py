@@ -14,7 +14,8 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from ferrorpc.plans.timeline import Span, Timeline
+from ferrorpc.plans.span import Span
+from ferrorpc.plans.timeline import Timeline
 from ferrorpc.wire.cost_table import Costs
 
 OUTWARDS, INWARDS, FOLDING = range(3)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from ferrorpc.errors import BackendUnavailableError
-from ferrorpc.plans.timeline import Span, Timeline
+from ferrorpc.plans.span import Span
+from ferrorpc.plans.timeline import Timeline
 from ferrorpc.telemetry import telemetry
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ferrorpc.pipeline.schedules.lowering import KIND_LABELS
 from ferrorpc.pipeline.schedules.schedule import Schedule
 from ferrorpc.pipeline.stage import Piece
 from ferrorpc.pipeline.transfers import Transfer, inputs_of, outputs_of
-from ferrorpc.plans.timeline import Span
+from ferrorpc.plans.span import Span
 
 
 class Executor:

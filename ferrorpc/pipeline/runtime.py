@@ -29,7 +29,7 @@ from ferrorpc.pipeline.schedules.simulation import PipelineTimeline
 from ferrorpc.pipeline.stage import Piece
 from ferrorpc.pipeline.tied_weights import TiedWeights
 from ferrorpc.pipeline.transfers import Transfer, links_of, receives, sends_to
-from ferrorpc.plans.timeline import Span
+from ferrorpc.plans.span import Span
 
 DEFAULT_MICROBATCHES = 8
 _made: Final[WeakKeyDictionary[ProcessGroup, int]] = WeakKeyDictionary()

@@ -6,15 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ferrorpc.plans.span import Span
+
 MICROSECONDS = 1e6
 
 
-def render(title: str, lanes: Sequence[str], spans: Sequence[tuple[str, int, float, float, str]], unit_seconds: float) -> str:
+def render(title: str, lanes: Sequence[str], spans: Sequence[Span], start: float, unit_seconds: float) -> str:
     """The trace as JSON.
 
     Args:
         title: the name of the process that the lanes are threads of.
-        spans: (name, lane, start, duration, kind), times in time units.
+        start: the time unit at which the trace begins.
         unit_seconds: what one time unit lasts.
     """
     factor = unit_seconds * MICROSECONDS
@@ -22,7 +24,7 @@ def render(title: str, lanes: Sequence[str], spans: Sequence[tuple[str, int, flo
     for lane, name in enumerate(lanes):
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": lane, "args": {"name": name}})
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": lane, "args": {"sort_index": lane}})
-    for name, lane, start, duration, kind in spans:
-        times = {"ts": start * factor, "dur": duration * factor}
-        events.append({"ph": "X", "name": name, "cat": kind or "task", "pid": 0, "tid": lane, **times})
+    for span in spans:
+        times = {"ts": (span.start - start) * factor, "dur": (span.stop - span.start) * factor}
+        events.append({"ph": "X", "name": span.name, "cat": span.kind or "task", "pid": 0, "tid": span.lane, **times})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1)

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ferrorpc.plans.span import Span
+
 PALETTE: Final = {
     "forward": ("#4c78a8", "#9ecae9"),
     "backward": ("#2f8f6b", "#8fd3b6"),
@@ -37,23 +39,11 @@ WIDTH_MIN, WIDTH_MAX = 960.0, 2400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """A box from `start` to `stop`, in time units."""
-
-    start: float
-    stop: float
-    kind: str
-    text: str
-    shade: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
-    """A lane: its name at the left, its bars, its note at the right."""
+    """A lane: its name at the left, a box for each span, its note at the right."""
 
     name: str
-    bars: tuple[Bar, ...]
+    spans: tuple[Span, ...]
     note: str
 
 
@@ -123,11 +113,11 @@ def lay_out(panels: Sequence[Panel]) -> Sheet:
 def _chart_width(panels: Sequence[Panel], longest: float) -> float:
     """Wide enough for the words in all boxes but the shortest, within limits."""
     demands = sorted(
-        (len(bar.text) * CHARACTER + 4) / (bar.stop - bar.start)
+        (len(span.text) * CHARACTER + 4) / (span.stop - span.start)
         for panel in panels
         for row in panel.rows
-        for bar in row.bars
-        if bar.text and bar.stop > bar.start
+        for span in row.spans
+        if span.text and span.stop > span.start
     )
     scale = demands[int(0.95 * (len(demands) - 1))] if demands else 0.0
     return min(max(WIDTH_MIN, scale * longest), WIDTH_MAX)
@@ -144,8 +134,8 @@ def _panel(sheet: Sheet, panel: Panel, left: float, wide: float, scale: float, y
         sheet.boxes.append(Box(left, y, wide, ROW, EMPTY))
         sheet.texts.append(Text(left - 8, y + ROW / 2, row.name, anchor="end"))
         sheet.texts.append(Text(left + wide + 8, y + ROW / 2, row.note, FAINT))
-        for bar in row.bars:
-            _bar(sheet, bar, colours, left + bar.start * scale, y, (bar.stop - bar.start) * scale)
+        for span in row.spans:
+            _span(sheet, span, colours, left + span.start * scale, y, (span.stop - span.start) * scale)
         y += ROW + GAP
     step = _step(wide / scale)
     for tick in range(int(wide / scale / step + 1e-9) + 1):
@@ -156,13 +146,13 @@ def _panel(sheet: Sheet, panel: Panel, left: float, wide: float, scale: float, y
     return y + 20
 
 
-def _bar(sheet: Sheet, bar: Bar, colours: dict[tuple[str, int], str], x: float, y: float, width: float) -> None:
-    colour = colours[bar.kind, bar.shade]
+def _span(sheet: Sheet, span: Span, colours: dict[tuple[str, int], str], x: float, y: float, width: float) -> None:
+    colour = colours[span.kind, span.shade]
     inset = min(0.75, width / 8)
-    sheet.boxes.append(Box(x + inset, y + 1, max(width - 2 * inset, 0.0), ROW - 2, colour, bar.name))
-    if bar.text and len(bar.text) * CHARACTER <= width:
+    sheet.boxes.append(Box(x + inset, y + 1, max(width - 2 * inset, 0.0), ROW - 2, colour, span.name))
+    if span.text and len(span.text) * CHARACTER <= width:
         ink = PAPER if _is_dark(colour) else INK
-        sheet.texts.append(Text(x + width / 2, y + ROW / 2, bar.text, ink, "middle"))
+        sheet.texts.append(Text(x + width / 2, y + ROW / 2, span.text, ink, "middle"))
 
 
 def _legend(sheet: Sheet, colours: dict[tuple[str, int], str], key: str, x: float, y: float) -> None:
@@ -181,7 +171,7 @@ def _legend(sheet: Sheet, colours: dict[tuple[str, int], str], key: str, x: floa
 
 def _colours(panels: Sequence[Panel]) -> dict[tuple[str, int], str]:
     """The colour of each (kind, shade) that occurs, in the order of the palette."""
-    found = sorted({(bar.kind, bar.shade) for panel in panels for row in panel.rows for bar in row.bars})
+    found = sorted({(span.kind, span.shade) for panel in panels for row in panel.rows for span in row.spans})
     unknown = [kind for kind in dict.fromkeys(kind for kind, _ in found) if kind not in PALETTE]
     ranges = {**PALETTE, **{kind: OTHERS[place % len(OTHERS)] for place, kind in enumerate(unknown)}}
     last = {kind: max(shade for other, shade in found if other == kind) for kind, _ in found}

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ferrorpc.errors import UsageError
 from ferrorpc.plans.program import Program
-from ferrorpc.plans.timeline import Span, Timeline
+from ferrorpc.plans.span import Span
+from ferrorpc.plans.timeline import Timeline
 
 _BLOCKED_SHOWN = 4
 

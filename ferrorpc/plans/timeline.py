@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 from ferrorpc.plans import chrome_trace, png, svg
-from ferrorpc.plans.drawing import Bar, Panel, Row
+from ferrorpc.plans.drawing import Panel, Row
+from ferrorpc.plans.span import Span
 
 SPANS_SHOWN_MOST: Final = 4096
 """The largest timeline that a notebook draws by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One task as it ran, on `lane` from `start` to `stop` in time units. The other fields are those of `program.Task`."""
-
-    name: str
-    lane: int
-    start: float
-    stop: float
-    kind: str = ""
-    text: str = ""
-    shade: int = 0
 
 
 class Timeline:
@@ -104,21 +92,16 @@ class Timeline:
         """
         if unit_seconds is None:
             unit_seconds = 1.0 if self.unit == "seconds" else 1e-3
-        rows = [(span.name, span.lane, span.start - self.start, span.stop - span.start, span.kind) for span in self.spans]
-        text = chrome_trace.render(self.title or "timeline", self.lanes, rows, unit_seconds)
+        text = chrome_trace.render(self.title or "timeline", self.lanes, self.spans, self.start, unit_seconds)
         Path(path).write_text(text, encoding="utf-8")
 
     def panel(self) -> Panel:
         """The panel for pictures."""
-        rows: list[list[Bar]] = [[] for _ in self.lanes]
+        spans: list[list[Span]] = [[] for _ in self.lanes]
         for span in sorted(self.spans, key=lambda span: span.start):
-            begin = span.start - self.start
-            bar = Bar(begin, span.stop - self.start, span.kind, span.text, span.shade, span.name)
-            rows[span.lane].append(bar)
-        named = [
-            Row(name, tuple(bars), self.note(lane)) for lane, (name, bars) in enumerate(zip(self.lanes, rows, strict=True))
-        ]
-        return Panel(self.title, self.summary(), tuple(named), self.makespan, self.key, self.unit)
+            spans[span.lane].append(replace(span, start=span.start - self.start, stop=span.stop - self.start))
+        rows = tuple(Row(name, tuple(spans[lane]), self.note(lane)) for lane, name in enumerate(self.lanes))
+        return Panel(self.title, self.summary(), rows, self.makespan, self.key, self.unit)
 
     def _panels(self, beside: Timeline | None) -> list[Panel]:
         return [self.panel()] if beside is None else [self.panel(), replace(beside.panel(), unit=self.unit)]

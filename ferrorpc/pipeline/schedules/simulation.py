@@ -12,7 +12,8 @@ from ferrorpc.pipeline.schedules.lowering import KIND_LABELS, Lowering, has_mess
 from ferrorpc.pipeline.schedules.table import Table
 from ferrorpc.pipeline.schedules.validation import findings
 from ferrorpc.plans import simulate as plans
-from ferrorpc.plans.timeline import Span, Timeline
+from ferrorpc.plans.span import Span
+from ferrorpc.plans.timeline import Timeline
 
 Cost: TypeAlias = float | Sequence[float]
 """Time units of a whole rank, the same for all; or a list by rank, or by piece of the model."""

@@ -11,7 +11,8 @@ import pytest
 
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.plans.drawing import CHARACTER, Panel, Row, lay_out
-from ferrorpc.plans.timeline import SPANS_SHOWN_MOST, Span, Timeline
+from ferrorpc.plans.span import Span
+from ferrorpc.plans.timeline import SPANS_SHOWN_MOST, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
