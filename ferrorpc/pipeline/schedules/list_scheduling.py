@@ -7,6 +7,7 @@ The order is not optimal, but it takes costs and latency into account, which the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,14 +84,12 @@ class ListScheduler:
 
     def _choice(self, rank: int) -> tuple[float, int, Action] | None:
         """(start, rank, action) of what the rank would do next; None if nothing can start."""
-        critical = [(start, self._priority(each), each) for start, each in self._critical(rank)]
-        fillers = [(self._free[rank], each) for each in self._fillers(rank)]
-        if not fillers:
-            return None if not critical else (min(critical)[0], rank, min(critical)[2])
-        start, filler = min(fillers, key=lambda found: found[1].microbatch)
-        if critical and min(critical)[0] < start + self._rule.min_fit * self._costs[W][filler.stage] + 1e-12:
-            return min(critical)[0], rank, min(critical)[2]
-        return start, rank, filler
+        critical = ((start, self._priority(each), each) for start, each in self._critical(rank))
+        start, _, urgent = min(critical, default=(math.inf, (0, 0), None))
+        filler, free = min(self._fillers(rank), key=lambda each: each.microbatch, default=None), self._free[rank]
+        if filler is not None and start >= free + self._rule.min_fit * self._costs[W][filler.stage] + 1e-12:
+            return free, rank, filler
+        return None if urgent is None else (start, rank, urgent)
 
     def _critical(self, rank: int) -> Iterator[tuple[float, Action]]:
         """Forwards and backwards of inputs, which other ranks wait for, with the times at which they could start."""
