@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -89,9 +88,9 @@ class Lowering:
         self._latency = latency
         self._transfer_time = transfer
         self._credits = credits
-        self._index: dict[Action, int] = {}
         self._links: dict[Link, list[Message]] = {}
-        self._chunk = self._chunks()
+        self._chunk = [placement[:piece].count(rank) for piece, rank in enumerate(placement)]
+        """For each piece, which chunk of its rank it is."""
         self._index_tasks()
 
     def program(self) -> Program:
@@ -103,27 +102,14 @@ class Lowering:
             tasks += [self._transfer_task(send, len(lanes) - 1) for send, _ in messages]
         return Program(tuple(lanes), tuple(tasks))
 
-    def _chunks(self) -> list[int]:
-        """For each piece, which chunk of its rank it is."""
-        held: Counter[int] = Counter()
-        chunks = []
-        for rank in self._placement:
-            chunks.append(held[rank])
-            held[rank] += 1
-        return chunks
-
     def _index_tasks(self) -> None:
-        index = 0
-        for row in self._rows:
-            for each in row:
-                self._index[each] = index
-                index += 1
-        for row in self._rows:
-            for each in row:
-                for target in self._remote_targets(each) if each.kind.sends else ():
-                    self._links.setdefault(self._link(each, target), []).append((each, target))
+        actions = [each for row in self._rows for each in row]
+        self._index = {each: index for index, each in enumerate(actions)}
+        for each in actions:
+            for target in self._remote_targets(each) if each.kind.sends else ():
+                self._links.setdefault(self._link(each, target), []).append((each, target))
         messages = (message for link in self._links.values() for message in link)
-        self._transfer_index = {message: index + place for place, message in enumerate(messages)}
+        self._transfer_index = {message: index for index, message in enumerate(messages, len(actions))}
 
     def _remote_targets(self, send: Action) -> list[int]:
         own = self._placement[send.stage]
