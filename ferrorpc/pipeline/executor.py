@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ferrorpc.arrays.error_prefix import ErrorPrefix
@@ -31,7 +30,6 @@ class Executor:
         batch_io: inputs and outputs of this pass.
         clock: what recorded times are read from.
         keep_contexts: whether a backward follows.
-        completed: called with the number of a piece when its last backward is done.
 
     Attributes:
         spans: what was computed, and when.
@@ -47,7 +45,6 @@ class Executor:
         batch_io: BatchIO,
         clock: Clock,
         keep_contexts: bool,
-        completed: Callable[[int], None],
     ) -> None:
         self.spans: list[Span] = []
         self.peak = 0
@@ -56,14 +53,11 @@ class Executor:
         self._kinds = {number: piece.kind for number, piece in pieces.items()}
         self._edges = schedule.edges
         self._placement = schedule.placement
-        self._microbatches = schedule.microbatches
         self._exchange = exchange
         self._batch_io = batch_io
         self._clock = clock
-        self._completed = completed
         self._values: dict[Transfer, Any] = {}
         """Results that wait for an action of this rank, or for their send."""
-        self._backwards: Counter[int] = Counter()
         self._chunk = {number: chunk for chunk, number in enumerate(sorted(pieces))}
         self._compute: dict[Kind, Callable[[Action, Any], Any]] = {
             Kind.FORWARD: lambda each, x: pieces[each.stage].forward(each.microbatch, x, keep_contexts),
@@ -72,8 +66,12 @@ class Executor:
             Kind.BACKWARD_WEIGHT: lambda each, _: pieces[each.stage].backward_weight(each.microbatch),
         }
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Runs them in order, sends included. A receive happens when the action that needs it runs."""
+    def run(self, actions: Sequence[Action]) -> Iterator[int]:
+        """Runs them in order, sends included. A receive happens when the action that needs it runs.
+
+        Yields the number of each piece as soon as its last backward is done.
+        """
+        last = {each.stage: each for each in actions if each.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
         for each in actions:
             if each.kind.sends:
                 for transfer in outputs_of(each, self._edges):
@@ -81,6 +79,8 @@ class Executor:
                         self._exchange.send(transfer, self._values.pop(transfer))
             elif each.kind.computes:
                 self._run_compute(each)
+                if each == last.get(each.stage):
+                    yield each.stage
 
     def _run_compute(self, each: Action) -> None:
         value = None if each.kind is Kind.BACKWARD_WEIGHT else self._input(each)
@@ -95,10 +95,6 @@ class Executor:
         self.peak = max(self.peak, sum(piece.held for piece in self._pieces.values()))
         if each.kind is not Kind.BACKWARD_WEIGHT:
             self._keep(each, result)
-        if each.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            self._backwards[each.stage] += 1
-            if self._backwards[each.stage] == self._microbatches:
-                self._completed(each.stage)
 
     def _left_out(self, each: Action) -> Any:
         """Frees the context instead of a backward. Returns what all pieces before get: that they shall do the same."""

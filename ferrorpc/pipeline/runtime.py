@@ -279,17 +279,14 @@ class Pipeline:
             expected += self._tied.gradient_receives()
         orders = {source: sends_to(rank, rows[source], placement, edges) for source, _ in self._lanes}
         with self._exchange(expected, seconds, self._lanes, orders) as exchange:
-
-            def completed(piece: int) -> None:
-                self._tied.piece_completed(piece, exchange)
-                if on_gradients is not None and not self._tied.in_piece(piece):
-                    on_gradients(piece)
-
-            executor = Executor(rank, self._pieces, self.schedule, exchange, batch_io, self._clock, keep_contexts, completed)
+            executor = Executor(rank, self._pieces, self.schedule, exchange, batch_io, self._clock, keep_contexts)
             try:
                 if on_gradients is not None:
                     self._tied.begin_step()
-                executor.run(rows[rank])
+                for piece in executor.run(rows[rank]):
+                    self._tied.piece_completed(piece, exchange)
+                    if on_gradients is not None and not self._tied.in_piece(piece):
+                        on_gradients(piece)
                 if on_gradients is not None:
                     self._tied.sum_gradients(exchange)
                     for piece in filter(self._tied.in_piece, self._pieces):
