@@ -39,7 +39,7 @@ class _Before(NamedTuple):
 
 
 class TiedWeight:
-    """One tied weight, as this rank sees it.
+    """One tied weight, on a rank with a copy of it.
 
     Args:
         number: of the tied weight.
@@ -54,7 +54,7 @@ class TiedWeight:
     def __init__(self, number: int, names: Mapping[int, str], placement: Sequence[int], rank: int) -> None:
         self.own: dict[int, Any] = {piece: None for piece in names if placement[piece] == rank}
         self._names = names
-        self._holders = list(names)
+        self._first = min(names)
         self._number = number
         self._remote = [piece for piece in names if placement[piece] != rank]
         self._targets = list({placement[piece]: piece for piece in reversed(self._remote)}.values())
@@ -88,27 +88,25 @@ class TiedWeight:
 
     def broadcast(self, exchange: Exchange) -> None:
         """Gives all copies the value of the first one."""
-        first = self._holders[0]
-        if first in self.own:
+        if self._first in self.own:
+            data = self.own[self._first].data
             for target in self._targets:
-                exchange.send(self._transfer(first, target), self.own[first].data)
-            data = self.own[first].data
-        elif self.own:
+                exchange.send(self._transfer(self._first, target), data)
+        else:
             data = exchange.receive(self.broadcast_receives()[0], self._kind())
         for piece, parameter in self.own.items():
-            if piece != first:
+            if piece != self._first:
                 place = view_out(parameter.data, spec_of(parameter.data))
                 place.data[...] = view(data).data
                 place.commit()
 
     def broadcast_receives(self) -> list[Transfer]:
         """What this rank receives for `broadcast`."""
-        first = self._holders[0]
-        return [] if first in self.own or not self.own else [self._transfer(first, min(self.own))]
+        return [] if self._first in self.own else [self._transfer(self._first, min(self.own))]
 
     def gradient_receives(self) -> list[Transfer]:
         """What this rank receives for `sum_gradients`."""
-        return [self._transfer(piece, min(self.own)) for piece in self._remote] if self.own else []
+        return [self._transfer(piece, min(self.own)) for piece in self._remote]
 
     def begin_step(self) -> None:
         """Sets gradients of earlier steps aside: all copies have the same ones, so they must not be summed again. Zeros take
@@ -145,8 +143,6 @@ class TiedWeight:
         Raises:
             UsageError: a copy was replaced, and has not the value of the others.
         """
-        if not self.own:
-            return
         kind = self._kind()
         parts = dict(self._gradients())
         if self._is_replaced:
@@ -158,7 +154,7 @@ class TiedWeight:
                 self._check_alike({min(self.own): self.own[min(self.own)].data, transfer.source: data})
             parts[transfer.source] = part
         total = None
-        for piece in self._holders:
+        for piece in self._names:
             if parts[piece] is not None:
                 part = converted(parts[piece], kind)
                 total = part if total is None else total + part
@@ -258,7 +254,8 @@ class TiedWeights:
         named = [_holders(names, len(placement)) for names in tied]
         if named:
             _check(named, _all_weights(named, pieces, group))
-        self._weights = [TiedWeight(number, names, placement, group.rank) for number, names in enumerate(named)]
+        weights = (TiedWeight(number, names, placement, group.rank) for number, names in enumerate(named))
+        self._weights = [weight for weight in weights if weight.own]
         self._pieces = {number: piece for number, piece in pieces.items() if self.in_piece(number)}
 
     def in_piece(self, piece: int) -> bool:
