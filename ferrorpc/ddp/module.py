@@ -189,4 +189,5 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
                 self._replica.gradient(name)
         with interrupts_told(self._replica.group):
             reduction = self._replica.begin(weight)
-            self._replica.finish(reduction, self._replica.contribute_rest(reduction, used=self._replica.parameters))
+            self._replica.contribute_rest(reduction, used=self._replica.parameters)
+            self._replica.finish(reduction)

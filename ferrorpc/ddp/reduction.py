@@ -59,6 +59,7 @@ class Reduction:
         """Parameters that this rank has not used."""
         self._used: set[str] = set()
         """Parameters that any rank has used."""
+        self._kept: list[tuple[BucketMemory, Slot, Any]] = []
         self._began = buckets.clock.now()
         for memory in buckets.memory:
             memory.begin(None if weight is None else self._summable(memory, weight), follows)
@@ -88,6 +89,11 @@ class Reduction:
             self._unused.add(name)
         memory.write(slot, None if self.weight == 0 else gradient, is_used, deferrable)
         self.put_in_place(slot)
+
+    def keep(self, name: str) -> None:
+        """Has `finish` write back what is in a gradient's slot now, if no rank has used the parameter."""
+        memory, slot = self._buckets.at(name)
+        self._kept.append((memory, slot, memory.save(slot)))
 
     def put_in_place(self, slot: Slot) -> None:
         """As `put`, of a used gradient that already lies in its slot. Only without a weight."""
@@ -148,6 +154,9 @@ class Reduction:
                 f"the weights of all ranks sum to {'zero' if total == 0 else total}",
                 hint=f"{hint}; gradients that are views of buckets are lost: compute them again",
             )
+        for memory, slot, saved in self._kept:
+            if slot.name not in self._used:
+                memory.restore(slot, saved)
 
     def wait(self) -> float:
         """As `finish`, but returns the sum of the weights also where it is zero or not finite; then there are no means.

@@ -230,9 +230,9 @@ class Replica:
             )
         return got
 
-    def contribute_rest(self, reduction: Reduction, used: Collection[str]) -> dict[str, Any]:
+    def contribute_rest(self, reduction: Reduction, used: Collection[str]) -> None:
         """Contributes the remaining gradients and the buffers. Waits for nothing, so that ranks may do so for several modules
-        in different orders. Returns what `finish` needs.
+        in different orders.
 
         Args:
             used: which of the remaining parameters this rank has used. The gradient of one that it has not used, left from an
@@ -241,14 +241,15 @@ class Replica:
         with abort_on_failure(reduction, self.group):
             if not self._is_uneven:
                 self._buffers.begin()
-            return {} if reduction.is_complete else self._contribute_others(reduction, used)
+            for name, parameter in () if reduction.is_complete else reversed(self.parameters.items()):
+                if parameter.grad is None or reduction.has(name):
+                    continue
+                if name not in used and self.reducer.in_place(name, parameter.grad):
+                    reduction.keep(name)
+                reduction.put(name, self.gradient(name), name in used, deferrable=True)
 
-    def finish(self, reduction: Reduction, saved: Mapping[str, Any]) -> None:
-        """Returns when every gradient is the mean. The gradient of a parameter that no rank has used stays as it was.
-
-        Args:
-            saved: what `contribute_rest` returned.
-        """
+    def finish(self, reduction: Reduction) -> None:
+        """Returns when every gradient is the mean. The gradient of a parameter that no rank has used stays as it was."""
         with abort_on_failure(reduction, self.group):
             try:
                 reduction.finish()
@@ -256,25 +257,9 @@ class Replica:
                 self._buffers.discard()
                 raise
             self._store(reduction)
-            for name, before in saved.items():
-                if not reduction.used(name):
-                    memory, slot = self.reducer.at(name)
-                    memory.restore(slot, before)
             self._buffers.finish()
         if not self._weights_differ:
             self._check_weights_if_due(reduction.number)
-
-    def _contribute_others(self, reduction: Reduction, used: Collection[str]) -> dict[str, Any]:
-        """Puts the gradients that were not contributed. Returns copies of those that are unused and lie in their buckets."""
-        saved: dict[str, Any] = {}
-        for name, parameter in reversed(self.parameters.items()):
-            if parameter.grad is None or reduction.has(name):
-                continue
-            if name not in used and self.reducer.in_place(name, parameter.grad):
-                memory, slot = self.reducer.at(name)
-                saved[name] = memory.save(slot)
-            reduction.put(name, self.gradient(name), name in used, deferrable=True)
-        return saved
 
     def _store(self, reduction: Reduction) -> None:
         for memory in self.reducer.memory:

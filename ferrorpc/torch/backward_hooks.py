@@ -252,15 +252,15 @@ class BackwardHooks:
         reduction, self._reduction = self._reduction, None
         used, self._used = self._used, set()
         self._is_first = False
-        saved = self._replica.contribute_rest(reduction, used)
+        self._replica.contribute_rest(reduction, used)
         self._reduction = reduction
-        self._queue(partial(self._await, saved))
+        self._queue(partial(self._await))
 
-    def _await(self, saved: Mapping[str, Any]) -> None:
+    def _await(self) -> None:
         """Called behind the `_finish` of all modules."""
         assert self._reduction is not None
         reduction, self._reduction = self._reduction, None
-        self._replica.finish(reduction, saved)
+        self._replica.finish(reduction)
 
 
 def check_not_shared(module: torch.nn.Module) -> None:
