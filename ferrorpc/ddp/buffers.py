@@ -82,14 +82,11 @@ class Buffers:
             return self._stream.all_reduce(typed, number, op=ReduceOp.MEAN, out=typed)
         return self._stream.broadcast(packed, number, root=0)
 
-    def discard(self) -> None:
-        """Forgets the exchange. Of a step that was refused nothing is written, neither now nor by a later `finish`."""
-        self._in_flight, self._arrays = [], {}
-
     def finish(self) -> None:
-        """Waits, and writes the results in place. Raises the error that ended the generation."""
+        """Waits, and writes the results in place; not called where the step was refused. Raises the error that ended the
+        generation."""
         for bucket, packed, work in self._in_flight:
             work.wait(host=True)
             if not self._is_root or self._has_mean(bucket):
                 self._packer.unpack(bucket, packed, self._arrays)
-        self.discard()
+        self._in_flight, self._arrays = [], {}

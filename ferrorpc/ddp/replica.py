@@ -251,13 +251,10 @@ class Replica:
     def finish(self, reduction: Reduction) -> None:
         """Returns when every gradient is the mean. The gradient of a parameter that no rank has used stays as it was."""
         with abort_on_failure(reduction, self.group):
-            try:
-                reduction.finish()
-            except BaseException:
-                self._buffers.discard()
-                raise
+            reduction.finish()
             self._store(reduction)
-            self._buffers.finish()
+            if not self._is_uneven:
+                self._buffers.finish()
         if not self._weights_differ:
             self._check_weights_if_due(reduction.number)
 
