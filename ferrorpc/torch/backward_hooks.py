@@ -53,9 +53,9 @@ class _BucketView:
         if self._alias is not None and self._alias.data_ptr() != self._address:
             self._look_up()  # the user or module.to() has set its .data
         gradient, alias = parameter.grad, self._alias
-        if gradient is alias or gradient is None or alias is None:
-            return gradient is not None and alias is not None
-        if gradient.requires_grad or gradient.layout != torch.strided or not gradient.is_contiguous():
+        if gradient is alias:
+            return True
+        if alias is None or gradient.requires_grad or gradient.layout != torch.strided or not gradient.is_contiguous():
             return False
         if gradient.dtype != alias.dtype or gradient.shape != alias.shape:
             return False
