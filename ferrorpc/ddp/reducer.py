@@ -70,6 +70,9 @@ class Reducer(BucketSet):
             weight have the weight 1.
         kind: of CuPy arrays on the GPU that holds the buckets; None for the host.
 
+    Attributes:
+        is_uneven: whether an `uneven` block is open.
+
     Raises:
         UsageError: a bad cap or order.
         TensorMismatchError: a dtype that has no mean.
@@ -93,7 +96,7 @@ class Reducer(BucketSet):
         self.steps = Steps(group)
         self._group = group
         self._begun = 0
-        self._default_weight: float | None = None
+        self.is_uneven = False
 
     def view(self, gradient: Any, what: str) -> View:
         """A view of a gradient on the device of the buckets.
@@ -127,7 +130,7 @@ class Reducer(BucketSet):
             UsageError: the weight is no number, negative or not finite; or a graph is being captured from the current stream,
                 or from that of the last step, and the buckets are on a GPU.
         """
-        default = self._default_weight if self.hook is None else 1.0
+        default = None if self.hook is None and not self.is_uneven else 1.0
         weight = default if weight is None else _checked_weight(weight)
         reduction = Reduction(self, self.steps, self._begun, weight, follows)
         self._begun += 1
@@ -145,7 +148,7 @@ class Reducer(BucketSet):
         Raises:
             UsageError: a block is open already: of this reducer; or in this thread, with another rank of this group.
         """
-        if self._default_weight is not None:
+        if self.is_uneven:
             raise UsageError("an uneven() block is open already", hint="leave it first")
         groups = _open_blocks.groups
         if any(len({*each.world_ranks} & {*self._group.world_ranks}) > 1 for each in groups):
@@ -154,7 +157,7 @@ class Reducer(BucketSet):
                 "while others wait for its part in the other",
                 hint="average both in one synchroniser, or as parts of one wrapped module; or open one block after the other",
             )
-        self._default_weight = 1.0
+        self.is_uneven = True
         groups.append(self._group)
         try:
             with others_told(self._group):
@@ -162,7 +165,7 @@ class Reducer(BucketSet):
                 self._follow(follow)
         finally:
             groups.remove(self._group)
-            self._default_weight = None
+            self.is_uneven = False
 
     def _follow(self, follow: Callable[[Reduction], None]) -> None:
         while self.memory:

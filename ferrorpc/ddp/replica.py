@@ -77,7 +77,6 @@ class Replica:
         trained = (parameter.data for parameter in self.parameters.values())
         self._gpus = gpus_of([*trained, *named_buffers(module).values()])
         self._aliases: dict[str, tuple[Any | None, int]] = {}
-        self._is_uneven = False
         self._weights_differ = False
         """Whether weights may differ now: a rank may have left an `uneven` block without `follow`."""
         self.steps_begun = 0
@@ -184,7 +183,7 @@ class Replica:
         """
         check_not_captured(self._gpus)
         self._take_out_gradients()
-        if not self._is_uneven:
+        if not self.reducer.is_uneven:
             self._buffers.check()
         reduction = self.reducer.begin(weight)
         self.steps_begun += 1
@@ -239,7 +238,7 @@ class Replica:
                 earlier step, counts in the mean if another rank has used it.
         """
         with abort_on_failure(reduction, self.group):
-            if not self._is_uneven:
+            if not self.reducer.is_uneven:
                 self._buffers.begin()
             for name, parameter in () if reduction.is_complete else reversed(self.parameters.items()):
                 if parameter.grad is None or reduction.has(name):
@@ -253,7 +252,7 @@ class Replica:
         with abort_on_failure(reduction, self.group):
             reduction.finish()
             self._store(reduction)
-            if not self._is_uneven:
+            if not self.reducer.is_uneven:
                 self._buffers.finish()
         if not self._weights_differ:
             self._check_weights_if_due(reduction.number)
@@ -312,12 +311,12 @@ class Replica:
 
         check_follow(follow)
         first = self.steps_begun
-        self._is_uneven, self._weights_differ = True, follow is None
-        try:
-            with self.reducer.uneven(followed):
+        with self.reducer.uneven(followed):
+            self._weights_differ = follow is None
+            try:
                 yield
-        finally:
-            self._is_uneven = self._weights_differ = False
+            finally:
+                self._weights_differ = False
         counts = self.group.all_gather(np.int64(self.steps_begun - first))
         root = int(np.argmax([int(count) for count in counts]))
         weights = self._weights_now() if follow is None else {}

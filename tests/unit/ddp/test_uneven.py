@@ -88,6 +88,24 @@ def test_a_second_block_in_one_thread_is_refused_as_it_opens():
     run_world(2, body)
 
 
+def test_a_second_block_that_is_refused_leaves_the_first_one_as_it_was():
+    """Buffers are not exchanged within it."""
+
+    def body(group):
+        module, mean = Plain(w=np.zeros(2)), np.zeros(1)
+        module.named_buffers = lambda: [("mean", mean)]
+        ddp = DistributedDataParallel(module, group)
+        mean[...] = group.rank
+        with ddp.uneven():
+            with pytest.raises(UsageError, match="open already"), ddp.uneven():
+                pass
+            module["w"].grad = np.ones(2)
+            ddp.sync_gradients()
+            return mean.tolist()
+
+    assert run_world(2, body) == [[0.0], [1.0]]
+
+
 def test_blocks_of_groups_with_no_other_rank_in_common_may_be_open_together():
     """As over the two dimensions of a mesh, where the ranks of a row take equally many of the column's steps."""
 
