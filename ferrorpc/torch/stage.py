@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -120,9 +120,8 @@ class Stage:
         with torch.enable_grad():
             given = _mapped(partial(_module_input, is_from_stage=self.needs_grad_x), inputs)
             outputs = _mapped(partial(_output, module=self.module), self.module(given) if takes_one else self.module(*given))
-        flat = _flat(outputs)
-        detached = iter([_detached(each, flat[:place]) for place, each in enumerate(flat)])
-        return _mapped(lambda _: next(detached), outputs), Context(inputs, outputs, hooks_registered() != hooks)
+        detached = _mapped(partial(_detached, before=[]), outputs)
+        return detached, Context(inputs, outputs, hooks_registered() != hooks)
 
     def backward(self, context: Context, grad_y: Any) -> Any:
         """The whole backward pass. Returns the gradient of x."""
@@ -239,15 +238,13 @@ def _output(y: Any, module: torch.nn.Module) -> Any:
     return y if is_new else y.clone()
 
 
-def _detached(y: Any, before: Iterable[Any]) -> Any:
+def _detached(y: Any, before: list[Any]) -> Any:
     """An output for the next stage; a copy if it shares memory with one before, which another stage may write to."""
     if y is None:
         return None
-    return y.detach().clone() if _shares_memory(y, before) else y.detach()
-
-
-def _shares_memory(y: torch.Tensor, others: Iterable[Any]) -> bool:
-    return any(each is y or torch._C._is_alias_of(y, each) for each in others if each is not None)
+    is_shared = any(each is y or torch._C._is_alias_of(y, each) for each in before)
+    before.append(y)
+    return y.detach().clone() if is_shared else y.detach()
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
