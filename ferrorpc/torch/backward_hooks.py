@@ -194,7 +194,7 @@ class BackwardHooks:
         self._reduction = self._replica.begin(self._weight)
         self._versions = _versions_of_hooked(self._replica.parameters)
         self._graph_task = _current_task()
-        self._queue(partial(self._finish))
+        self._queue(self._finish)
         return self._reduction
 
     def _queue(self, ending: Callable[[], None]) -> None:
@@ -254,7 +254,7 @@ class BackwardHooks:
         self._is_first = False
         self._replica.contribute_rest(reduction, used)
         self._reduction = reduction
-        self._queue(partial(self._await))
+        self._queue(self._await)
 
     def _await(self) -> None:
         """Called behind the `_finish` of all modules."""
