@@ -26,6 +26,7 @@ from tests.house.test_documents import DOCUMENTS
 from tests.house.tree import ROOT
 
 COMING_FROM = ROOT / "docs" / "coming_from.md"
+GROUPS = ROOT / "docs" / "groups.md"
 RANKS = 4
 UNKNOWN = object()
 
@@ -42,8 +43,8 @@ def code_within(path: Path) -> list[str]:
 
 # Whole scripts.
 
-SCRIPTS = [(path, number) for path in (ROOT / "README.md", COMING_FROM) for number in range(len(blocks(path)))]
-SAID = {"README.md": "rank 0 of 2: [0.5 0.5 0.5]", "coming_from.md": "3.141593"}
+SCRIPTS = [(path, number) for path in (ROOT / "README.md", COMING_FROM, GROUPS) for number in range(len(blocks(path)))]
+SAID = {"README.md": "rank 0 of 2: [0.5 0.5 0.5]", "coming_from.md": "3.141593", "groups.md": "[3 3 3] 2"}
 
 
 @pytest.mark.parametrize(("path", "number"), SCRIPTS, ids=lambda value: getattr(value, "name", str(value)))
