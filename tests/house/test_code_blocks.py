@@ -103,17 +103,18 @@ def data_parallel(group: ProcessGroup) -> Iterator[dict[str, Any]]:
     layers = {f"layer{number}": {"weight": np.ones((3, 3))} for number in (1, 2, 3)}
     a = np.ones((3, 3))
     module = torch.nn.Linear(3, 2)
-    yield {"group": group, "like": layers, "grads": layers, "tokens": 8}
-    yield {"x": a, "grad": a, "part": a, "grad_y": a}
     yield {
+        "group": group,
         "x": torch.ones(4, 3),
         "target": torch.zeros(4, dtype=torch.long),
         "module": module,
         "criterion": torch.nn.functional.cross_entropy,
         "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
     }
+    yield {"like": layers, "grads": layers, "tokens": 8}
+    yield {"x": a, "grad": a, "part": a, "grad_y": a}
     yield {"weights": {"w": np.ones(9)}, "grads": {"w": np.ones(9)}}
-    yield {"torch": torch, "model": torch.nn.Linear(3, 2)}
+    yield {"torch": torch, "model": torch.nn.Linear(3, 2), "x": torch.ones(4, 3)}
     yield {}
     yield {}
 
