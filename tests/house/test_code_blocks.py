@@ -126,7 +126,6 @@ def pipeline(group: ProcessGroup) -> Iterator[dict[str, Any]]:
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(RANKS)])
     x = np.ones((16, 2))
     yield {"group": group, "stage": Piece("weight"), "x": x, "target": x, "loss_fn": squares}
-    yield {}
     yield {
         "torch": torch,
         "model": model,
@@ -134,12 +133,13 @@ def pipeline(group: ProcessGroup) -> Iterator[dict[str, Any]]:
         "x": torch.ones(16, 2),
         "target": torch.zeros(16, dtype=torch.long),
     }
-    wired = [Piece("embedding", followers=2), Piece("weight"), Piece("weight"), Piece("head", takes=2)]
-    yield {"stage": wired[group.rank]}
+    yield {}
     yield {"stage": Piece("weight"), "x": x, "target": x}
     schedules.one_f_one_b(RANKS, 8).to_csv(f"rank{group.rank}.csv")
     Path(f"rank{group.rank}.csv").replace("mine.csv")
     yield {}
+    wired = [Piece("embedding", followers=2), Piece("weight"), Piece("weight"), Piece("head", takes=2)]
+    yield {"stage": wired[group.rank]}
 
 
 PAGES: dict[str, Callable[[ProcessGroup], Iterator[dict[str, Any]]]] = {
