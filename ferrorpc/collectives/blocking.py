@@ -30,7 +30,7 @@ from ferrorpc.errors import (
     LimitExceededError,
 )
 from ferrorpc.guard import Guard, Parker
-from ferrorpc.types import DType, TensorSpec, dtype_of
+from ferrorpc.types import TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
 
 Array = np.ndarray[Any, Any]
@@ -247,8 +247,7 @@ class BlockingCollective(BlockingExecution):
         flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)
         if self._codec is not None and flat.size:
             flat = self._codec.decode(flat, self._workspace.elements(action))
-        dtype = DType.FLOAT32 if self._codec is not None else spec.dtype
-        self._workspace.accept(action, dtype, 0, flat)
+        self._workspace.accept(action, 0, flat)
 
     def _check_fits(self, action: Receive | Fold | FoldUnder, spec: TensorSpec) -> None:
         """Raises CollectiveMismatchError if this message cannot be part of this operation."""

@@ -172,11 +172,11 @@ class DeviceWorkspace(Workspace):
             upload.make_stream_wait()
         return upload.target
 
-    def accept(self, action: Receive | Fold | FoldUnder, dtype: DType, first: int, data: Any) -> None:
+    def accept(self, action: Receive | Fold | FoldUnder, first: int, data: Any) -> None:
         with self.device.on(self._stream):
             self._device_codec.decode(data, self._flat(action.region)[first : first + CODED_VALUES])
 
-    def reduce(self, task: Reduce, messages: Sequence[tuple[DType, Any]], first: int, last: int) -> None:
+    def reduce(self, task: Reduce, messages: Sequence[Any], first: int, last: int) -> None:
         come = iter(messages)
         with self.device.on(self._stream):
             parts = []
@@ -185,7 +185,7 @@ class DeviceWorkspace(Workspace):
                     parts.append(self._flat(operand)[first:last])
                     continue
                 parts.append(self.device.empty((last - first,), np.dtype(np.float32), self._stream))
-                self._device_codec.decode(next(come)[1], parts[-1])
+                self._device_codec.decode(next(come), parts[-1])
             target = self._flat(task.region)[first:last]
             is_mean = self._rules.call.op is ReduceOp.MEAN
             self._kernels.sum_peers(parts, target, DType.FLOAT32, len(parts) if is_mean else 1)

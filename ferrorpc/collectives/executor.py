@@ -235,7 +235,7 @@ class PlanExecution(EventDrivenExecution):
             return False
         queue.popleft()
         if first < last:
-            self._workspace.accept(task, self._dtype(frame), first, self._part(frame, start, last, first, last))
+            self._workspace.accept(task, first, self._part(frame, start, last, first, last))
         self._done[index] = UNBOUNDED if frame.offset + len(frame.payload) == frame.header.total else last
         return True
 
@@ -255,7 +255,7 @@ class PlanExecution(EventDrivenExecution):
             return False
         parts = []
         for frame, queue, (start, end) in zip(frames, queues, extents, strict=True):
-            parts.append((self._dtype(frame), self._part(frame, start, end, first, last)))
+            parts.append(self._part(frame, start, end, first, last))
             if end == last and queue:
                 queue.popleft()
         self._workspace.reduce(task, parts, first, last)
@@ -277,10 +277,6 @@ class PlanExecution(EventDrivenExecution):
         if codec.encoded_bytes(count) != size_bytes:
             raise CodecError(f"{self.label}: a chunk of {size_bytes} bytes came where {count} values as {codec.name} were due")
         return start, start + count
-
-    def _dtype(self, frame: Frame) -> DType:
-        """The dtype of its values, once decoded."""
-        return frame.header.dtype if self._layout.rules.codec is None else DType.FLOAT32
 
     def _is_usable(self, index: int, frame: Frame) -> bool:
         """Whether a chunk is where task `index` can use it."""

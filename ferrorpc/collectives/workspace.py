@@ -164,42 +164,46 @@ class Workspace:
         if count != expected:
             raise CodecError(f"a message of {spec} came for {region}, which holds {expected} elements")
 
-    def accept(self, action: Receive | Fold | FoldUnder, dtype: DType, first: int, data: Array) -> None:
-        """Folds or stores elements of a message of `dtype`, beginning at element `first`."""
+    def accept(self, action: Receive | Fold | FoldUnder, first: int, data: Array) -> None:
+        """Folds or stores elements of a message, beginning at element `first`."""
         region = action.region
         if not data.size:
             return
         target = self._flat(region)[first : first + data.size]
-        if isinstance(action, Receive):
-            if region.buffer is Buffer.WORK and dtype is not self._rules.work_dtype:
-                self._kernel.load(target, data)
-            else:
-                target[...] = data
-            return
-        in_work = dtype is self._rules.work_dtype and self._rules.dtype.is_half
         if isinstance(action, Fold):
-            (self._kernel.fold_work if in_work else self._kernel.fold)(target, data)
+            self._fold(target, data)
+        elif isinstance(action, FoldUnder):
+            (self._kernel.fold_under_work if self._is_work(data) else self._kernel.fold_under)(target, data)
+        elif region.buffer is Buffer.WORK:
+            self._load(target, data)
         else:
-            (self._kernel.fold_under_work if in_work else self._kernel.fold_under)(target, data)
+            target[...] = data
 
-    def reduce(self, task: Reduce, messages: Sequence[tuple[DType, Array]], first: int, last: int) -> None:
-        """Computes elements [first, last) of a reduction. `messages`: those of its messages in order, with their dtypes."""
+    def reduce(self, task: Reduce, messages: Sequence[Array], first: int, last: int) -> None:
+        """Computes elements [first, last) of a reduction. `messages`: those of its messages, in order."""
         come = iter(messages)
-        parts = [
-            (self._rules.dtype, self._flat(operand)[first:last]) if isinstance(operand, Region) else next(come)
-            for operand in task.operands
-        ]
+        parts = [self._flat(operand)[first:last] if isinstance(operand, Region) else next(come) for operand in task.operands]
         target = self._flat(task.region)[first:last]
-        if all(dtype is self._rules.dtype for dtype, _ in parts):
-            self._kernel.reduce([data for _, data in parts], target)
+        if all(part.dtype == self._rules.dtype.storage for part in parts):
+            self._kernel.reduce(parts, target)
             return
         work = np.empty(last - first, self._kernel.work)
-        for place, (dtype, data) in enumerate(parts):
-            if place == 0:
-                np.copyto(work, data) if dtype is self._rules.work_dtype else self._kernel.load(work, data)
-            else:
-                (self._kernel.fold_work if dtype is self._rules.work_dtype else self._kernel.fold)(work, data)
+        self._load(work, parts[0])
+        for part in parts[1:]:
+            self._fold(work, part)
         self._kernel.finish(target, work)
+
+    def _is_work(self, data: Array) -> bool:
+        """Whether values are in the work dtype, as partial results are; those of a half dtype are widened before they are."""
+        return bool(data.dtype == self._rules.work_storage)
+
+    def _load(self, work: Array, data: Array) -> None:
+        """work[:] = data, in the storage dtype or in the work dtype."""
+        np.copyto(work, data) if self._is_work(data) else self._kernel.load(work, data)
+
+    def _fold(self, work: Array, data: Array) -> None:
+        """work[:] = work op data, in the storage dtype or in the work dtype."""
+        (self._kernel.fold_work if self._is_work(data) else self._kernel.fold)(work, data)
 
     @property
     def _codec(self) -> Codec:
@@ -238,13 +242,12 @@ class Workspace:
         target[...] = self._codec.decode(self.encoded(index, first, last), last - first)
 
     def _compute(self, action: Load | FoldOwn | Finish | Copy, target: Array, source: Array) -> None:
-        in_work = action.source.buffer is Buffer.WORK
-        if isinstance(action, Copy) or (isinstance(action, Load) and (in_work or self._rules.kernel is None)):
+        if isinstance(action, Copy):
             target[...] = source
         elif isinstance(action, Load):
-            self._kernel.load(target, source)
+            self._load(target, source)
         elif isinstance(action, FoldOwn):
-            (self._kernel.fold_work if in_work else self._kernel.fold)(target, source)
+            self._fold(target, source)
         else:
             self._kernel.finish(target, source)
 

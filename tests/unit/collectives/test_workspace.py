@@ -19,7 +19,7 @@ def test_what_was_written_since_it_was_encoded_is_encoded_again() -> None:
     x = np.ones(4, np.float32)
     workspace = Workspace(Rules(call, plan, plan.actions, 0, 3), [x], [x])
     before = [workspace.encoded(index, 0, 4) for index in (0, 1)]
-    workspace.accept(come, DType.FLOAT32, 0, np.array([7], np.float32))
+    workspace.accept(come, 0, np.array([7], np.float32))
     after = [workspace.encoded(index, 0, 4) for index in (3, 4)]
     assert before[0] is before[1]
     assert after[0] is after[1]
@@ -32,5 +32,5 @@ def test_halves_are_widened_where_they_are_added_up() -> None:
     plan = Plan((come, Send(1, 1, come.region)), (2,))
     call = Call(Operation.ALL_REDUCE, (TensorSpec(DType.BFLOAT16, (2,)),), ReduceOp.SUM)
     workspace = Workspace(Rules(call, plan, plan.actions, 0, 2), [np.zeros(2, np.uint16)], None)
-    workspace.accept(come, DType.BFLOAT16, 0, np.array([0x3F80, 0x4000], np.uint16))
+    workspace.accept(come, 0, np.array([0x3F80, 0x4000], np.uint16))
     assert workspace.outgoing(come.region)[1].tolist() == [1.0, 2.0]
