@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, unique
+from typing import Final
 
-from ferrorpc.collectives.algorithms.plan import Plan
-from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Plan, Region
+from ferrorpc.collectives.call import Call, Operation
+
+_COPY: Final = Plan((Copy(Region(Buffer.IN), Region(Buffer.OUT)),))
 
 
 @unique
@@ -52,20 +55,24 @@ class Algorithm:
     """One algorithm for one operation.
 
     Attributes:
-        build: (call, rank, size) -> this rank's plan.
+        plan: (call, rank, size) -> this rank's plan; but for a barrier, in a group of at least two.
         cost: (group size, bytes of one rank's input) -> cost. For scatter the bytes of one part, for reduce_scatter and
             all_to_all those of all parts.
         order: of summation.
         compresses: supports a wire codec: every value is rounded once as an operand and once as a result, and all ranks
             get the same bits.
-        needs_size: `build` needs the root's array in `call.inputs` on every rank, not only on the root.
+        needs_size: `plan` needs the root's array in `call.inputs` on every rank, not only on the root.
         needs_alike: works only where all arrays of all ranks have one shape.
     """
 
     name: str
-    build: Callable[[Call, int, int], Plan]
+    plan: Callable[[Call, int, int], Plan]
     cost: Callable[[int, int], Cost]
     order: Order = Order.NONE
     compresses: bool = False
     needs_size: bool = False
     needs_alike: bool = False
+
+    def build(self, call: Call, rank: int, size: int) -> Plan:
+        """This rank's plan. In a group of one every result is a copy of its input, bit for bit."""
+        return _COPY if size == 1 and call.operation is not Operation.BARRIER else self.plan(call, rank, size)

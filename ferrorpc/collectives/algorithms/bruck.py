@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ferrorpc.collectives.algorithms.partition import COPY_PLAN
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Load, Plan, Receive, Region, Send
 
 _BLOCKS = 0
@@ -29,8 +28,6 @@ _BUNDLE_IN = 2
 
 def all_gather(count: int, rank: int, size: int) -> Plan:
     """Arrays of `count` elements each, the same shape on every rank."""
-    if size == 1:
-        return COPY_PLAN
     actions: list[Action] = [Load(Region(Buffer.IN, 0, 0, count), _blocks(count, 0, 1))]
     for step in range((size - 1).bit_length()):
         have = 1 << step
@@ -46,8 +43,6 @@ def all_gather(count: int, rank: int, size: int) -> Plan:
 
 def all_to_all(count: int, rank: int, size: int) -> Plan:
     """Parts of `count` elements each, the same shape for and on every rank."""
-    if size == 1:
-        return COPY_PLAN
     actions: list[Action] = [
         Load(Region(Buffer.IN, (rank + block) % size, 0, count), _blocks(count, block, block + 1)) for block in range(size)
     ]

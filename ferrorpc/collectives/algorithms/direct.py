@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.partition import COPY_PLAN, holds, others, slices
+from ferrorpc.collectives.algorithms.partition import holds, others, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -48,8 +48,6 @@ _RESULTS = 1
 
 def all_reduce_one_shot(count: int, rank: int, size: int) -> Plan:
     """Every rank sends its array to every other and reduces all of them."""
-    if size == 1:
-        return COPY_PLAN
     if count == 0:
         return Plan(())
     own = Region(Buffer.IN, 0, 0, count)
@@ -67,8 +65,6 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
         compressed: the call has a wire codec: the owner then rounds its own slice as its messages were rounded, so that all
             ranks end with the same bits.
     """
-    if size == 1:
-        return COPY_PLAN
     cuts = slices(count, size)
     start, stop = cuts[rank]
     actions: list[Action] = [
@@ -87,8 +83,6 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
 
 def reduce(count: int, rank: int, size: int, root: int) -> Plan:
     """Every rank sends its array to the root, which reduces them."""
-    if size == 1:
-        return COPY_PLAN
     own = Region(Buffer.IN, 0, 0, count)
     if rank != root:
         return Plan((Send(root, _PARTS, own),) if count else (), out_items=0)
@@ -102,8 +96,6 @@ def reduce(count: int, rank: int, size: int, root: int) -> Plan:
 
 def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
     """Part r of every rank goes to rank r, which reduces it. `counts`: elements of each part, the same on all ranks."""
-    if size == 1:
-        return COPY_PLAN
     actions: list[Action] = [
         Send(peer, _PARTS, Region(Buffer.IN, peer, 0, counts[peer])) for peer in others(rank, size) if counts[peer]
     ]
@@ -160,8 +152,6 @@ def broadcast(rank: int, size: int, root: int) -> Plan:
 
 def broadcast_two_shot(count: int, rank: int, size: int, root: int) -> Plan:
     """The root's array of `count` elements: every other rank gets one slice, and sends it to the others."""
-    if size == 1:
-        return COPY_PLAN
     receivers = others(root, size)
     pieces = [(peer, cut) for peer, cut in zip(receivers, slices(count, size - 1), strict=True) if holds(cut)]
     if rank == root:

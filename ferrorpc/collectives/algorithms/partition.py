@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Final
 
-from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Plan, Region
-
-COPY_PLAN: Final = Plan((Copy(Region(Buffer.IN), Region(Buffer.OUT)),))
-"""The plan of every operation in a group of one: the result is a copy of the input, bit for bit."""
+from ferrorpc.collectives.algorithms.plan import Buffer, Region
 
 
 def slices(count: int, size: int) -> list[tuple[int, int]]:

@@ -15,14 +15,12 @@ by each rank; where p is no power of two, two more rounds, with n more bytes sen
 from __future__ import annotations
 
 from ferrorpc.collectives.algorithms.hypercube import FIRST_ROUND, HAND_BACK, HAND_OVER, Hypercube, hand_over
-from ferrorpc.collectives.algorithms.partition import COPY_PLAN, joined, slices
+from ferrorpc.collectives.algorithms.partition import joined, slices
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Receive, Region, Send
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Any number of ranks; every rank ends with the same bits."""
-    if size == 1:
-        return COPY_PLAN
     if count == 0:
         return Plan(())
     own, result = Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count)

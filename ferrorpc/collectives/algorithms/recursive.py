@@ -14,14 +14,11 @@ power of two, two more rounds, one of them with a fold.
 from __future__ import annotations
 
 from ferrorpc.collectives.algorithms.hypercube import FIRST_ROUND, HAND_BACK, HAND_OVER, Hypercube, hand_over
-from ferrorpc.collectives.algorithms.partition import COPY_PLAN
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Region, Send
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Any number of ranks; every rank ends with the same bits."""
-    if size == 1:
-        return COPY_PLAN
     if count == 0:
         return Plan(())
     own, total, result = (Region(buffer, 0, 0, count) for buffer in (Buffer.IN, Buffer.WORK, Buffer.OUT))

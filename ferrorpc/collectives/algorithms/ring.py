@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.partition import COPY_PLAN, slices
+from ferrorpc.collectives.algorithms.partition import slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -35,8 +35,6 @@ from ferrorpc.collectives.algorithms.plan import (
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """A turn that reduces the slices, then a turn that distributes them."""
-    if size == 1:
-        return COPY_PLAN
     cuts = slices(count, size)
     parts = [Region(Buffer.IN, 0, *cut) for cut in cuts]
     results = [Region(Buffer.OUT, 0, *cut) for cut in cuts]
@@ -53,8 +51,6 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
 
 def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
     """The first turn alone, on given parts. `counts`: elements of each part, the same on all ranks."""
-    if size == 1:
-        return COPY_PLAN
     parts = [Region(Buffer.IN, item, 0, count) for item, count in enumerate(counts)]
     actions = _reduce_turn(parts, Region(Buffer.OUT, 0, 0, counts[rank]), rank, size)
     return Plan(tuple(actions), work_items=(max(counts),))

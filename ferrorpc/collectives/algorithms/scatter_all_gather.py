@@ -12,7 +12,7 @@ Cost, for n bytes on p ranks: ceil(log2 p) + p-1 rounds; the root sends about 2 
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.partition import COPY_PLAN, holds, joined, slices
+from ferrorpc.collectives.algorithms.partition import holds, joined, slices
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Plan, Receive, Region, Send
 from ferrorpc.collectives.algorithms.tree import parent_and_children
 
@@ -22,8 +22,6 @@ _FIRST_TURN = 1
 
 def broadcast(count: int, rank: int, size: int, root: int) -> Plan:
     """The root's array of `count` elements, on every rank."""
-    if size == 1:
-        return COPY_PLAN
     place = (rank - root) % size
     cuts = slices(count, size)
     parent, children = parent_and_children(rank, size, root)

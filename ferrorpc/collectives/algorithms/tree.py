@@ -16,7 +16,6 @@ Cost, in rounds, bytes sent (or received) and bytes folded by the busiest rank, 
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.partition import COPY_PLAN
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Copy, Finish, Fold, Load, Plan, Receive, Region, Send
 
 _DOWN = 0
@@ -39,8 +38,6 @@ def broadcast(rank: int, size: int, root: int, slot: int = _DOWN) -> Plan:
 
 def reduce(count: int, rank: int, size: int, root: int) -> Plan:
     """Partial results go up the tree."""
-    if size == 1:
-        return COPY_PLAN
     if count == 0:
         return Plan((), out_items=int(rank == root))
     actions = _upwards(count, rank, size, root)
@@ -52,8 +49,6 @@ def reduce(count: int, rank: int, size: int, root: int) -> Plan:
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Up the tree of rank 0, and the result down again."""
-    if size == 1:
-        return COPY_PLAN
     if count == 0:
         return Plan(())
     result = Region(Buffer.OUT, 0, 0, count)
