@@ -53,7 +53,7 @@ def all_reduce_one_shot(count: int, rank: int, size: int) -> Plan:
     own = Region(Buffer.IN, 0, 0, count)
     total = Region(Buffer.WORK, 0, 0, count)
     actions: list[Action] = [Send(peer, _PARTS, own) for peer in others(rank, size)]
-    actions += _fold_in_rank_order(own, total, rank, size)
+    actions += fold_in_order(own, total, range(size), rank, _PARTS)
     actions.append(Finish(total, Region(Buffer.OUT, 0, 0, count)))
     return Plan(tuple(actions), work_items=(count,))
 
@@ -72,7 +72,7 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
     ]
     if start < stop:
         total, result = Region(Buffer.WORK, 0, 0, stop - start), Region(Buffer.OUT, 0, start, stop)
-        actions += _fold_in_rank_order(Region(Buffer.IN, 0, start, stop), total, rank, size)
+        actions += fold_in_order(Region(Buffer.IN, 0, start, stop), total, range(size), rank, _PARTS)
         actions.append(Finish(total, result))
         actions += [Send(peer, _RESULTS, result) for peer in others(rank, size)]
         if compressed:
@@ -89,7 +89,7 @@ def reduce(count: int, rank: int, size: int, root: int) -> Plan:
     if count == 0:
         return Plan(())
     total = Region(Buffer.WORK, 0, 0, count)
-    actions = _fold_in_rank_order(own, total, rank, size)
+    actions = fold_in_order(own, total, range(size), rank, _PARTS)
     actions.append(Finish(total, Region(Buffer.OUT, 0, 0, count)))
     return Plan(tuple(actions), work_items=(count,))
 
@@ -102,7 +102,7 @@ def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
     count = counts[rank]
     if count:
         total = Region(Buffer.WORK, 0, 0, count)
-        actions += _fold_in_rank_order(Region(Buffer.IN, rank, 0, count), total, rank, size)
+        actions += fold_in_order(Region(Buffer.IN, rank, 0, count), total, range(size), rank, _PARTS)
         actions.append(Finish(total, Region(Buffer.OUT, 0, 0, count)))
     return Plan(tuple(actions), work_items=(count,))
 
@@ -165,8 +165,7 @@ def broadcast_two_shot(count: int, rank: int, size: int, root: int) -> Plan:
     return Plan(tuple(actions), alike=True)
 
 
-def _fold_in_rank_order(own: Region, total: Region, rank: int, size: int) -> list[Action]:
-    """total = ((x0 op x1) op x2) ..., where x_rank is `own` and the others come as messages."""
-    first: Action = Load(own, total) if rank == 0 else Receive(0, _PARTS, total)
-    rest: list[Action] = [FoldOwn(own, total) if peer == rank else Fold(peer, _PARTS, total) for peer in range(1, size)]
-    return [first, *rest]
+def fold_in_order(own: Region, total: Region, ranks: Sequence[int], rank: int, slot: int) -> list[Action]:
+    """total = ((x op y) op z) ... of these ranks, where that of `rank` is `own` and the others come as messages `slot`."""
+    first: Action = Load(own, total) if ranks[0] == rank else Receive(ranks[0], slot, total)
+    return [first, *(FoldOwn(own, total) if peer == rank else Fold(peer, slot, total) for peer in ranks[1:])]

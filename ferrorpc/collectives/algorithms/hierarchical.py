@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ferrorpc.collectives.algorithms.direct import fold_in_order
 from ferrorpc.collectives.algorithms.partition import holds, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
@@ -25,8 +26,6 @@ from ferrorpc.collectives.algorithms.plan import (
     Copy,
     Finish,
     Fold,
-    FoldOwn,
-    Load,
     Plan,
     Receive,
     Region,
@@ -83,19 +82,13 @@ def all_reduce(count: int, rank: int, layout: Layout) -> Plan:
     work_items: tuple[int, ...] = ()
     if place < layout.shards and holds(cuts[place]):
         start, stop = cuts[place]
-        actions += _fold_inside(Region(Buffer.IN, 0, start, stop), local, rank)
+        total = Region(Buffer.WORK, 0, 0, stop - start)
+        actions += fold_in_order(Region(Buffer.IN, 0, start, stop), total, local, rank, _PARTS)
         actions += _exchange(layout.column(place), rank, start, stop)
         actions += [Send(peer, _INSIDE, Region(Buffer.OUT, 0, start, stop)) for peer in local if peer != rank]
         work_items = (stop - start, -(-(stop - start) // len(layout.members)))
     actions += [Receive(local[shard], _INSIDE, Region(Buffer.OUT, 0, *cut)) for shard, cut in _others(cuts, place)]
     return Plan(tuple(actions), work_items=work_items)
-
-
-def _fold_inside(own: Region, local: Sequence[int], rank: int) -> list[Action]:
-    """The first WORK array = the shard of every rank of this host, folded in order."""
-    total = Region(Buffer.WORK, 0, 0, (own.stop or 0) - own.start)
-    first: Action = Load(own, total) if local[0] == rank else Receive(local[0], _PARTS, total)
-    return [first, *(FoldOwn(own, total) if peer == rank else Fold(peer, _PARTS, total) for peer in local[1:])]
 
 
 def _exchange(column: Sequence[int], rank: int, start: int, stop: int) -> list[Action]:
@@ -108,8 +101,7 @@ def _exchange(column: Sequence[int], rank: int, start: int, stop: int) -> list[A
         total = Region(Buffer.WORK, 0, *cuts[here])
         if here:
             own, total = total, Region(Buffer.WORK, 1, 0, cuts[here][1] - cuts[here][0])
-            actions.append(Receive(column[0], _ACROSS, total))
-            actions += [FoldOwn(own, total) if peer == rank else Fold(peer, _ACROSS, total) for peer in column[1:]]
+            actions += fold_in_order(own, total, column, rank, _ACROSS)
         else:
             actions += [Fold(peer, _ACROSS, total) for peer in column[1:]]
         result = Region(Buffer.OUT, 0, start + cuts[here][0], start + cuts[here][1])
