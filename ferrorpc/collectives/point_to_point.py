@@ -203,7 +203,7 @@ class RecvExecution(_PointToPoint):
         self._taken = np.empty(0, np.uint8)
         """The bytes of the result, of which the first `_received` are here."""
         self._received = -1
-        self._post: PostedReceive | None = PostedReceive(self.notify_if_driven)
+        self._post: PostedReceive | None = PostedReceive((group, peer, tag), self.notify_if_driven)
         """Its place in the queue; None once it is over: each refers to the other."""
         self._is_posted = False
         self._mine: tuple[int, Message] | None = None
@@ -217,7 +217,7 @@ class RecvExecution(_PointToPoint):
         post = self._post
         if post is not None and not self._is_posted:
             self._is_posted = True
-            self._transport.mailbox.post(self._group, self._peer, self._tag, post)
+            self._transport.mailbox.post(post)
         message = None if post is None else post.message
         if post is None or message is None:
             if post is not None and post.is_over:
@@ -245,7 +245,7 @@ class RecvExecution(_PointToPoint):
         post = self._post
         if post is not None and post.message is not None:
             self._mine = post.number, post.message
-            self._transport.mailbox.take(self._group, self._peer, self._tag, post)
+            self._transport.mailbox.take(post)
             self._post = None
         return True
 
@@ -307,7 +307,7 @@ class RecvExecution(_PointToPoint):
         message = post.message
         if message is not None and self._received > 0 and not (message.frames and message.frames[0].offset == 0):
             message.frames.appendleft(self._begun(post.number, message))
-        self._transport.mailbox.unpost(self._group, self._peer, self._tag, post)  # which takes the message from the post
+        self._transport.mailbox.unpost(post)  # which takes the message from the post
         if post.message is None:
             self._mine = None
 
@@ -319,7 +319,7 @@ class RecvExecution(_PointToPoint):
         number, message = mine
         message.frames.clear()
         message.frames.append(self._begun(number, message))
-        self._transport.mailbox.restore(self._group, self._peer, self._tag, number, message)
+        self._transport.mailbox.restore((self._group, self._peer, self._tag), number, message)
 
     def _begun(self, number: int, message: Message) -> Frame:
         """All that has arrived of the message, as one chunk."""

@@ -77,20 +77,19 @@ class SmallMessages:
 class SmallReceive(PostedReceive):
     """One recv from a group rank. Whoever gives it up, for whatever reason, calls `put_back`."""
 
-    __slots__ = ("_mailbox", "_messages", "_place")
+    __slots__ = ("_mailbox", "_messages")
 
     def __init__(self, messages: SmallMessages, src: int, tag: int) -> None:
-        super().__init__(wake_nobody)
+        super().__init__((messages.group, messages.world_ranks[src], tag), wake_nobody)
         self._messages = messages
         self._mailbox = messages.transport.mailbox
-        self._place = messages.group, messages.world_ranks[src], tag
 
     def has_come(self, spec: TensorSpec | None) -> bool:
         """Whether all of the message is here, or comes within a moment, and is of this spec (None: of any)."""
-        self._mailbox.post(*self._place, self)
+        self._mailbox.post(self)
         if self.message is None:
             try:
-                self._messages.transport.busy_poll(self._place[1], self._is_here)
+                self._messages.transport.busy_poll(self.place[1], self._is_here)
             except Exception as error:
                 self._messages.abort(unexpected(self.label, error))  # a message that was just read may be lost
                 raise
@@ -129,12 +128,12 @@ class SmallReceive(PostedReceive):
     @property
     def label(self) -> str:
         """Its text."""
-        return label_of_recv(*self._place[1:])
+        return label_of_recv(*self.place[1:])
 
     def take(self) -> None:
         """Takes the message: it is over."""
-        self._mailbox.take(*self._place, self)
+        self._mailbox.take(self)
 
     def put_back(self) -> None:
         """Leaves the message, taken or not, for the next recv."""
-        self._mailbox.put_back(*self._place, self)
+        self._mailbox.put_back(self)

@@ -23,7 +23,7 @@ from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, Gro
 from ferrorpc.guard import wake_nobody
 from ferrorpc.transports.closed_groups import Begun, ClosedGroups
 from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
-from ferrorpc.transports.point_to_point import ANY_NUMBER, Message, PostedReceive, ReceiveQueue, ungranted_error
+from ferrorpc.transports.point_to_point import ANY_NUMBER, Message, Place, PostedReceive, ReceiveQueue, ungranted_error
 from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
@@ -144,7 +144,7 @@ class Mailbox:
         """Messages of which nothing was sent yet, and their receivers."""
         self._silent: set[tuple[int, int]] = set()
         """(group, rank) of the peers that have closed a group in which this rank may still receive from them."""
-        self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
+        self._inbound: dict[Place, ReceiveQueue] = {}
 
     def enter(self, key: Key, signature: str, wake: Callable[[], None], expected: Container[tuple[int, int]] = ()) -> Box:
         """Enters an operation that this rank has called. Returns its box, with whatever arrived early.
@@ -278,12 +278,11 @@ class Mailbox:
         """Keeps a chunk of a `send`, unless its group was closed. Returns the recvs to wake."""
         if frame.key.group in self._closed:
             return []
-        inbound = self._inbound.get((frame.key.group, frame.source, frame.header.slot))
+        place = (frame.key.group, frame.source, frame.header.slot)
+        inbound = self._inbound.get(place)
         is_awaited = inbound is not None and inbound.is_awaited(frame.key.number)
         size_bytes = 0 if is_awaited else self._count_unexpected(frame)
-        if inbound is None:
-            inbound = self._inbound_of(frame.key.group, frame.source, frame.header.slot)
-        return inbound.put(frame, size_bytes)
+        return self._inbound_of(place).put(frame, size_bytes)
 
     def _count_unexpected(self, frame: Frame) -> int:
         """Counts an unexpected chunk and returns its bytes. Raises LimitExceededError beyond the limit."""
@@ -427,50 +426,49 @@ class Mailbox:
         with self._lock:
             return any(key.group == group and to == peer for key, to in self._unsent.items())
 
-    def post(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
-        """Posts a recv for the next message of (source, tag)."""
+    def post(self, post: PostedReceive) -> None:
+        """Posts a recv."""
         with self._lock:
-            queue = self._inbound_of(group, source, tag)
+            queue = self._inbound_of(post.place)
             woken = queue.add(post)
-            if (group, source) in self._silent:
+            if post.place[:2] in self._silent:
                 woken += queue.end()
         _wake(woken)
 
-    def take(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
+    def take(self, post: PostedReceive) -> None:
         """Removes the message that a recv has taken completely."""
         with self._lock:
-            inbound = self._inbound_of(group, source, tag)
+            inbound = self._inbound_of(post.place)
             self._unexpected_bytes -= inbound.take(post)
             if inbound.is_idle:
-                del self._inbound[group, source, tag]
+                del self._inbound[post.place]
 
-    def restore(self, group: int, source: int, tag: int, number: int, message: Message) -> None:
+    def restore(self, place: Place, number: int, message: Message) -> None:
         """Undoes `take`: the message, which has its bytes again, is for the next recv, if one can come."""
         with self._lock:
-            if group in self._closed:
+            if place[0] in self._closed:
                 return
-            woken = self._inbound_of(group, source, tag).restore(number, message)
+            woken = self._inbound_of(place).restore(number, message)
         _wake(woken)
 
-    def unpost(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
+    def unpost(self, post: PostedReceive) -> None:
         """Withdraws a recv. Its message, complete or not, is kept for the next one."""
         with self._lock:
-            inbound = self._inbound_of(group, source, tag)
+            inbound = self._inbound_of(post.place)
             woken = inbound.give_back(post)
             if inbound.is_idle:
-                del self._inbound[group, source, tag]
+                del self._inbound[post.place]
         _wake(woken)
 
-    def put_back(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
+    def put_back(self, post: PostedReceive) -> None:
         """Withdraws a recv that has read its message where it is. The message, also if it was taken, is for the next recv."""
         message = post.message
-        self.unpost(group, source, tag, post)  # clears `post.message`, unless the message was taken
+        self.unpost(post)  # clears `post.message`, unless the message was taken
         if message is not None and post.message is message:
             post.message = None
-            self.restore(group, source, tag, post.number, message)
+            self.restore(post.place, post.number, message)
 
-    def _inbound_of(self, group: int, source: int, tag: int) -> ReceiveQueue:
-        place = (group, source, tag)
+    def _inbound_of(self, place: Place) -> ReceiveQueue:
         inbound = self._inbound.get(place)
         if inbound is None:
             inbound = self._inbound[place] = ReceiveQueue()

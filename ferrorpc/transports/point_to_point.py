@@ -10,13 +10,15 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 from ferrorpc.errors import CodecError
 from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.wire.frames import Frame
 
+Place: TypeAlias = tuple[int, int, int]
+"""Group, source and tag of messages that are received first in, first out."""
 ANY_NUMBER: Final = 0
 """In place of a message's number, which is larger, in the probe of a recv, which does not know it."""
 
@@ -47,11 +49,12 @@ class Message:
 
 
 class PostedReceive:
-    """A posted recv. `number` and then `message` are set when a message is matched to it."""
+    """A recv of the next message of a place. `number` and then `message` are set when a message is matched to it."""
 
-    __slots__ = ("is_over", "message", "number", "wake")
+    __slots__ = ("is_over", "message", "number", "place", "wake")
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, place: Place, wake: Callable[[], None]) -> None:
+        self.place = place
         self.wake = wake
         self.message: Message | None = None
         self.number = 0
@@ -60,7 +63,7 @@ class PostedReceive:
 
 
 class ReceiveQueue:
-    """The messages and posted recvs of one (group, source, tag).
+    """The messages and posted recvs of one place.
 
     Called under the mailbox's lock. Methods return the recvs that the caller wakes once it has released the lock.
     """

@@ -213,9 +213,9 @@ class TransportContract(ABC):
             return deliver(frame)
 
         second.mailbox.deliver = deliver_late  # type: ignore[method-assign]
-        ends, comes = PostedReceive(lambda: None), PostedReceive(lambda: None)
-        second.mailbox.post(5, first.rank, 0, comes)
-        second.mailbox.post(5, first.rank, 1, ends)
+        comes, ends = (PostedReceive((5, first.rank, tag), lambda: None) for tag in (0, 1))
+        second.mailbox.post(comes)
+        second.mailbox.post(ends)
         first.send(second, Key(5, POINT_TO_POINT, 1), random_bytes(100_000))
         first.mailbox.retire(5, [])
         second.transport.probe(first.rank, Key(5, POINT_TO_POINT, ANY_NUMBER), "recv()")

@@ -126,7 +126,7 @@ def test_a_message_of_which_a_part_is_missing_is_left_to_the_general_path(small:
     recv.put_back()
     small.arrive(1, b"\3", total=3, offset=2)
     general = small.recv()
-    small.lane.mailbox.post(0, PEER, TAG, general)
+    small.lane.mailbox.post(general)
     assert general.message is not None
     assert [bytes(frame.payload) for frame in general.message.frames] == [b"\1\2", b"\3"]
 
@@ -142,7 +142,7 @@ def test_a_message_that_does_not_fit_stays(small: Small, wanted: TensorSpec) -> 
 
 def test_none_is_taken_before_those_that_were_posted_earlier(small: Small) -> None:
     earlier, later = small.recv(), small.recv()
-    small.lane.mailbox.post(0, PEER, TAG, earlier)
+    small.lane.mailbox.post(earlier)
     small.arrive(1, b"\1")
     assert not later.has_come(None)
     later.put_back()

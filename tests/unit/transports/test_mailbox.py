@@ -28,6 +28,10 @@ def mailbox() -> tuple[Mailbox, list[FerroError]]:
     return Mailbox(1, reported.append), reported
 
 
+def recv(group: int, source: int, tag: int) -> PostedReceive:
+    return PostedReceive((group, source, tag), lambda: None)
+
+
 def begun_to(*last: int) -> list[Begun]:
     return [Begun(number) for number in last]
 
@@ -208,9 +212,9 @@ def test_messages_between_two_ranks_are_matched_as_their_first_chunks_come() -> 
     """A later chunk may overtake them on another lane."""
     box_of, _ = mailbox()
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 7), 0, slot=5, total=8, offset=4))
-    first, second = PostedReceive(lambda: None), PostedReceive(lambda: None)
-    box_of.post(0, 0, 5, first)
-    box_of.post(0, 0, 5, second)
+    first, second = recv(0, 0, 5), recv(0, 0, 5)
+    box_of.post(first)
+    box_of.post(second)
     assert first.message is None
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 3), 0, slot=5))
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 7), 0, slot=5, total=8))
@@ -221,12 +225,12 @@ def test_messages_between_two_ranks_are_matched_as_their_first_chunks_come() -> 
 
 def test_a_recv_that_gives_up_leaves_its_message_to_the_next_one() -> None:
     box_of, _ = mailbox()
-    first, second = PostedReceive(lambda: None), PostedReceive(lambda: None)
-    box_of.post(0, 0, 5, first)
+    first, second = recv(0, 0, 5), recv(0, 0, 5)
+    box_of.post(first)
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0, slot=5, total=8))
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 2), 0, slot=5))
-    box_of.unpost(0, 0, 5, first)
-    box_of.post(0, 0, 5, second)
+    box_of.unpost(first)
+    box_of.post(second)
     assert second.number == 1
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0, slot=5, total=8, offset=4))
     assert second.message is not None
@@ -236,11 +240,11 @@ def test_a_recv_that_gives_up_leaves_its_message_to_the_next_one() -> None:
 def test_a_recv_that_gives_up_after_it_has_taken_all_gives_nothing_back() -> None:
     """An interrupt can end it before it knows that it was complete."""
     box_of, _ = mailbox()
-    post = PostedReceive(lambda: None)
+    post = recv(0, 0, 5)
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0, slot=5))
-    box_of.post(0, 0, 5, post)
-    box_of.take(0, 0, 5, post)
-    box_of.unpost(0, 0, 5, post)
+    box_of.post(post)
+    box_of.take(post)
+    box_of.unpost(post)
     assert not box_of._inbound
 
 
@@ -253,24 +257,24 @@ def test_a_message_that_was_being_matched_when_its_recv_was_interrupted_is_for_t
         found = heapq.heappop(heap) if after else 0
         raise KeyboardInterrupt(found)
 
-    interrupted, following = PostedReceive(lambda: None), PostedReceive(lambda: None)
+    interrupted, following = recv(0, 1, 0), recv(0, 1, 0)
     monkeypatch.setattr(point_to_point, "heapq", SimpleNamespace(heappop=pop))
     with pytest.raises(KeyboardInterrupt):
-        box_of.post(0, 1, 0, interrupted)
+        box_of.post(interrupted)
     monkeypatch.undo()
-    box_of.unpost(0, 1, 0, interrupted)
-    box_of.post(0, 1, 0, following)
+    box_of.unpost(interrupted)
+    box_of.post(following)
     assert following.message is not None
-    box_of.take(0, 1, 0, following)
+    box_of.take(following)
     assert not box_of._inbound
 
 
 def test_a_recv_that_waits_in_vain_is_taken_out_of_the_queue() -> None:
     box_of, _ = mailbox()
-    first, second = PostedReceive(lambda: None), PostedReceive(lambda: None)
-    box_of.post(0, 0, 0, first)
-    box_of.post(0, 0, 0, second)
-    box_of.unpost(0, 0, 0, first)
+    first, second = recv(0, 0, 0), recv(0, 0, 0)
+    box_of.post(first)
+    box_of.post(second)
+    box_of.unpost(first)
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0))
     assert first.message is None
     assert second.message is not None
@@ -317,10 +321,10 @@ def test_what_was_asked_for_makes_room_for_more() -> None:
         limited.enter(key, "a()", lambda: None)
         limited.leave(key)
         limited.deliver(frame(Key(0, POINT_TO_POINT, number), 0, slot=5))
-        post = PostedReceive(lambda: None)
-        limited.post(0, 0, 5, post)
+        post = recv(0, 0, 5)
+        limited.post(post)
         assert post.message is not None
-        limited.take(0, 0, 5, post)
+        limited.take(post)
     assert reported == []
 
 
@@ -350,8 +354,8 @@ def test_what_waits_in_open_groups_is_received_although_another_closes() -> None
         box_of.deliver(frame(Key(group, 2, 10), 0))
     box_of.retire(7, begun_to(3, -1, 9))
     for group in (0, 6):
-        post = PostedReceive(lambda: None)
-        box_of.post(group, 0, 5, post)
+        post = recv(group, 0, 5)
+        box_of.post(post)
         assert post.message is not None
         assert len(box_of.enter(Key(group, 0, 9), "a()", lambda: None).frames) == 1
     assert len(box_of.enter(Key(7, 2, 9), "a()", lambda: None).frames) == 1, "it is in flight"
@@ -396,17 +400,17 @@ def test_only_recvs_without_a_message_of_a_rank_that_closed_their_group_are_over
     box_of, _ = mailbox()
     woken: list[int] = []
     places = [(7, 0, 5), (7, 0, 5), (7, 0, 6), (7, 2, 5), (8, 0, 5)]
-    posts = [PostedReceive(partial(woken.append, number)) for number in range(len(places))]
-    for place, post in zip(places, posts, strict=True):
-        box_of.post(*place, post)
+    posts = [PostedReceive(place, partial(woken.append, number)) for number, place in enumerate(places)]
+    for post in posts:
+        box_of.post(post)
     box_of.deliver(frame(Key(7, POINT_TO_POINT, 1), 0, slot=5))
     woken.clear()
     box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), ABSENT, "", 0, "")
     assert woken == []
     box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), FINISHED, "", 0, "")
     assert (woken, [post.is_over for post in posts]) == ([1, 2], [False, True, True, False, False])
-    later = PostedReceive(lambda: None)
-    box_of.post(7, 0, 6, later)
+    later = recv(7, 0, 6)
+    box_of.post(later)
     assert later.is_over
 
 
@@ -419,16 +423,16 @@ def test_an_answer_that_no_recv_has_asked_for_is_not_kept() -> None:
 
 def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:
     box_of, reported = mailbox()
-    empty, matched, taken = (PostedReceive(lambda: None) for _ in range(3))
+    matched, taken, empty = (recv(7, 0, slot) for slot in (5, 6, 7))
     for slot, post in ((5, matched), (6, taken), (7, empty)):
         if post is not empty:
             box_of.deliver(frame(Key(7, POINT_TO_POINT, slot), 0, slot=slot, total=8))
-        box_of.post(7, 0, slot, post)
+        box_of.post(post)
     box_of.retire(7, begun_to(3))
     box_of.deliver(frame(Key(7, POINT_TO_POINT, 5), 0, slot=5, total=8, offset=4))
-    box_of.unpost(7, 0, 7, empty)
-    box_of.put_back(7, 0, 5, matched)
-    box_of.take(7, 0, 6, taken)
+    box_of.unpost(empty)
+    box_of.put_back(matched)
+    box_of.take(taken)
     assert (box_of._inbound, box_of._unexpected_bytes, reported) == ({}, 0, [])
 
 
