@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ferrorpc.errors import CodecError, LimitExceededError
-from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.transports.mailbox import Mailbox, Standing
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import SIGNATURE_BYTES_MAX, Key
 
@@ -33,16 +33,7 @@ def probe_message(key: Key, signature: str) -> transport_pb2.Probe:
 
 def probe_answer(mailbox: Mailbox, peer: int, key: Key, signature: str) -> transport_pb2.ProbeAnswer:
     """How far this rank is in an operation, for that peer."""
-    standing, mine, last_number, last_signature = mailbox.standing(peer, key, signature)
-    return transport_pb2.ProbeAnswer(
-        group=key.group,
-        stream=key.stream,
-        number=key.number,
-        standing=standing,  # type: ignore[arg-type]
-        signature=mine,
-        last_number=last_number,
-        last_signature=last_signature,
-    )
+    return transport_pb2.ProbeAnswer(**key._asdict(), **mailbox.standing(peer, key, signature)._asdict())
 
 
 def read_probe(probe: transport_pb2.Probe, source: int) -> tuple[Key, str]:
@@ -75,4 +66,4 @@ def deliver_probe_answer(mailbox: Mailbox, source: int, answer: transport_pb2.Pr
     if answer.standing not in _STANDINGS or max(map(len, texts)) > SIGNATURE_BYTES_MAX:
         raise CodecError(f"the answer of rank {source} to a probe is standing {answer.standing} with {texts[0][:40]!r}")
     key = Key(answer.group, answer.stream, answer.number)
-    mailbox.probe_answered(source, key, answer.standing, answer.signature, answer.last_number, answer.last_signature)
+    mailbox.probe_answered(source, key, Standing(answer.standing, answer.signature, answer.last_number, answer.last_signature))

@@ -190,7 +190,7 @@ class InprocTransport(Transport):
     def answer(self, peer: int, key: Key, signature: str) -> None:
         """Answers a probe from `peer`."""
         standing = self.mailbox.standing(peer, key, signature)
-        self._carry(peer, lambda end: end.mailbox.probe_answered(self.rank, key, *standing), needed=False)
+        self._carry(peer, lambda end: end.mailbox.probe_answered(self.rank, key, standing), needed=False)
 
     def _carry(self, peer: int, action: Callable[[InprocTransport], object], needed: bool) -> None:
         if needed and peer in self._departed:

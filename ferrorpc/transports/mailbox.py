@@ -364,25 +364,25 @@ class Mailbox:
             return Standing(DIFFERENT, mine, last_number, last_signature)
         return Standing(SAME if entered is not None else FINISHED, mine, last_number, last_signature)
 
-    def probe_answered(self, peer: int, key: Key, standing: int, signature: str, last_number: int, last_signature: str) -> None:
+    def probe_answered(self, peer: int, key: Key, answer: Standing) -> None:
         """Keeps the answer to a probe. An answer that names a different call is a mismatch, although no frame arrived.
 
         One to the probe of a recv concerns all that wait for that peer, and comes after the first chunks that it has sent.
         """
         if key.stream == POINT_TO_POINT and key.number == ANY_NUMBER:
-            if standing == FINISHED:
+            if answer.standing == FINISHED:
                 self._end_recvs(key.group, peer)
             return
         with self._lock:
             box = self._own_box(key)
             if box is None or box.signature is None:
                 return
-            box.answers[peer] = Standing(standing, signature, last_number, last_signature)
+            box.answers[peer] = answer
             mine = box.signature
         if key.stream == POINT_TO_POINT:
             box.wake()
-        if standing == DIFFERENT and signature != mine:
-            self.report(self._mismatch(key, mine, peer, signature))
+        if answer.standing == DIFFERENT and answer.signature != mine:
+            self.report(self._mismatch(key, mine, peer, answer.signature))
 
     def _end_recvs(self, group: int, source: int) -> None:
         """Ends the recvs that wait for a message of a rank which has closed their group."""

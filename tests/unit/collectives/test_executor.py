@@ -222,16 +222,16 @@ def test_who_is_not_in_the_operation_yet_is_waited_for_and_named_with_its_last_o
     assert execution.waiting_on() == [1, 2, 3]
     assert "rank 3 (no answer yet)" in execution.explain()
     for peer, standing, number, last in ((1, mailboxes.SAME, 1, call.signature), (2, mailboxes.ABSENT, 7, "barrier()")):
-        wire.mailbox.probe_answered(peer, KEY, standing, last, number, last)
-    wire.mailbox.probe_answered(3, KEY, mailboxes.ABSENT, "", 0, "")
+        wire.mailbox.probe_answered(peer, KEY, mailboxes.Standing(standing, last, number, last))
+    wire.mailbox.probe_answered(3, KEY, mailboxes.Standing(mailboxes.ABSENT, "", 0, ""))
     assert execution.waiting_on() == [2, 3]
     assert execution.explain().endswith(
         "waits for rank 2 (not there yet: last entered barrier() #7), rank 3 (not there yet: has entered nothing of this group)"
     )
-    wire.mailbox.probe_answered(3, KEY, mailboxes.ABSENT, "", 0, "barrier()")
+    wire.mailbox.probe_answered(3, KEY, mailboxes.Standing(mailboxes.ABSENT, "", 0, "barrier()"))
     assert "rank 3 (not there yet: last entered barrier() #0)" in execution.explain()
     for peer in (2, 3):
-        wire.mailbox.probe_answered(peer, KEY, mailboxes.SAME, call.signature, 1, call.signature)
+        wire.mailbox.probe_answered(peer, KEY, mailboxes.Standing(mailboxes.SAME, call.signature, 1, call.signature))
     assert execution.waiting_on() == [1, 2, 3]
     assert "rank 1 (is in it too)" in execution.explain()
 
@@ -244,7 +244,7 @@ def test_a_rank_that_could_not_be_reached_is_told_with_its_address_and_the_hint_
     assert execution.explain().endswith("waits for rank 1 (no answer yet), rank 2 (not reached at 10.0.0.3:7000 in 14.9 s)")
     assert "firewalls" in str(execution.timeout_error())
     for peer in (1, 2):
-        wire.mailbox.probe_answered(peer, KEY, mailboxes.ABSENT, "", 0, "")
+        wire.mailbox.probe_answered(peer, KEY, mailboxes.Standing(mailboxes.ABSENT, "", 0, ""))
     assert "not reached" not in execution.explain()
 
 

@@ -10,7 +10,18 @@ from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, Lim
 from ferrorpc.transports import closed_groups, point_to_point
 from ferrorpc.transports.closed_groups import Begun
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
-from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, Box, CallRecord, Mailbox
+from ferrorpc.transports.mailbox import (
+    ABSENT,
+    DIFFERENT,
+    FINISHED,
+    GRANTS_MAX,
+    HISTORY,
+    SAME,
+    Box,
+    CallRecord,
+    Mailbox,
+    Standing,
+)
 from ferrorpc.transports.point_to_point import ANY_NUMBER, PostedReceive
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import BARRIER_STREAM, BESIDE, POINT_TO_POINT, Frame, Header, Key
@@ -184,9 +195,9 @@ def test_a_message_for_a_call_that_awaits_none_is_a_difference(order: str) -> No
 def test_an_answer_that_differs_is_a_mismatch_although_no_frame_came() -> None:
     box_of, reported = mailbox()
     box_of.enter(Key(0, 0, 1), "a()", lambda: None)
-    box_of.probe_answered(0, Key(0, 0, 1), DIFFERENT, "a()", 1, "a()")
+    box_of.probe_answered(0, Key(0, 0, 1), Standing(DIFFERENT, "a()", 1, "a()"))
     assert reported == []
-    box_of.probe_answered(0, Key(0, 0, 1), DIFFERENT, "b()", 1, "b()")
+    box_of.probe_answered(0, Key(0, 0, 1), Standing(DIFFERENT, "b()", 1, "b()"))
     assert [type(error) for error in reported] == [CollectiveMismatchError]
 
 
@@ -405,9 +416,9 @@ def test_only_recvs_without_a_message_of_a_rank_that_closed_their_group_are_over
         box_of.post(post)
     box_of.deliver(frame(Key(7, POINT_TO_POINT, 1), 0, slot=5))
     woken.clear()
-    box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), ABSENT, "", 0, "")
+    box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), Standing(ABSENT, "", 0, ""))
     assert woken == []
-    box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), FINISHED, "", 0, "")
+    box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), Standing(FINISHED, "", 0, ""))
     assert (woken, [post.is_over for post in posts]) == ([1, 2], [False, True, True, False, False])
     later = recv(7, 0, 6)
     box_of.post(later)
