@@ -53,6 +53,8 @@ _WIRE_TYPES: Final = {
     _PAYLOAD: _BYTES,
 }
 """Without shape, because repeated integers may be packed or not."""
+_NUMBERS: Final = dict(enumerate(("group", "stream", "number", "slot", "offset", "total"), _GROUP))
+"""The attributes of `_Fields` for fields of a fixed width."""
 
 _FIXED: Final = struct.Struct("<BQBIBQBQBQBQ")
 """Fields 1 to 6 as ferrorpc writes them: tag, value, tag, value, ..."""
@@ -123,12 +125,6 @@ class Skeleton:
         self._after_number = after_number
         self._before_payload = bytes([_FIXED_TAGS[5]]) + _U64.pack(header.total) + described + tail
 
-    def message(self, number: int, offset: int, payload: _Bytes) -> bytes:
-        """The message of a chunk. Copies the payload (any contiguous buffer of the skeleton's size) once."""
-        return b"".join(
-            (self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload, payload)
-        )
-
     def prefix(self, number: int, offset: int) -> bytes:
         """The message of a chunk up to its payload, which comes last."""
         return b"".join((self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload))
@@ -151,7 +147,7 @@ def skeleton(group: int, stream: int, header: Header, size_bytes: int) -> Skelet
 
 def encode(key: Key, header: Header, offset: int, payload: _Bytes) -> bytes:
     """One chunk as a message. `payload` is any contiguous buffer of bytes, empty for an empty message."""
-    return skeleton(key.group, key.stream, header, len(payload)).message(key.number, offset, payload)
+    return b"".join((frame_prefix(key, header, offset, len(payload)), payload))
 
 
 def frame_prefix(key: Key, header: Header, offset: int, size_bytes: int) -> bytes:
@@ -294,21 +290,9 @@ class _Fields:
 
     def _number(self, message: _Bytes, field: int, position: int) -> int:
         self.described = 0
-        if field == _STREAM:
-            (self.stream,) = _U32.unpack_from(message, position)
-            return position + 4
-        (value,) = _U64.unpack_from(message, position)
-        if field == _GROUP:
-            self.group = value
-        elif field == _NUMBER:
-            self.number = value
-        elif field == _SLOT:
-            self.slot = value
-        elif field == _OFFSET:
-            self.offset = value
-        else:
-            self.total = value
-        return position + 8
+        fixed = _U32 if field == _STREAM else _U64
+        setattr(self, _NUMBERS[field], *fixed.unpack_from(message, position))
+        return position + fixed.size
 
     def _dimensions(self, message: _Bytes, position: int, end: int, wire_type: int) -> int:
         """Reads dimensions, packed or one by one."""
