@@ -78,6 +78,13 @@ class Call:
         return f"{self.operation.value}({', '.join(facts)})"
 
 
+def overwritable(operation: Operation, rank: int) -> int | None:
+    """Which of a rank's arrays its first result may overwrite; None if that lies elsewhere."""
+    if operation in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST):
+        return 0
+    return rank if operation is Operation.REDUCE_SCATTER else None
+
+
 def in_ranks(size: int) -> str:
     """A number of ranks in words, such as "1 rank"."""
     return f"{size} rank{'s' * (size != 1)}"

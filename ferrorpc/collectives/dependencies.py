@@ -13,16 +13,14 @@ Cost: each action depends at most on the last writer of each of its elements and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Finish, FoldOwn, Load, Region, Send
-from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.call import Operation, overwritable
 from ferrorpc.collectives.fusion import Reduce, Task, UploadResult
 
 UNBOUNDED: Final = 1 << 62
 """More elements than any array has: the progress of a complete action, and the end of an array of unknown size."""
-
-Place: TypeAlias = tuple[Buffer, int]
 
 
 class Wait(NamedTuple):
@@ -63,8 +61,8 @@ def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
 
 def dependencies_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[Dependencies, ...]:
     """The dependencies of each task of a rank, in their order."""
-    histories: dict[Place, _History] = {}
-    own = in_place(operation, rank)
+    histories: dict[tuple[Buffer, int], _History] = {}
+    own = overwritable(operation, rank)
     waits: list[tuple[Wait, ...]] = []
     last_fence = -1
     for index, action in enumerate(tasks):
@@ -75,23 +73,14 @@ def dependencies_of(tasks: Sequence[Task], operation: Operation, rank: int) -> t
         else:
             found = [_whole(last_fence)] if last_fence >= 0 else []
             for region, writes in _touched(action):
-                history = histories.setdefault(
-                    own if region.buffer is Buffer.OUT and own else (region.buffer, region.item), _History()
-                )
-                found += history.touch(index, region, writes)
+                place = (Buffer.IN, own) if region.buffer is Buffer.OUT and own is not None else (region.buffer, region.item)
+                found += histories.setdefault(place, _History()).touch(index, region, writes)
         waits.append(tuple(found))
     wakes: list[list[int]] = [[] for _ in waits]
     for index, each in enumerate(waits):
         for wait in each:
             wakes[wait.action].append(index)
     return tuple(Dependencies(each, tuple(dict.fromkeys(woken))) for each, woken in zip(waits, wakes, strict=True))
-
-
-def in_place(operation: Operation, rank: int) -> Place | None:
-    """The IN array whose memory OUT may be."""
-    if operation in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST):
-        return Buffer.IN, 0
-    return (Buffer.IN, rank) if operation is Operation.REDUCE_SCATTER else None
 
 
 def _whole(index: int) -> Wait:

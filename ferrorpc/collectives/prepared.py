@@ -9,8 +9,7 @@ from typing import Any
 from ferrorpc.collectives import compressed_on_device, select
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.announced_broadcast import AnnouncedPrepared
-from ferrorpc.collectives.call import Call
-from ferrorpc.collectives.dependencies import in_place
+from ferrorpc.collectives.call import Call, overwritable
 from ferrorpc.collectives.device_transfers import TransferWorkspace, transfers_for, with_transfers
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import Layout, PlanExecution
@@ -77,8 +76,7 @@ class PlanPrepared(Prepared):
         layout = self.layout
         if layout.rules.codec is not None and compressed_on_device.suits(self.call, inputs, outputs):
             return compressed_on_device.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
-        own = in_place(self.call.operation, self.rank)
-        transfers = transfers_for(inputs, outputs, self.plan.out_items, None if own is None else own[1])
+        transfers = transfers_for(inputs, outputs, self.plan.out_items, overwritable(self.call.operation, self.rank))
         if transfers is None:
             workspace = Workspace(layout.rules, inputs, outputs)
             return PlanExecution(self.transport, self.describe, layout, key, workspace, guard)

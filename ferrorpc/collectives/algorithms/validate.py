@@ -17,7 +17,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from ferrorpc.collectives.algorithms.plan import (
     Action,
@@ -35,12 +34,9 @@ from ferrorpc.collectives.algorithms.plan import (
     Send,
 )
 from ferrorpc.collectives.algorithms.symbolic import Run, SymbolicArray, Term, aligned, fold, length
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, overwritable
 from ferrorpc.errors import UsageError
 from ferrorpc.transports.credit import EAGER_BYTES
-
-_IN_PLACE: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST, Operation.REDUCE_SCATTER)
-"""Operations whose result may be the memory of their input. The others get copies of what overlaps."""
 
 
 class _Unsound(Exception):
@@ -126,7 +122,7 @@ def findings(calls: Sequence[Call], plans: Sequence[Plan], *, rank_order: bool =
         rank_order: whether the algorithm promises the canonical left fold in rank order.
     """
     found = _run(calls, plans, rank_order, in_place=False)
-    if found or calls[0].operation not in _IN_PLACE:
+    if found or overwritable(calls[0].operation, 0) is None:
         return found
     return [f"in place: {text}" for text in _run(calls, plans, rank_order, in_place=True)]
 
@@ -178,9 +174,9 @@ def _rank(number: int, call: Call, plan: Plan, in_place: bool, itemsize: int) ->
         strips[Buffer.IN, item] = SymbolicArray([(count, 0, Term(f"x{number}", (number,), item))])
     for item, count in enumerate(plan.work_items):
         strips[Buffer.WORK, item] = SymbolicArray([(count, 0, None)])
-    if in_place and call.inputs:
-        brought = number if call.operation is Operation.REDUCE_SCATTER else 0
-        strips[Buffer.OUT, 0] = strips[Buffer.IN, brought]
+    own = overwritable(call.operation, number) if in_place and call.inputs else None
+    if own is not None:
+        strips[Buffer.OUT, 0] = strips[Buffer.IN, own]
     return _Rank(plan, strips, call.wire is not None, {number}, EAGER_BYTES // itemsize)
 
 
