@@ -17,33 +17,13 @@ import numpy as np
 from ferrorpc.arrays.base import Kind, Out, View
 from ferrorpc.arrays.cupy_kind import CupyKind, cupy_kind, is_cupy_array
 from ferrorpc.arrays.device import is_host
-from ferrorpc.arrays.numpy_kind import NUMPY
+from ferrorpc.arrays.numpy_kind import NUMPY as NUMPY
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.arrays.torch_gpu_kind import gpu_kind_of
 from ferrorpc.arrays.torch_kind import TorchKind, is_tensor
 from ferrorpc.errors import UsageError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec, dtype_of
-
-__all__ = [
-    "NUMPY",
-    "Kind",
-    "Out",
-    "View",
-    "copy_into",
-    "copy_of",
-    "to_kind",
-    "gpu_of",
-    "kind_of",
-    "packed_bytes",
-    "on_one_device",
-    "spec_of",
-    "split",
-    "view",
-    "view_on_host",
-    "view_out",
-]
-
 
 _NOTHING: Final = np.empty(0, np.uint8)
 
