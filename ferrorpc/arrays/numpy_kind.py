@@ -11,7 +11,8 @@ from ferrorpc.arrays.base import Kind, Out, View, check_spec, check_writable, co
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec, dtype_of
 
-_KNOWN: Final[dict[np.dtype[Any], DType]] = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
+NATIVE: Final[dict[np.dtype[Any], DType]] = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
+"""The dtypes that NumPy itself has."""
 _PYTHON: Final[dict[type, str]] = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
 
 
@@ -78,7 +79,7 @@ def read_dlpack(x: Any) -> np.ndarray[Any, Any]:
 
 def dtype_in(array: Any) -> DType:
     """Of what has a NumPy dtype. From a table, because NumPy takes a microsecond to spell a dtype's name."""
-    return _KNOWN.get(array.dtype) or dtype_of(array.dtype)
+    return NATIVE.get(array.dtype) or dtype_of(array.dtype)
 
 
 def _as_array(x: Any) -> np.ndarray[Any, Any]:

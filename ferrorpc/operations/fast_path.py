@@ -16,6 +16,7 @@ import numpy as np
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.device import is_host
 from ferrorpc.arrays.kinds import NUMPY, kind_of, split, to_kind
+from ferrorpc.arrays.numpy_kind import NATIVE
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.control_blocks import Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
@@ -25,7 +26,7 @@ from ferrorpc.collectives.execution import Prepared
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
 from ferrorpc.operations.results import Into, IntoWhole, Result
-from ferrorpc.types import DType, ReduceOp, TensorSpec
+from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 
 T = TypeVar("T")
@@ -37,8 +38,6 @@ UNKNOWN: Final[Any] = object()
 """In place of a prepared call or None: not in the cache."""
 NOTHING_GIVEN: Final[Any] = []
 """In place of an array or parts, off a root that alone gives some."""
-NATIVE: Final = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
-"""The dtypes that NumPy itself has."""
 REDUCING: Final = frozenset(("all_reduce", "reduce", "reduce_scatter"))
 OF_PARTS: Final = frozenset(("scatter", "reduce_scatter", "all_to_all"))
 ROOTED: Final = frozenset(("broadcast", "reduce", "gather", "scatter"))
