@@ -2,8 +2,8 @@
 
 The bytes are those of `DataMessage{frame: TensorFrame}` in protos/ferrorpc/v1, and any protobuf library reads and writes them.
 They are encoded by hand because generated code copies a bytes field four or five times, and this code copies it once. From call
-to call only the payload, the operation's number and the chunk's offset change. The rest is the `Skeleton`, which is laid out
-once with every fixed-width field present. Padding puts the payload at a multiple of 16 bytes from the start of the message,
+to call only the payload, the operation's number and the chunk's offset change. The rest is laid out once (`_skeleton`), with
+every fixed-width field present. Padding puts the payload at a multiple of 16 bytes from the start of the message,
 because sums over unaligned arrays take twice as long.
 
 `scan` parses a frame from untrusted bytes. It allocates nothing whose size the bytes could choose, and checks everything: the
@@ -107,32 +107,10 @@ class Frame:
         self.payload = payload
 
 
-class Skeleton:
-    """The bytes of a chunk's message without number, offset and payload; the same for all chunks of one size."""
-
-    __slots__ = ("_after_number", "_before_number", "_before_payload")
-
-    def __init__(self, group: int, stream: int, header: Header, size_bytes: int) -> None:
-        after_number = bytes([_FIXED_TAGS[3]]) + _U64.pack(header.slot) + bytes([_FIXED_TAGS[4]])
-        described = _description(header)
-        # Tags and values of fields 1 to 6, as _FIXED lays them out.
-        length = _FIXED.size + len(described)
-        tail = _payload_tag(length, size_bytes)
-        before_number = bytes([_FIXED_TAGS[0]]) + _U64.pack(group)
-        before_number += bytes([_FIXED_TAGS[1]]) + _U32.pack(stream) + bytes([_FIXED_TAGS[2]])
-        frame_tag = bytes([_FRAME]) + _varint(length + len(tail) + size_bytes)
-        self._before_number = frame_tag + before_number
-        self._after_number = after_number
-        self._before_payload = bytes([_FIXED_TAGS[5]]) + _U64.pack(header.total) + described + tail
-
-    def prefix(self, number: int, offset: int) -> bytes:
-        """The message of a chunk up to its payload, which comes last."""
-        return b"".join((self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload))
-
-
 @lru_cache(_CACHED_SKELETONS)
-def skeleton(group: int, stream: int, header: Header, size_bytes: int) -> Skeleton:
-    """The skeleton for chunks of `size_bytes`, from a bounded cache.
+def _skeleton(group: int, stream: int, header: Header, size_bytes: int) -> tuple[bytes, bytes, bytes]:
+    """What all chunks of a message that have `size_bytes` have in common: the bytes before the number, between number and
+    offset, and between offset and payload.
 
     Raises:
         CodecError: the signature or the shape is larger than any receiver accepts.
@@ -142,17 +120,25 @@ def skeleton(group: int, stream: int, header: Header, size_bytes: int) -> Skelet
             f"a signature of {len(header.signature)} characters with {len(header.shape)} dimensions is too long to send",
             hint=f"signatures have at most {SIGNATURE_BYTES_MAX} bytes, arrays at most {NDIM_MAX} dimensions",
         )
-    return Skeleton(group, stream, header, size_bytes)
+    described = _description(header)
+    length = _FIXED.size + len(described)
+    tail = _payload_tag(length, size_bytes)
+    one, two, three, four, five, six = (bytes([tag]) for tag in _FIXED_TAGS)
+    frame_tag = bytes([_FRAME]) + _varint(length + len(tail) + size_bytes)
+    before_number = frame_tag + one + _U64.pack(group) + two + _U32.pack(stream) + three
+    after_number = four + _U64.pack(header.slot) + five
+    return before_number, after_number, six + _U64.pack(header.total) + described + tail
 
 
 def encode(key: Key, header: Header, offset: int, payload: _Bytes) -> bytes:
-    """One chunk as a message. `payload` is any contiguous buffer of bytes, empty for an empty message."""
+    """One chunk as a message. `payload` is any contiguous buffer of bytes, empty for an empty message; it is copied once."""
     return b"".join((frame_prefix(key, header, offset, len(payload)), payload))
 
 
 def frame_prefix(key: Key, header: Header, offset: int, size_bytes: int) -> bytes:
     """What `encode` puts before a payload of `size_bytes`, for callers that copy the payload themselves."""
-    return skeleton(key.group, key.stream, header, size_bytes).prefix(key.number, offset)
+    before_number, after_number, before_payload = _skeleton(key.group, key.stream, header, size_bytes)
+    return b"".join((before_number, _U64.pack(key.number), after_number, _U64.pack(offset), before_payload))
 
 
 def is_frame(message: _Bytes) -> bool:
