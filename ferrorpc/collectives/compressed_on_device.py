@@ -24,7 +24,7 @@ import numpy as np
 
 from ferrorpc.arrays.device import Device, DeviceArray, Event, is_host
 from ferrorpc.arrays.kinds import kind_of
-from ferrorpc.arrays.staging import Download, Staging, Upload
+from ferrorpc.arrays.staging import Download, Upload
 from ferrorpc.collectives.algorithms.plan import Copy, Finish, Fold, FoldOwn, FoldUnder, Load, Receive, Region
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.executor import Layout, PlanExecution
@@ -58,20 +58,6 @@ def suits(call: Call, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> b
     return call.op in OPERATORS and not any(map(is_host, arrays)) and len({kind_of(array) for array in arrays}) == 1
 
 
-def start(
-    transport: Transport,
-    describe: Callable[[list[int]], str],
-    layout: Layout,
-    key: Key,
-    inputs: Sequence[DeviceArray],
-    outputs: Sequence[DeviceArray] | None,
-    guard: Guard,
-) -> CompressedDeviceExecution:
-    """A new execution of a call that suits; as `PlanExecution`."""
-    workspace = DeviceWorkspace(layout.rules, inputs, outputs, kind_of(inputs[0]).staging)
-    return CompressedDeviceExecution(transport, describe, layout, key, workspace, guard)
-
-
 class Encoding:
     """An encoded chunk: on the device, and its download."""
 
@@ -85,15 +71,10 @@ class Encoding:
 
 
 class DeviceWorkspace(Workspace):
-    """IN and OUT of one run, on a device.
+    """IN and OUT of one run, on a device."""
 
-    Args:
-        staging: the device's.
-    """
-
-    def __init__(
-        self, rules: Rules, inputs: Sequence[DeviceArray], outputs: Sequence[DeviceArray] | None, staging: Staging
-    ) -> None:
+    def __init__(self, rules: Rules, inputs: Sequence[DeviceArray], outputs: Sequence[DeviceArray] | None) -> None:
+        staging = kind_of(inputs[0]).staging
         self.device: Device = staging.device
         self.caller = self.device.current()
         super().__init__(rules, inputs, outputs)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from ferrorpc.collectives import compressed_on_device, select
+from ferrorpc.collectives import select
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.announced_broadcast import AnnouncedPrepared
 from ferrorpc.collectives.call import Call, overwritable
+from ferrorpc.collectives.compressed_on_device import CompressedDeviceExecution, DeviceWorkspace, suits
 from ferrorpc.collectives.device_transfers import TransferWorkspace, transfers_for, with_transfers
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import Layout, PlanExecution
@@ -74,8 +75,9 @@ class PlanPrepared(Prepared):
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         layout = self.layout
-        if layout.rules.codec is not None and compressed_on_device.suits(self.call, inputs, outputs):
-            return compressed_on_device.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
+        if layout.rules.codec is not None and suits(self.call, inputs, outputs):
+            on_device = DeviceWorkspace(layout.rules, inputs, outputs)
+            return CompressedDeviceExecution(self.transport, self.describe, layout, key, on_device, guard)
         transfers = transfers_for(inputs, outputs, self.plan.out_items, overwritable(self.call.operation, self.rank))
         if transfers is None:
             workspace = Workspace(layout.rules, inputs, outputs)
