@@ -58,9 +58,6 @@ class HostPeers:
         self._host_peers = {host_peer.rank: host_peer for host_peer in proven}
         self._latch = latch
         self._clock = clock
-        self._on_link_lost: Callable[[int, str], None] = _nobody
-        self._on_message: Callable[[int, bytes], None] = _nobody
-        self._on_end: Callable[[int], None] = _nobody
         self._lock = threading.Lock()
         self._lost: set[int] = set()
         self._left: set[int] = set()
@@ -160,10 +157,6 @@ class HostPeers:
         self._lock = threading.Lock()
         self._closing = True
         self.reader.abandon_in_child()
-
-
-def _nobody(*_: Any) -> None:
-    """The callbacks before `start`."""
 
 
 _all: Final[weakref.WeakSet[HostPeers]] = weakref.WeakSet()
