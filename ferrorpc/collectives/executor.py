@@ -30,7 +30,7 @@ from ferrorpc.errors import CodecError, FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import ABSENT, Box
-from ferrorpc.types import DType, TensorSpec
+from ferrorpc.types import DType
 from ferrorpc.wire.codecs import Codec
 from ferrorpc.wire.frames import Frame, Header, Key
 
@@ -229,7 +229,7 @@ class PlanExecution(EventDrivenExecution):
         frame = queue[0]
         first = self._done[index]
         if first == 0:
-            self._workspace.expect(task.region, _spec(frame))
+            self._workspace.expect(task.region, frame.header.spec)
         start, last = self._extent(task, frame)
         if last > limit or (first < last and not self._is_usable(index, frame)):
             return False
@@ -248,7 +248,7 @@ class PlanExecution(EventDrivenExecution):
         first = self._done[index]
         if first == 0:
             for frame in frames:
-                self._workspace.expect(task.region, _spec(frame))
+                self._workspace.expect(task.region, frame.header.spec)
         extents = [self._extent(task, frame) for frame in frames]
         last = min(extent[1] for extent in extents)
         if last > limit or not all(self._is_usable(index, frame) for frame in frames):
@@ -353,8 +353,3 @@ class PlanExecution(EventDrivenExecution):
             self._transport.mailbox.leave(self._key)
             # Without this reference cycle its arrays are freed at once.
             self._box = None
-
-
-def _spec(frame: Frame) -> TensorSpec:
-    """The dtype and shape of a chunk's message."""
-    return TensorSpec(frame.header.dtype, frame.header.shape)

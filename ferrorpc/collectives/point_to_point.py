@@ -250,8 +250,7 @@ class RecvExecution(_PointToPoint):
         return True
 
     def _begin(self, message: Message, number: int) -> None:
-        header = message.header
-        spec = TensorSpec(header.dtype, header.shape)
+        spec = message.header.spec
         if self._spec is not None and spec != self._spec:
             raise TensorMismatchError(
                 f"rank {self._peer} sent {spec} with tag {self._tag}, but out is {self._spec}",

@@ -113,8 +113,7 @@ class SmallReceive(PostedReceive):
     @property
     def spec(self) -> TensorSpec:
         """Dtype and shape of the message that has come."""
-        header = self._frame.header
-        return TensorSpec(header.dtype, header.shape)
+        return self._frame.header.spec
 
     def copy(self, out: Array | None) -> Array:
         """The elements of the message that has come, in storage dtype: in `out`, or in a new array."""

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from ferrorpc.errors import CodecError
-from ferrorpc.types import DType
+from ferrorpc.types import DType, TensorSpec
 
 NDIM_MAX: Final = 32
 DIMENSION_MAX: Final = 1 << 40
@@ -92,6 +92,11 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     total: int
     """Bytes of the whole message: the product of the shape times the dtype's itemsize."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Dtype and shape of the message."""
+        return TensorSpec(self.dtype, self.shape)
 
 
 class Frame:
