@@ -428,7 +428,7 @@ def test_only_recvs_without_a_message_of_a_rank_that_closed_their_group_are_over
 def test_an_answer_that_no_recv_has_asked_for_is_not_kept() -> None:
     box_of, _ = mailbox()
     for group in range(3):
-        box_of.probe_answered(0, Key(group, POINT_TO_POINT, ANY_NUMBER), FINISHED, "", 0, "")
+        box_of.probe_answered(0, Key(group, POINT_TO_POINT, ANY_NUMBER), Standing(FINISHED, "", 0, ""))
     assert box_of._silent == set()
 
 
