@@ -35,7 +35,7 @@ from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import Header, Key
-from ferrorpc.wire.identity import Role
+from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.tls import TlsFiles
 
 SECONDS = 120.0
@@ -202,7 +202,8 @@ def main() -> None:
         serve(arguments.serve)
         return
     with tempfile.TemporaryDirectory() as directory:
-        Authority.make(Path(directory), 1).issue(Role.WORKER, ["bench"], [], datetime.timedelta(hours=1), Path(directory))
+        holder = Identity("bench", Role.WORKER)
+        Authority.make(Path(directory), 1).issue(Role.WORKER, [holder], [], datetime.timedelta(hours=1), Path(directory))
         command = [sys.executable, "-m", "benchmarks.tls", "--serve", directory]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdin is not None

@@ -6,7 +6,7 @@ import datetime
 from pathlib import Path
 
 from ferrorpc.cli.certs import Authority
-from ferrorpc.wire.identity import Role
+from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.tls import TlsFiles
 
 DAY = datetime.timedelta(days=1)
@@ -22,7 +22,7 @@ class Issuer:
     def issue(self, role: Role, job: str, *, lifetime: datetime.timedelta = DAY, where: str = "") -> TlsFiles:
         """A certificate of this role in a job. A negative `lifetime` makes one that has expired."""
         place = self.directory / (where or f"{role}-{job.replace('*', 'every')}")
-        self._authority.issue(role, [job], ["127.0.0.1"], lifetime, place)
+        self._authority.issue(role, [Identity.of(job, role)], ["127.0.0.1"], lifetime, place)
         return TlsFiles(str(self.directory / "ca.pem"), str(place / f"{role}.pem"), str(place / f"{role}.key"))
 
 

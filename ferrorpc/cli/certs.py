@@ -19,7 +19,7 @@ import click
 
 from ferrorpc.config import Config, plain_name, seconds
 from ferrorpc.errors import BackendUnavailableError, ConfigError
-from ferrorpc.wire.identity import Identity, Role, identities, server_name
+from ferrorpc.wire.identity import Identity, Role, identities
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -86,7 +86,7 @@ def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: s
         raise ConfigError(f"--lifetime {lifetime} is longer than the {days} days of the authority", hint="give more --days")
     authority = Authority.make(directory, days)
     for role in Role:
-        authority.issue(role, chosen, hosts, duration, directory)
+        authority.issue(role, _holders(chosen, role), hosts, duration, directory)
     click.echo(f"{directory}: ca.pem, ca.key, and .pem and .key of {', '.join(Role)}, valid for {lifetime}")
 
 
@@ -110,8 +110,9 @@ def issue(
     chosen, duration, authority = _chosen(jobs), _duration(lifetime), Authority.read(directory)
     is_given, target = jobs or Config().source("job") != "default", out or directory
     for role in map(Role, roles):
-        old_jobs, old_hosts = _names_in(target / f"{role}.pem", role) or _names_in(directory / f"{role}.pem", role) or ((), ())
-        authority.issue(role, chosen if is_given else old_jobs or chosen, hosts or old_hosts, duration, target)
+        found, old_hosts = _names_in(target / f"{role}.pem", role) or _names_in(directory / f"{role}.pem", role) or ((), ())
+        holders = _holders(chosen, role) if is_given or not found else found
+        authority.issue(role, holders, hosts or old_hosts, duration, target)
     click.echo(f"{target}: .pem and .key of {', '.join(roles)}, valid for {lifetime}")
 
 
@@ -175,11 +176,12 @@ class Authority:
         return cls(max(own, key=lambda certificate: certificate.not_valid_after_utc), key)
 
     def issue(
-        self, role: Role, jobs: Sequence[str], hosts: Sequence[str], lifetime: datetime.timedelta, directory: Path
+        self, role: Role, holders: Sequence[Identity], hosts: Sequence[str], lifetime: datetime.timedelta, directory: Path
     ) -> None:
-        """Writes ROLE.pem and ROLE.key for a holder that is `role` in these jobs.
+        """Writes ROLE.pem and ROLE.key.
 
         Args:
+            holders: the identities that the certificate proves, all of this role.
             hosts: names and addresses at which browsers reach a coordinator; ignored for other roles.
 
         Raises:
@@ -197,9 +199,9 @@ class Authority:
                 hint="give a shorter --lifetime, or make a new authority (`ferrorpc certs init DIRECTORY --days N`)",
             )
         key = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(Identity.of(job, role).uri) for job in jobs]
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(holder.uri) for holder in holders]
         if role in _LISTENERS:
-            names += [x509.DNSName(server_name(job, role)) for job in jobs]
+            names += [x509.DNSName(holder.server_name) for holder in holders]
         if role is Role.COORDINATOR:
             names += [_host(host) for host in hosts]
         # The coordinator is also a client: its health probe uses this certificate.
@@ -264,8 +266,8 @@ def _host(text: str) -> x509.GeneralName:
         return x509.DNSName(text)
 
 
-def _names_in(path: Path, role: Role) -> tuple[list[str], list[str]] | None:
-    """The jobs and the hosts that a certificate of this role names; None where the file is no such certificate."""
+def _names_in(path: Path, role: Role) -> tuple[list[Identity], list[str]] | None:
+    """The holders and the hosts that a certificate of this role names; None where the file is no such certificate."""
     from cryptography import x509
 
     try:
@@ -274,10 +276,10 @@ def _names_in(path: Path, role: Role) -> tuple[list[str], list[str]] | None:
     except (OSError, ValueError, x509.ExtensionNotFound):
         return None
     found = identities(names.get_values_for_type(x509.UniformResourceIdentifier))
-    jobs = sorted(each.job for each in found if each.role is role)
-    own = {server_name(job, role) for job in jobs}
+    holders = sorted((each for each in found if each.role is role), key=lambda holder: holder.job)
+    own = {holder.server_name for holder in holders}
     hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
-    return jobs, [host for host in hosts if host not in own]
+    return holders, [host for host in hosts if host not in own]
 
 
 def _write(directory: Path, stem: str, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
@@ -347,6 +349,10 @@ def _chosen(jobs: Sequence[str]) -> Sequence[str]:
         except ValueError as error:
             raise ConfigError(f"--job {job!r}: {error}", hint="give the job's name, or '*' for every job") from None
     return jobs or (str(Config()["job"]),)
+
+
+def _holders(jobs: Sequence[str], role: Role) -> list[Identity]:
+    return [Identity.of(job, role) for job in jobs]
 
 
 def _duration(text: str) -> datetime.timedelta:

@@ -47,8 +47,8 @@ def label(job: str) -> str:
 
 
 def server_name(job: str, role: Role) -> str:
-    """The DNS name in the certificate of a server with this role; a wildcard for EVERY_JOB."""
-    return f"{Identity.of(job, role).job}.{role}.ferrorpc"
+    """The DNS name in the certificate of a server with this role in the job of this name; a wildcard for EVERY_JOB."""
+    return Identity.of(job, role).server_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,11 @@ class Identity:
     def uri(self) -> str:
         """The URI in a certificate."""
         return f"{SCHEME}{self.job}/{self.role}"
+
+    @property
+    def server_name(self) -> str:
+        """The DNS name in a server's certificate; a wildcard for EVERY_JOB."""
+        return f"{self.job}.{self.role}.ferrorpc"
 
     def covers(self, job: str) -> bool:
         """Whether it is valid for the job of this name."""

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ferrorpc.cli.certs import Authority
-from ferrorpc.wire.identity import Role
+from ferrorpc.wire.identity import Identity, Role
 from tests.deploy.test_pages import commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,7 +213,7 @@ def test_a_job_trains_over_mutual_tls(stack: None, tmp_path: Path) -> None:
     tls, over = {"JOB": "secret", "CERTS": str(tmp_path)}, ("deploy/compose/tls.yml",)
     authority = Authority.make(tmp_path, 1)
     for role in (Role.COORDINATOR, Role.WORKER):
-        authority.issue(role, ["secret"], [], datetime.timedelta(hours=1), tmp_path)
+        authority.issue(role, [Identity("secret", role)], [], datetime.timedelta(hours=1), tmp_path)
         os.chown(tmp_path / f"{role}.key", 10001, -1)
     tmp_path.chmod(0o755)
     compose("rm", "--stop", "--force", "worker", "coordinator")
@@ -223,7 +223,7 @@ def test_a_job_trains_over_mutual_tls(stack: None, tmp_path: Path) -> None:
     stranger = ("run", "--rm", "--no-deps", "--entrypoint", "ferrorpc", "worker", "health", "--addr", "coordinator:29700")
     assert compose(*stranger, check=False).returncode != 0, "a process without certificates was answered"
     fresh = tmp_path / "fresh"
-    authority.issue(Role.COORDINATOR, ["secret"], [], datetime.timedelta(hours=2), fresh)
+    authority.issue(Role.COORDINATOR, [Identity("secret", Role.COORDINATOR)], [], datetime.timedelta(hours=2), fresh)
     for path in fresh.iterdir():  # as `cp` does, and the page says: a file that is put in the place of another is not seen
         shutil.copyfile(path, tmp_path / path.name)
     seen = compose("exec", "-T", "coordinator", "cat", "/run/secrets/coordinator_cert", variables=tls, over=over).stdout

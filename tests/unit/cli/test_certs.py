@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from cryptography import x509
 
 from ferrorpc.cli import certs
+from ferrorpc.wire.identity import Role
 
 
 def run(*arguments: str) -> None:
@@ -45,6 +46,14 @@ def test_a_renewed_certificate_keeps_its_jobs_and_hosts(
     assert names(target / "coordinator.pem") == sorted([*coordinator, *hosts])
     worker = [f"ferrorpc://{job}/worker" for job in jobs] + [f"{job}.worker.ferrorpc" for job in jobs]
     assert names(target / "worker.pem") == sorted(worker)
+
+
+@pytest.mark.parametrize("job", ["llama_7b", "Trial", "v1.2"])
+def test_a_renewed_certificate_stays_that_of_a_job_whose_name_is_written_as_a_hash(tmp_path: Path, job: str) -> None:
+    run("init", str(tmp_path), "--job", job)
+    before = {role: names(tmp_path / f"{role}.pem") for role in Role}
+    run("issue", str(tmp_path), *(role.value for role in Role))
+    assert {role: names(tmp_path / f"{role}.pem") for role in Role} == before
 
 
 def test_a_job_that_is_set_comes_before_that_of_the_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

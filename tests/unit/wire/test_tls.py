@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from concurrent import futures
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -19,7 +18,7 @@ import pytest
 from ferrorpc.cli import certs
 from ferrorpc.errors import AuthenticationError, ConfigError
 from ferrorpc.wire import options, tls
-from ferrorpc.wire.identity import Role
+from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.tls import Dialer, TlsFiles
 from ferrorpc.wire.tls_diagnosis import diagnose
 from tests.certificates import DAY, Issuer
@@ -185,9 +184,8 @@ def test_an_intermediate_authority_will_do_without_the_one_above_it(tmp_path: Pa
     builder = certs._builder(certs._name("between"), certs._name("above"), key, 2 * DAY)
     between = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).sign(above, hashes.SHA256())
     certs._write(tmp_path, "ca", between, key)
-    issue = partial(certs.Authority.read(tmp_path).issue, jobs=["a"], hosts=[], lifetime=DAY, directory=tmp_path)
     for role in (Role.COORDINATOR, Role.WORKER):
-        issue(role)
+        certs.Authority.read(tmp_path).issue(role, [Identity("a", role)], [], DAY, tmp_path)
     server, client = (
         TlsFiles(*(str(tmp_path / name) for name in ("ca.pem", f"{role}.pem", f"{role}.key")))
         for role in (Role.COORDINATOR, Role.WORKER)
