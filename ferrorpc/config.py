@@ -1,6 +1,6 @@
 """All settings, in one table, from which environment variables, flags and `ferrorpc config` are derived.
 
-Precedence: argument > variable > default. Seconds are floats ("60", "500ms"), sizes have units ("4MiB").
+Precedence: argument > variable > default. Seconds are floats ("60", "500ms"), sizes have units ("4MiB"), paths become absolute.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 from ferrorpc.errors import ConfigError
@@ -79,10 +80,19 @@ def plain_name(text: str) -> str:
 
 
 def path(text: str) -> str:
-    """A file's or a directory's path. An empty one, as of a variable that is not set, would mean the working directory."""
+    """A file's or a directory's path, made absolute: files are read again later, and a script may change its directory.
+
+    An empty one, as of a variable that is not set, would mean the working directory.
+    """
     if not text:
         raise ValueError("expected a path")
-    return text
+    return str(Path(text).absolute())
+
+
+def token_path(text: str) -> str:
+    """As `path`, but what leads nowhere stays as it is: it may be a token, given by mistake, which no message must show."""
+    absolute = path(text)
+    return absolute if os.path.exists(absolute) else text
 
 
 def host_name() -> str:
@@ -228,7 +238,7 @@ SETTINGS: Final = (
     Setting("tls_ca", None, path, "file with the job's certificate authority"),
     Setting("tls_cert", None, path, "file with this process's certificate"),
     Setting("tls_key", None, path, "file with this process's key"),
-    Setting("token_file", None, path, "file with the job's bearer token"),
+    Setting("token_file", None, token_path, "file with the job's bearer token"),
     Setting("insecure", False, boolean, "listen beyond loopback without TLS"),
     Setting("log_level", "WARNING", str, "of the loggers ferrorpc.*", ("DEBUG", "INFO", "WARNING", "ERROR")),
     Setting("log_format", "text", str, "how log lines look", ("text", "json")),
@@ -326,7 +336,7 @@ def _resolve(setting: Setting, given: Mapping[str, Any], environment: Mapping[st
         return Value(setting.default, "default")
     try:
         value = setting.parse(_as_text(raw))
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:  # the latter where the working directory of a relative path is gone
         raise ConfigError(f"{setting.variable if source != 'argument' else setting.name}={raw!r}: {error}") from None
     if setting.choices and value not in setting.choices:
         raise ConfigError(f"{setting.name}={value!r} (from {source}) is not one of {', '.join(setting.choices)}")

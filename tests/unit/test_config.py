@@ -86,6 +86,32 @@ def test_the_variable_that_kubernetes_sets_for_a_service_is_explained() -> None:
         Config(environment={"FERRORPC_PORT": "tcp://10.96.0.17:29700"})
 
 
+def test_a_script_may_change_its_directory_after_its_settings_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As hydra does. A token that was given in place of its file is no path, and so no message shows it."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "token").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    config = Config({"token_file": "token", "tls_ca": "../ca.pem", "trace_dir": "traces"}, {})
+    mistaken = Config({"token_file": "a-token-in-place-of-its-file"}, {})
+    monkeypatch.chdir(tmp_path / "there")
+    assert config["token_file"] == str(tmp_path / "here" / "token")
+    assert config["tls_ca"] == str(tmp_path / "here" / ".." / "ca.pem")
+    assert config["trace_dir"] == str(tmp_path / "here" / "traces")
+    assert mistaken["token_file"] == "a-token-in-place-of-its-file"
+
+
+def test_a_relative_path_in_a_directory_that_is_gone_is_a_wrong_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(ConfigError, match=r"tls_ca='ca\.pem'"):
+        Config({"tls_ca": "ca.pem"}, {})
+
+
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(ConfigError, match="wrold_size"):
         Config({"wrold_size": 4}, {})
