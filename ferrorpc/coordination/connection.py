@@ -326,7 +326,13 @@ class Connection:
         return self._went_down(failure)
 
     def _diagnosed(self, error: FerroError) -> FerroError:
-        """The error, or the TLS problem behind it if no stream has come up yet."""
+        """The error, or the TLS problem behind it if no stream has come up yet.
+
+        A coordinator's decisions are errors of ferrorpc. So a bare status of gRPC tells a member that a proxy, or another
+        server, has answered while its coordinator is away.
+        """
+        if self._token and "grpc_status" in error.fields:
+            return CoordinatorUnavailableError(error.message, **error.fields)
         if self._token or not isinstance(error, CoordinatorUnavailableError):
             return error
         return self._connect.diagnose() or error
@@ -415,12 +421,8 @@ class Connection:
             self.close(self.leave_error)  # a new stream would be refused as that of a member that left
 
     def _is_final(self, error: FerroError) -> bool:
-        """Whether reconnecting is pointless: the coordinator refuses a member that it knows, or refuses for good.
-
-        A member's coordinator knew this call, so who does not is a proxy, or another server at its address, while it is away.
-        """
-        stranger = self._token and error.fields.get("grpc_status") == "UNIMPLEMENTED"
-        if error.code in _CONNECTION_CODES or stranger:
+        """Whether reconnecting is pointless: the coordinator refuses a member that it knows, or refuses for good."""
+        if error.code in _CONNECTION_CODES:
             return False
         return bool(self._token) or not error.retryable
 

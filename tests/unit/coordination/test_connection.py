@@ -4,6 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from ferrorpc.coordination import connection as module
@@ -13,12 +14,14 @@ from ferrorpc.errors import (
     ConfigError,
     CoordinatorUnavailableError,
     FerroError,
+    PermissionDeniedError,
     StoreTimeoutError,
     VersionMismatchError,
 )
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.testing import ManualClock
 from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
+from ferrorpc.wire.status import Trailers, error_of, to_status
 
 
 def connection(clock: Clock = SYSTEM_CLOCK, join_timeout: float = 1.0) -> Connection:
@@ -102,12 +105,34 @@ def test_the_connection_ends_once_the_coordinator_has_answered_the_leave() -> No
         gone.post("a set", store=store_pb2.StoreRequest())
 
 
-def test_a_stranger_that_answers_at_the_coordinators_address_ends_no_session() -> None:
-    """As a proxy does while the coordinator restarts: its HTTP status 404 is UNIMPLEMENTED to gRPC."""
-    stranger = VersionMismatchError("does not know this call", grpc_status="UNIMPLEMENTED")
-    assert not welcomed(connection())._is_final(stranger)
-    assert connection()._is_final(stranger), "the address may be wrong"
-    assert welcomed(connection())._is_final(VersionMismatchError("speaks protocol 2"))
+class Ended(grpc.RpcError):
+    """A call that ended with a status of gRPC, with the trailing metadata of ferrorpc or without."""
+
+    def __init__(self, status: grpc.StatusCode, trailers: Trailers = ()) -> None:
+        self.code = lambda: status
+        self.details = lambda: "no details"
+        self.trailing_metadata = lambda: trailers
+
+
+def ends(connection: Connection, error: FerroError) -> bool:
+    return connection._is_final(connection._diagnosed(error))
+
+
+@pytest.mark.parametrize("status", ["UNIMPLEMENTED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "UNKNOWN"])
+def test_a_stranger_that_answers_at_the_coordinators_address_ends_no_session(status: str) -> None:
+    """As a proxy does while the coordinator restarts: its HTTP status 404 is UNIMPLEMENTED to gRPC, 403 PERMISSION_DENIED."""
+    assert not ends(welcomed(connection()), error_of(Ended(grpc.StatusCode[status])))
+
+
+@pytest.mark.parametrize("status", ["UNIMPLEMENTED", "PERMISSION_DENIED", "UNAUTHENTICATED"])
+def test_a_stranger_that_answers_at_the_first_attempt_is_told_of_at_once(status: str) -> None:
+    assert ends(connection(), error_of(Ended(grpc.StatusCode[status]))), "the address may be wrong"
+
+
+@pytest.mark.parametrize("decision", [VersionMismatchError("speaks protocol 2"), PermissionDeniedError("is of another job")])
+def test_a_decision_of_the_coordinator_ends_a_session(decision: FerroError) -> None:
+    status, _, trailers = to_status(decision)
+    assert ends(welcomed(connection()), error_of(Ended(status, trailers)))
 
 
 @pytest.mark.parametrize(
