@@ -422,8 +422,8 @@ class Connection:
 
     def _is_final(self, error: FerroError) -> bool:
         """Whether reconnecting is pointless: the coordinator refuses a member that it knows, or refuses for good."""
-        if error.code in _CONNECTION_CODES:
-            return False
+        if error.code in _CONNECTION_CODES or (self._token and error.code is ErrorCode.AUTHENTICATION):
+            return False  # the latter passes where one side has not read its new token file yet
         return bool(self._token) or not error.retryable
 
     def _give_up_after_outage(self) -> None:

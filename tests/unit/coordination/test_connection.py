@@ -129,6 +129,14 @@ def test_a_stranger_that_answers_at_the_first_attempt_is_told_of_at_once(status:
     assert ends(connection(), error_of(Ended(grpc.StatusCode[status]))), "the address may be wrong"
 
 
+def test_a_member_whose_token_is_refused_tries_again_as_one_of_both_files_may_be_replaced_later() -> None:
+    """The coordinator reads its file every second, so it may not know a member's new token yet."""
+    status, _, trailers = to_status(AuthenticationError("the token is not one of this coordinator's"))
+    refusal = error_of(Ended(status, trailers))
+    assert not ends(welcomed(connection()), refusal)
+    assert ends(connection(), refusal), "who has not joined is told of a wrong token at once"
+
+
 @pytest.mark.parametrize("decision", [VersionMismatchError("speaks protocol 2"), PermissionDeniedError("is of another job")])
 def test_a_decision_of_the_coordinator_ends_a_session(decision: FerroError) -> None:
     status, _, trailers = to_status(decision)
