@@ -283,7 +283,7 @@ def bearer_token(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def tls(config: Config, environment: Mapping[str, str]) -> Findings:
     """The certificates, checked as the other end will check them."""
-    from ferrorpc.wire.identity import described
+    from ferrorpc.wire.identity import compared, described
     from ferrorpc.wire.tls import TlsFiles
 
     files = TlsFiles.of(config)
@@ -300,7 +300,8 @@ def tls(config: Config, environment: Mapping[str, str]) -> Findings:
     else:
         mine = [one for one in found if one.covers(config["job"])]
         fix = "" if mine else f"`ferrorpc certs issue` with --job {config['job']}, or set FERRORPC_JOB"
-        yield Finding("ok" if mine else "bad", "TLS", f"the certificate is that of {described(found)}", fix)
+        other = "" if mine else f", not of {compared(config['job'])}"
+        yield Finding("ok" if mine else "bad", "TLS", f"the certificate is that of {described(found)}{other}", fix)
     _private(files)
 
 

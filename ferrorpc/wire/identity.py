@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
+
+from ferrorpc.wire.refusal_log import quoted
 
 SCHEME: Final = "ferrorpc://"
 EVERY_JOB: Final = "*"
@@ -46,6 +48,11 @@ def label(job: str) -> str:
     return _HASHED + hashlib.sha256(job.encode("utf-8", "replace")).hexdigest()[:32]
 
 
+def compared(job: str) -> str:
+    """Text for messages about certificates: the job of this name, with its hash, where it has one, to compare with theirs."""
+    return f"job {quoted(job)}" + (f" (its hash is {label(job)})" if label(job) != job else "")
+
+
 def server_name(job: str, role: Role) -> str:
     """The DNS name in the certificate of a server with this role in the job of this name; a wildcard for EVERY_JOB."""
     return Identity.of(job, role).server_name
@@ -53,18 +60,22 @@ def server_name(job: str, role: Role) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A role in a job. `job` is its label (see `label`), or EVERY_JOB."""
+    """A role in a job. `job` is its label (see `label`), or EVERY_JOB; `name` is its name for messages, where known."""
 
     job: str
     role: Role
+    name: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.role} of {'every job' if self.job == EVERY_JOB else f'job {self.job}'}"
+        if self.job == EVERY_JOB:
+            return f"{self.role} of every job"
+        is_hash = not self.name and self.job.startswith(_HASHED)
+        return f"{self.role} of {'the job with the hash' if is_hash else 'job'} {self.name or self.job}"
 
     @classmethod
     def of(cls, job: str, role: Role) -> Identity:
         """The identity of a role in the job of this name; EVERY_JOB stands for every job."""
-        return cls(EVERY_JOB if job == EVERY_JOB else label(job), role)
+        return cls(EVERY_JOB if job == EVERY_JOB else label(job), role, job)
 
     @property
     def uri(self) -> str:

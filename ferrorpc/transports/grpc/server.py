@@ -41,7 +41,7 @@ from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.address import join_address
-from ferrorpc.wire.identity import Role, described, peer_identities
+from ferrorpc.wire.identity import Role, compared, described, peer_identities
 from ferrorpc.wire.parse import parse
 from ferrorpc.wire.refusal_log import RefusalLog, quoted
 from ferrorpc.wire.tls import Dialer, TlsFiles
@@ -260,7 +260,7 @@ class WorkerServer:
         found = peer_identities(context.auth_context())
         if self._tls is not None and not any(one.role is Role.WORKER and one.covers(opening.job) for one in found or ()):
             raise AuthenticationError(
-                f"who dialled rank {opening.target_rank} is no worker of job {quoted(opening.job)} by its certificate, but "
+                f"who dialled rank {opening.target_rank} is no worker of {compared(opening.job)} by its certificate, but "
                 f"{described(found or ())}"
             )
         if not self.token.accepts(opening.token):

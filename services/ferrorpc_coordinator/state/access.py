@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ferrorpc.errors import AuthenticationError, ConfigError, PermissionDeniedError
 from ferrorpc.v1 import session_pb2
-from ferrorpc.wire.identity import EVERY_JOB, Identity, Role, described
+from ferrorpc.wire.identity import EVERY_JOB, Identity, Role, compared, described
 from ferrorpc.wire.refusal_log import quoted
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 
@@ -136,7 +136,8 @@ class Access:
 def _require_role(found: frozenset[Identity], what: str, job: str, needed: Role) -> None:
     here = [one for one in found if one.covers(job)]
     if not here:
-        raise PermissionDeniedError(f"the {what} is that of {described(found)}, not of job {quoted(job)}")
+        wanted = f"job {quoted(job)}" if what == "token" else compared(job)
+        raise PermissionDeniedError(f"the {what} is that of {described(found)}, not of {wanted}")
     if not any(one.role.may(needed) for one in here):
         raise PermissionDeniedError(f"the {what} is that of {described(here)}; this needs the role {needed}")
 

@@ -9,7 +9,7 @@ from ferrorpc_coordinator.state.events import UNKNOWN_CALLER, Called, Caller, Co
 
 from ferrorpc.errors import AuthenticationError, ConfigError, ErrorCode, PermissionDeniedError
 from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
-from ferrorpc.wire.identity import EVERY_JOB, Identity, Role
+from ferrorpc.wire.identity import EVERY_JOB, Identity, Role, identities, label
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import join
 
@@ -59,6 +59,26 @@ def test_a_certificate_needs_no_token_but_a_token_given_with_it_must_be_valid() 
     assert outcome(access, holder, OBSERVER, "a", Role.WORKER) is PermissionDeniedError
     assert outcome(access, holder, ADMIN, "a", Role.ADMIN) is PermissionDeniedError
     assert outcome(access, holder, "", "b", Role.OBSERVER) is PermissionDeniedError
+
+
+def refusal(access: Access, who: Caller, token: str, job: str) -> str:
+    with pytest.raises(PermissionDeniedError) as caught:
+        access.check(who, token, job, Role.OBSERVER)
+    return caught.value.message
+
+
+def test_the_token_of_another_job_is_refused_by_the_names_of_both() -> None:
+    access = Access(read_grants(f"worker@MyJob {WORKER}"))
+    assert refusal(access, UNKNOWN_CALLER, WORKER, "My_Job") == "the token is that of worker of job MyJob, not of job 'My_Job'"
+
+
+def test_a_certificate_has_only_the_hash_of_such_a_name_so_the_hash_of_the_wanted_job_is_beside_it() -> None:
+    """So an administrator can compare them."""
+    hashes = {job: label(job) for job in ("MyJob", "My_Job")}
+    holder = Caller("ipv4:1.2.3.4:5", identities([Identity.of("MyJob", Role.WORKER).uri]))
+    refused = f"the certificate is that of worker of the job with the hash {hashes['MyJob']}, not of job "
+    assert refusal(Access(()), holder, "", "My_Job") == f"{refused}'My_Job' (its hash is {hashes['My_Job']})"
+    assert refusal(Access(()), holder, "", "plain") == f"{refused}'plain'"
 
 
 def test_a_certificate_without_our_identities_is_refused_even_without_tokens() -> None:
