@@ -239,7 +239,7 @@ SETTINGS: Final = (
     Setting("tls_cert", None, path, "file with this process's certificate"),
     Setting("tls_key", None, path, "file with this process's key"),
     Setting("token_file", None, token_path, "file with the job's bearer token"),
-    Setting("insecure", False, boolean, "listen beyond loopback without TLS"),
+    Setting("insecure", False, boolean, "listen, and send tokens, beyond loopback without TLS"),
     Setting("log_level", "WARNING", str, "of the loggers ferrorpc.*", ("DEBUG", "INFO", "WARNING", "ERROR")),
     Setting("log_format", "text", str, "how log lines look", ("text", "json")),
     Setting(

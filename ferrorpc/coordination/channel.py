@@ -7,7 +7,8 @@ from typing import Any
 
 import grpc
 
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import ConfigError, FerroError
+from ferrorpc.wire.address import is_loopback, split_address
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.options import session_channel
 from ferrorpc.wire.tls import Dialer, TlsFiles
@@ -20,7 +21,7 @@ class ChannelFactory:
     Renewed certificate files are used from the next channel on.
 
     Raises:
-        ConfigError: the tls_* settings contradict each other.
+        ConfigError: the tls_* settings contradict each other, or a token would travel in clear text beyond loopback.
     """
 
     def __init__(self, address: str, job: str, config: Mapping[str, Any]) -> None:
@@ -28,6 +29,11 @@ class ChannelFactory:
         self.job = job
         self.tls = TlsFiles.of(config)
         self._dialer = None if self.tls is None else Dialer(self.tls)
+        if self.tls is None and config["token_file"] and not (config["insecure"] or is_loopback(split_address(address)[0])):
+            raise ConfigError(
+                f"without TLS, whoever is on the way to {address} could read the token of FERRORPC_TOKEN_FILE",
+                hint="set FERRORPC_TLS_CA to the coordinator's authority, or FERRORPC_INSECURE=1 on a network you trust",
+            )
 
     def __call__(self) -> grpc.Channel:
         """A new channel.
