@@ -26,31 +26,31 @@ from ferrorpc.v1 import error_pb2 as ferrorpc_dot_v1_dot_error__pb2
 from ferrorpc.v1 import tensor_pb2 as ferrorpc_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x66\x65rrorpc/v1/transport.proto\x12\x0b\x66\x65rrorpc.v1\x1a\x17\x66\x65rrorpc/v1/error.proto\x1a\x18\x66\x65rrorpc/v1/tensor.proto\"\xe3\x01\n\x0b\x44\x61taMessage\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.ferrorpc.v1.OpenH\x00\x12\'\n\x07goodbye\x18\x02 \x01(\x0b\x32\x14.ferrorpc.v1.GoodbyeH\x00\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x12.ferrorpc.v1.ProbeH\x00\x12)\n\x05\x66rame\x18\x04 \x01(\x0b\x32\x18.ferrorpc.v1.TensorFrameH\x00\x12\x30\n\x0cprobe_answer\x18\x05 \x01(\x0b\x32\x18.ferrorpc.v1.ProbeAnswerH\x00\x42\x06\n\x04\x62ody\"\x9c\x01\n\x04Open\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x12\n\ncluster_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x13\n\x0bsource_rank\x18\x05 \x01(\r\x12\x13\n\x0btarget_rank\x18\x06 \x01(\r\x12\r\n\x05token\x18\x07 \x01(\t\x12\x0c\n\x04lane\x18\x08 \x01(\r\"\x1a\n\x07Goodbye\x12\x0f\n\x07streams\x18\x01 \x01(\r\"\xec\x01\n\x0e\x43ontrolMessage\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.ferrorpc.v1.OpenedH\x00\x12+\n\x07refused\x18\x02 \x01(\x0b\x32\x18.ferrorpc.v1.ErrorDetailH\x00\x12#\n\x05grant\x18\x03 \x01(\x0b\x32\x12.ferrorpc.v1.GrantH\x00\x12\x30\n\x0cprobe_answer\x18\x04 \x01(\x0b\x32\x18.ferrorpc.v1.ProbeAnswerH\x00\x12\'\n\x07goodbye\x18\x05 \x01(\x0b\x32\x14.ferrorpc.v1.GoodbyeH\x00\x42\x06\n\x04\x62ody\"\x1c\n\x06Opened\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"D\n\x05Grant\x12\r\n\x05group\x18\x01 \x01(\x06\x12\x0e\n\x06stream\x18\x02 \x01(\x07\x12\x0e\n\x06number\x18\x03 \x01(\x06\x12\x0c\n\x04slot\x18\x04 \x01(\x06\"I\n\x05Probe\x12\r\n\x05group\x18\x01 \x01(\x06\x12\x0e\n\x06stream\x18\x02 \x01(\x07\x12\x0e\n\x06number\x18\x03 \x01(\x06\x12\x11\n\tsignature\x18\x04 \x01(\t\"\xa5\x01\n\x0bProbeAnswer\x12\r\n\x05group\x18\x01 \x01(\x06\x12\x0e\n\x06stream\x18\x02 \x01(\x07\x12\x0e\n\x06number\x18\x03 \x01(\x06\x12\'\n\x08standing\x18\x04 \x01(\x0e\x32\x15.ferrorpc.v1.Standing\x12\x11\n\tsignature\x18\x05 \x01(\t\x12\x13\n\x0blast_number\x18\x06 \x01(\x04\x12\x16\n\x0elast_signature\x18\x07 \x01(\t*{\n\x08Standing\x12\x18\n\x14STANDING_UNSPECIFIED\x10\x00\x12\x11\n\rSTANDING_SAME\x10\x01\x12\x16\n\x12STANDING_DIFFERENT\x10\x02\x12\x13\n\x0fSTANDING_ABSENT\x10\x03\x12\x15\n\x11STANDING_FINISHED\x10\x04\x32T\n\rWorkerService\x12\x43\n\x06Stream\x12\x18.ferrorpc.v1.DataMessage\x1a\x1b.ferrorpc.v1.ControlMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x66\x65rrorpc/v1/transport.proto\x12\x0b\x66\x65rrorpc.v1\x1a\x17\x66\x65rrorpc/v1/error.proto\x1a\x18\x66\x65rrorpc/v1/tensor.proto\"\xe3\x01\n\x0b\x44\x61taMessage\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.ferrorpc.v1.OpenH\x00\x12\'\n\x07goodbye\x18\x02 \x01(\x0b\x32\x14.ferrorpc.v1.GoodbyeH\x00\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x12.ferrorpc.v1.ProbeH\x00\x12)\n\x05\x66rame\x18\x04 \x01(\x0b\x32\x18.ferrorpc.v1.TensorFrameH\x00\x12\x30\n\x0cprobe_answer\x18\x05 \x01(\x0b\x32\x18.ferrorpc.v1.ProbeAnswerH\x00\x42\x06\n\x04\x62ody\"\xb2\x01\n\x04Open\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x12\n\ncluster_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x13\n\x0bsource_rank\x18\x05 \x01(\r\x12\x13\n\x0btarget_rank\x18\x06 \x01(\r\x12\r\n\x05token\x18\x07 \x01(\t\x12\x0c\n\x04lane\x18\x08 \x01(\r\x12\x14\n\x0ctoken_before\x18\t \x01(\t\"\x1a\n\x07Goodbye\x12\x0f\n\x07streams\x18\x01 \x01(\r\"\xec\x01\n\x0e\x43ontrolMessage\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.ferrorpc.v1.OpenedH\x00\x12+\n\x07refused\x18\x02 \x01(\x0b\x32\x18.ferrorpc.v1.ErrorDetailH\x00\x12#\n\x05grant\x18\x03 \x01(\x0b\x32\x12.ferrorpc.v1.GrantH\x00\x12\x30\n\x0cprobe_answer\x18\x04 \x01(\x0b\x32\x18.ferrorpc.v1.ProbeAnswerH\x00\x12\'\n\x07goodbye\x18\x05 \x01(\x0b\x32\x14.ferrorpc.v1.GoodbyeH\x00\x42\x06\n\x04\x62ody\"\x1c\n\x06Opened\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"D\n\x05Grant\x12\r\n\x05group\x18\x01 \x01(\x06\x12\x0e\n\x06stream\x18\x02 \x01(\x07\x12\x0e\n\x06number\x18\x03 \x01(\x06\x12\x0c\n\x04slot\x18\x04 \x01(\x06\"I\n\x05Probe\x12\r\n\x05group\x18\x01 \x01(\x06\x12\x0e\n\x06stream\x18\x02 \x01(\x07\x12\x0e\n\x06number\x18\x03 \x01(\x06\x12\x11\n\tsignature\x18\x04 \x01(\t\"\xa5\x01\n\x0bProbeAnswer\x12\r\n\x05group\x18\x01 \x01(\x06\x12\x0e\n\x06stream\x18\x02 \x01(\x07\x12\x0e\n\x06number\x18\x03 \x01(\x06\x12\'\n\x08standing\x18\x04 \x01(\x0e\x32\x15.ferrorpc.v1.Standing\x12\x11\n\tsignature\x18\x05 \x01(\t\x12\x13\n\x0blast_number\x18\x06 \x01(\x04\x12\x16\n\x0elast_signature\x18\x07 \x01(\t*{\n\x08Standing\x12\x18\n\x14STANDING_UNSPECIFIED\x10\x00\x12\x11\n\rSTANDING_SAME\x10\x01\x12\x16\n\x12STANDING_DIFFERENT\x10\x02\x12\x13\n\x0fSTANDING_ABSENT\x10\x03\x12\x15\n\x11STANDING_FINISHED\x10\x04\x32T\n\rWorkerService\x12\x43\n\x06Stream\x12\x18.ferrorpc.v1.DataMessage\x1a\x1b.ferrorpc.v1.ControlMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ferrorpc.v1.transport_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STANDING']._serialized_start=1094
-  _globals['_STANDING']._serialized_end=1217
+  _globals['_STANDING']._serialized_start=1116
+  _globals['_STANDING']._serialized_end=1239
   _globals['_DATAMESSAGE']._serialized_start=96
   _globals['_DATAMESSAGE']._serialized_end=323
   _globals['_OPEN']._serialized_start=326
-  _globals['_OPEN']._serialized_end=482
-  _globals['_GOODBYE']._serialized_start=484
-  _globals['_GOODBYE']._serialized_end=510
-  _globals['_CONTROLMESSAGE']._serialized_start=513
-  _globals['_CONTROLMESSAGE']._serialized_end=749
-  _globals['_OPENED']._serialized_start=751
-  _globals['_OPENED']._serialized_end=779
-  _globals['_GRANT']._serialized_start=781
-  _globals['_GRANT']._serialized_end=849
-  _globals['_PROBE']._serialized_start=851
-  _globals['_PROBE']._serialized_end=924
-  _globals['_PROBEANSWER']._serialized_start=927
-  _globals['_PROBEANSWER']._serialized_end=1092
-  _globals['_WORKERSERVICE']._serialized_start=1219
-  _globals['_WORKERSERVICE']._serialized_end=1303
+  _globals['_OPEN']._serialized_end=504
+  _globals['_GOODBYE']._serialized_start=506
+  _globals['_GOODBYE']._serialized_end=532
+  _globals['_CONTROLMESSAGE']._serialized_start=535
+  _globals['_CONTROLMESSAGE']._serialized_end=771
+  _globals['_OPENED']._serialized_start=773
+  _globals['_OPENED']._serialized_end=801
+  _globals['_GRANT']._serialized_start=803
+  _globals['_GRANT']._serialized_end=871
+  _globals['_PROBE']._serialized_start=873
+  _globals['_PROBE']._serialized_end=946
+  _globals['_PROBEANSWER']._serialized_start=949
+  _globals['_PROBEANSWER']._serialized_end=1114
+  _globals['_WORKERSERVICE']._serialized_start=1241
+  _globals['_WORKERSERVICE']._serialized_end=1325
 # @@protoc_insertion_point(module_scope)

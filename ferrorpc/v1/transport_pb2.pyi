@@ -100,6 +100,7 @@ class Open(google.protobuf.message.Message):
     TARGET_RANK_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     LANE_FIELD_NUMBER: builtins.int
+    TOKEN_BEFORE_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     job: builtins.str
     cluster_id: builtins.str
@@ -109,6 +110,8 @@ class Open(google.protobuf.message.Message):
     token: builtins.str
     lane: builtins.int
     """The number of this stream of the pair; the first is 0."""
+    token_before: builtins.str
+    """The sender's token before the present one, where its file was replaced: the receiver's may not have been yet."""
     def __init__(
         self,
         *,
@@ -120,8 +123,9 @@ class Open(google.protobuf.message.Message):
         target_rank: builtins.int = ...,
         token: builtins.str = ...,
         lane: builtins.int = ...,
+        token_before: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "generation", b"generation", "job", b"job", "lane", b"lane", "protocol_version", b"protocol_version", "source_rank", b"source_rank", "target_rank", b"target_rank", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "generation", b"generation", "job", b"job", "lane", b"lane", "protocol_version", b"protocol_version", "source_rank", b"source_rank", "target_rank", b"target_rank", "token", b"token", "token_before", b"token_before"]) -> None: ...
 
 Global___Open: typing_extensions.TypeAlias = Open
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -29,9 +30,23 @@ class Token:
         self._value = fixed if path is None else read_token(path)
         self._before = self._value
         self._told = ""
+        self._lock = threading.Lock()
+
+    @property
+    def may_change(self) -> bool:
+        """Whether it comes from a file."""
+        return self._path is not None
 
     def current(self) -> str:
         """The current token. Where the file cannot be used, the last token is kept, and that is logged once."""
+        return self.both()[0]
+
+    def both(self) -> tuple[str, str]:
+        """The current token, and the one before it; the same one twice until the file is replaced."""
+        with self._lock:
+            return self._read(), self._before
+
+    def _read(self) -> str:
         if self._path is None:
             return self._value
         try:
@@ -49,11 +64,10 @@ class Token:
             _log.warning("%s was read anew", self._path)
         return value
 
-    def accepts(self, given: str) -> bool:
-        """Whether it is the current token or the one before it. Compares in constant time."""
-        text = given.encode("utf-8", "replace")
-        now, before = (hmac.compare_digest(one.encode(), text) for one in (self.current(), self._before))
-        return now or before
+    def accepts(self, *given: str) -> bool:
+        """Whether one of these is the current token or the one before it. Compares in constant time."""
+        texts = [one.encode("utf-8", "replace") for one in given]
+        return any(hmac.compare_digest(one.encode(), text) for one in self.both() for text in texts)
 
 
 NO_TOKEN: Final = Token()

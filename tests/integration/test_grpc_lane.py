@@ -1,11 +1,13 @@
 """The gRPC lane on real sockets, two ranks in one process: what is sent arrives, and every end is told as what it is."""
 
+import contextlib
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -29,6 +31,7 @@ from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Key, encode
+from ferrorpc.wire.token import Token
 from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, header_of, pair_of, random_bytes, send, two_servers
 from tests.integration.slow_link import slow_link
 from tests.waiting import eventually
@@ -218,6 +221,60 @@ def test_who_does_not_belong_is_refused_and_learns_why(pair: list[Rank], changes
     assert type(error) is expected
     assert pair[1].lost == pair[1].failures == []
     assert "generation" not in error.fields or expected is StaleGenerationError
+
+
+OLD, NEW, NEWEST = (f"the-{which}-token-of-a-job" for which in ("old", "new", "newest"))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """The token files of two ranks."""
+    found = [tmp_path / str(rank) for rank in range(2)]
+    for path in found:
+        path.write_text(OLD)
+    return found
+
+
+@pytest.fixture
+def servers_with_files(files: list[Path]) -> Iterator[list[WorkerServer]]:
+    with contextlib.ExitStack() as stack:
+        made = [WorkerServer("127.0.0.1", "127.0.0.1", Token(str(path)), open_timeout_seconds=2.0) for path in files]
+        for server in made:
+            stack.callback(server.close)
+        yield made
+
+
+def seen(server: WorkerServer, token: str) -> None:
+    eventually(lambda: server.token._value == token, "the server has looked at its file")
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_ranks_reach_each_other_while_only_one_of_them_has_the_new_token(
+    files: list[Path], servers_with_files: list[WorkerServer], replaced: int
+) -> None:
+    """A link that is dialled for the first time then, late in a generation, is no reason to end that."""
+    ranks = pair_of(servers_with_files)
+    files[replaced].write_text(NEW)
+    seen(servers_with_files[replaced], NEW)
+    for sender, receiver in (ranks, ranks[::-1]):
+        key = Key(0, 0, 1 + sender.rank)
+        box = receiver.box(key)
+        send(sender, receiver.rank, key, random_bytes(1))
+        eventually(lambda box=box, sender=sender: box.frames or sender.failures, "the frame")
+    assert ranks[0].failures == ranks[1].failures == []
+
+
+def test_a_token_that_was_replaced_twice_is_refused_also_where_nobody_dialled_meanwhile(
+    files: list[Path], servers_with_files: list[WorkerServer]
+) -> None:
+    pair_of(servers_with_files)
+    for token in (NEW, NEWEST):
+        files[1].write_text(token)
+        seen(servers_with_files[1], token)
+    assert type(refusal_of(servers_with_files[1], token=OLD, token_before=OLD)) is AuthenticationError
+    for known in (NEW, NEWEST):
+        error = refusal_of(servers_with_files[1], token=known, generation=0)
+        assert type(error) is StaleGenerationError, "its token is accepted"
 
 
 def test_a_second_stream_of_one_peer_is_refused(pair: list[Rank]) -> None:

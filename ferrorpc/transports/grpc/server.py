@@ -52,6 +52,7 @@ PROTOCOL_VERSION: Final = 2
 METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
 STREAMS_MAX: Final = 4096
 OPEN_TIMEOUT_SECONDS: Final = 20.0
+TOKEN_SECONDS: Final = 1.0
 STOP_SECONDS: Final = 0.5
 """How long the server's stop may take."""
 
@@ -101,7 +102,8 @@ class WorkerServer:
     Args:
         bind_host: address to listen on, such as "127.0.0.1" or "0.0.0.0".
         advertise_host: the host that peers dial.
-        token: the job's secret; streams must carry the same.
+        token: the job's secret; streams must carry the same, or the one before it. Its file is looked at every
+            TOKEN_SECONDS, also where nobody dials: else one that was replaced twice meanwhile would still be accepted.
         tls: certificate, key and authority of this rank; None for plain connections.
         lanes: number of streams to each peer among which the chunks of large messages are distributed, 1 to LANES_MAX.
         open_timeout_seconds: how long a stream may take to send its Open, and how long it may wait for a newer generation.
@@ -123,6 +125,7 @@ class WorkerServer:
     ) -> None:
         keep_freed_memory()
         self.token = token
+        self._token_parker = SYSTEM_CLOCK.parker()
         self.lanes = lanes
         self._tls = tls
         self._dialer = None if tls is None else Dialer(tls)
@@ -144,11 +147,19 @@ class WorkerServer:
             self.advertise(advertise_host)
             _open_servers.add(self)
             self._start()
+            if token.may_change:
+                SYSTEM_CLOCK.start(self._watch_token, "ferrorpc-token")
         except BaseException:
+            self._closed = True
             _open_servers.discard(self)
             with contextlib.suppress(RuntimeError):
                 self._server.stop(0.0)  # else it goes on listening, and gRPC waits for its thread when the process exits
             raise
+
+    def _watch_token(self) -> None:
+        while not self._closed:
+            self.token.current()
+            self._token_parker.park(SYSTEM_CLOCK.now() + TOKEN_SECONDS)
 
     def _start(self) -> None:
         """Starts gRPC's server, on a thread that no interrupt strikes: gRPC cannot stop what it has started in part."""
@@ -217,6 +228,7 @@ class WorkerServer:
             self._closed = self._threads.closing = True
             handlers = list(self._handlers.values())
             self._changed.notify_all()
+        self._token_parker.unpark()
         for handler in handlers:
             handler.close_at_exit()
         self._server.stop(None).wait(STOP_SECONDS)
@@ -263,7 +275,7 @@ class WorkerServer:
                 f"who dialled rank {opening.target_rank} is no worker of {compared(opening.job)} by its certificate, but "
                 f"{described(found or ())}"
             )
-        if not self.token.accepts(opening.token):
+        if not self.token.accepts(opening.token, opening.token_before or opening.token):
             raise AuthenticationError("the token of the stream is not that of this job")
         if opening.protocol_version != PROTOCOL_VERSION:
             raise VersionMismatchError(

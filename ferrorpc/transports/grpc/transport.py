@@ -368,6 +368,7 @@ class GrpcTransport(Transport):
         return begun > ended or self._clock.now() - self._left[peer] < LATE_STREAM_SECONDS
 
     def _open_message(self, peer: int, lane: int) -> bytes:
+        token, before = self._server.token.both()
         opening = transport_pb2.Open(
             protocol_version=PROTOCOL_VERSION,
             job=self.assignment.job,
@@ -375,7 +376,8 @@ class GrpcTransport(Transport):
             generation=self.assignment.generation,
             source_rank=self.rank,
             target_rank=peer,
-            token=self._server.token.current(),
+            token=token,
+            token_before=before,
             lane=lane,
         )
         return transport_pb2.DataMessage(open=opening).SerializeToString()

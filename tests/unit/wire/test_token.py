@@ -31,6 +31,16 @@ def test_what_the_file_says_is_brought_and_what_it_said_before_is_taken_too(
     assert "of-them" not in caplog.text + repr(token)
 
 
+def test_what_it_said_before_is_brought_beside_it_for_those_whose_file_is_still_the_old_one(file: Path) -> None:
+    token, late = Token(str(file)), Token(fixed="the-first-of-them")
+    assert token.both() == ("the-first-of-them",) * 2
+    file.write_text("the-second-of-them")
+    assert token.both() == ("the-second-of-them", "the-first-of-them")
+    assert late.accepts(*token.both())
+    file.write_text("the-third-of-them")
+    assert not late.accepts(*token.both())
+
+
 @pytest.mark.parametrize("content", [None, "", "two words"])
 def test_a_file_that_cannot_be_used_leaves_it_as_it_was_and_is_told_of_once_each_time(
     file: Path, caplog: pytest.LogCaptureFixture, content: str | None
