@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from ferrorpc.errors import CoordinatorUnavailableError
+from ferrorpc.errors import CoordinatorUnavailableError, LimitExceededError
 from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc_coordinator.journal import Journal, Row
 from ferrorpc_coordinator.metrics import Counters
@@ -88,7 +88,7 @@ class Driver:
         self._counters = counters
         self._now_ns = now_ns
         self._queues: dict[int, SendQueue] = {}
-        self._calls: dict[int, asyncio.Future[UnaryResponse | error_pb2.ErrorDetail]] = {}
+        self._calls: dict[int, tuple[asyncio.Future[UnaryResponse | error_pb2.ErrorDetail], Callable[[int], None]]] = {}
         self._numbers = 0
         self._rows: dict[tuple[str, str], Row] = {}
         self._filling = 1
@@ -144,18 +144,24 @@ class Driver:
         if self._queues.pop(stream, None) is not None:
             self._step(Disconnected(stream))
 
-    async def call(self, request: UnaryRequest, caller: Caller = UNKNOWN_CALLER) -> UnaryResponse | error_pb2.ErrorDetail:
+    async def call(
+        self, request: UnaryRequest, caller: Caller = UNKNOWN_CALLER, hold: Callable[[int], None] = lambda _: None
+    ) -> UnaryResponse | error_pb2.ErrorDetail:
         """Handles a unary request; the answer may take long.
+
+        Args:
+            hold: called with the size of the answer, before it waits for this caller to go on; may raise.
 
         Raises:
             CoordinatorUnavailableError: the coordinator stops before there is an answer.
+            LimitExceededError: from `hold`.
         """
         if self._closed:
             raise CoordinatorUnavailableError("the coordinator is stopping")
         self._numbers += 1
         number = self._numbers
         answer: asyncio.Future[UnaryResponse | error_pb2.ErrorDetail] = self._loop.create_future()
-        self._calls[number] = answer
+        self._calls[number] = answer, hold
         self._step(Called(number, request, caller, self.refuses_writes))
         del request  # its memory, which may be much, for the time of the wait
         try:
@@ -182,7 +188,7 @@ class Driver:
             self._timer.cancel()
         for queue in self._queues.values():
             queue.finish()
-        for answer in self._calls.values():
+        for answer, _ in self._calls.values():
             if not answer.done():
                 answer.set_exception(CoordinatorUnavailableError("the coordinator is stopping"))
 
@@ -334,11 +340,21 @@ class Driver:
             for stream, data in effect.encoded():
                 self._write(stream, data)
         elif isinstance(effect, Reply):
-            answer = self._calls.get(effect.call)
-            if answer is not None and not answer.done():
-                answer.set_result(effect.message)
+            self._answer(effect)
         elif effect.stream in self._queues:
             self._queues[effect.stream].finish()
+
+    def _answer(self, reply: Reply) -> None:
+        waiting = self._calls.get(reply.call)
+        if waiting is None or waiting[0].done():
+            return
+        answer, hold = waiting
+        try:
+            hold(reply.message.ByteSize())
+        except LimitExceededError as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(reply.message)
 
     def _recipients(self, effect: Outgoing) -> list[tuple[SendQueue, int]]:
         """The queues that an effect will write to, and how many bytes to each."""

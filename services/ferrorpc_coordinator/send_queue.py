@@ -14,22 +14,28 @@ READ_PAUSE_BYTES: Final = SEND_QUEUE_BYTES_MAX // 4
 """While more than this is queued or reserved for a client, its requests are read slowly, so that their answers do not get it
 disconnected."""
 ROOM_WAIT_SECONDS: Final = 1.0
+END_SECONDS: Final = 5.0
+"""What is queued for a stream that has ended is dropped after this long."""
 
 
 class SendQueue:
     """Encoded frames, in order.
 
     Invariants: 1. `push` and `finish` never block. 2. What was pushed before `finish` is written before `drain` returns, unless
-    the limit was exceeded, in which case everything unwritten is dropped at once.
+    the limit was exceeded, in which case everything unwritten is dropped at once, or the client does not read it within
+    END_SECONDS.
     """
 
     __slots__ = (
         "_finished",
         "_frames",
+        "_greeted",
+        "_left_bytes",
         "_queued_bytes",
         "_reserved_bytes",
         "_room",
         "_waiter",
+        "left",
         "overflowed",
         "stream",
     )
@@ -37,6 +43,11 @@ class SendQueue:
     def __init__(self, stream: int) -> None:
         self.stream = stream
         self.overflowed = False
+        self.left: Callable[[int], None] = _nobody
+        """Called with the growth of what the client leaves unread of this stream after its end."""
+        self._left_bytes = 0
+        self._greeted = False
+        """Whether the first frame was read: if it was a refusal, it was the only one, and the client may be a stranger."""
         self._frames: deque[bytes] = deque()
         self._queued_bytes = 0
         self._reserved_bytes = 0
@@ -52,13 +63,13 @@ class SendQueue:
         """Queues one frame. False if the client reads too slowly: then nothing more is written."""
         if self._finished:
             return not self.overflowed
+        self._frames.append(frame)
         self._count(queued=len(frame))
         if self._queued_bytes > SEND_QUEUE_BYTES_MAX:
             self.overflowed = True
-            self._frames.clear()
             self.finish()
+            self._drop()
             return False
-        self._frames.append(frame)
         self._wake()
         return True
 
@@ -78,17 +89,27 @@ class SendQueue:
 
     def finish(self) -> None:
         """Ends the stream after what is queued."""
+        if not self._finished and self._queued_bytes:
+            asyncio.get_running_loop().call_later(END_SECONDS, self._drop)
         self._finished = True
-        self._room.set()
+        self._count()
         self._wake()
 
     async def drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Writes frames until `finish`. There is only one consumer."""
+        try:
+            await self._drain(write)
+        finally:
+            self._frames.clear()
+            self._count(queued=-self._queued_bytes)
+
+    async def _drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         frames = self._frames
         while True:
             while frames:
                 frame = frames.popleft()
                 await write(frame)
+                self._greeted = True
                 self._count(queued=-len(frame))
             if self._finished:
                 return
@@ -98,6 +119,11 @@ class SendQueue:
             finally:
                 self._waiter = None
 
+    def _drop(self) -> None:
+        """Drops what is not being written. gRPC does not give back what it was given to write."""
+        self._count(queued=-sum(map(len, self._frames)))
+        self._frames.clear()
+
     def _count(self, queued: int = 0, reserved: int = 0) -> None:
         self._queued_bytes += queued
         self._reserved_bytes += reserved
@@ -105,7 +131,15 @@ class SendQueue:
             self._room.set()
         else:
             self._room.clear()
+        left_bytes = self._queued_bytes if self._finished and self._greeted else 0
+        if left_bytes != self._left_bytes:
+            self.left(left_bytes - self._left_bytes)
+            self._left_bytes = left_bytes
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _nobody(_: int) -> None:
+    """Where nobody asks what a client leaves unread."""

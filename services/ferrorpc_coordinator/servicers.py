@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 import grpc
 
-from ferrorpc.errors import CodecError, CoordinatorUnavailableError, FerroError, UsageError
+from ferrorpc.errors import CodecError, CoordinatorUnavailableError, FerroError, UsageError, require
 from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc.wire import status
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.identity import peer_identities
 from ferrorpc.wire.parse import M, parse
+from ferrorpc.wire.refusal_log import quoted
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.first_message import first_message
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
+from ferrorpc_coordinator.unread import UNREAD_BYTES_MAX, UnreadBytes
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
+
+SMALL_ANSWER_BYTES: Final = 4 << 10
+"""An answer up to this size costs no more than its call. It is never refused, because it may tell that something was done."""
 
 _NO_FRAME: Final = "a session sent bytes that are not a ClientFrame"
 
@@ -45,6 +51,8 @@ class CoordinatorServicer:
     def __init__(self, driver: Driver, counters: Counters) -> None:
         self._driver = driver
         self._counters = counters
+        self._unread_answers = UnreadBytes()
+        self._left_on_streams = UnreadBytes()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handler to register with a gRPC server."""
@@ -57,11 +65,23 @@ class CoordinatorServicer:
 
     async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
         try:
-            queue = self._driver.connect(await _read_hello(context), _caller(context))
+            queue = self._connect(await _read_hello(context), _caller(context))
             await _Stream(self._driver, self._counters, context, queue).run()
         except FerroError as error:
             await self._abort("Session", context, error)
         self._counters.handled["Session", "OK"] += 1
+
+    def _connect(self, hello: session_pb2.Hello, caller: Caller) -> SendQueue:
+        left_bytes = self._left_on_streams.of(hello.job)
+        if left_bytes > UNREAD_BYTES_MAX:
+            raise CoordinatorUnavailableError(
+                f"clients of job {quoted(hello.job)} left {left_bytes} bytes unread on streams that have ended, "
+                f"more than {UNREAD_BYTES_MAX >> 20} MiB",
+                hint="try again shortly; whoever gives up a stream must cancel its call",
+            )
+        queue = self._driver.connect(hello, caller)
+        queue.left = partial(self._left_on_streams.add, hello.job)
+        return queue
 
     # -- unary calls ---------------------------------------------------------------------------------------------------
 
@@ -70,7 +90,10 @@ class CoordinatorServicer:
             try:
                 if context.time_remaining() is None:
                     raise UsageError(f"{name} was called without a deadline", hint="give the call a timeout")
-                answer = await self._driver.call(await _read_request(context, request_type), _caller(context))
+                request = await _read_request(context, request_type)
+                answering = self._driver.call(request, _caller(context), partial(self._hold, context, request.job))
+                del request  # its memory, which may be much, for the time of the wait
+                answer = await answering
                 if isinstance(answer, error_pb2.ErrorDetail):
                     raise restore(answer)
             except FerroError as error:
@@ -80,6 +103,23 @@ class CoordinatorServicer:
             return answer.SerializeToString()
 
         return handle
+
+    def _hold(self, context: Context, job: str, size_bytes: int) -> None:
+        """Counts an answer until it is read or its call has ended.
+
+        Raises:
+            LimitExceededError: the clients of this job leave too much unread.
+        """
+        if size_bytes > SMALL_ANSWER_BYTES:
+            unread = self._unread_answers
+            what = f"the bytes that calls of job {quoted(job)} leave unread"
+            require(what, unread.of(job) + size_bytes, "UNREAD_BYTES_MAX", UNREAD_BYTES_MAX)
+            unread.add(job, size_bytes)
+
+            def ended(_: object) -> None:
+                unread.add(job, -size_bytes)
+
+            context.add_done_callback(ended)  # type: ignore[arg-type]  # the stubs know no functions
 
     async def _abort(self, name: str, context: Context, error: FerroError) -> None:
         code, details, trailers = status.to_status(error)

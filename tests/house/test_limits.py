@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX
+from ferrorpc_coordinator.servicers import SMALL_ANSWER_BYTES
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
+from ferrorpc_coordinator.unread import UNREAD_BYTES_MAX
 
 from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES
 from ferrorpc.config import SETTINGS
@@ -34,6 +37,12 @@ ROWS = (
     ("members of a job; jobs of a coordinator", f"{LIMITS.members:,}; {LIMITS.jobs}"),
     ("members that have gone, whose names and last ranks a job still knows", f"{LIMITS.gone_members:,}"),
     ("unanswered requests of a session", f"{LIMITS.requests:,}"),
+    ("bytes that a session leaves unread", f"{size(SEND_QUEUE_BYTES_MAX)}; then its stream is closed, and it resumes"),
+    (
+        "bytes that the clients of a job leave unread of answers to calls; on streams that have ended",
+        f"{size(UNREAD_BYTES_MAX)}; {size(UNREAD_BYTES_MAX)}. Then calls are refused that would be answered with more than "
+        f"{size(SMALL_ANSWER_BYTES)}; then sessions, as by a coordinator that is away",
+    ),
     ("the prefix of a watch", size(LIMITS.key_bytes)),
     ("watches of a job; changes a watch can look back on", f"{LIMITS.watches:,}; {LIMITS.history_events:,}"),
     ("keys for which requests of a job wait, counted once for each request", f"{LIMITS.waited_keys:,}"),

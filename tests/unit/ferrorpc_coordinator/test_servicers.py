@@ -10,9 +10,11 @@ import pytest
 from ferrorpc_coordinator import first_message
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SendQueue
-from ferrorpc_coordinator.servicers import CoordinatorServicer, compact
+from ferrorpc_coordinator.servicers import SMALL_ANSWER_BYTES, CoordinatorServicer, compact
+from ferrorpc_coordinator.unread import UNREAD_BYTES_MAX
 
 from benchmarks.floods import MEBIBYTE, resident_bytes
+from ferrorpc.errors import LimitExceededError
 from ferrorpc.v1 import error_pb2, rendezvous_pb2, session_pb2, store_pb2
 from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.status import TRAILER
@@ -70,7 +72,7 @@ class RememberingDriver:
     def disconnect(self, stream):
         pass
 
-    async def call(self, request, caller):
+    async def call(self, request, caller, hold):
         self.callers.append(caller)
         return store_pb2.StoreResponse()
 
@@ -91,6 +93,23 @@ def served(call, *, unary=False):
     except AbortedError:
         assert call.error is not None
     return driver
+
+
+def test_answers_are_counted_by_job_until_their_calls_end():
+    ends = []
+
+    class Answered(Call):
+        def add_done_callback(self, callback):
+            ends.append(callback)
+
+    hold, call = CoordinatorServicer(RememberingDriver(), Counters())._hold, Answered()
+    hold(call, "a", UNREAD_BYTES_MAX)
+    with pytest.raises(LimitExceededError, match="'a' leave unread"):
+        hold(call, "a", SMALL_ANSWER_BYTES + 1)
+    hold(call, "a", SMALL_ANSWER_BYTES)
+    hold(call, "b", UNREAD_BYTES_MAX)
+    ends[0](call)
+    hold(call, "a", UNREAD_BYTES_MAX)
 
 
 HELLO = session_pb2.ClientFrame(hello=session_pb2.Hello(job="a"))
