@@ -41,9 +41,12 @@ def as_text(response: StatusResponse, previous: PreviousStatus | None = None, ro
     position = response.position
     title, details = headline(response)
     kept = "journal on disk" if response.durable else "in memory"
-    parts = [
+    head = (
         f"job {response.job}  generation {position.generation}  cluster {position.cluster_id} epoch {position.epoch}  "
-        f"({kept}, coordinator {response.version})",
+        f"({kept}, coordinator {response.version})"
+    )
+    parts = [
+        escape_unprintable(head),
         "\n".join(escape_unprintable(line) for line in (title, details) if line),
         f"store: {_plural(response.store_keys, 'key')}, {_plural(response.store_bytes, 'byte')}",
     ]

@@ -72,6 +72,12 @@ def test_the_page_names_who_is_missing_at_a_barrier_and_why_generations_began_an
     assert "journal on disk" in text
 
 
+def test_what_the_coordinator_says_of_itself_is_shown_with_escapes():
+    clear = "\x1b[2J"
+    position = identity_pb2.Position(cluster_id=clear)
+    assert "\x1b" not in as_text(session_pb2.StatusResponse(job=clear, version=clear, position=position))
+
+
 def test_the_headline_says_how_the_job_is_in_the_words_of_the_status_page():
     def shown(**more):
         told = answer()
