@@ -11,7 +11,9 @@ certificate.
 from __future__ import annotations
 
 import hmac
+import re
 from dataclasses import dataclass, field
+from typing import Final
 
 from ferrorpc.errors import AuthenticationError, ConfigError, PermissionDeniedError
 from ferrorpc.v1 import session_pb2
@@ -20,6 +22,8 @@ from ferrorpc.wire.refusal_log import quoted
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
+
+_COMMENT: Final = re.compile(r"(?<!\S)#.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,13 @@ class Grant:
 
 
 def read_grants(text: str) -> tuple[Grant, ...]:
-    """Parses a token file: one token for everything, or lines "ROLE TOKEN" and "ROLE@JOB TOKEN". "#" begins a comment.
+    """Parses a token file: one token for everything, or lines "ROLE TOKEN" and "ROLE@JOB TOKEN". "#" begins a comment, but not
+    within a token.
 
     Raises:
         ConfigError: an invalid line, an unknown role, a token that is too short or listed twice. The message contains no token.
     """
-    lines = [line.split() for line in (raw.partition("#")[0] for raw in text.splitlines()) if line.strip()]
+    lines = [words for line in text.splitlines() if (words := _COMMENT.sub("", line).split())]
     if len(lines) == 1 and len(lines[0]) == 1 and lines[0][0].partition("@")[0] not in set(Role):
         lines = [[Role.ADMIN, *lines[0]]]  # else the token was forgotten, or is not written yet
     grants = tuple(_grant(number, words) for number, words in enumerate(lines, 1))

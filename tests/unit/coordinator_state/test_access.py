@@ -100,6 +100,12 @@ def test_one_line_with_a_role_is_a_list_of_one(length: int) -> None:
     assert read_grants(f"observer@a {token}\n") == (Grant(token, Identity.of("a", Role.OBSERVER)),)
 
 
+def test_only_what_stands_alone_begins_a_comment() -> None:
+    told = "worker a-token-with#in-it\t# a comment"
+    for text in (told, f"{told}\n#another a-long-enough-token", f"#another\n  {told}"):
+        assert [grant.token for grant in read_grants(text)] == ["a-token-with#in-it"]
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "# nothing", "short", "king a-long-enough-token", "worker", "coordinator a-long-enough-token", "worker short",
