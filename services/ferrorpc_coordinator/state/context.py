@@ -62,7 +62,7 @@ class SharedState:
         self.now = 0
         self.full = False
         self.last_heard = 0
-        """When the last frame or Hello came, whoever sent it. Unary calls, such as probes, may come from this very host."""
+        """When the last frame or Hello came, of any member. Strangers and unary calls, such as probes, may be on this host."""
         self.silence_ended = -1
         """When somebody was last heard of again, after nobody had been for several beats or all streams had ended."""
 

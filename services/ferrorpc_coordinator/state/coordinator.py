@@ -13,6 +13,7 @@ then answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from ferrorpc.errors import (
     AuthenticationError,
@@ -50,6 +51,9 @@ from ferrorpc_coordinator.state.job import TABLES, Job, sets_a_value, writes_or_
 from ferrorpc_coordinator.state.member import Member
 from ferrorpc_coordinator.state.running_time import RunningTime
 from ferrorpc_coordinator.state.settings import Settings
+
+_OF_STRANGERS: Final = (AuthenticationError, PermissionDeniedError, VersionMismatchError)
+"""Why a Hello is refused that is not of a member. From a stranger nobody is heard: he may be on the coordinator's own host."""
 
 
 class Coordinator:
@@ -117,7 +121,6 @@ class Coordinator:
     def _dispatch(self, event: Event) -> None:
         match event:
             case Received(stream, frame, full):
-                self._shared.heard()
                 self._shared.full = full
                 self._received(stream, frame)
             case Connected(stream, hello, caller):
@@ -148,7 +151,8 @@ class Coordinator:
             member, before = job.connect(stream, hello)
             self._keep(job)
         except FerroError as error:
-            self._shared.heard()
+            if not isinstance(error, _OF_STRANGERS):
+                self._shared.heard()
             refused = session_pb2.ServerFrame(event=session_pb2.Event(fenced=detail_of(error)))
             known = self._jobs.get(hello.job)
             self._shared.effects.send(None if known is None else known.context, stream, refused)
@@ -176,6 +180,7 @@ class Coordinator:
         known = self._streams.get(stream)
         if known is None:
             return
+        self._shared.heard()
         job, member = known
         if member.alive and member.stream == stream:
             job.receive(member, frame)

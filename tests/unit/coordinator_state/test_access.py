@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from ferrorpc_coordinator.state.access import Access, Grant, read_grants
 from ferrorpc_coordinator.state.effects import Note
-from ferrorpc_coordinator.state.events import UNKNOWN_CALLER, Called, Caller, Connected
+from ferrorpc_coordinator.state.events import UNKNOWN_CALLER, Called, Caller, Connected, Received
+from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import AuthenticationError, ConfigError, ErrorCode, PermissionDeniedError
 from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
@@ -134,6 +135,27 @@ def test_a_refusal_is_logged_with_the_address_and_cannot_add_lines_to_the_log() 
     assert "ipv4:1.2.3.4:5" in note.text
     assert "worker of job b" in note.text
     assert "\n" not in note.text + note.job
+
+
+@pytest.mark.parametrize(("hello", "spared"), [
+    (session_pb2.Hello(protocol_version=1, job="a", name="x", token="a-guess-of-a-token"), True),
+    (session_pb2.Hello(protocol_version=1, job="a", name="x", token=OTHER), True),
+    (session_pb2.Hello(protocol_version=2, job="a", name="x"), True),
+    (session_pb2.Hello(protocol_version=1, job="a", name="x", token=WORKER, resume_token="old"), False),
+], ids=["a guess", "of another job", "of another version", "a member that is refused"])  # fmt: skip
+def test_a_stranger_is_nobody_from_whom_a_coordinator_that_is_cut_off_hears(hello: session_pb2.Hello, spared: bool) -> None:
+    """It may be on the coordinator's own host."""
+    world = World(job="a", access=Access(read_grants(FILE)))
+    member = world.hello("m", token=WORKER)
+    world.tick(SECOND)
+    member.frozen = True
+    world.tick(5 * SECOND // 2)
+    world.cut("m")
+    for number in range(20):
+        world.tick(SECOND)
+        world.step(Connected(900 + number, hello, UNKNOWN_CALLER))
+        world.step(Received(900 + number, session_pb2.ClientFrame(beat={}), False))  # it does not read its refusal
+    assert world.coordinator.jobs["a"].members.living == spared
 
 
 def remove(world: World, name: str, token: str) -> object:
