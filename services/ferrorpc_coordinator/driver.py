@@ -26,7 +26,7 @@ from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc_coordinator.journal import Journal, Row
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SendQueue
-from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, SendMany, UnaryResponse
+from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, UnaryResponse
 from ferrorpc_coordinator.state.events import (
     UNKNOWN_CALLER,
     Called,
@@ -52,7 +52,7 @@ SLOW_COMMIT_NS: Final = 5_000_000_000
 LATE_TIMER_NS: Final = 1_000_000_000
 """A timer that fires later than this is logged, which explains what members saw meanwhile."""
 
-Outgoing = Send | SendMany | Reply | Close
+Outgoing = Send | Reply | Close
 
 
 class StateMachine(Protocol):
@@ -333,10 +333,6 @@ class Driver:
     def _release(self, effect: Outgoing) -> None:
         if isinstance(effect, Send):
             self._counters.observe(effect.frame)
-            if effect.stream in self._queues:
-                self._write(effect.stream, effect.frame.SerializeToString())
-        elif isinstance(effect, SendMany):
-            self._counters.observe(effect.frame)
             for stream, data in effect.encoded():
                 self._write(stream, data)
         elif isinstance(effect, Reply):
@@ -358,11 +354,10 @@ class Driver:
 
     def _recipients(self, effect: Outgoing) -> list[tuple[SendQueue, int]]:
         """The queues that an effect will write to, and how many bytes to each."""
-        if not isinstance(effect, Send | SendMany):
+        if not isinstance(effect, Send):
             return []
-        recipients = ((effect.stream, b""),) if isinstance(effect, Send) else effect.recipients
-        shared = effect.frame.ByteSize()
-        return [(self._queues[stream], shared + len(overlay)) for stream, overlay in recipients if stream in self._queues]
+        queues, shared = self._queues, effect.frame.ByteSize()
+        return [(queues[stream], shared + len(overlay)) for stream, overlay in effect.recipients if stream in queues]
 
     def _write(self, stream: int, data: bytes) -> None:
         queue = self._queues.get(stream)

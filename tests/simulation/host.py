@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ferrorpc_coordinator.state.coordinator import Coordinator
-from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, SendMany
+from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send
 from ferrorpc_coordinator.state.events import Connected, Event, Tick
 from ferrorpc_coordinator.state.settings import MILLISECOND, Settings
 
@@ -109,9 +109,7 @@ class Host:
 
     def _release(self, effect: Effect) -> None:
         match effect:
-            case Send(stream, frame):
-                self._deliver(stream, session_pb2.ServerFrame.FromString(frame.SerializeToString()))
-            case SendMany():
+            case Send():
                 for stream, data in effect.encoded():
                     self._deliver(stream, session_pb2.ServerFrame.FromString(data))
             case Close(stream):

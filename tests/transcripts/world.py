@@ -12,7 +12,7 @@ from typing import Any
 
 from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.coordinator import Coordinator
-from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, SendMany, UnaryResponse
+from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, UnaryResponse
 from ferrorpc_coordinator.state.events import (
     Called,
     Connected,
@@ -96,9 +96,7 @@ class World:
                     self.rows.pop((table, key), None)
                 else:
                     self.rows[table, key] = value
-            case Send(stream, frame):
-                self._deliver(stream, session_pb2.ServerFrame.FromString(frame.SerializeToString()))
-            case SendMany():
+            case Send():
                 for stream, data in effect.encoded():
                     self._deliver(stream, session_pb2.ServerFrame.FromString(data))
             case Note():

@@ -146,7 +146,7 @@ class JobContext:
         member.open_requests.discard(requester.number)
         self._remember_result(member, result)
         if member.stream is not None:
-            self.shared.effects.send(self, member.stream, session_pb2.ServerFrame(result=result))
+            self.shared.effects.send(self, session_pb2.ServerFrame(result=result), [(member.stream, b"")])
 
     def answer_many(self, requesters: Iterable[tuple[Requester, Message | None]], message: Answer) -> None:
         """Answers many requests with the same message, encoded once.
@@ -171,7 +171,7 @@ class JobContext:
         if recipients:
             frame = session_pb2.ServerFrame()
             frame.result.CopyFrom(_result_of(message))
-            self.shared.effects.send_many(self, frame, recipients)
+            self.shared.effects.send(self, frame, recipients)
 
     def resend(self, member: Member, number: int) -> bool:
         """Sends the kept answer of this request again; False if there is none."""
@@ -179,14 +179,14 @@ class JobContext:
         if result is None:
             return False
         if member.stream is not None:
-            self.shared.effects.send(self, member.stream, session_pb2.ServerFrame(result=result))
+            self.shared.effects.send(self, session_pb2.ServerFrame(result=result), [(member.stream, b"")])
         return True
 
     def push(self, members: Iterable[Member], event: session_pb2.Event) -> int:
         """Sends an event to those of these members that are connected; returns how many."""
         recipients = [(member.stream, b"") for member in members if member.stream is not None]
         if recipients:
-            self.shared.effects.send_many(self, session_pb2.ServerFrame(event=event), recipients)
+            self.shared.effects.send(self, session_pb2.ServerFrame(event=event), recipients)
         return len(recipients)
 
     def _remember_result(self, member: Member, result: session_pb2.Result) -> None:

@@ -155,7 +155,7 @@ class Coordinator:
                 self._shared.heard()
             refused = session_pb2.ServerFrame(event=session_pb2.Event(fenced=detail_of(error)))
             known = self._jobs.get(hello.job)
-            self._shared.effects.send(None if known is None else known.context, stream, refused)
+            self._shared.effects.send(None if known is None else known.context, refused, [(stream, b"")])
             self._shared.effects.close(stream)
             return
         self._shared.heard(first=not self._streams)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from ferrorpc_coordinator.state.durable_state import DurableState
-from ferrorpc_coordinator.state.effects import Close, Effect, Note, Reply, Send, SendMany, UnaryResponse
+from ferrorpc_coordinator.state.effects import Close, Effect, Note, Reply, Send, UnaryResponse
 
 
 class HasGeneration(Protocol):
@@ -20,15 +20,11 @@ class EffectBuffer:
 
     def __init__(self, durable_state: DurableState) -> None:
         self._durable_state = durable_state
-        self._effects: list[tuple[HasGeneration | None, Send | SendMany | Reply | Close | Note]] = []
+        self._effects: list[tuple[HasGeneration | None, Send | Reply | Close | Note]] = []
 
-    def send(self, job: HasGeneration | None, stream: int, frame: session_pb2.ServerFrame) -> None:
-        """Sends one frame to one stream."""
-        self._effects.append((job, Send(stream, frame)))
-
-    def send_many(self, job: HasGeneration, frame: session_pb2.ServerFrame, recipients: list[tuple[int, bytes]]) -> None:
-        """Sends one frame to many streams, each with its own overlay."""
-        self._effects.append((job, SendMany(frame, tuple(recipients))))
+    def send(self, job: HasGeneration | None, frame: session_pb2.ServerFrame, recipients: list[tuple[int, bytes]]) -> None:
+        """Sends one frame to these streams, each with its own overlay."""
+        self._effects.append((job, Send(frame, tuple(recipients))))
 
     def reply(self, job: HasGeneration | None, call: int, message: UnaryResponse | error_pb2.ErrorDetail) -> None:
         """Answers a unary call."""
@@ -51,7 +47,7 @@ class EffectBuffer:
             position = positions.get(generation)
             if position is None:
                 position = positions[generation] = self._position(generation)
-            if isinstance(effect, Send | SendMany):
+            if isinstance(effect, Send):
                 effect.frame.position.CopyFrom(position)
             elif isinstance(effect, Reply) and not isinstance(effect.message, error_pb2.ErrorDetail):
                 effect.message.position.CopyFrom(position)

@@ -18,15 +18,7 @@ UnaryResponse = session.StatusResponse | session.UnaryStoreResponse | session.Un
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send one frame on one stream."""
-
-    stream: int
-    frame: session.ServerFrame
-
-
-@dataclass(frozen=True, slots=True)
-class SendMany:
-    """Send nearly the same frame on many streams. It is encoded once, and completed for each recipient by its overlay.
+    """Send nearly the same frame on one or more streams. It is encoded once, and completed for each recipient by its overlay.
 
     In Protobuf, the concatenation of two encodings is the merge of the two messages. An overlay is the encoding of a
     ServerFrame with only the fields that differ, such as the request number; it is empty if none do.
@@ -83,6 +75,6 @@ class Note:
     """New state of the member that it is about, where that has changed."""
 
 
-Effect = Send | SendMany | Reply | Close | Persist | Note
+Effect = Send | Reply | Close | Persist | Note
 Row = tuple[str, str, bytes]
 """A durable row, as (table, key, value)."""

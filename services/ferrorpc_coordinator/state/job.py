@@ -335,7 +335,7 @@ class Job:
             resumed=admitted.resumed,
             durable=settings.durable,
         )
-        self.context.shared.effects.send(self.context, stream, session_pb2.ServerFrame(welcome=welcome))
+        self.context.shared.effects.send(self.context, session_pb2.ServerFrame(welcome=welcome), [(stream, b"")])
 
     def _catch_up(self, member: Member) -> None:
         """Sends a resumed member the events it missed that still matter."""

@@ -93,10 +93,10 @@ class Watches:
         recipients = [(watch.stream, _numbered(watch.number)) for watch in watches if watch.member.stream == watch.stream]
         if recipients:
             frame = session_pb2.ServerFrame(event=session_pb2.Event(store=event))
-            self._context.shared.effects.send_many(self._context, frame, recipients)
+            self._context.shared.effects.send(self._context, frame, recipients)
 
 
 def _numbered(number: int) -> bytes:
-    """What makes a frame with an event one for the watch of this number (see SendMany)."""
+    """What makes a frame with an event one for the watch of this number (see Send)."""
     event = session_pb2.Event(store=store_pb2.StoreEvent(watch_id=number))
     return session_pb2.ServerFrame(event=event).SerializeToString()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrorpc_coordinator.state.effects import Note, Persist, Send, SendMany
+from ferrorpc_coordinator.state.effects import Note, Persist, Send
 from ferrorpc_coordinator.state.events import Received
 
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, store_pb2
@@ -17,7 +17,7 @@ def test_an_overlay_completes_the_shared_frame() -> None:
     own = session_pb2.ServerFrame()
     own.result.sequence = 3
     own.result.join.rank = 2
-    sent = SendMany(shared, ((1, own.SerializeToString()), (2, b""))).encoded()
+    sent = Send(shared, ((1, own.SerializeToString()), (2, b""))).encoded()
     frames = {stream: session_pb2.ServerFrame.FromString(data) for stream, data in sent}
     assert (frames[1].result.sequence, frames[1].result.join.generation, frames[1].result.join.rank) == (3, 7, 2)
     assert [peer.name for peer in frames[1].result.join.peers] == ["a"]
@@ -84,11 +84,11 @@ def test_many_arrivals_are_answered_by_one_encoding() -> None:
     world = World()
     names = [f"m{number}" for number in range(200)]
     join(world, *names)
-    assert [type(effect) for effect in world.effects if not isinstance(effect, Persist | Note)] == [SendMany]
+    assert [type(effect) for effect in world.effects if not isinstance(effect, Persist | Note)] == [Send]
     assert sorted(client.rank for client in world.clients.values()) == list(range(200))
     for name in names:
         arrive(world, name, "epoch", payload=name.encode())
-    many = [effect for effect in world.effects if isinstance(effect, SendMany)]
+    many = [effect for effect in world.effects if isinstance(effect, Send)]
     assert [len(effect.recipients) for effect in many] == [200]
     for client in world.clients.values():
         assert list(client.results[client.sequence].barrier.payloads) == [name.encode() for name in names]

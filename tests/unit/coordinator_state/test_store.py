@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ferrorpc_coordinator.state.effects import Send, SendMany
+from ferrorpc_coordinator.state.effects import Send
 from ferrorpc_coordinator.state.events import Called, Cancelled, Received
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
@@ -381,7 +381,7 @@ def test_a_retried_write_is_answered_though_the_disk_is_full_now(restarted: bool
 
 def copies_of(world: World, value: bytes) -> int:
     """How many frames of the last step contain this value."""
-    frames = [effect.frame for effect in world.effects if isinstance(effect, Send | SendMany)]
+    frames = [effect.frame for effect in world.effects if isinstance(effect, Send)]
     return sum(value in (frame.event.store.value, frame.result.store.value) for frame in frames)
 
 

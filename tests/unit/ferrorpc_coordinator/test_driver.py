@@ -9,7 +9,7 @@ import pytest
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
-from ferrorpc_coordinator.state.effects import Close, Note, Persist, Reply, Send, SendMany
+from ferrorpc_coordinator.state.effects import Close, Note, Persist, Reply, Send
 from ferrorpc_coordinator.state.events import Called, Cancelled, Connected, Disconnected, Received, Tick
 
 from ferrorpc.errors import CoordinatorUnavailableError
@@ -56,6 +56,10 @@ def frame(text):
     return result
 
 
+def send(stream, sent):
+    return Send(sent, ((stream, b""),))
+
+
 def texts(queue):
     return [session_pb2.ServerFrame.FromString(data).event.fenced.message for data in queue._frames]
 
@@ -92,12 +96,8 @@ async def turns(count=3):
 
 @driven
 async def test_without_a_journal_nothing_waits(make):
-    def script(event):
-        if isinstance(event, Received):
-            return [Persist("t", "k", b"v"), Send(event.stream, frame("done"))]
-        return []
-
-    driver, _ = make(script)
+    effects = [Persist("t", "k", b"v"), send(1, frame("done"))]
+    driver, _ = make(lambda event: effects if isinstance(event, Received) else [])
     queue = driver.connect(session_pb2.Hello())
     driver.receive(queue.stream, session_pb2.ClientFrame())
     assert texts(queue) == ["done"]
@@ -107,10 +107,10 @@ async def test_without_a_journal_nothing_waits(make):
 async def test_a_frame_waits_for_every_row_decided_before_it(make):
     answers = iter(
         [
-            [Send(1, frame("before any row"))],
-            [Persist("t", "a", b"1"), Send(1, frame("with a"))],
-            [Send(1, frame("after a, decides no row"))],
-            [Persist("t", "b", b"2"), Send(1, frame("with b"))],
+            [send(1, frame("before any row"))],
+            [Persist("t", "a", b"1"), send(1, frame("with a"))],
+            [send(1, frame("after a, decides no row"))],
+            [Persist("t", "b", b"2"), send(1, frame("with b"))],
         ]
     )
     journal = ManualJournal()
@@ -216,7 +216,7 @@ async def test_a_shared_frame_reaches_each_recipient_with_its_own_overlay(make):
     def script(event):
         if isinstance(event, Received):
             overlays = [(stream, session_pb2.ServerFrame(result={"sequence": stream}).SerializeToString()) for stream in (1, 2)]
-            return [SendMany(session_pb2.ServerFrame(result={"barrier": {"spread_ms": 7}}), (*overlays, (99, b"")))]
+            return [Send(session_pb2.ServerFrame(result={"barrier": {"spread_ms": 7}}), (*overlays, (99, b"")))]
         return []
 
     driver, _ = make(script)
@@ -231,7 +231,7 @@ async def test_a_shared_frame_reaches_each_recipient_with_its_own_overlay(make):
 @driven
 async def test_close_ends_the_stream_after_what_was_sent(make):
     driver, _ = make(
-        lambda event: [Send(event.stream, frame("bye")), Close(event.stream)] if isinstance(event, Connected) else []
+        lambda event: [send(event.stream, frame("bye")), Close(event.stream)] if isinstance(event, Connected) else []
     )
     queue = driver.connect(session_pb2.Hello())
     written = []
@@ -247,7 +247,7 @@ async def test_close_ends_the_stream_after_what_was_sent(make):
 @driven
 async def test_a_client_that_does_not_read_is_disconnected(make):
     large = frame("x" * (1 << 20))
-    driver, state_machine = make(lambda event: [Send(event.stream, large)] if isinstance(event, Received) else [])
+    driver, state_machine = make(lambda event: [send(event.stream, large)] if isinstance(event, Received) else [])
     queue = driver.connect(session_pb2.Hello())
     for _ in range(SEND_QUEUE_BYTES_MAX // (1 << 20) + 1):
         driver.receive(1, session_pb2.ClientFrame())
@@ -264,7 +264,7 @@ async def test_a_client_that_does_not_read_is_disconnected(make):
 @mock.patch("ferrorpc_coordinator.send_queue.ROOM_WAIT_SECONDS", 600.0)  # so that only writing makes room
 async def test_requests_of_a_client_are_not_read_while_much_is_queued_for_it(make):
     journal = ManualJournal()
-    answer = [Persist("t", "a", b"1"), Send(1, frame("x" * (1 << 20)))]
+    answer = [Persist("t", "a", b"1"), send(1, frame("x" * (1 << 20)))]
     driver, _ = make(lambda event: answer if isinstance(event, Received) else [], journal)
     queue = driver.connect(session_pb2.Hello())
     for _ in range(3):
@@ -288,7 +288,7 @@ async def test_requests_of_a_client_are_not_read_while_much_is_queued_for_it(mak
 @driven
 async def test_a_client_is_read_now_and_then_while_a_stuck_disk_holds_its_answers(make):
     journal = ManualJournal()
-    answer = [Persist("t", "a", b"1"), Send(1, frame("x" * (3 << 20)))]
+    answer = [Persist("t", "a", b"1"), send(1, frame("x" * (3 << 20)))]
     driver, _ = make(lambda event: answer if isinstance(event, Received) else [], journal)
     queue = driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
@@ -401,11 +401,11 @@ async def test_an_exception_in_the_state_stops_everything(make):
 
 @driven
 async def test_an_exception_while_sending_stops_everything_too(make):
-    class Unwritable(SendMany):
+    class Unwritable(Send):
         def encoded(self):
             raise ValueError("a bug")
 
-    effects = [Persist("t", "a", b"1"), Unwritable(frame("to all"), ((1, b""),)), Send(1, frame("never"))]
+    effects = [Persist("t", "a", b"1"), Unwritable(frame("to all"), ((1, b""),)), send(1, frame("never"))]
     journal = ManualJournal()
     driver, _ = make(lambda event: effects if isinstance(event, Received) else [], journal)
     queue = driver.connect(session_pb2.Hello())
@@ -423,7 +423,7 @@ async def test_a_cause_of_a_later_version_is_sent_and_counted(make):
     broken = session_pb2.ServerFrame()
     broken.event.broken.cause.code = 9999
     note = Note("job", "broken", "generation 1 broken", -1, 1, code=9999)
-    driver, _ = make(lambda event: [note, Send(1, broken)] if isinstance(event, Received) else [])
+    driver, _ = make(lambda event: [note, send(1, broken)] if isinstance(event, Received) else [])
     queue = driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
     assert len(queue) == 1
@@ -473,7 +473,7 @@ async def test_a_pause_of_the_process_is_not_logged_as_a_stuck_disk(make):
 async def test_a_journal_that_fails_stops_everything_and_releases_nothing(make):
     journal = ManualJournal()
     driver, _ = make(
-        lambda event: [Persist("t", "k", b""), Send(1, frame("promised"))] if isinstance(event, Connected) else [], journal
+        lambda event: [Persist("t", "k", b""), send(1, frame("promised"))] if isinstance(event, Connected) else [], journal
     )
     queue = driver.connect(session_pb2.Hello())
     await turns()
