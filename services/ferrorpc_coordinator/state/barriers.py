@@ -91,6 +91,11 @@ class Barrier:
         """Whether all participants have arrived."""
         return len(self.arrivals) == self.participants.size
 
+    @property
+    def requesters(self) -> list[Requester]:
+        """Who waits for its outcome."""
+        return [arrival.requester for arrival in self.arrivals.values()]
+
 
 class Barriers:
     """All open barriers of a job, and the last outcomes."""
@@ -117,7 +122,7 @@ class Barriers:
         known = self._outcomes.get(key)
         if known is not None:
             self._check_agreement(key, requester, participants, known[0])
-            self._context.answer_many([(requester, None)], known[1])
+            self._context.answer_many([requester], known[1])
             return
         barrier = self._open.get(key)
         if barrier is None:
@@ -189,7 +194,7 @@ class Barriers:
         """A generation is over: its open barriers fail with the cause, and its outcomes are forgotten."""
         for key, barrier in [item for item in self._open.items() if item[1].generation is generation]:
             self._close(key)
-            self._context.answer_many([(arrival.requester, None) for arrival in barrier.arrivals.values()], cause)
+            self._context.answer_many(barrier.requesters, cause)
         for key in [key for key in self._outcomes if key.generation == generation.number]:
             self._forget(key)
 
@@ -279,7 +284,7 @@ class Barriers:
 
     def _finish(self, key: Key, barrier: Barrier, outcome: Outcome) -> None:
         self._close(key)
-        self._context.answer_many([(arrival.requester, None) for arrival in barrier.arrivals.values()], outcome)
+        self._context.answer_many(barrier.requesters, outcome)
         self._remember(key, barrier.participants, outcome)
 
     def _close(self, key: Key) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import zip_longest
+from typing import Final
 
 from google.protobuf.message import Message
 
@@ -19,21 +20,11 @@ from ferrorpc.v1 import (
 from ferrorpc_coordinator.state.deadlines import Deadlines
 from ferrorpc_coordinator.state.durable_state import DurableState
 from ferrorpc_coordinator.state.effect_buffer import EffectBuffer
-from ferrorpc_coordinator.state.effects import UnaryResponse
+from ferrorpc_coordinator.state.effects import Answer, UnaryResponse
 from ferrorpc_coordinator.state.member import Member
 from ferrorpc_coordinator.state.occurrences import OccurrenceLog
 from ferrorpc_coordinator.state.settings import Limits, Settings
 
-Answer = (
-    error_pb2.ErrorDetail
-    | rendezvous_pb2.JoinResponse
-    | rendezvous_pb2.LeaveResponse
-    | barrier_pb2.BarrierResponse
-    | store_pb2.StoreResponse
-    | nccl_pb2.CommBootstrapResponse
-    | session_pb2.ReportResponse
-    | session_pb2.DescribeResponse
-)
 _OUTCOME: Final[dict[type[Message], str]] = {
     error_pb2.ErrorDetail: "error",
     rendezvous_pb2.JoinResponse: "join",
@@ -137,26 +128,21 @@ class JobContext:
 
     def answer(self, requester: Requester, message: Answer) -> None:
         """Answers one request. A session's answer is kept for a while, in case the client repeats the request."""
-        member = requester.member
-        if member is None:
-            self.shared.effects.reply(self, requester.number, _unary_response(message))
-            return
-        result = _result_of(message)
-        result.sequence = requester.number
-        member.open_requests.discard(requester.number)
-        self._remember_result(member, result)
-        if member.stream is not None:
-            self.shared.effects.send(self, session_pb2.ServerFrame(result=result), [(member.stream, b"")])
+        if requester.member is not None:
+            self._remember(requester.member, requester.number, message)
+        self.answer_many([requester], message)
 
-    def answer_many(self, requesters: Iterable[tuple[Requester, Message | None]], message: Answer) -> None:
+    def answer_many(self, requesters: Iterable[Requester], message: Answer, own: Iterable[Message] = ()) -> None:
         """Answers many requests with the same message, encoded once.
 
-        Each requester comes with the fields in which its answer differs, or None. These answers are not kept with the sessions:
-        the caller must keep the outcome to answer a repeated request.
+        These answers are not kept with the sessions: the caller must keep the outcome to answer a repeated request.
+
+        Args:
+            own: for each requester, the fields in which its answer differs; none if all answers are the same.
         """
         recipients: list[tuple[int, bytes]] = []
         field = _OUTCOME[type(message)]
-        for requester, own in requesters:
+        for requester, differing in zip_longest(requesters, own):
             member = requester.member
             if member is None:
                 self.shared.effects.reply(self, requester.number, _unary_response(message))
@@ -165,22 +151,20 @@ class JobContext:
             if member.stream is not None:
                 overlay = session_pb2.ServerFrame()
                 overlay.result.sequence = requester.number
-                if own is not None:
-                    getattr(overlay.result, field).CopyFrom(own)
+                if differing is not None:
+                    getattr(overlay.result, field).CopyFrom(differing)
                 recipients.append((member.stream, overlay.SerializeToString()))
         if recipients:
             frame = session_pb2.ServerFrame()
-            frame.result.CopyFrom(_result_of(message))
+            getattr(frame.result, field).CopyFrom(message)
             self.shared.effects.send(self, frame, recipients)
 
     def resend(self, member: Member, number: int) -> bool:
         """Sends the kept answer of this request again; False if there is none."""
-        result = member.results.get(number)
-        if result is None:
-            return False
-        if member.stream is not None:
-            self.shared.effects.send(self, session_pb2.ServerFrame(result=result), [(member.stream, b"")])
-        return True
+        kept = member.answers.get(number)
+        if kept is not None:
+            self.answer_many([Requester(number, member, member.client)], kept)
+        return kept is not None
 
     def push(self, members: Iterable[Member], event: session_pb2.Event) -> int:
         """Sends an event to those of these members that are connected; returns how many."""
@@ -189,20 +173,15 @@ class JobContext:
             self.shared.effects.send(self, session_pb2.ServerFrame(event=event), recipients)
         return len(recipients)
 
-    def _remember_result(self, member: Member, result: session_pb2.Result) -> None:
-        size = result.ByteSize()
+    def _remember(self, member: Member, number: int, answer: Answer) -> None:
+        size = answer.ByteSize()
         if size > self.limits.remembered_result_bytes:
             return
-        member.results[result.sequence] = result
-        member.result_bytes += size
-        while len(member.results) > self.limits.remembered_results or member.result_bytes > self.limits.remembered_result_bytes:
-            _, oldest = member.results.popitem(last=False)
-            member.result_bytes -= oldest.ByteSize()
-
-
-def _result_of(message: Answer) -> session_pb2.Result:
-    fields: dict[str, Any] = {_OUTCOME[type(message)]: message}
-    return session_pb2.Result(**fields)
+        member.answers[number] = answer
+        member.answer_bytes += size
+        while len(member.answers) > self.limits.remembered_results or member.answer_bytes > self.limits.remembered_result_bytes:
+            _, oldest = member.answers.popitem(last=False)
+            member.answer_bytes -= oldest.ByteSize()
 
 
 def _unary_response(message: Answer) -> UnaryResponse | error_pb2.ErrorDetail:

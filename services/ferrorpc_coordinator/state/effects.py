@@ -11,9 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ferrorpc.v1 import error_pb2, session_pb2 as session
+from ferrorpc.v1 import barrier_pb2, error_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as session, store_pb2
 
 UnaryResponse = session.StatusResponse | session.UnaryStoreResponse | session.UnaryBarrierResponse | session.UnaryReportResponse
+Answer = (
+    error_pb2.ErrorDetail
+    | rendezvous_pb2.JoinResponse
+    | rendezvous_pb2.LeaveResponse
+    | barrier_pb2.BarrierResponse
+    | store_pb2.StoreResponse
+    | nccl_pb2.CommBootstrapResponse
+    | session.ReportResponse
+    | session.DescribeResponse
+)
+"""What a request of a session can be answered with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,8 +282,8 @@ class Job:
                 self.generations.end(generation, "all its members left")
         self.store.client_gone(member.client)
         member.open_requests.clear()
-        member.results.clear()
-        member.result_bytes = 0
+        member.answers.clear()
+        member.answer_bytes = 0
         if not self.members.living:
             self.store.watches.forget_until(self.context.durable_state.revision)
         self.rendezvous.review()

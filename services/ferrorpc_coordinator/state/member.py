@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, unique
 
 from ferrorpc.v1 import identity_pb2, journal_pb2, session_pb2
+from ferrorpc_coordinator.state.effects import Answer
 
 
 @unique
@@ -65,8 +66,9 @@ class Member:
     links: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Peer's world rank -> (kind of link, bytes sent to it in this generation)."""
     open_requests: set[int] = field(default_factory=set)
-    results: OrderedDict[int, session_pb2.Result] = field(default_factory=OrderedDict)
-    result_bytes: int = 0
+    answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
+    """By the numbers of its requests, for repeated ones."""
+    answer_bytes: int = 0
     revision: int = 0
     """That of its journal row: for one that has gone, the revision at which it went."""
 

@@ -82,7 +82,7 @@ class NcclIdRelay:
         if exchange.outcome is None:
             self._offer(key, exchange, rank, request)
         if exchange.outcome is not None:
-            self._context.answer_many([(requester, None)], exchange.outcome)
+            self._context.answer_many([requester], exchange.outcome)
             return
         before = exchange.waiting.get(rank)
         if before is not None:
@@ -133,7 +133,7 @@ class NcclIdRelay:
         exchange.outcome = outcome
         for rank in exchange.waiting:
             self._context.disarm(("bootstrap", key, rank))
-        self._context.answer_many([(requester, None) for requester in exchange.waiting.values()], outcome)
+        self._context.answer_many(exchange.waiting.values(), outcome)
         exchange.waiting.clear()
 
     def _fail_if_impossible(self, key: Key, exchange: Exchange, generation: Generation) -> bool:

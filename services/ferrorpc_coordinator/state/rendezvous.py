@@ -265,11 +265,8 @@ class Rendezvous:
             known.clear()
         for pending in chosen:
             self.withdraw(pending.member)
-        requesters = [
-            (pending.requester, rendezvous_pb2.JoinResponse(rank=rank) if rank else None)
-            for rank, pending in enumerate(in_order)
-        ]
-        self._context.answer_many(requesters, response)
+        own = (rendezvous_pb2.JoinResponse(rank=rank) for rank in range(len(in_order)))
+        self._context.answer_many((pending.requester for pending in in_order), response, own)
         if self._announced:
             self._announced = None
 

@@ -108,7 +108,7 @@ class Store:
             self._context.answer(requester, response)
             return
         # The answer is not kept for a repeated request: that comes on another stream, and this watch ends with its own.
-        self._context.answer_many([(requester, None)], response)
+        self._context.answer_many([requester], response)
         if operation.from_revision:
             self.watches.replay(response.watch_id, operation.from_revision)
 
@@ -298,7 +298,7 @@ class Store:
             return
         response = store_pb2.StoreResponse(found=True, value=entry.value, revision=entry.revision)
         if len(entry.value) > self._context.limits.remembered_result_bytes:
-            self._context.answer_many([(reader, None) for reader in readers], response)
+            self._context.answer_many(readers, response)
         else:
             for reader in readers:
                 self._context.answer(reader, response)

@@ -399,9 +399,9 @@ def test_kept_answers_of_a_session_are_limited_in_bytes_and_a_larger_one_is_give
         set_(world, "a", "k", bytes(size))
         get = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k"))
         number = world.ask("a", store=get)
-        assert member.result_bytes == sum(result.ByteSize() for result in member.results.values()) <= 1_000
-    assert number not in member.results
-    assert member.results, "the smaller ones before it are still there"
+        assert member.answer_bytes == sum(answer.ByteSize() for answer in member.answers.values()) <= 1_000
+    assert number not in member.answers
+    assert member.answers, "the smaller ones before it are still there"
     del world.clients["a"].results[number]
     world.step(Received(world.clients["a"].stream or 0, session_pb2.ClientFrame(sequence=number, store=get)))
     assert len(world.clients["a"].results[number].store.value) == 2_000
@@ -469,4 +469,4 @@ def test_nothing_grows_without_bound() -> None:
     assert len(job.store.watches._history) == 32
     member = job.members.get("a")
     assert member is not None
-    assert len(member.results) <= limits.remembered_results
+    assert len(member.answers) <= limits.remembered_results

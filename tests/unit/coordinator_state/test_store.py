@@ -321,7 +321,7 @@ def test_of_a_job_that_has_ended_only_its_keys_are_kept() -> None:
     events = [event.store for event in world.clients["b"].events if event.HasField("store")]
     assert [event.value for event in events] == [b"first", b"second"], "others may still ask for them"
     world.ask("b", leave=rendezvous_pb2.LeaveRequest())
-    assert [len(member.results) for member in members] == [0, 0]
+    assert [len(member.answers) for member in members] == [0, 0]
     world.hello("c")
     store(world, "c", watch=store_pb2.WatchOperation(prefix="k", from_revision=1))
     assert [event.store.compacted for event in world.clients["c"].events if event.HasField("store")] == [True]
