@@ -248,7 +248,7 @@ class Transcript:
 
     def do_story(self, words: list[str], options: dict[str, str]) -> None:
         """The log entries since the last `story`, and the stragglers."""
-        status = self.world.coordinator.jobs[self.world.job].status("", durable=True)
+        status = self.world.coordinator.jobs[self.world.job].status()
         for entry in status.occurrences:
             if entry.number > self._told:
                 about = f" [rank {entry.rank}]" if entry.rank >= 0 else ""

@@ -148,7 +148,7 @@ class Barriers:
         """How long the oldest open barrier has waited; 0 if none is open."""
         return max((self._context.now - barrier.since for barrier in self._open.values()), default=0)
 
-    def status(self, after: int = 0) -> Iterator[session_pb2.BarrierStatus]:
+    def status(self, after: int) -> Iterator[session_pb2.BarrierStatus]:
         """The open barriers, oldest first, without the first `after`."""
         for key, barrier in islice(self._open.items(), after, None):
             arrived = sorted((rank, arrival.since) for rank, arrival in barrier.arrivals.items() if isinstance(rank, int))

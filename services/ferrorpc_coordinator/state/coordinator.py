@@ -204,7 +204,7 @@ class Coordinator:
             self._authorize(caller, request.token, request.job, required_role(request), f"a {type(request).__name__}")
             if isinstance(request, session_pb2.StatusRequest):
                 job = self._known_job(request, caller)
-                page = job.status_page(self.settings.version, self.settings.durable, request.after)
+                page = job.status(request.after, self.settings.limits.status_page_bytes)
                 self._shared.effects.reply(job.context, call, page)
             elif isinstance(request, session_pb2.UnaryReportRequest):
                 removes = request.request.HasField("removal")

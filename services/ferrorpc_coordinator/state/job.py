@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import chain
 from signal import Signals
@@ -375,17 +376,9 @@ class Job:
         self.store.erase()
         self.barriers.erase()
 
-    def status(self, version: str, durable: bool) -> session_pb2.StatusResponse:
-        """The job's full status."""
-        status = self._status_without_lists(version, durable)
-        status.barriers.extend(self.barriers.status())
-        status.members.extend(self._members_status())
-        return status
-
-    def status_page(self, version: str, durable: bool, after: int) -> session_pb2.StatusResponse:
-        """The page of the status that begins after this many barriers and members."""
-        page = session_pb2.StatusResponse(job=self.context.job) if after else self._status_without_lists(version, durable)
-        room = self.context.limits.status_page_bytes
+    def status(self, after: int = 0, room: float = math.inf) -> session_pb2.StatusResponse:
+        """The job's status, or its page that begins after this many barriers and members and has `room` bytes for more."""
+        page = session_pb2.StatusResponse(job=self.context.job) if after else self._status_without_lists()
         members = self._members_status(max(0, after - len(self.barriers)))
         parts: Iterator[session_pb2.BarrierStatus | identity_pb2.Member] = chain(self.barriers.status(after), members)
         for part in parts:
@@ -399,22 +392,22 @@ class Job:
                 page.barriers.append(part)
         return page
 
-    def _status_without_lists(self, version: str, durable: bool) -> session_pb2.StatusResponse:
+    def _status_without_lists(self) -> session_pb2.StatusResponse:
         """The status without barriers and members."""
-        keyspace = self.store.keyspace
+        keyspace, settings = self.store.keyspace, self.context.settings
         return session_pb2.StatusResponse(
             job=self.context.job,
             generations=self.generations.status(),
             store_keys=len(keyspace),
             store_bytes=keyspace.bytes,
-            durable=durable,
-            version=version,
+            durable=settings.durable,
+            version=settings.version,
             waiting_reason=self.rendezvous.waiting_reason(),
             occurrences=self.context.occurrences.status(),
             stragglers=self.barriers.stragglers(),
         )
 
-    def _members_status(self, after: int = 0) -> Iterator[identity_pb2.Member]:
+    def _members_status(self, after: int) -> Iterator[identity_pb2.Member]:
         """The members in rank order without the first `after`, each with an equal share of the links that fit into a status."""
         by_rank = sorted(self.members, key=lambda member: (member.rank < 0, member.rank))
         most = max(1, self.context.limits.status_links // max(1, len(by_rank)))

@@ -51,8 +51,7 @@ class CoordinatorView:
     def state(self, job: Job) -> dict[str, Any]:
         """A job's status as JSON."""
         self.tick()
-        settings = self.coordinator.settings
-        status = job.status(settings.version, settings.durable)
+        status = job.status()
         status.position.CopyFrom(
             identity_pb2.Position(
                 cluster_id=self.coordinator.cluster_id, epoch=self.coordinator.epoch, generation=job.context.newest_generation

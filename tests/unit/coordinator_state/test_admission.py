@@ -52,7 +52,7 @@ def test_what_others_are_told_of_a_member_is_printable() -> None:
     beat = session_pb2.Beat(step=1, generation=1, activity="all_reduce\x1b[2J")
     world.step(Received(world.clients["b"].stream or 0, session_pb2.ClientFrame(beat=beat)))
     world.ask("b", leave={"reason": "boom\x1b[2J\nall is well"})
-    members = world.coordinator.jobs["job"].status("", durable=True).members
+    members = world.coordinator.jobs["job"].status().members
     (told,) = [member for member in members if member.name == "b"]
     assert (told.activity, told.reason) == (r"all_reduce\x1b[2J", r"boom\x1b[2J\nall is well")
 

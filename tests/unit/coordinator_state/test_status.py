@@ -20,7 +20,7 @@ def world_of(size: int, **limits: int) -> World:
 
 
 def status_of(world: World) -> session_pb2.StatusResponse:
-    return world.coordinator.jobs[world.job].status("1", durable=True)
+    return world.coordinator.jobs[world.job].status()
 
 
 def beat(world: World, rank: int, **fields: object) -> None:
