@@ -358,7 +358,9 @@ class Simulation:
                 connected = member.liveness in (Liveness.PRESENT, Liveness.STALLED)
                 if connected != (member.stream is not None):
                     raise Violation(f"{member} is {member.liveness.value} with stream {member.stream}")
-                if member.rank >= 0 and (newest is None or not newest.includes(member)):
+                if member.rank >= 0 and (
+                    newest is None or (newest.number, newest.members[member.rank]) != (member.generation, member)
+                ):
                     raise Violation(f"{member} has rank {member.rank}, which is not its own")
             if newest is not None and not newest.over and any(m.liveness is Liveness.DEAD for m in newest.members):
                 raise Violation(f"generation {newest.number} goes on with a dead member")

@@ -64,10 +64,6 @@ class Generation:
         """Its members that are neither dead nor departed."""
         return [member for member in self.members if member.alive]
 
-    def includes(self, member: Member) -> bool:
-        """Whether this process has a rank here."""
-        return member.generation == self.number and 0 <= member.rank < len(self.members) and self.members[member.rank] is member
-
     def row(self) -> journal_pb2.GenerationRow:
         """The journal row."""
         row = journal_pb2.GenerationRow(
@@ -109,7 +105,7 @@ class Generations:
             Refused: it is broken; contains its first cause.
         """
         newest = self.newest
-        if newest is None or newest.number != number or not newest.includes(member):
+        if newest is None or newest.number != number or member.rank < 0:
             has = "none" if newest is None else str(newest.number)
             raise StaleGenerationError(
                 f"{member} named generation {number}, in which it has no rank now; the newest generation is {has}",

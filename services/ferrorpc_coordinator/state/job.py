@@ -261,7 +261,7 @@ class Job:
     def _open_generation_of(self, member: Member) -> Generation | None:
         """The newest generation, if the member has a rank in it and it is not over."""
         newest = self.generations.newest
-        return newest if newest is not None and newest.includes(member) and not newest.over else None
+        return newest if newest is not None and member.rank >= 0 and not newest.over else None
 
     def _break_generation_of(self, member: Member, reason: str) -> None:
         generation = self._open_generation_of(member)
@@ -321,7 +321,7 @@ class Job:
         newest = self.generations.newest
         if newest is None or newest.over:
             return 0
-        changed = [member for member in changed if newest.includes(member)]
+        changed = [member for member in changed if member.rank >= 0]
         alone = changed[0] if len(changed) == 1 else None
         others = [member for member in newest.members if member is not alone]
         return max((self.context.push(others, event) for event in self.members.state_events(changed)), default=0)
@@ -341,7 +341,7 @@ class Job:
     def _catch_up(self, member: Member) -> None:
         """Sends a resumed member the events it missed that still matter."""
         newest = self.generations.newest
-        if newest is None or not newest.includes(member):
+        if newest is None or member.rank < 0:
             return
         if newest.broken is not None:
             self.context.push([member], session_pb2.Event(broken=newest.broken))

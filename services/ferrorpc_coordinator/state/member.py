@@ -28,8 +28,8 @@ class Liveness(Enum):
 class Member:
     """What the coordinator knows of one process. Times are in nanoseconds of running time.
 
-    Invariants: `stream` is not None exactly while PRESENT or STALLED; `rank` is -1 or the rank in generation `generation`,
-    which is then the job's newest; DEAD and LEFT are final.
+    Invariants: `stream` is not None exactly while PRESENT or STALLED; with a rank, `generation` is the job's newest; DEAD
+    and LEFT are final.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Member:
     spared: bool = False
     """It would be dead, but nobody else is heard of either, so the coordinator may be cut off."""
     rank: int = -1
+    """Its rank in the newest generation; -1 if it has none there."""
     generation: int = 0
     pinned: bool = False
     last_rank: int = -1

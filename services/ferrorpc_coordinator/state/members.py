@@ -106,7 +106,7 @@ class Members:
         state = _STATES.get(member.liveness)
         if state is not None:
             return state
-        if member.generation == self._context.newest_generation and member.rank >= 0:
+        if member.rank >= 0:
             return identity_pb2.MEMBER_STATE_ACTIVE
         return identity_pb2.MEMBER_STATE_JOINING if joining else identity_pb2.MEMBER_STATE_WAITING
 

@@ -108,7 +108,7 @@ class Rendezvous:
             ConfigError: it contradicts another request; both are named.
         """
         newest = self._generations.newest
-        if newest is not None and newest.includes(member) and request.after_generation < newest.number:
+        if newest is not None and member.rank >= 0 and request.after_generation < newest.number:
             self._context.answer(requester, self._response(newest, member.rank))
             if newest.broken is not None:
                 self._context.push([member], session_pb2.Event(broken=newest.broken))
@@ -122,7 +122,7 @@ class Rendezvous:
             self.refused(member.name, error)
             raise
         self._refused.pop(member.name, None)
-        if newest is not None and newest.includes(member):
+        if newest is not None and member.rank >= 0:
             newest.reforming.add(member.rank)
         before = self._pending.pop(member.name, None)
         if before is not None:
@@ -204,7 +204,7 @@ class Rendezvous:
             return None
         newest, not_joining = self._generations.newest, self._not_joining()
         if not_joining and newest is not None:
-            has_survivor = any(newest.includes(pending.member) for pending in ready)
+            has_survivor = any(pending.member.rank >= 0 for pending in ready)
             if first.fixed or not newest.over or not has_survivor:
                 self._cancel_last_call()
                 return None
@@ -216,10 +216,7 @@ class Rendezvous:
 
     def _choose(self, ready: list[PendingJoin], most: int) -> list[PendingJoin]:
         """Members of the newest generation first, then those with pinned ranks, then in order of arrival."""
-        newest = self._generations.newest
-        order = sorted(
-            ready, key=lambda pending: (newest is None or not newest.includes(pending.member), pending.request.pinned_rank < 0)
-        )
+        order = sorted(ready, key=lambda pending: (pending.member.rank < 0, pending.request.pinned_rank < 0))
         kept = set(map(id, order[:most]))
         return [pending for pending in ready if id(pending) in kept]
 
@@ -277,9 +274,8 @@ class Rendezvous:
             self._context.answer(pending.requester, detail_of(error))
 
     def _claim(self, pending: PendingJoin) -> Claim:
-        member, newest = pending.member, self._generations.newest
-        current = member.rank if newest is not None and newest.includes(member) else -1
-        return Claim(member.host, pending.request.pinned_rank, current, member.last_rank, pending.request.hinted_rank)
+        member, request = pending.member, pending.request
+        return Claim(member.host, request.pinned_rank, member.rank, member.last_rank, request.hinted_rank)
 
     def _response(self, generation: Generation, rank: int) -> rendezvous_pb2.JoinResponse:
         response = rendezvous_pb2.JoinResponse(
@@ -306,7 +302,7 @@ class Rendezvous:
         newest = self._generations.newest
         if newest is None:
             return []
-        waiting = [pending for pending in self._pending.values() if not newest.includes(pending.member)]
+        waiting = [pending for pending in self._pending.values() if pending.member.rank < 0]
         room = max(0, waiting[0].size[1] - len(newest.living)) if waiting else 0
         return [pending.member.name for pending in sorted(waiting, key=lambda pending: pending.request.pinned_rank < 0)[:room]]
 
@@ -341,7 +337,7 @@ class Rendezvous:
         counts: who asks for another is refused, also if they came before, while nobody was connected. Otherwise the first's."""
         size, newest, job = (request.policy.min_size, request.policy.max_size), self._generations.newest, self._context.job
         holder = None if newest is None else _who_holds(newest, member)
-        if newest is not None and holder is not None and not newest.includes(member):
+        if newest is not None and holder is not None and member.rank < 0:
             wanted = newest.policy.min_size, newest.policy.max_size
             if wanted != size:
                 raise size_conflict(job, member, size, holder, wanted)
@@ -398,7 +394,7 @@ class Rendezvous:
             about = "; ".join(self._members.summary(member) for member in not_joining[:NAMED_MAX])
             state = "is over" if newest.over else "goes on"
             head += f"generation {newest.number} {state}, its members did not all ask for another: {about}"
-            spare = not newest.over and not newest.includes(pending.member)  # a place can become free at any time
+            spare = not newest.over and pending.member.rank < 0  # a place can become free at any time
             return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}{self._refusals()}", retryable=spare)
         return self._missing_error(pending, timed_out, head, f"Present: {present}")
 
@@ -423,8 +419,7 @@ class Rendezvous:
         head += f"{len(came)} of {low if low == high else f'{low} to {high}'} came, "
         given_up = f". Gave up before: {', '.join(str(other.member) for other in timed_out[:NAMED_MAX])}" if timed_out else ""
         rest = given_up + self._refusals()
-        newest = self._generations.newest
-        hint = REPLACING if newest is not None and newest.includes(pending.member) else None
+        hint = REPLACING if pending.member.rank >= 0 else None
         ranks = self._missing_ranks(came, pending)
         if ranks:
             head += f"missing: rank {', '.join(map(str, ranks))}; {self._describe_ranks(ranks)}"
@@ -468,7 +463,7 @@ class Rendezvous:
 
 def _who_holds(newest: Generation, member: Member) -> Member | None:
     """A connected member of the newest generation, `member` itself if it is one."""
-    return member if newest.includes(member) else next((known for known in newest.living if known.connected), None)
+    return member if member.rank >= 0 else next((known for known in newest.living if known.connected), None)
 
 
 def _keep_last(texts: dict[str, str], name: str, text: str) -> None:
