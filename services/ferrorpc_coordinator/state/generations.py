@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,6 +75,28 @@ class Generation:
         return row
 
 
+@dataclass(slots=True)
+class Summary:
+    """What the status says of a generation, without its members. Times from before the coordinator's last start are None."""
+
+    number: int
+    size: int
+    reason: str
+    end_reason: str
+    began: int | None = None
+    ended: int | None = None
+
+    def status(self, now: int) -> session_pb2.GenerationStatus:
+        """As a message."""
+        number, reason, end_reason = self.number, self.reason, self.end_reason
+        status = session_pb2.GenerationStatus(generation=number, size=self.size, reason=reason, end_reason=end_reason)
+        if self.began is not None:
+            status.age_ms = (now - self.began) // MILLISECOND
+            if self.ended is not None:
+                status.lasted_ms = (self.ended - self.began) // MILLISECOND
+        return status
+
+
 class Generations:
     """The job's newest generation, and the status of the last ones.
 
@@ -93,9 +114,8 @@ class Generations:
         self._members = members
         self._break_generation = break_generation
         self.newest: Generation | None = None
-        self.history: deque[session_pb2.GenerationStatus] = deque()
-        self._times: dict[int, tuple[int, int | None]] = {}
-        """Generation -> when it began and ended, as far as this coordinator process has seen it."""
+        self.history: dict[int, Summary] = {}
+        """The last generations by number, oldest first."""
 
     def require(self, member: Member, number: int) -> Generation:
         """The generation that a member's request names.
@@ -130,8 +150,7 @@ class Generations:
             member.assign_rank(rank, generation.number)
         self._context.durable_state.next_revision()
         self._save(generation)
-        self._remember(generation)
-        self._times[generation.number] = self._context.now, None
+        self._remember(generation, began=self._context.now)
         text = f"generation {generation.number} of {len(generation.members)}: {generation.reason}"
         self._context.occurrences.add("generation", text, generation=generation.number)
 
@@ -141,9 +160,8 @@ class Generations:
         self._context.durable_state.next_revision()
         self._save(generation)
         self._drop_links(generation)
-        self._history_entry(generation).end_reason = reason
-        if generation.number in self._times:
-            self._times[generation.number] = self._times[generation.number][0], self._context.now
+        summary = self.history[generation.number]
+        summary.end_reason, summary.ended = reason, self._context.now
         kind, origin, code = "ended", -1, error_pb2.ERROR_CODE_UNSPECIFIED
         if generation.broken is not None:
             kind, origin, code = "broken", generation.broken.origin_rank, generation.broken.cause.code
@@ -151,18 +169,8 @@ class Generations:
         self._context.occurrences.add(kind, text, rank=origin, generation=generation.number, code=code)
 
     def status(self) -> list[session_pb2.GenerationStatus]:
-        """The status of the last generations, with their times where known."""
-        statuses = []
-        for entry in self.history:
-            status = session_pb2.GenerationStatus()
-            status.CopyFrom(entry)
-            began, ended = self._times.get(entry.generation, (None, None))
-            if began is not None:
-                status.age_ms = (self._context.now - began) // MILLISECOND
-                if ended is not None:
-                    status.lasted_ms = (ended - began) // MILLISECOND
-            statuses.append(status)
-        return statuses
+        """The status of the last generations."""
+        return [summary.status(self._context.now) for summary in self.history.values()]
 
     def break_(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> bool:
         """Breaks a generation and tells all its members. False if it was over already: the first cause stays."""
@@ -238,22 +246,13 @@ class Generations:
     def _save(self, generation: Generation) -> None:
         self._context.put(TABLE, str(generation.number), generation.row())
 
-    def _remember(self, generation: Generation) -> None:
-        self.history.append(
-            session_pb2.GenerationStatus(
-                generation=generation.number,
-                size=len(generation.members),
-                reason=generation.reason,
-                end_reason=generation.end_reason,
-            )
-        )
+    def _remember(self, generation: Generation, began: int | None = None) -> None:
+        size = len(generation.members)
+        self.history[generation.number] = Summary(generation.number, size, generation.reason, generation.end_reason, began)
         while len(self.history) > self._context.limits.generations:
-            forgotten = self.history.popleft().generation
-            self._times.pop(forgotten, None)
+            forgotten = next(iter(self.history))
+            del self.history[forgotten]
             self._context.remove(TABLE, str(forgotten))
-
-    def _history_entry(self, generation: Generation) -> session_pb2.GenerationStatus:
-        return next(line for line in reversed(self.history) if line.generation == generation.number)
 
     def recover(self, number: int, data: bytes) -> None:
         """Restores a generation from its row. Rows come in ascending order; the last one is the newest generation."""
@@ -271,8 +270,8 @@ class Generations:
 
     def erase(self) -> None:
         """Removes all generations and their rows."""
-        for entry in self.history:
-            self._context.remove(TABLE, str(entry.generation))
+        for number in self.history:
+            self._context.remove(TABLE, str(number))
         self.history.clear()
         self.newest = None
 
