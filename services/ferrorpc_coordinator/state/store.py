@@ -86,11 +86,9 @@ class Store:
             raise UsageError("a store request without an operation, or with one that this coordinator does not know")
         operation = getattr(request, name)
         writes = name in _WRITES
-        if writes:
-            known = self.write_results.find(requester.client, request.request_id) if request.request_id else None
-            if known is not None:
-                self._context.answer(requester, self._completed(known, name, operation))
-                return
+        if writes and (known := self.write_results.find(requester.client, request.request_id)) is not None:
+            self._context.answer(requester, self._completed(known, name, operation))
+            return
         if self._context.shared.full and name in _GROWING:
             raise LimitExceededError(
                 f"the store refuses {name} for now: the disk of the coordinator's journal is full",
@@ -104,13 +102,7 @@ class Store:
         if writes and self._context.durable_state.revision != before:
             kept = store_pb2.StoreResponse(found=response.found, number=response.number, revision=response.revision)
             self.write_results.keep(requester.client, request.request_id, kept)
-        if name != "watch":
-            self._context.answer(requester, response)
-            return
-        # The answer is not kept for a repeated request: that comes on another stream, and this watch ends with its own.
-        self._context.answer_many([requester], response)
-        if operation.from_revision:
-            self.watches.replay(response.watch_id, operation.from_revision)
+        self._context.answer(requester, response)
 
     def client_gone(self, client: str) -> None:
         """A session is over: deletes the keys bound to it, and drops its waits and write results."""
@@ -203,17 +195,22 @@ class Store:
         keys, more = self.keyspace.page(operation.prefix, operation.after, self._context.limits.page_bytes)
         return store_pb2.StoreResponse(found=bool(keys), keys=keys, more=more)
 
-    def _watch(self, requester: Requester, operation: store_pb2.WatchOperation) -> store_pb2.StoreResponse:
-        member = requester.member
-        if member is None or member.stream is None:
+    def _watch(self, requester: Requester, operation: store_pb2.WatchOperation) -> None:
+        """Answers by itself, before the changes that it sends. The answer is not kept for a repeated request: that comes on
+        another stream, and this watch ends with its own."""
+        stream = None if requester.member is None else requester.member.stream
+        if stream is None:
             raise UsageError("a watch needs a session: its events have nowhere else to go")
         require("the length of a watch's prefix", len(operation.prefix.encode()), "key_bytes", self._context.limits.key_bytes)
-        number = self.watches.add(member, member.stream, operation.prefix)
-        return store_pb2.StoreResponse(found=True, watch_id=number, revision=self._context.durable_state.revision)
+        watch = self.watches.add(stream, operation.prefix)
+        response = store_pb2.StoreResponse(found=True, watch_id=watch.number, revision=self._context.durable_state.revision)
+        self._context.answer_many([requester], response)
+        if operation.from_revision:
+            self.watches.replay(watch, operation.from_revision)
 
     def _unwatch(self, requester: Requester, operation: store_pb2.UnwatchOperation) -> store_pb2.StoreResponse:
         member = requester.member
-        return store_pb2.StoreResponse(found=member is not None and self.watches.remove(member, operation.watch_id))
+        return store_pb2.StoreResponse(found=member is not None and self.watches.remove(member.stream, operation.watch_id))
 
     # -- changes -------------------------------------------------------------------------------------------------------
 

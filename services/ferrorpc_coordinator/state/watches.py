@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from ferrorpc.errors import require
 from ferrorpc.v1 import session_pb2, store_pb2
 from ferrorpc_coordinator.state.context import JobContext
-from ferrorpc_coordinator.state.member import Member
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """One member's watch on the keys with a prefix."""
+    """A stream's watch on the keys with a prefix."""
 
     number: int
-    member: Member
     stream: int
     prefix: str
 
@@ -37,7 +35,7 @@ class Watches:
         self._history_bytes = 0
         self._complete_since = 0
 
-    def add(self, member: Member, stream: int, prefix: str) -> int:
+    def add(self, stream: int, prefix: str) -> Watch:
         """Adds a watch; `replay` sends it earlier changes.
 
         Raises:
@@ -45,12 +43,11 @@ class Watches:
         """
         require(f"watches of job {self._context.job}", len(self._watches) + 1, "watches", self._context.limits.watches)
         self._numbers += 1
-        self._watches[self._numbers] = Watch(self._numbers, member, stream, prefix)
-        return self._numbers
+        watch = self._watches[self._numbers] = Watch(self._numbers, stream, prefix)
+        return watch
 
-    def replay(self, number: int, from_revision: int) -> None:
+    def replay(self, watch: Watch, from_revision: int) -> None:
         """Sends a new watch the changes since `from_revision`, or `compacted` if they are no longer known."""
-        watch = self._watches[number]
         if from_revision < self._complete_since:
             self._send([watch], store_pb2.StoreEvent(compacted=True, revision=self._complete_since))
         for event in self._history:
@@ -63,10 +60,10 @@ class Watches:
         self._history_bytes = 0
         self._complete_since = revision + 1
 
-    def remove(self, member: Member, number: int) -> bool:
-        """Removes a watch of this member; False if it has none of this number."""
+    def remove(self, stream: int | None, number: int) -> bool:
+        """Removes a watch of this stream; False if it has none of this number."""
         watch = self._watches.get(number)
-        if watch is None or watch.member is not member:
+        if watch is None or watch.stream != stream:
             return False
         del self._watches[number]
         return True
@@ -90,9 +87,9 @@ class Watches:
 
     def _send(self, watches: list[Watch], event: store_pb2.StoreEvent) -> None:
         """Sends these watches an event, whose value is in memory once for all of them."""
-        recipients = [(watch.stream, _numbered(watch.number)) for watch in watches if watch.member.stream == watch.stream]
-        if recipients:
+        if watches:
             frame = session_pb2.ServerFrame(event=session_pb2.Event(store=event))
+            recipients = [(watch.stream, _numbered(watch.number)) for watch in watches]
             self._context.shared.effects.send(self._context, frame, recipients)
 
 
