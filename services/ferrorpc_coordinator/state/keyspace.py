@@ -19,14 +19,13 @@ class Entry:
 
     value: bytes
     revision: int
-    owner: str = ""
-    """The client (name#incarnation) to whose session the key is bound; empty if it is not."""
-    generation: int = 0
-    """The generation to which the key is bound; 0 if it is not."""
+    bound_to: str | int = 0
+    """The client (name#incarnation) to whose session the key is bound, or the generation; 0 for the job."""
 
     def row(self) -> journal_pb2.EntryRow:
         """The journal row."""
-        return journal_pb2.EntryRow(value=self.value, revision=self.revision, owner=self.owner, generation=self.generation)
+        owner, generation = (self.bound_to, 0) if isinstance(self.bound_to, str) else ("", self.bound_to)
+        return journal_pb2.EntryRow(value=self.value, revision=self.revision, owner=owner, generation=generation)
 
 
 class Keyspace:
@@ -46,7 +45,7 @@ class Keyspace:
         """The entry of a key."""
         return self._entries.get(key)
 
-    def set(self, key: str, value: bytes, owner: str = "", generation: int = 0) -> Entry:
+    def set(self, key: str, value: bytes, bound_to: str | int) -> Entry:
         """Sets a key and its binding.
 
         Raises:
@@ -57,7 +56,7 @@ class Keyspace:
         require(f"bytes in the store of job {self._context.job}", grown, "store_bytes", self._context.limits.store_bytes)
         require(f"keys of job {self._context.job}", len(self._entries) + (before is None), "keys", self._context.limits.keys)
         self.bytes = grown
-        entry = Entry(value, self._context.durable_state.next_revision(), owner, generation)
+        entry = Entry(value, self._context.durable_state.next_revision(), bound_to)
         self._unbind(key, before)
         self._place(key, entry)
         if before is None:
@@ -97,7 +96,7 @@ class Keyspace:
         """Restores the keys from the journal. Takes the rows out of `rows`, so that values are not in memory twice."""
         for key in list(rows):
             row = journal_pb2.EntryRow.FromString(rows.pop(key))
-            self._place(key, Entry(row.value, row.revision, row.owner, row.generation))
+            self._place(key, Entry(row.value, row.revision, row.owner or row.generation))
             self.bytes += len(key) + len(row.value)
         self._sorted = sorted(self._entries)
 
@@ -107,13 +106,12 @@ class Keyspace:
 
     def _place(self, key: str, entry: Entry) -> None:
         self._entries[key] = entry
-        what = entry.owner or entry.generation
-        if what:
-            self._bound.setdefault(what, set()).add(key)
+        if entry.bound_to:
+            self._bound.setdefault(entry.bound_to, set()).add(key)
 
     def _unbind(self, key: str, entry: Entry | None) -> None:
-        what = (entry.owner or entry.generation) if entry is not None else 0
-        if what:
-            self._bound[what].discard(key)
-            if not self._bound[what]:
-                del self._bound[what]
+        if entry is not None and entry.bound_to:
+            keys = self._bound[entry.bound_to]
+            keys.discard(key)
+            if not keys:
+                del self._bound[entry.bound_to]

@@ -219,26 +219,26 @@ class Store:
         most = self._context.limits.value_bytes
         require(f"the value of {self._valid_key(key)!r}", len(value), "value_bytes", most, MessageTooLargeError)
         if changed is not None and binding == store_pb2.KEY_BINDING_UNSPECIFIED:
-            owner, generation = changed.owner, changed.generation
+            bound_to = changed.bound_to
         else:
-            owner, generation = self._bound_to(requester, binding)
-        entry = self.keyspace.set(key, value, owner, generation)
+            bound_to = self._bound_to(requester, binding)
+        entry = self.keyspace.set(key, value, bound_to)
         self.watches.changed(key, value, entry.revision)
         self._wake_waiters(key, entry)
         return entry
 
-    def _bound_to(self, requester: Requester, binding: int) -> tuple[str, int]:
+    def _bound_to(self, requester: Requester, binding: int) -> str | int:
         if binding in (store_pb2.KEY_BINDING_UNSPECIFIED, store_pb2.KEY_BINDING_JOB):
-            return "", 0
+            return 0
         if requester.member is None:
             raise UsageError("a unary call can bind a key only to the job, not to a session or a generation")
         if binding == store_pb2.KEY_BINDING_SESSION:
-            return requester.client, 0
+            return requester.client
         if binding != store_pb2.KEY_BINDING_GENERATION:
             raise UsageError(f"this coordinator does not know the binding {binding} of a key")
         if requester.member.rank < 0:
             raise StaleGenerationError(f"{requester} is in no generation that a key could be bound to")
-        return "", self._generations.require(requester.member, requester.member.generation).number
+        return self._generations.require(requester.member, requester.member.generation).number
 
     def _remove(self, key: str) -> int:
         revision = self.keyspace.delete(key)
