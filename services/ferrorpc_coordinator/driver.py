@@ -91,9 +91,10 @@ class Driver:
         self._calls: dict[int, tuple[asyncio.Future[UnaryResponse | error_pb2.ErrorDetail], Callable[[int], None]]] = {}
         self._numbers = 0
         self._rows: dict[tuple[str, str], Row] = {}
-        self._filling = 1
         self._written = 0
+        """The last group that was passed to the journal. The next one is being filled."""
         self._durable = 0
+        """The last group that is on disk."""
         self._flushed_ns = 0
         self._reported_slow = 0
         """The last group that was logged as slow."""
@@ -209,7 +210,7 @@ class Driver:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         outgoing = self._buffer_rows(effects)
-        needs = self._filling if self._rows else self._written
+        needs = self._written + 1 if self._rows else self._written
         for effect in outgoing:
             if needs > self._durable and not _is_status(effect):
                 recipients = self._recipients(effect)
@@ -276,8 +277,7 @@ class Driver:
             return
         rows = list(self._rows.values())
         self._rows.clear()
-        self._written = self._filling
-        self._filling += 1
+        self._written += 1
         self._flushed_ns = self._now_ns()
         self._journal.write(rows, self._journal_wrote)
 
