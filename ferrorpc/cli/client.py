@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ferrorpc.config import DEFAULT_PORT, Config, host_port
-from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
+from ferrorpc.config import DEFAULT_PORT, Config
+from ferrorpc.errors import CoordinatorUnavailableError
 
 if TYPE_CHECKING:
     import grpc
@@ -23,21 +23,9 @@ _ADDRESS_HINT: Final = (
 )
 
 
-def address_of(given: str | None, config: Config) -> str:
-    """The coordinator's host:port: the flag, else FERRORPC_COORDINATOR, else this machine's default port.
-
-    Raises:
-        ConfigError: the flag is not an address.
-    """
-    return (config["coordinator"] or _LOCAL_ADDRESS) if given is None else checked_address(given)
-
-
-def checked_address(given: str) -> str:
-    """A flag that names a coordinator, as host:port. Raises ConfigError if it is none."""
-    try:
-        return host_port(given)
-    except ValueError as error:
-        raise ConfigError(f"coordinator={given!r}: {error}", hint="give one such as 127.0.0.1:29700") from None
+def address_of(config: Config) -> str:
+    """The coordinator's host:port; without a setting, this machine's default port."""
+    return config["coordinator"] or _LOCAL_ADDRESS
 
 
 def token(config: Config) -> str:
@@ -48,14 +36,15 @@ def token(config: Config) -> str:
 
 
 @contextmanager
-def channel(address: str, config: Config) -> Iterator[grpc.Channel]:
-    """A channel to the coordinator at `address`, with TLS where the settings ask for it.
+def channel(config: Config) -> Iterator[grpc.Channel]:
+    """A channel to the coordinator, with TLS where the settings ask for it.
 
     Raises:
         AuthenticationError: the connection failed because of TLS.
     """
     from ferrorpc.coordination.channel import ChannelFactory
 
+    address = address_of(config)
     connector = ChannelFactory(address, config["job"], config)
     opened = connector()
     try:
@@ -72,16 +61,16 @@ def channel(address: str, config: Config) -> Iterator[grpc.Channel]:
 
 
 @contextmanager
-def connect(address: str, config: Config) -> Iterator[CoordinatorServiceStub]:
+def connect(config: Config) -> Iterator[CoordinatorServiceStub]:
     """A stub for the coordinator's unary methods."""
     from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 
-    with channel(address, config) as opened:
+    with channel(config) as opened:
         yield CoordinatorServiceStub(opened)
 
 
-def call(method: Callable[..., Response], request: Any, address: str, *, wait_for_ready: bool = False) -> Response:
-    """One unary call. Raises the coordinator's own error, or CoordinatorUnavailableError naming `address`."""
+def call(method: Callable[..., Response], request: Any, config: Config, *, wait_for_ready: bool = False) -> Response:
+    """One unary call. Raises the coordinator's own error, or CoordinatorUnavailableError naming its address."""
     import grpc
 
     from ferrorpc.wire.status import error_of
@@ -89,4 +78,4 @@ def call(method: Callable[..., Response], request: Any, address: str, *, wait_fo
     try:
         return method(request, timeout=CALL_SECONDS, wait_for_ready=wait_for_ready)
     except grpc.RpcError as error:
-        raise error_of(error, f"the coordinator at {address}") from None
+        raise error_of(error, f"the coordinator at {address_of(config)}") from None

@@ -182,22 +182,22 @@ def _coordinator(config: Config) -> Findings:
     """Whether a healthy coordinator listens there and accepts this process."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    where = config["coordinator"]
-    with channel(where, config) as opened:
+    with channel(config) as opened:
         request = health_pb2.HealthCheckRequest(service="ferrorpc.v1.CoordinatorService")
-        answer = call(health_pb2_grpc.HealthStub(opened).Check, request, where)
+        answer = call(health_pb2_grpc.HealthStub(opened).Check, request, config)
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     fix = "" if serving else "wait until it has started, or read its log"
-    yield Finding("ok" if serving else "bad", "coordinator", f"{where} {'serves' if serving else 'is stopping'}", fix)
-    yield from _same_version(where, config)
+    does = "serves" if serving else "is stopping"
+    yield Finding("ok" if serving else "bad", "coordinator", f"{config['coordinator']} {does}", fix)
+    yield from _same_version(config)
 
 
-def _same_version(where: str, config: Config) -> Findings:
+def _same_version(config: Config) -> Findings:
     from ferrorpc.v1.session_pb2 import StatusRequest
 
-    with connect(where, config) as stub:
+    with connect(config) as stub:
         try:
-            theirs = call(stub.Status, StatusRequest(job=config["job"], token=token(config)), where).version
+            theirs = call(stub.Status, StatusRequest(job=config["job"], token=token(config)), config).version
         except ConfigError:
             yield Finding("ok", "job", f"job {config['job']} does not exist there yet")
             return

@@ -29,8 +29,8 @@ def command(address: str | None, service: str, timeout_seconds: float) -> int:
 
     from ferrorpc.coordination.channel import ChannelFactory
 
-    config = Config()
-    where = address_of(address, config)
+    config = Config({"coordinator": address})
+    where = address_of(config)
     connector = ChannelFactory(where, config["job"], config)
     with connector() as opened:
         request = health_pb2.HealthCheckRequest(service=service)

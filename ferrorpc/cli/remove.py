@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ferrorpc.cli.client import address_of, call, connect, token
+from ferrorpc.cli.client import call, connect, token
 from ferrorpc.config import Config
 
 
@@ -20,9 +20,8 @@ def command(name: str, reason: str, address: str | None, job: str | None) -> Non
     """
     from ferrorpc.v1.session_pb2 import Removal, ReportRequest, UnaryReportRequest
 
-    config = Config({"job": job})
-    where = address_of(address, config)
+    config = Config({"coordinator": address, "job": job})
     report = ReportRequest(removal=Removal(name=name, reason=reason))
-    with connect(where, config) as stub:
-        call(stub.Report, UnaryReportRequest(job=config["job"], token=token(config), request=report), where)
+    with connect(config) as stub:
+        call(stub.Report, UnaryReportRequest(job=config["job"], token=token(config), request=report), config)
     click.echo(f"{name} is out of job {config['job']}")

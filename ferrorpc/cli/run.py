@@ -213,11 +213,10 @@ def make_plan(
         ConfigError: flags contradict each other, or name something that does not exist.
     """
     require_linux("the launcher", "`ferrorpc coordinator`, and each process with FERRORPC_COORDINATOR and FERRORPC_WORLD_SIZE")
-    config = Config({"job": job}, environment)
+    config = Config({"coordinator": coordinator or None, "job": job}, environment)
     count, node_span = process_count(processes, target), node_range(nodes)
     command_line = command_of(target, module=module, no_python=no_python)
-    coordinator = coordinator or config["coordinator"]
-    rank, node, address, owns = node_placement(node_span, node_rank, coordinator, standalone=standalone)
+    rank, node, address, owns = node_placement(node_span, node_rank, config["coordinator"], standalone=standalone)
     if http_port is not None and not owns:
         raise ConfigError(f"--http-port with a coordinator at {address}", hint="give --http-port to `ferrorpc coordinator`")
     single = node_span == (1, 1)

@@ -39,18 +39,17 @@ def command(address: str | None, job: str | None, watch: bool, as_json: bool) ->
     from ferrorpc.v1.identity_pb2 import Position
     from ferrorpc.v1.session_pb2 import StatusResponse
 
-    config = Config({"job": job})
-    where = address_of(address, config)
+    config = Config({"coordinator": address, "job": job})
     if watch:
-        _watch(where, config, as_json=as_json)
+        _watch(config, as_json=as_json)
     try:
-        with connect(where, config) as stub:
-            response = _ask(stub, where, config)
+        with connect(config) as stub:
+            response = _ask(stub, config)
     except ConfigError as error:
         if config.source("job") != "default" or error.fields.get("jobs") != 0:
             raise
         if not as_json:
-            click.echo(f"no job has begun at {where} yet")
+            click.echo(f"no job has begun at {address_of(config)} yet")
             return
         response = StatusResponse(job=config["job"], position=Position())  # of generation 0
     click.echo(as_json_text(response) if as_json else as_text(response))
@@ -72,7 +71,7 @@ class _Problems:
         self._reported = ""
 
 
-def _watch(where: str, config: Config, *, as_json: bool) -> NoReturn:
+def _watch(config: Config, *, as_json: bool) -> NoReturn:
     """Shows the status until interrupted.
 
     Waits for a job that does not exist yet, and for a coordinator that has answered before. Such a coordinator is dialled anew,
@@ -82,8 +81,8 @@ def _watch(where: str, config: Config, *, as_json: bool) -> NoReturn:
     problems = _Problems()
     while True:
         try:
-            with connect(where, config) as stub:
-                _follow(stub, where, config, history, problems, as_json=as_json)
+            with connect(config) as stub:
+                _follow(stub, config, history, problems, as_json=as_json)
         except (AuthenticationError, ConfigError, CoordinatorUnavailableError) as error:
             if not history:
                 raise
@@ -93,7 +92,6 @@ def _watch(where: str, config: Config, *, as_json: bool) -> NoReturn:
 
 def _follow(
     stub: CoordinatorServiceStub,
-    where: str,
     config: Config,
     history: list[tuple[float, StatusResponse]],
     problems: _Problems,
@@ -105,7 +103,7 @@ def _follow(
     redraws = sys.stdout.isatty() and not as_json
     while True:
         try:
-            response, now = _ask(stub, where, config), time.monotonic()
+            response, now = _ask(stub, config), time.monotonic()
             problems.resolved()
         except ConfigError as error:
             problems.report(error)
@@ -128,16 +126,16 @@ def _follow(
         time.sleep(_WATCH_SECONDS)
 
 
-def _ask(stub: CoordinatorServiceStub, where: str, config: Config) -> StatusResponse:
+def _ask(stub: CoordinatorServiceStub, config: Config) -> StatusResponse:
     """The whole status, page by page."""
     from ferrorpc.v1.session_pb2 import StatusRequest
 
     request = StatusRequest(job=config["job"], token=token(config))
-    response = call(stub.Status, request, where)
+    response = call(stub.Status, request, config)
     while response.more:
         request.after = len(response.barriers) + len(response.members)
         response.ClearField("more")
-        response.MergeFrom(call(stub.Status, request, where))
+        response.MergeFrom(call(stub.Status, request, config))
     return response
 
 

@@ -57,7 +57,7 @@ def store(address, request_id, **operation):
     request = session_pb2.UnaryStoreRequest(
         job="night", client_id="test", request=store_pb2.StoreRequest(request_id=request_id, **operation)
     )
-    with connect(address, Config()) as stub:
+    with connect(Config({"coordinator": address})) as stub:
         return stub.Store(request, timeout=10, wait_for_ready=True).response
 
 

@@ -36,13 +36,13 @@ def serve(address: str, job: str) -> None:
     from ferrorpc.config import Config
     from ferrorpc.v1.session_pb2 import UnaryReportRequest
 
-    config = Config({"job": job})
+    config = Config({"coordinator": address, "job": job})
 
     def deliver(report: Any) -> None:
         request = UnaryReportRequest(job=job, token=token(config), request=report)
         # A new connection for each: reports are rare, and certificates may have been renewed since the last one.
-        with connect(address, config) as stub:
-            call(stub.Report, request, address, wait_for_ready=True)
+        with connect(config) as stub:
+            call(stub.Report, request, config, wait_for_ready=True)
 
     click.echo("ready")
     sys.stdout.flush()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ferrorpc.cli.client import checked_address
 from ferrorpc.cli.launcher.worker_group import FailurePolicy
 from ferrorpc.cli.ports import LOOPBACK, free_port
 from ferrorpc.cli.system import available_cpus
@@ -226,7 +225,8 @@ def node_placement(
         ConfigError: several nodes without a common coordinator, or an invalid node rank.
     """
     single = nodes == (1, 1)
-    coordinator = None if coordinator is None else _known_address(coordinator)
+    if coordinator is not None and coordinator.endswith(":0"):
+        coordinator = None
     if not single and (coordinator is None or standalone):
         raise ConfigError(
             "several nodes need one coordinator that all of them reach",
@@ -240,12 +240,6 @@ def node_placement(
     if coordinator is None or standalone:
         return rank, name, f"{LOOPBACK}:{free_port()}", True
     return rank, name, coordinator, False
-
-
-def _known_address(coordinator: str) -> str | None:
-    """The coordinator's address in its usual form; None if it names none."""
-    address = checked_address(coordinator)
-    return None if address.endswith(":0") else address
 
 
 def _here() -> str:

@@ -65,7 +65,7 @@ def test_a_report_is_made_again_where_the_coordinator_was_killed_with_it(monkeyp
     """As by what ended the process that is reported. One that is started again gives whom it does not hear of ten seconds."""
     sent = []
 
-    def call(method, request, address, *, wait_for_ready):
+    def call(method, request, config, *, wait_for_ready):
         sent.append(request.request.exit.name)
         if len(sent) == 1:
             raise CoordinatorUnavailableError("the connection broke")
@@ -82,7 +82,7 @@ def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monke
     monkeypatch.setattr(exit_reporter_main, "RETRY_SECONDS", 0.0)
     sent = []
 
-    def call(method, request, address, *, wait_for_ready):
+    def call(method, request, config, *, wait_for_ready):
         assert wait_for_ready, "a coordinator that is being started again is waited for"
         sent.append(request.request.exit)
         if len(sent) == 1:

@@ -155,7 +155,7 @@ def test_json_has_a_position_also_before_any_job_has_begun(monkeypatch, capsys):
     def ask(*_):
         raise ConfigError("there is no job", jobs=0)
 
-    monkeypatch.setattr(status, "connect", lambda *where: contextlib.nullcontext())
+    monkeypatch.setattr(status, "connect", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(status, "_ask", ask)
     status.command.main(["--json", "--coordinator", "localhost:1"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["position"]["generation"] == "0"
@@ -209,12 +209,12 @@ def test_the_pages_of_a_status_are_put_together(monkeypatch):
     ]
     asked = []
 
-    def call(method, request, where):
+    def call(method, request, config):
         asked.append(request.after)
         return pages.pop(0)
 
     monkeypatch.setattr(status, "call", call)
-    found = status._ask(SimpleNamespace(Status=None), "h:1", Config({"job": "x"}))
+    found = status._ask(SimpleNamespace(Status=None), Config({"job": "x"}))
     assert asked == [0, 2]
     assert (found.more, len(found.barriers), [member.rank for member in found.members]) == (False, 1, [0, 1])
 
@@ -242,7 +242,7 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
     monkeypatch.setattr(status, "connect", connect)
     monkeypatch.setattr(status, "_WATCH_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):
-        status._watch("h:1", Config({}), as_json=False)
+        status._watch(Config({}), as_json=False)
     out, err = capfd.readouterr()
     assert out.startswith("job x")
     tries = [line for line in err.splitlines() if line.startswith("try: ")]
@@ -252,7 +252,7 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
     assert len(dials) == 3, "anew each time it was gone: certificates may have been renewed"
     answers[:] = [gone]
     with pytest.raises(CoordinatorUnavailableError):
-        status._watch("h:1", Config({}), as_json=False)
+        status._watch(Config({}), as_json=False)
 
 
 def test_on_a_terminal_what_does_not_fit_is_cut_from_the_bottom_and_at_the_width(monkeypatch, capsys):
@@ -272,7 +272,7 @@ def test_on_a_terminal_what_does_not_fit_is_cut_from_the_bottom_and_at_the_width
     monkeypatch.setattr(status.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with pytest.raises(KeyboardInterrupt):
-        status._watch("h:1", Config({}), as_json=False)
+        status._watch(Config({}), as_json=False)
     lines = re.sub(r"\x1b\[[HJK]", "", capsys.readouterr().out).splitlines()
     assert lines[0].startswith("job night")
     assert "Rank 1 is stalled" in lines
