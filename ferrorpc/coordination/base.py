@@ -26,6 +26,11 @@ class Membership:
     ordinals: Ordinals = field(default_factory=Ordinals)
 
 
+def before_joining(job: str) -> Membership:
+    """What a session has until its first generation: number 0, without ranks."""
+    return Membership(Assignment(job, "", 0, -1, ()))
+
+
 @dataclass(frozen=True, slots=True)
 class MemberReport:
     """What is known of one rank, for error messages."""
@@ -118,7 +123,7 @@ class Session(ABC):
     clock: Clock
     store: Store
     membership: Membership
-    """The current generation."""
+    """The current generation; that of `before_joining` until there is one."""
     activity: Activity
     """What this rank does, for status and error messages. It counts every operation."""
 

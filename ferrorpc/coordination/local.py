@@ -14,7 +14,7 @@ from typing import Final
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.activity import ReportingActivity
-from ferrorpc.coordination.base import MemberReport, Membership, Session
+from ferrorpc.coordination.base import MemberReport, Membership, Session, before_joining
 from ferrorpc.coordination.condition import Condition
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
 from ferrorpc.coordination.nccl_ids import leaders
@@ -268,14 +268,13 @@ def _by_rank(members: Sequence[LocalSession], elastic: bool) -> list[LocalSessio
 class LocalSession(Session):
     """One member of a LocalWorld, which makes it."""
 
-    membership: Membership
-
     def __init__(self, world: LocalWorld, number: int, name: str) -> None:
         self._world = world
         self._condition = world.condition
         self.clock = world.condition.clock
         self.number = number
         self.name = name
+        self.membership = before_joining(world.job)
         self.state = "joining"
         self.reason = ""
         self.rejoining = self.reforming = False  # the latter stays true when it gives up
@@ -298,7 +297,7 @@ class LocalSession(Session):
     @property
     def rank(self) -> int:
         """Its rank in its last generation; -1 before the first."""
-        return self.membership.assignment.rank if hasattr(self, "membership") else -1
+        return self.membership.assignment.rank
 
     def assign(self, membership: Membership) -> None:
         """Gives it a rank in a new generation. The caller holds the lock."""

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 from ferrorpc.config import Config, host_name
 from ferrorpc.coordination import limits, process_exit
 from ferrorpc.coordination.activity import Activity
-from ferrorpc.coordination.base import MemberReport, Membership, Session
+from ferrorpc.coordination.base import MemberReport, Membership, Session, before_joining
 from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.coordination.connection import Connection
 from ferrorpc.coordination.explain import explain_wait, member_report
@@ -70,8 +70,6 @@ class RemoteSession(Session):
         config: the settings timeout, heartbeat_interval, lease, max_outage, token_file and tls_*.
     """
 
-    membership: Membership
-
     def __init__(
         self,
         address: str,
@@ -108,9 +106,9 @@ class RemoteSession(Session):
         )
         self._token = Token(config["token_file"])
         self._worker_address = worker_address
-        self._latch_before_join = Latch()
         self.activity = Activity()
-        self._returned: Membership | None = None
+        self.membership = before_joining(job)
+        self._returned = self.membership
         """The last one that `rejoin` returned. A later one, which came after `rejoin` had given up, is for its next caller."""
         self._pending: tuple[str, ...] = ()
         self._links_lost: dict[tuple[Latch, int], str] = {}
@@ -172,14 +170,14 @@ class RemoteSession(Session):
     def _ask_for_a_place(self, timeout: float) -> None:
         """Asks once for a place in the next generation, and waits for it."""
         low, high = self._policy
-        rank = self.membership.assignment.rank if hasattr(self, "membership") else self._hinted_rank
+        rank = self.membership.assignment.rank
         request = rendezvous_pb2.JoinRequest(
             policy=rendezvous_pb2.WorldPolicy(
                 min_size=low, max_size=high, last_call_ms=0 if low == high else milliseconds(LAST_CALL_SECONDS)
             ),
             after_generation=self._number_of(self._returned),
             pinned_rank=self._pinned_rank,
-            hinted_rank=rank,
+            hinted_rank=self._hinted_rank if rank < 0 else rank,
             timeout_ms=milliseconds(timeout),
         )
         self._connection.ask(self._rendezvous, timeout, lambda message: RendezvousTimeoutError([], message), join=request)
@@ -250,7 +248,7 @@ class RemoteSession(Session):
         finally:
             self._connection.close(closed)
             own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed
-            self._trip(self._latch, own)
+            self._trip(self.membership.latch, own)
             self._run_leave_callbacks()
             clear_log_origin(self.job)
 
@@ -349,11 +347,11 @@ class RemoteSession(Session):
     def welcomed(self) -> None:
         """Drops what the previous stream reported, which the coordinator repeats, and sends the volatile requests again."""
         self._pending = ()
-        self._latch.unhealthy.clear()
-        if self._latch.cause is None:
+        self.membership.latch.unhealthy.clear()
+        if self.membership.latch.cause is None:
             with contextlib.suppress(FerroError):  # the connection has ended
                 for label, request in list(self._volatile_requests.items()):
-                    self._connection.repeat(label, self._latch, **request)
+                    self._connection.repeat(label, self.membership.latch, **request)
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation, before events of that generation come."""
@@ -401,7 +399,7 @@ class RemoteSession(Session):
 
     def session_ended(self, cause: FerroError) -> None:
         """Ends the generation: the coordinator does not know this session any more."""
-        self._trip(self._latch, cause)
+        self._trip(self.membership.latch, cause)
 
     def explain(self, request: Request, stream: SessionStream | None) -> str:
         """What a request waits for, and for whom."""
@@ -411,24 +409,19 @@ class RemoteSession(Session):
         """In a forked child: makes every use an error, and leaves the parent's connection alone."""
         self.left = True
         self._connection.abandon_in_child()
-        self._latch.cause = self._connection.ended_by
+        self.membership.latch.cause = self._connection.ended_by
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
     @property
     def _generation(self) -> int:
         """Number of the last generation in which it had a rank, in the coordinator's current cluster; 0 for none."""
-        return self._number_of(self.membership if hasattr(self, "membership") else None)
+        return self._number_of(self.membership)
 
-    def _number_of(self, membership: Membership | None) -> int:
+    def _number_of(self, membership: Membership) -> int:
         """As `_generation`, for a given membership."""
-        if membership is None or membership.assignment.cluster_id != self._connection.cluster_id:
-            return 0
-        return membership.assignment.generation
-
-    @property
-    def _latch(self) -> Latch:
-        return self.membership.latch if hasattr(self, "membership") else self._latch_before_join
+        assignment = membership.assignment
+        return assignment.generation if assignment.cluster_id == self._connection.cluster_id else 0
 
     def _ask_generation(self, label: str, seconds: float, timeout_error: Callable[[str], FerroError], **body: Any) -> Any:
         """Sends a request of the current generation. If the generation ends, the request fails with its cause."""
@@ -445,13 +438,13 @@ class RemoteSession(Session):
         return limits.check_participants(ranks, assignment.rank, assignment.size)
 
     def _member_changed(self, member: identity_pb2.Member) -> None:
-        report, unhealthy = member_report(member), self._latch.unhealthy
+        report, unhealthy = member_report(member), self.membership.latch.unhealthy
         _log.info("%s", report)
         if report.state in UNHEALTHY:
             unhealthy[report.rank] = report.standing
         else:
             unhealthy.pop(report.rank, None)
-        reason = self._links_lost.get((self._latch, report.rank))
+        reason = self._links_lost.get((self.membership.latch, report.rank))
         if report.state == "left" and reason is not None:
             self.report(member_left(report.rank, reason))
 
