@@ -20,12 +20,12 @@ class Condition:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.lock = threading.Lock()
-        self._waiting: dict[int, Parker] = {}
-        self._tickets = 0
+        self._waiting: dict[Parker, None] = {}
+        """Those that wait, in the order in which they began."""
 
     def notify_all(self) -> None:
         """Wakes every waiter, which then calls its `find` again. The caller holds the lock."""
-        for parker in self._waiting.values():
+        for parker in self._waiting:
             parker.unpark()
 
     def wait_for(self, find: Callable[[], Found | None], until: float) -> Found | None:
@@ -34,17 +34,14 @@ class Condition:
         `find` runs with the lock held. What it raises is raised here.
         """
         parker = self.clock.parker()
-        with self.lock:
-            self._tickets += 1
-            ticket = self._tickets
         try:
             while True:
                 with self.lock:
                     found = find()
                     if found is not None or self.clock.now() >= until:
                         return found
-                    self._waiting[ticket] = parker
+                    self._waiting[parker] = None
                 parker.park(until)
         finally:
             with self.lock:
-                self._waiting.pop(ticket, None)
+                self._waiting.pop(parker, None)

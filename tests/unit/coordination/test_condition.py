@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from ferrorpc.coordination.condition import Condition
@@ -19,14 +17,19 @@ class Clock:
     def now(self) -> float:
         return self.seconds
 
-    def parker(self) -> SimpleNamespace:
-        return SimpleNamespace(park=self._park, unpark=self._unpark)
+    def parker(self) -> Parker:
+        return Parker(self)
 
-    def _park(self, until: float) -> None:
-        self.seconds += 1.0
 
-    def _unpark(self) -> None:
-        self.woken += 1
+class Parker:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def park(self, until: float) -> None:
+        self.clock.seconds += 1.0
+
+    def unpark(self) -> None:
+        self.clock.woken += 1
 
 
 @pytest.fixture
