@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from ferrorpc.errors import StaleGenerationError, UsageError
-from ferrorpc.generation_errors import PEER_LEFT, already_reforming, link_lost
+from ferrorpc.generation_errors import PEER_LEFT, already_reforming, generation_replaced, link_lost
 from ferrorpc.v1 import error_pb2, journal_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.context import JobContext
@@ -101,18 +101,18 @@ class Generations:
     """The job's newest generation, and the status of the last ones.
 
     Args:
-        break_generation: breaks the generation that a lost link ends, given the cause and the rank it came from.
+        on_end: called when a generation has ended, with the error for those who wait in it.
     """
 
     def __init__(
         self,
         context: JobContext,
         members: Members,
-        break_generation: Callable[[Generation, error_pb2.ErrorDetail, int], None],
+        on_end: Callable[[Generation, error_pb2.ErrorDetail], None],
     ) -> None:
         self._context = context
         self._members = members
-        self._break_generation = break_generation
+        self._on_end = on_end
         self.newest: Generation | None = None
         self.history: dict[int, Summary] = {}
         """The last generations by number, oldest first."""
@@ -141,7 +141,8 @@ class Generations:
         before = self.newest
         if before is not None:
             if not before.over:
-                self.end(before, f"replaced by generation {generation.number}")
+                replaced = generation_replaced(before.number, generation.number)
+                self.end(before, f"replaced by generation {generation.number}", detail_of(replaced))
             for member in before.members:
                 member.assign_rank(-1, 0)
         self.newest = generation
@@ -154,8 +155,8 @@ class Generations:
         text = f"generation {generation.number} of {len(generation.members)}: {generation.reason}"
         self._context.occurrences.add("generation", text, generation=generation.number)
 
-    def end(self, generation: Generation, reason: str) -> None:
-        """Ends a generation, and records the reason."""
+    def end(self, generation: Generation, reason: str, cause: error_pb2.ErrorDetail) -> None:
+        """Ends a generation, records the reason, and fails what waits in it with the cause."""
         generation.end_reason = reason
         self._context.durable_state.next_revision()
         self._save(generation)
@@ -167,19 +168,19 @@ class Generations:
             kind, origin, code = "broken", generation.broken.origin_rank, generation.broken.cause.code
         text = f"generation {generation.number} {kind}: {reason}"
         self._context.occurrences.add(kind, text, rank=origin, generation=generation.number, code=code)
+        if generation.broken is not None:
+            self._context.push(generation.members, session_pb2.Event(broken=generation.broken))
+        self._on_end(generation, cause)
 
     def status(self) -> list[session_pb2.GenerationStatus]:
         """The status of the last generations."""
         return [summary.status(self._context.now) for summary in self.history.values()]
 
-    def break_(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> bool:
-        """Breaks a generation and tells all its members. False if it was over already: the first cause stays."""
-        if generation.over:
-            return False
-        generation.broken = session_pb2.GenerationBroken(generation=generation.number, origin_rank=origin, cause=cause)
-        self.end(generation, cause.message[:END_REASON_CHARACTERS_MAX] or "no reason was given")
-        self._context.push(generation.members, session_pb2.Event(broken=generation.broken))
-        return True
+    def break_(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> None:
+        """Breaks a generation and tells all its members, unless it is over already: the first cause stays."""
+        if not generation.over:
+            generation.broken = session_pb2.GenerationBroken(generation=generation.number, origin_rank=origin, cause=cause)
+            self.end(generation, cause.message[:END_REASON_CHARACTERS_MAX] or "no reason was given", cause)
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -230,11 +231,9 @@ class Generations:
             del generation.links[link]
             return
         if peer.rank in generation.reforming:
-            self._break_generation(
-                generation, detail_of(already_reforming(link[1], f"an operation of rank {link[0]}")), link[1]
-            )
+            self.break_(generation, detail_of(already_reforming(link[1], f"an operation of rank {link[0]}")), link[1])
         else:
-            self._break_generation(generation, detail_of(link_lost(*link, reason)), link[0])
+            self.break_(generation, detail_of(link_lost(*link, reason)), link[0])
 
     def _drop_links(self, generation: Generation) -> None:
         for link in generation.links:

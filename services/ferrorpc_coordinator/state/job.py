@@ -43,8 +43,8 @@ class Job:
         self.context = JobContext(shared, name)
         self.members = Members(self.context)
         self.admission = Admission(self.context, self.members)
-        self.generations = Generations(self.context, self.members, self._break)
-        self.rendezvous = Rendezvous(self.context, self.members, self.generations, self._generation_replaced)
+        self.generations = Generations(self.context, self.members, self._generation_ended)
+        self.rendezvous = Rendezvous(self.context, self.members, self.generations)
         self.leases = Leases(self.context, self._liveness_changed, self.declare_dead)
         self.barriers = Barriers(self.context, self.members)
         self.store = Store(self.context, self.generations)
@@ -220,7 +220,7 @@ class Job:
             self._process_exited(request.exit)
         elif subject == "failure":
             generation = self.generations.require(member, request.generation)
-            self._break(generation, request.failure, member.rank)
+            self.generations.break_(generation, request.failure, member.rank)
         else:
             generation = self.generations.require(member, request.generation)
             self.generations.link_lost(member, request.link_lost, generation)
@@ -267,7 +267,7 @@ class Job:
         generation = self._open_generation_of(member)
         if generation is not None:
             text = f"{member.display_name} was lost: {reason}"
-            self._break(generation, detail_of(PeerLostError(member.rank, reason, text)), member.rank)
+            self.generations.break_(generation, detail_of(PeerLostError(member.rank, reason, text)), member.rank)
 
     def _clean_up_after(self, member: Member) -> None:
         """Removes what a dead or departed member held: keys, arrivals and its place in the generation."""
@@ -279,8 +279,8 @@ class Job:
         if generation is not None:
             self.nccl_ids.member_gone(generation)
             if len(generation.departed) == len(generation.members):
-                self._fail_pending_as_stale(generation, "all its members left")
-                self.generations.end(generation, "all its members left")
+                over = StaleGenerationError(f"generation {generation.number} is over: all its members left")
+                self.generations.end(generation, "all its members left", detail_of(over))
         self.store.client_gone(member.client)
         member.open_requests.clear()
         member.answers.clear()
@@ -289,23 +289,13 @@ class Job:
             self.store.watches.forget_until(self.context.durable_state.revision)
         self.rendezvous.review()
 
-    def _break(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> None:
-        if self.generations.break_(generation, cause, origin):
-            self._fail_pending(generation, cause)
-            self.rendezvous.review()
-
-    def _generation_replaced(self, generation: Generation) -> None:
-        """A round closed, and a new generation replaces this one."""
-        if not generation.over:
-            self._fail_pending_as_stale(generation, "a new generation replaces it")
-
-    def _fail_pending_as_stale(self, generation: Generation, why: str) -> None:
-        self._fail_pending(generation, detail_of(StaleGenerationError(f"generation {generation.number} is over: {why}")))
-
-    def _fail_pending(self, generation: Generation, cause: error_pb2.ErrorDetail) -> None:
+    def _generation_ended(self, generation: Generation, cause: error_pb2.ErrorDetail) -> None:
+        """Fails what waits in a generation, and reviews the round that may follow a broken one."""
         self.barriers.generation_over(generation, cause)
         self.nccl_ids.generation_over(cause)
         self.store.generation_over(generation.number)
+        if generation.broken is not None:
+            self.rendezvous.review()
 
     def _liveness_changed(self, member: Member) -> None:
         """A member's state changed: tells the others of its open generation, and reviews the round if the member can now

@@ -10,7 +10,6 @@ Members that get no place keep waiting: they are the spares.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -67,13 +66,10 @@ class PendingJoin:
 class Rendezvous:
     """The round of a job that has not closed yet."""
 
-    def __init__(
-        self, context: JobContext, members: Members, generations: Generations, on_replaced: Callable[[Generation], None]
-    ) -> None:
+    def __init__(self, context: JobContext, members: Members, generations: Generations) -> None:
         self._context = context
         self._members = members
         self._generations = generations
-        self._on_replaced = on_replaced
         self._pending: dict[str, PendingJoin] = {}
         self._announced: list[str] | None = []
         """The names of waiting members last sent to the newest generation; None if they must be sent again."""
@@ -255,8 +251,6 @@ class Rendezvous:
         except LimitExceededError as error:
             self._reject(chosen, error)
             return
-        if newest is not None:
-            self._on_replaced(newest)
         self._generations.begin(generation)
         for known in (self._early_exits, self._refused, self._claimants, self._timed_out):
             known.clear()
