@@ -98,39 +98,17 @@ def code_label(code: error_pb2.ErrorCode.ValueType) -> str:
     return error_pb2.ErrorCode.Name(code).removeprefix("ERROR_CODE_").lower()
 
 
-@dataclass(frozen=True, slots=True)
-class JobGauges:
-    """A job's gauges at the time of a scrape."""
+def members_by_state(job: Job) -> Counter[str]:
+    """How many members a job has in each state."""
+    return Counter(state_label(job.members.state(member, job.rendezvous.joining(member))) for member in job.members)
 
-    members: Mapping[str, int]
-    generation: int
-    world_size: int
-    beat_age_seconds: Mapping[int, float]
+
+def beat_ages(job: Job) -> dict[int, float]:
     """Rank -> seconds since its last frame. Empty if there are more than MEMBERS_BY_RANK_MAX members."""
-    open_barriers: int
-    longest_barrier_seconds: float
-    """Age of the oldest open barrier since its first arrival; 0 if none is open."""
-    store_keys: int
-    store_bytes: int
-
-    @classmethod
-    def of(cls, job: Job) -> JobGauges:
-        """Reads the job directly: its full status also lists former members, and each scrape takes time on the event loop."""
-        states = Counter(job.members.state(member, job.rendezvous.joining(member)) for member in job.members)
-        alive = [member for member in job.members if member.rank >= 0 and member.alive]
-        newest = job.generations.newest
-        return cls(
-            members={state_label(state): count for state, count in states.items()},
-            generation=0 if newest is None else newest.number,
-            world_size=0 if newest is None else len(newest.members),
-            beat_age_seconds={member.rank: max(0, job.context.now - member.last_heard) / 1e9 for member in alive}
-            if len(alive) <= MEMBERS_BY_RANK_MAX
-            else {},
-            open_barriers=len(job.barriers),
-            longest_barrier_seconds=job.barriers.longest_ns / 1e9,
-            store_keys=len(job.store.keyspace),
-            store_bytes=job.store.keyspace.bytes,
-        )
+    alive = [member for member in job.members if member.rank >= 0 and member.alive]
+    if len(alive) > MEMBERS_BY_RANK_MAX:
+        return {}
+    return {member.rank: max(0, job.context.now - member.last_heard) / 1e9 for member in alive}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +120,8 @@ class Gauges:
     journal_full: bool
     certificate_ends_at: float | None
     """In seconds since the epoch; None if unknown."""
-    jobs: Mapping[str, JobGauges]
+    jobs: Mapping[str, Job]
+    """Read directly: a full status also lists former members, and each scrape takes time on the event loop."""
 
 
 class Collector:
@@ -207,29 +186,34 @@ def _collect_coordinator(now: Gauges) -> Iterator[Any]:
         yield GaugeMetricFamily(name, text, now.certificate_ends_at)
 
 
-def _collect_jobs(jobs: Mapping[str, JobGauges]) -> Iterator[Any]:
+def _collect_jobs(jobs: Mapping[str, Job]) -> Iterator[Any]:
     from prometheus_client.core import GaugeMetricFamily
 
     members = GaugeMetricFamily("ferrorpc_members", "Members by state", labels=("job", "state"))
     ages = GaugeMetricFamily("ferrorpc_heartbeat_age_seconds", "Since the last frame from a rank", labels=("job", "rank"))
-    for job, gauges in jobs.items():
-        for state, count in gauges.members.items():
-            members.add_metric((job, state), count)
-        for rank, age in gauges.beat_age_seconds.items():
-            ages.add_metric((job, str(rank)), age)
+    for name, job in jobs.items():
+        for state, count in members_by_state(job).items():
+            members.add_metric((name, state), count)
+        for rank, age in beat_ages(job).items():
+            ages.add_metric((name, str(rank)), age)
     yield from (members, ages)
-    for name, text, value in _JOB_GAUGES:
-        family = GaugeMetricFamily(name, text, labels=("job",))
-        for job, gauges in jobs.items():
-            family.add_metric((job,), value(gauges))
+    for metric, text, value in _JOB_GAUGES:
+        family = GaugeMetricFamily(metric, text, labels=("job",))
+        for name, job in jobs.items():
+            family.add_metric((name,), value(job))
         yield family
 
 
-_JOB_GAUGES: Final[tuple[tuple[str, str, Callable[[JobGauges], float]], ...]] = (
-    ("ferrorpc_generation", "Newest generation", lambda job: job.generation),
-    ("ferrorpc_world_size", "Members of the newest generation", lambda job: job.world_size),
-    ("ferrorpc_open_barriers", "Named barriers that wait for somebody", lambda job: job.open_barriers),
-    ("ferrorpc_longest_barrier_seconds", "Age of the oldest open barrier", lambda job: job.longest_barrier_seconds),
-    ("ferrorpc_store_keys", "Keys in the store", lambda job: job.store_keys),
-    ("ferrorpc_store_bytes", "Bytes in the store", lambda job: job.store_bytes),
+def _world_size(job: Job) -> int:
+    newest = job.generations.newest
+    return 0 if newest is None else len(newest.members)
+
+
+_JOB_GAUGES: Final[tuple[tuple[str, str, Callable[[Job], float]], ...]] = (
+    ("ferrorpc_generation", "Newest generation", lambda job: job.context.newest_generation),
+    ("ferrorpc_world_size", "Members of the newest generation", _world_size),
+    ("ferrorpc_open_barriers", "Named barriers that wait for somebody", lambda job: len(job.barriers)),
+    ("ferrorpc_longest_barrier_seconds", "Age of the oldest open barrier", lambda job: job.barriers.longest_ns / 1e9),
+    ("ferrorpc_store_keys", "Keys in the store", lambda job: len(job.store.keyspace)),
+    ("ferrorpc_store_bytes", "Bytes in the store", lambda job: job.store.keyspace.bytes),
 )

@@ -28,7 +28,7 @@ from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.health import Health
 from ferrorpc_coordinator.journal import Journal, damaged
-from ferrorpc_coordinator.metrics import Collector, Counters, Gauges, JobGauges
+from ferrorpc_coordinator.metrics import Collector, Counters, Gauges
 from ferrorpc_coordinator.servicers import SERVICE, CoordinatorServicer
 from ferrorpc_coordinator.state.access import Access, Grant
 from ferrorpc_coordinator.state.coordinator import Coordinator
@@ -262,7 +262,7 @@ class _Service:
             journal_commits=0 if journal is None else journal.commits,
             journal_full=self._driver.refuses_writes,
             certificate_ends_at=self._certificate.ends_at(),
-            jobs={name: JobGauges.of(job) for name, job in self._coordinator.jobs.items()},
+            jobs=self._coordinator.jobs,
         )
 
 

@@ -10,26 +10,32 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ferrorpc_coordinator.metrics import Collector, Counters, Gauges, JobGauges
+from ferrorpc_coordinator.metrics import Collector, Counters, Gauges
+from ferrorpc_coordinator.state.job import Job
+from ferrorpc_coordinator.state.settings import SECOND
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.house.tree import ROOT
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import arrive, join, set_
 
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "ferrorpc.json"
 NAME = re.compile(r"\bferrorpc_[a-z_]+\b")
 
 
-JOB = JobGauges(
-    members={"active": 3},
-    generation=2,
-    world_size=3,
-    beat_age_seconds={0: 0.5, 2: 1.5},
-    open_barriers=2,
-    longest_barrier_seconds=7.0,
-    store_keys=0,
-    store_bytes=0,
-)
+def job() -> Job:
+    """A job with something to measure."""
+    world = World()
+    for _ in range(2):
+        join(world, "a", "b", "c")
+    arrive(world, "a", "first")
+    set_(world, "a", "key", b"value")
+    world.tick(11 * SECOND // 2)
+    arrive(world, "b", "second")
+    world.clients["c"].frozen = True
+    world.tick(3 * SECOND // 2)
+    return world.coordinator.jobs["job"]
 
 
 def exposition() -> str:
@@ -38,7 +44,7 @@ def exposition() -> str:
     for counted in (counters.generations_broken, counters.member_changes, counters.request_errors):
         counted["some"] += 1
     counters.handled["Session", "OK"] += 1
-    gauges = Gauges(sessions=3, journal_commits=1, journal_full=False, certificate_ends_at=1.0, jobs={"j": JOB})
+    gauges = Gauges(sessions=3, journal_commits=1, journal_full=False, certificate_ends_at=1.0, jobs={"j": job()})
     registry = CollectorRegistry()
     registry.register(Collector(counters, lambda: gauges))
     return generate_latest(registry).decode()
@@ -77,6 +83,8 @@ def test_the_gauges_of_a_job() -> None:
         'ferrorpc_open_barriers{job="j"} 2.0',
         'ferrorpc_longest_barrier_seconds{job="j"} 7.0',
         'ferrorpc_heartbeat_age_seconds{job="j",rank="2"} 1.5',
+        'ferrorpc_store_keys{job="j"} 1.0',
+        'ferrorpc_store_bytes{job="j"} 8.0',
     ):
         assert line in lines
 

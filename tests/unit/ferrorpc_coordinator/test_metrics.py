@@ -1,12 +1,12 @@
 """What is counted, and under which bound and label."""
 
-from ferrorpc_coordinator.metrics import MEMBERS_BY_RANK_MAX, Counters, Histogram, JobGauges
+from ferrorpc_coordinator.metrics import MEMBERS_BY_RANK_MAX, Counters, Histogram, beat_ages, members_by_state
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import session_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import arrive, join, set_
+from tests.unit.coordinator_state.helpers import join
 
 
 def test_a_value_counts_in_each_bucket_up_to_its_bound():
@@ -63,29 +63,14 @@ def test_only_living_members_have_a_beat_age():
     world.ask("dead", leave={"reason": "a bug"})
     world.cut("suspect")
     job = world.coordinator.jobs["job"]
-    gauges = JobGauges.of(job)
-    assert gauges.members == {"active": 1, "stalled": 1, "suspect": 1, "dead": 1, "left": 1, "waiting": 1}
+    assert members_by_state(job) == {"active": 1, "stalled": 1, "suspect": 1, "dead": 1, "left": 1, "waiting": 1}
     ranks = {name: job.members.get(name).rank for name in ("active", "stalled", "suspect")}
-    assert gauges.beat_age_seconds == {ranks["active"]: 0, ranks["stalled"]: 4, ranks["suspect"]: 0}
-    assert (gauges.generation, gauges.world_size) == (1, 5)
+    assert beat_ages(job) == {ranks["active"]: 0, ranks["stalled"]: 4, ranks["suspect"]: 0}
 
 
 def test_a_large_job_has_no_beat_ages():
     for members, ages in ((MEMBERS_BY_RANK_MAX, MEMBERS_BY_RANK_MAX), (MEMBERS_BY_RANK_MAX + 1, 0)):
         world = World()
         join(world, *(f"m{number}" for number in range(members)))
-        gauges = JobGauges.of(world.coordinator.jobs["job"])
-        assert (gauges.members, len(gauges.beat_age_seconds)) == ({"active": members}, ages)
-
-
-def test_barriers_and_the_store_of_a_job_are_measured():
-    world = World()
-    join(world, "a", "b")
-    assert JobGauges.of(world.coordinator.jobs["job"]).longest_barrier_seconds == 0
-    arrive(world, "a", "first")
-    world.tick(5 * SECOND)
-    arrive(world, "b", "second")
-    set_(world, "a", "key", b"value")
-    gauges = JobGauges.of(world.coordinator.jobs["job"])
-    assert (gauges.open_barriers, gauges.longest_barrier_seconds) == (2, 5)
-    assert (gauges.store_keys, gauges.store_bytes) == (1, 8)
+        job = world.coordinator.jobs["job"]
+        assert (members_by_state(job), len(beat_ages(job))) == ({"active": members}, ages)
