@@ -127,18 +127,18 @@ class JobContext:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def answer(self, requester: Requester, message: Answer) -> None:
-        """Answers one request. A session's answer is kept for a while, in case the client repeats the request."""
-        if requester.member is not None:
-            self._remember(requester.member, requester.number, message)
-        self.answer_many([requester], message)
+        """Answers one request, and keeps the answer."""
+        self.answer_many([requester], message, keep=True)
 
-    def answer_many(self, requesters: Iterable[Requester], message: Answer, own: Iterable[Message] = ()) -> None:
+    def answer_many(
+        self, requesters: Iterable[Requester], message: Answer, own: Iterable[Message] = (), *, keep: bool = False
+    ) -> None:
         """Answers many requests with the same message, encoded once.
-
-        These answers are not kept with the sessions: the caller must keep the outcome to answer a repeated request.
 
         Args:
             own: for each requester, the fields in which its answer differs; none if all answers are the same.
+            keep: whether sessions keep the answer for a while, in case the client repeats the request. Else the caller must
+                keep the outcome for that.
         """
         recipients: list[tuple[int, bytes]] = []
         field = _OUTCOME[type(message)]
@@ -148,6 +148,8 @@ class JobContext:
                 self.shared.effects.reply(self, requester.number, _unary_response(message))
                 continue
             member.open_requests.discard(requester.number)
+            if keep:
+                self._remember(member, requester.number, message)
             if member.stream is not None:
                 overlay = session_pb2.ServerFrame()
                 overlay.result.sequence = requester.number

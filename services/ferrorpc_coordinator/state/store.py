@@ -287,18 +287,9 @@ class Store:
                 readers.append(waiter.requester)
             else:
                 self._context.answer(waiter.requester, store_pb2.StoreResponse(found=True))
-        self._answer_readers(readers, entry)
-
-    def _answer_readers(self, readers: list[Requester], entry: Entry) -> None:
-        """Answers with a value; a large one, which is not kept for repeated requests, is in memory once for all readers."""
-        if not readers:
-            return
-        response = store_pb2.StoreResponse(found=True, value=entry.value, revision=entry.revision)
-        if len(entry.value) > self._context.limits.remembered_result_bytes:
-            self._context.answer_many(readers, response)
-        else:
-            for reader in readers:
-                self._context.answer(reader, response)
+        if readers:
+            response = store_pb2.StoreResponse(found=True, value=entry.value, revision=entry.revision)
+            self._context.answer_many(readers, response, keep=True)
 
     def _still_missing(self, waiter: Waiter) -> bool:
         """Waits again for keys that were deleted while the request waited for others; returns whether any are missing."""
