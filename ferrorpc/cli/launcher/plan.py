@@ -225,9 +225,8 @@ def node_placement(
         ConfigError: several nodes without a common coordinator, or an invalid node rank.
     """
     single = nodes == (1, 1)
-    if coordinator is not None and coordinator.endswith(":0"):
-        coordinator = None
-    if not single and (coordinator is None or standalone):
+    known = coordinator if coordinator and not standalone and not coordinator.endswith(":0") else None
+    if known is None and not single:
         raise ConfigError(
             "several nodes need one coordinator that all of them reach",
             hint="start `ferrorpc coordinator --listen HOST:29700` on one of them and pass --coordinator HOST:29700 on each",
@@ -237,9 +236,7 @@ def node_placement(
         raise ConfigError(f"--node-rank {node_rank} with --nnodes {nodes[1]}", hint=hint)
     rank = 0 if single else node_rank
     name = host_name() if node_rank is None else f"node{node_rank}"
-    if coordinator is None or standalone:
-        return rank, name, f"{LOOPBACK}:{free_port()}", True
-    return rank, name, coordinator, False
+    return (rank, name, f"{LOOPBACK}:{free_port()}", True) if known is None else (rank, name, known, False)
 
 
 def _here() -> str:
