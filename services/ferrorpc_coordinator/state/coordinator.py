@@ -47,10 +47,11 @@ from ferrorpc_coordinator.state.events import (
     Tick,
     UnaryRequest,
 )
-from ferrorpc_coordinator.state.job import TABLES, Job, sets_a_value, writes_or_waits
+from ferrorpc_coordinator.state.job import TABLES, Job
 from ferrorpc_coordinator.state.member import Member
 from ferrorpc_coordinator.state.running_time import RunningTime
 from ferrorpc_coordinator.state.settings import Settings
+from ferrorpc_coordinator.state.store import sets_a_value, writes_or_waits
 
 _OF_STRANGERS: Final = (AuthenticationError, PermissionDeniedError, VersionMismatchError)
 """Why a Hello is refused that is not of a member. From a stranger nobody is heard: he may be on the coordinator's own host."""

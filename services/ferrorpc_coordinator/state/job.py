@@ -30,7 +30,7 @@ from ferrorpc_coordinator.state.members import REASON_CHARACTERS_MAX, Members
 from ferrorpc_coordinator.state.nccl_ids import NcclIdRelay
 from ferrorpc_coordinator.state.rendezvous import Rendezvous
 from ferrorpc_coordinator.state.settings import MILLISECOND
-from ferrorpc_coordinator.state.store import Store
+from ferrorpc_coordinator.state.store import Store, sets_a_value
 from ferrorpc_coordinator.state.throttle import BroadcastThrottle
 
 TABLES: Final = ("member", "generation", "store", "write", "barrier")
@@ -405,16 +405,6 @@ class Job:
             description = self.members.describe(member, self.rendezvous.joining(member))
             description.links.extend(member.busiest_links(most))
             yield description
-
-
-def sets_a_value(request: store_pb2.StoreRequest) -> bool:
-    """Whether a request contains a value, so that it may be as large as one."""
-    return request.WhichOneof("operation") in ("set", "compare_set")
-
-
-def writes_or_waits(request: store_pb2.StoreRequest) -> bool:
-    """Whether a request may leave something in a job that is empty."""
-    return request.WhichOneof("operation") in ("set", "add", "compare_set", "wait") or request.get.wait_ms > 0
 
 
 def _replacement_text(replaced: Member, hello: session_pb2.Hello) -> str:

@@ -30,6 +30,16 @@ _GROWING: Final = frozenset({"set", "add", "compare_set"})
 _WRITES: Final = _GROWING | {"delete"}
 
 
+def sets_a_value(request: store_pb2.StoreRequest) -> bool:
+    """Whether a request contains a value, so that it may be as large as one."""
+    return request.WhichOneof("operation") in ("set", "compare_set")
+
+
+def writes_or_waits(request: store_pb2.StoreRequest) -> bool:
+    """Whether a request may leave something in a job that is empty."""
+    return request.WhichOneof("operation") in _GROWING | {"wait"} or request.get.wait_ms > 0
+
+
 @dataclass(slots=True, eq=False)
 class Waiter:
     """A request that waits until its keys exist."""
