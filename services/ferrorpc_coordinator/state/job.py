@@ -132,7 +132,10 @@ class Job:
             over = StaleGenerationError(f"the session of {member} is over: {reason}")
             self.context.push([member], session_pb2.Event(fenced=detail_of(over)))
         self._close_stream(member)
-        self._break_generation_of(member, reason)
+        generation = self._open_generation_of(member)
+        if generation is not None:
+            text = f"{member.display_name} was lost: {reason}"
+            self.generations.break_(generation, detail_of(PeerLostError(member.rank, reason, text)), member.rank)
         self._clean_up_after(member)
 
     # -- unary calls ---------------------------------------------------------------------------------------------------
@@ -182,11 +185,10 @@ class Job:
         self.context.answer(requester, rendezvous_pb2.LeaveResponse())
         self._close_stream(member)
         if request.reason:
-            self._mark_gone(member, Liveness.DEAD, request.reason[:REASON_CHARACTERS_MAX])
-            self._break_generation_of(member, member.reason)
+            self.declare_dead(member, request.reason[:REASON_CHARACTERS_MAX])
         else:
             self._mark_gone(member, Liveness.LEFT, "it left the job")
-        self._clean_up_after(member)
+            self._clean_up_after(member)
 
     def _barrier(self, requester: Requester, member: Member, request: barrier_pb2.BarrierRequest) -> None:
         generation = self.generations.require(member, request.generation) if request.generation else None
@@ -262,12 +264,6 @@ class Job:
         """The newest generation, if the member has a rank in it and it is not over."""
         newest = self.generations.newest
         return newest if newest is not None and member.rank >= 0 and not newest.over else None
-
-    def _break_generation_of(self, member: Member, reason: str) -> None:
-        generation = self._open_generation_of(member)
-        if generation is not None:
-            text = f"{member.display_name} was lost: {reason}"
-            self.generations.break_(generation, detail_of(PeerLostError(member.rank, reason, text)), member.rank)
 
     def _clean_up_after(self, member: Member) -> None:
         """Removes what a dead or departed member held: keys, arrivals and its place in the generation."""
