@@ -148,7 +148,7 @@ thread.join()
         ("WARNING", "latch.check()", ["<string>"], 1),
         ("DEBUG", "latch.check()", ["<string>", "guard.py"], 0),
         ("WARNING", "ferrorpc.config.whole_number(None)", ["<string>", "config.py"], 0),  # not an error that ferrorpc means
-        ("WARNING", "generation_errors.reason_of(seat2)", ["<string>", "generation_errors.py", "<string>"], 0),
+        ("WARNING", "ferrorpc.guard.seconds_of(seat2, 1.0)", ["<string>", "guard.py", "<string>"], 0),
         ("WARNING", AFTER_A_LOSS.format("latch.check()"), ["<string>", "<string>"], 2),
         ("WARNING", AFTER_A_LOSS.format("1 / 0"), ["<string>", "<string>"], 1),
         ("WARNING", AFTER_A_LOSS.format("raise KeyError('state') from ValueError('no state')"), ["<string>"], 0),
@@ -162,11 +162,10 @@ def test_an_error_of_the_library_is_shown_without_the_librarys_own_lines(level, 
     code = f"""
 import logging
 import ferrorpc.config
-from ferrorpc import generation_errors
 import ferrorpc.guard
 logging.getLogger("ferrorpc").setLevel("{level}")
 class Seat2:
-    def __str__(self):
+    def __float__(self):
         raise PeerLostError(2, "signal 9")
 seat2 = Seat2()
 latch = ferrorpc.guard.Latch()
