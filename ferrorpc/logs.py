@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
+import traceback
 from typing import Any, Final, TextIO
 
 from ferrorpc.config import Config
@@ -12,6 +14,7 @@ from ferrorpc.config import Config
 ORIGIN_FIELDS: Final = ("job", "rank", "generation")
 """Attributes of a log record that say where it comes from. A record without them (`extra`) gets those of this process."""
 _origin: dict[str, Any] = {}
+_telling = threading.local()
 _level = logging.NOTSET
 """The level that `set_up_logging` gave last."""
 
@@ -52,6 +55,24 @@ def set_up_logging(config: Config) -> None:
     for handler in logger.handlers:
         if isinstance(handler, _StandardErrorHandler):
             handler.setFormatter(JsonFormatter() if config["log_format"] == "json" else TextFormatter())
+
+
+def tell(log: logging.Logger, level: int, text: str, *values: object) -> None:
+    """Logs in the midst of an operation, or on a thread of the library, where the program's handlers must disturb nothing.
+
+    What they raise is shown as logging shows it. What is logged here while they use the group would come to them again, and is
+    dropped.
+    """
+    if getattr(_telling, "now", False):
+        return
+    _telling.now = True
+    try:
+        log.log(level, text, *values, stacklevel=2)
+    except Exception:  # noqa: BLE001  a handler's
+        if logging.raiseExceptions:
+            traceback.print_exc()
+    finally:
+        _telling.now = False
 
 
 class _StandardErrorHandler(logging.StreamHandler[TextIO]):

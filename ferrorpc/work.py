@@ -319,7 +319,9 @@ class Work(Generic[Result]):
         while callbacks:
             try:
                 callbacks[0]()
-            except Exception:  # noqa: BLE001  a failing callback must not affect other callbacks or the driver's other operations
+            except BaseException as problem:
+                if not isinstance(problem, Exception) and threading.current_thread() is threading.main_thread():
+                    raise  # an interrupt, which strikes nowhere else
                 _log.exception("%s is done, but one who was to be told of it failed", self.label)
             del callbacks[0]  # only now: an interrupt leaves it to a second call. No call, where one could strike
 

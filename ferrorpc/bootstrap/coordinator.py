@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -171,9 +172,12 @@ def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, i
 
 
 def _import_path() -> list[str]:
-    """This process's, in its order. The script's folder, in which other modules lie, is in it only if ferrorpc lies there."""
+    """This process's, in its order. The script's folder, in which other modules lie, is in it only if ferrorpc lies there, or
+    if it is one of Python's own, as with `python -m cProfile`."""
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
-    path = [each for each in sys.path if each not in ("", os.path.dirname(os.path.abspath(script)))]
+    pythons = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    left_out = {"", os.path.dirname(os.path.abspath(script))}.difference(pythons)
+    path = [each for each in sys.path if each not in left_out]
     own = (_folder_of("ferrorpc"), _folder_of("ferrorpc_coordinator"))
     return [*(folder for folder in dict.fromkeys(own) if folder and folder not in path), *path]
 

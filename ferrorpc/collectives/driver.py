@@ -22,6 +22,7 @@ from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import BackendUnavailableError, FerroError, LimitExceededError, UsageError, is_own_frame
 from ferrorpc.generation_errors import ended_by, reason_of
 from ferrorpc.guard import FOREVER, Guard, Parker
+from ferrorpc.logs import tell
 from ferrorpc.work import Work
 
 PROBE_SECONDS: Final = 0.25
@@ -104,9 +105,11 @@ class WaitTimers:
     def _explain(self, now: float) -> None:
         execution, allowance = self._execution, self._explanations
         if allowance is None or allowance.grants(now):
-            _log.warning("after %.0f s, %s", execution.guard.waited, "; ".join((execution.explain(), *_unwell(execution))))
+            text = "; ".join((execution.explain(), *_unwell(execution)))
+            tell(_log, logging.WARNING, "after %.0f s, %s", execution.guard.waited, text)
         elif allowance.asked == EXPLAINED_AT_ONCE + 1:
-            _log.warning("after %.0f s, more operations wait than the %d above", execution.guard.waited, EXPLAINED_AT_ONCE)
+            text = "after %.0f s, more operations wait than the %d above"
+            tell(_log, logging.WARNING, text, execution.guard.waited, EXPLAINED_AT_ONCE)
 
 
 def _unwell(execution: Execution) -> list[str]:

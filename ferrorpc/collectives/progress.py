@@ -238,7 +238,7 @@ class Progress:
             if not entry.over:
                 self._move_to(entry.execution.device)
                 act(entry)
-        except Exception as error:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
+        except BaseException as error:  # noqa: BLE001  what one operation meets must not stop all the others of the process
             self._fail(entry, error)
         finally:
             entry.turn.release()

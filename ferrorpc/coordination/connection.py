@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -20,9 +21,11 @@ from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.coordination.condition import Condition
 from ferrorpc.coordination.pending_requests import PendingRequests, Request, check_size
 from ferrorpc.coordination.session_stream import SessionStream
-from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, StaleGenerationError
+from ferrorpc.coordination.wait_log import WaitLog
+from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, StaleGenerationError, UsageError
 from ferrorpc.generation_errors import used_in_child
 from ferrorpc.guard import Clock, Latch
+from ferrorpc.logs import tell
 from ferrorpc.v1 import identity_pb2, session_pb2 as wire
 from ferrorpc.wire.error_detail import restore
 
@@ -36,8 +39,6 @@ REPLY_MARGIN_SECONDS: Final = 3.0
 """The coordinator answers a wait at its deadline, with all it knows. The client gives up this much later."""
 WELCOME_SECONDS: Final = 10.0
 """A stream that has had no Welcome for so long is closed and replaced: its first frames may be lost."""
-EXPLAIN_FIRST_SECONDS: Final = 5.0
-EXPLAIN_FACTOR: Final = 3.0
 _CONNECTION_CODES: Final = (ErrorCode.COORDINATOR_UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.CODEC)
 """Codes of a broken connection. All others are decisions of the coordinator."""
 _log = logging.getLogger("ferrorpc.coordination")
@@ -116,6 +117,8 @@ class Connection:
         self._outage_limit = min(join_timeout, max_outage)
         self._max_outage = max_outage
         self._interval = heartbeat_interval
+        self._reader = 0
+        """The reading thread's identifier."""
         self._reader_parker = clock.parker()
         self._heartbeat_parker = clock.parker()
 
@@ -165,7 +168,13 @@ class Connection:
 
         Raises:
             FerroError: the coordinator's answer, `latch`'s cause, the error that ended the connection, or `timeout_error`.
+            UsageError: this is the reading thread, which would wait for itself.
         """
+        if threading.get_ident() == self._reader:
+            raise UsageError(
+                f"{label} on the thread that reads what the coordinator sends, as by a handler of its log lines",
+                hint="let such a handler put its records into a queue (logging.handlers.QueueHandler)",
+            )
         request = self.post(label, latch, **body)
         try:
             return self._answer_of(request, seconds, timeout_error)
@@ -175,7 +184,7 @@ class Connection:
 
     def _answer_of(self, request: Request, seconds: float, timeout_error: Callable[[str], FerroError]) -> Any:
         """As `ask`, for a request that was sent."""
-        label, wait_log = request.label, _WaitLog(self._clock.now())
+        label, wait_log = request.label, WaitLog(self._clock.now())
         while True:
             until, explain_at = self._give_up_at(request, seconds), wait_log.due
             outcome, now = self._wait(request, min(until, explain_at)), self._clock.now()
@@ -202,7 +211,7 @@ class Connection:
 
     def wait_until_up(self, label: str, until: float) -> None:
         """Returns once the connection is up or has ended, or at clock time `until`. Logs meanwhile what `label` waits for."""
-        wait_log = _WaitLog(self._clock.now())
+        wait_log = WaitLog(self._clock.now())
 
         def settled() -> bool | None:
             return True if self._down_since is None or self.ended_by is not None else None
@@ -281,6 +290,7 @@ class Connection:
     # -- the reading thread --------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        self._reader = threading.get_ident()
         try:
             self._stay_connected()
         finally:
@@ -345,9 +355,9 @@ class Connection:
                 self._down_since = self._clock.now()
                 if self.ended_by is None and self.leave_error is None:
                     self._loss_logged = True
-                    _log.warning("lost the coordinator at %s: %s", self.address, failure.message)
+                    tell(_log, logging.WARNING, "lost the coordinator at %s: %s", self.address, failure.message)
             elif self._loss_logged and failure.code is not self._failure.code:
-                _log.warning("still without the coordinator at %s: %s", self.address, failure.message)
+                tell(_log, logging.WARNING, "still without the coordinator at %s: %s", self.address, failure.message)
             self._failure = failure
             self._condition.notify_all()
         return was_up
@@ -391,11 +401,16 @@ class Connection:
         session = "the session goes on" if welcome.resumed and same else "this is a new session"
         if self._loss_logged and down_since is not None:
             self._loss_logged = False
-            _log.warning(
-                "the coordinator at %s is back after %.1f s: %s", self.address, self._clock.now() - down_since, session
+            tell(
+                _log,
+                logging.WARNING,
+                "the coordinator at %s is back after %.1f s: %s",
+                self.address,
+                self._clock.now() - down_since,
+                session,
             )
         else:
-            _log.info("the coordinator at %s answered: %s", self.address, session)
+            tell(_log, logging.INFO, "the coordinator at %s answered: %s", self.address, session)
         self._heartbeat_parker.unpark()
 
     def _forget_session(self, why: FerroError, cluster_id: str) -> None:
@@ -463,22 +478,6 @@ class Connection:
             if unanswered is not None:
                 unanswered.close()  # the reading thread sees the end and reconnects
             self._heartbeat_parker.park(self._clock.now() + self._interval)
-
-
-class _WaitLog:
-    """Logs what a caller waits for: after 5 s, then each time after three times as long."""
-
-    def __init__(self, now: float) -> None:
-        self._started = now
-        self._after = EXPLAIN_FIRST_SECONDS
-
-    @property
-    def due(self) -> float:
-        return self._started + self._after
-
-    def say(self, label: str, now: float, why: str) -> None:
-        self._after *= EXPLAIN_FACTOR
-        _log.warning("%s has waited for %.1f s: %s", label, now - self._started, why)
 
 
 _kept_after_fork: list[object] = []

@@ -32,7 +32,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.generation_errors import error_on_rank, member_left, reason_of
 from ferrorpc.guard import SYSTEM_CLOCK, Latch, seconds_of
-from ferrorpc.logs import clear_log_origin, set_log_origin
+from ferrorpc.logs import clear_log_origin, set_log_origin, tell
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
@@ -381,7 +381,7 @@ class RemoteSession(Session):
             )
         )
         place = f"rank {response.rank} of {len(peers)} in generation {response.generation}"
-        _log.info("%s has %s: %s", self.name, place, response.reason)
+        tell(_log, logging.INFO, "%s has %s: %s", self.name, place, response.reason)
 
     def event(self, event: wire.Event) -> None:
         """Handles an event that the coordinator pushed."""
@@ -395,7 +395,7 @@ class RemoteSession(Session):
         elif kind == "pending":
             self._pending = tuple(event.pending.names)
         elif kind == "draining":
-            _log.info("the coordinator stops within %d ms", event.draining.within_ms)
+            tell(_log, logging.INFO, "the coordinator stops within %d ms", event.draining.within_ms)
 
     def session_ended(self, cause: FerroError) -> None:
         """Ends the generation: the coordinator does not know this session any more."""
@@ -439,7 +439,7 @@ class RemoteSession(Session):
 
     def _member_changed(self, member: identity_pb2.Member) -> None:
         report, unhealthy = member_report(member), self.membership.latch.unhealthy
-        _log.info("%s", report)
+        tell(_log, logging.INFO, "%s", report)
         if report.state in UNHEALTHY:
             unhealthy[report.rank] = report.standing
         else:

@@ -9,7 +9,7 @@ import pytest
 
 from ferrorpc.cli import doctor
 from ferrorpc.cli.main import run
-from ferrorpc.coordination import connection
+from ferrorpc.coordination import wait_log
 from ferrorpc.errors import (
     AuthenticationError,
     BarrierTimeoutError,
@@ -95,7 +95,7 @@ def test_nobody_at_the_address_is_said_within_the_timeout():
 
 def test_a_name_in_use_is_refused_naming_its_holder_until_the_timeout(service, world, request, caplog, monkeypatch):
     """Meanwhile the log does not say that the coordinator is away: it is there, and refuses."""
-    monkeypatch.setattr(connection, "EXPLAIN_FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(wait_log, "EXPLAIN_FIRST_SECONDS", 0.1)
     with pytest.raises(FerroError, match="member-1"):
         join(service.address, 1, 3, job=request.node.name[:100], timeout=2.0)
     assert world[0].membership.latch.cause is None

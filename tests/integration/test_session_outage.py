@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from ferrorpc.config import Config
-from ferrorpc.coordination import connection
+from ferrorpc.coordination import connection, wait_log
 from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.errors import (
     CoordinatorUnavailableError,
@@ -368,8 +368,8 @@ def test_a_failure_ends_the_generation_at_home_though_the_coordinator_says_nothi
 
 
 def test_waiting_is_explained_after_a_while(durable, caplog, monkeypatch):
-    monkeypatch.setattr(connection, "EXPLAIN_FIRST_SECONDS", 0.4)
-    monkeypatch.setattr(connection, "EXPLAIN_FACTOR", 1000.0)
+    monkeypatch.setattr(wait_log, "EXPLAIN_FIRST_SECONDS", 0.4)
+    monkeypatch.setattr(wait_log, "EXPLAIN_FACTOR", 1000.0)
     sessions = join_all(durable.address, 2)
     with caplog.at_level(logging.WARNING, logger="ferrorpc.coordination"):
         outcome = together([lambda: sessions[0].barrier("epoch", timeout=2.0)])

@@ -106,3 +106,41 @@ def test_a_level_that_the_program_has_set_stays_unless_the_setting_is_given(monk
         logs.set_up_logging(Config(arguments, environment={}))
         levels.append(logging.getLevelName(logger.level))
     assert levels == ["ERROR", "DEBUG", "WARNING"]  # the last is the default, as after an earlier call of its own
+
+
+class Handler(logging.Handler):
+    """A program's own, which does anything with a record, such as raise."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def emit(self, record):
+        self.act(record)
+
+
+@pytest.fixture
+def told():
+    log = logging.getLogger("ferrorpc.test.tell")
+    log.propagate = False
+    yield log
+    log.handlers.clear()
+
+
+def test_a_handler_that_raises_is_shown_and_disturbs_nothing(told, capsys):
+    told.addHandler(Handler(lambda record: {}[record.getMessage()]))
+    logs.tell(told, logging.WARNING, "%s was late", "rank 2")
+    assert "KeyError: 'rank 2 was late'" in capsys.readouterr().err
+
+
+def test_what_a_handler_does_tells_nothing_in_turn(told):
+    seen = []
+
+    def write(record):
+        seen.append((record.getMessage(), record.filename))
+        logs.tell(told, logging.WARNING, "%s waits for the store", "the handler")
+
+    told.addHandler(Handler(write))
+    for _ in range(2):
+        logs.tell(told, logging.WARNING, "%s was late", "rank 2")
+    assert seen == [("rank 2 was late", "test_logs.py")] * 2

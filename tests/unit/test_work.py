@@ -148,6 +148,27 @@ def test_a_callback_that_fails_is_logged_and_keeps_nobody_else_waiting(caplog: p
     assert "all_reduce #1" in caplog.text
 
 
+@pytest.mark.parametrize("raised", [SystemExit, asyncio.CancelledError])
+def test_a_callback_cannot_end_a_thread_of_the_library(raised: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    handle, told, ended = work(), [], []
+
+    def fail() -> None:
+        told.append("failing")
+        raise raised
+
+    def drive() -> None:
+        handle.complete(3)
+        ended.append(True)
+
+    handle.on_done(fail)
+    handle.on_done(lambda: told.append("next"))
+    driver = threading.Thread(target=drive)
+    driver.start()
+    driver.join(20.0)
+    assert (handle.wait(timeout=0), told, ended) == (3, ["failing", "next"], [True])
+    assert "all_reduce #1" in caplog.text
+
+
 def test_an_unobserved_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "ferrorpc.work"):
         handle = work()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import profile
 import shutil
 import signal
 import socket
@@ -214,6 +215,14 @@ def test_its_import_path_is_this_processs_in_its_order(monkeypatch: pytest.Monke
     assert coordinator._import_path() == [*dict.fromkeys(["/first", own[0], "/between", own[1], "/last"])]
     monkeypatch.setattr(sys, "path", [str(tmp_path), "/first"])
     assert sorted(coordinator._import_path()) == sorted({*own, "/first"})
+
+
+def test_its_import_path_has_pythons_own_folders_also_where_a_module_of_them_runs_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `python -m cProfile` does."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", profile.__file__, raising=False)
+    assert os.path.dirname(profile.__file__) in coordinator._import_path()
 
 
 def test_what_it_cannot_import_is_named(own_folder: Callable[[str, bool], None]) -> None:
