@@ -156,9 +156,6 @@ class ProcessGroup(Collectives):
             self._dispatch.check_open()
         try:
             data = self._backend.empty(spec)
-        except GroupClosedError:  # by reform(), which closes a subgroup's memory, too
-            self._dispatch.check_open()
-            raise
         except ValueError:  # NumPy's
             hint = "pass smaller sizes: no address space holds so many bytes"
             raise UsageError(f"shape={shape!r} of {spec.dtype.label} has {spec.nbytes} bytes", hint=hint) from None
@@ -274,7 +271,7 @@ class ProcessGroup(Collectives):
         self._is_ending = True
         try:
             over = generation_replaced(self.generation, following.generation)
-            self._dispatch.close(GroupClosedError(over.message, hint=over.hint))
+            self._dispatch.close_all(GroupClosedError(over.message, hint=over.hint))
             self._backend.latch.trip(over)
             self._backend.close()
             block = (None if self._block is None else self._block()) or self

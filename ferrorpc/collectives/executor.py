@@ -342,7 +342,7 @@ class PlanExecution(EventDrivenExecution):
                 parts.append(f"rank {rank} (is in it too)")
         if self.transfers is not None and not self.transfers.has_all_inputs:
             parts.append("this rank's own GPU")
-        return f"{self.label} waits for {', '.join(parts) or 'its own lane'}"
+        return f"{self.label} waits for {', '.join(parts) or 'its turn on this rank'}"
 
     def timeout_error(self) -> FerroError:
         is_barrier = self._layout.rules.call.operation is Operation.BARRIER

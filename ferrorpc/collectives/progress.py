@@ -113,13 +113,12 @@ class _Entry:
 
 
 def _standing(entry: _Entry) -> tuple[list[int], str]:
-    """What an operation waits for, as far as is known, for a thread that waits no longer."""
-    if not entry.turn.acquire(timeout=TURN_SECONDS):
-        return [], ""
+    """What an operation waits for, as far as is known, for a thread that waits no longer. It reads without the turn, which only
+    who goes on with the operation may have: else a wake-up could be lost."""
     try:
-        return ([], "") if entry.over else (entry.execution.waiting_on(), entry.execution.explain())
-    finally:
-        entry.turn.release()
+        return entry.execution.waiting_on(), entry.execution.explain()
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another thread is just ending it
+        return [], ""
 
 
 class Progress:

@@ -88,6 +88,13 @@ class Dispatch:
             self._closing = error
         self.closed = self.refuses = True
 
+    def close_all(self, error: GroupClosedError) -> None:
+        """As `close`, of a world and all its subgroups, whose generation another one has followed."""
+        for reference in self._family.valuerefs():  # a copy, because another thread may make a subgroup
+            dispatch = reference()
+            if dispatch is not None and not dispatch.closed:
+                dispatch.close(error)
+
     def retire(self) -> None:
         """After close(): ends the recvs of a subgroup, and tells the backend which operations have begun. May be called again
         where it was interrupted."""

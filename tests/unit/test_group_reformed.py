@@ -181,11 +181,18 @@ def test_a_step_of_an_earlier_generations_synchroniser_concerns_that_rank_alone(
     assert run_world(3, body) == [[3, 3]] * 3
 
 
-def test_who_goes_on_with_an_earlier_generations_group_is_told_of_the_one_that_followed() -> None:
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_who_goes_on_with_an_earlier_generations_group_is_told_of_the_one_that_followed(is_broken: bool) -> None:
     """Not to call init_process_group() again, which is refused while there is that one."""
 
     def body(group):
         part, stream = group.subgroup([1, 0]), group.stream()
+        group.barrier()
+        if is_broken:
+            if group.rank == 0:
+                group.abort("for a test")
+            with pytest.raises(GroupAbortedError):
+                part.barrier()
         renewed = group.reform()
         told = []
         for call in (
@@ -194,6 +201,8 @@ def test_who_goes_on_with_an_earlier_generations_group_is_told_of_the_one_that_f
             lambda: stream.all_reduce(np.ones(1), 0),
             lambda: part.all_reduce(1),
             lambda: part.recv(1 - part.rank),
+            lambda: part.subgroup([0]),
+            lambda: part.empty(3),
         ):
             with pytest.raises(FerroError, match="generation 1 was replaced by generation 2") as caught:
                 call()
@@ -203,7 +212,7 @@ def test_who_goes_on_with_an_earlier_generations_group_is_told_of_the_one_that_f
             group.barrier()
         return told, int(renewed.all_reduce(1))
 
-    assert run_world(2, body) == [([REFORMED_HINT] * 5, 2)] * 2
+    assert run_world(2, body) == [([REFORMED_HINT] * 7, 2)] * 2
 
 
 @pytest.mark.parametrize("what", ["a failure", "a lost link"])

@@ -417,3 +417,31 @@ def test_its_deadline_counts_although_the_thread_slept_longer(progress: Progress
     with pytest.raises(CollectiveTimeoutError, match="too late"):
         submit(progress, Begun(Latch(), seconds=0.02), report).wait(timeout=SECONDS)
     assert len(reported) == 1
+
+
+class Explained(Scripted):
+    """Lets other threads go on while it says what it waits for."""
+
+    def explain(self) -> str:
+        eventually(lambda: self.advances > self._steps)
+        return super().explain()
+
+
+def test_who_only_looks_what_it_waits_for_keeps_it_from_nothing(progress: Progress) -> None:
+    work = submit(progress, Explained(Latch(), steps=2))
+    with pytest.raises(CollectiveTimeoutError, match="waits for rank 3; it still runs") as caught:
+        work.wait(timeout=0)
+    assert caught.value.waiting_on == [3]
+    assert work.wait(timeout=SECONDS) == 7
+
+
+def test_who_looks_while_it_ends_is_told_its_name(progress: Progress, busy: Busy) -> None:
+    class Ending(Scripted):
+        def explain(self) -> str:
+            raise AttributeError("another thread has taken it apart")
+
+    work = submit(progress, Ending(Latch()))
+    with pytest.raises(CollectiveTimeoutError, match=r"^scripted #1 still runs after 0 s"):
+        work.wait(timeout=0)
+    busy.may_go.set()
+    assert work.wait(timeout=SECONDS) == 7
