@@ -82,11 +82,14 @@ def plain_name(text: str) -> str:
 def path(text: str) -> str:
     """A file's or a directory's path, made absolute: files are read again later, and a script may change its directory.
 
-    An empty one, as of a variable that is not set, would mean the working directory.
+    An empty one, as of a variable that is not set, would mean the working directory. Where that is gone, a relative one stays.
     """
     if not text:
         raise ValueError("expected a path")
-    return str(Path(text).absolute())
+    try:
+        return str(Path(text).absolute())
+    except FileNotFoundError:
+        return text
 
 
 def token_path(text: str) -> str:
@@ -130,7 +133,7 @@ def host_port(text: str) -> str:
     """ "host:port", the port without leading zeros; an IPv6 host in brackets."""
     host, _, number = text.rpartition(":")
     if not host or not number.isdecimal() or int(number) > 65535 or (":" in host and not host.startswith("[")):
-        raise ValueError("expected HOST:PORT, an IPv6 host in brackets")
+        raise ValueError("expected HOST:PORT, such as 127.0.0.1:29700, an IPv6 host in brackets")
     try:
         host.encode("idna")  # as whoever resolves it does
     except UnicodeError:
@@ -336,8 +339,10 @@ def _resolve(setting: Setting, given: Mapping[str, Any], environment: Mapping[st
         return Value(setting.default, "default")
     try:
         value = setting.parse(_as_text(raw))
-    except (ValueError, FileNotFoundError) as error:  # the latter where the working directory of a relative path is gone
-        raise ConfigError(f"{setting.variable if source != 'argument' else setting.name}={raw!r}: {error}") from None
+    except ValueError as error:
+        if source == "argument":
+            raise ConfigError(f"{setting.name}={raw!r}: {error}", hint="give it in this form") from None
+        raise ConfigError(f"{setting.variable}={raw!r}: {error}") from None
     if setting.choices and value not in setting.choices:
         raise ConfigError(f"{setting.name}={value!r} (from {source}) is not one of {', '.join(setting.choices)}")
     return Value(value, source)

@@ -29,10 +29,10 @@ def address_of(config: Config) -> str:
 
 
 def token(config: Config) -> str:
-    """The bearer token; empty without FERRORPC_TOKEN_FILE. Raises ConfigError when the file cannot be read."""
-    from ferrorpc.wire.token import read_token
+    """The bearer token, to be sent to the coordinator; empty without FERRORPC_TOKEN_FILE. Raises as `token_for`."""
+    from ferrorpc.coordination.channel import token_for
 
-    return read_token(config["token_file"])
+    return token_for(address_of(config), config).current()
 
 
 @contextmanager

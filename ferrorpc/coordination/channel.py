@@ -13,6 +13,22 @@ from ferrorpc.wire.identity import Role
 from ferrorpc.wire.options import session_channel
 from ferrorpc.wire.tls import Dialer, TlsFiles
 from ferrorpc.wire.tls_diagnosis import diagnose
+from ferrorpc.wire.token import Token
+
+
+def token_for(address: str, config: Mapping[str, Any]) -> Token:
+    """The job's token, to be sent to a coordinator.
+
+    Raises:
+        ConfigError: it would travel in clear text beyond loopback, or its file cannot be used.
+    """
+    is_safe = config["insecure"] or TlsFiles.of(config) is not None or is_loopback(split_address(address)[0])
+    if config["token_file"] and not is_safe:
+        raise ConfigError(
+            f"without TLS, whoever is on the way to {address} could read the token of FERRORPC_TOKEN_FILE",
+            hint="set FERRORPC_TLS_CA to the coordinator's authority, or FERRORPC_INSECURE=1 on a network you trust",
+        )
+    return Token(config["token_file"])
 
 
 class ChannelFactory:
@@ -21,7 +37,7 @@ class ChannelFactory:
     Renewed certificate files are used from the next channel on.
 
     Raises:
-        ConfigError: the tls_* settings contradict each other, or a token would travel in clear text beyond loopback.
+        ConfigError: the tls_* settings contradict each other.
     """
 
     def __init__(self, address: str, job: str, config: Mapping[str, Any]) -> None:
@@ -29,11 +45,6 @@ class ChannelFactory:
         self.job = job
         self.tls = TlsFiles.of(config)
         self._dialer = None if self.tls is None else Dialer(self.tls)
-        if self.tls is None and config["token_file"] and not (config["insecure"] or is_loopback(split_address(address)[0])):
-            raise ConfigError(
-                f"without TLS, whoever is on the way to {address} could read the token of FERRORPC_TOKEN_FILE",
-                hint="set FERRORPC_TLS_CA to the coordinator's authority, or FERRORPC_INSECURE=1 on a network you trust",
-            )
 
     def __call__(self) -> grpc.Channel:
         """A new channel.

@@ -13,7 +13,7 @@ from ferrorpc.config import Config, host_name
 from ferrorpc.coordination import limits, process_exit
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session, before_joining
-from ferrorpc.coordination.channel import ChannelFactory
+from ferrorpc.coordination.channel import ChannelFactory, token_for
 from ferrorpc.coordination.connection import Connection
 from ferrorpc.coordination.explain import explain_wait, member_report
 from ferrorpc.coordination.nccl_ids import leaders
@@ -38,7 +38,6 @@ from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, ses
 from ferrorpc.versions import own_version
 from ferrorpc.wire.error_detail import detail_of, encodable, restore
 from ferrorpc.wire.limits import PROTOCOL_VERSION
-from ferrorpc.wire.token import Token
 
 LAST_CALL_SECONDS: Final = 1.0
 """How long an elastic rendezvous stays open for more members once it has enough."""
@@ -104,7 +103,7 @@ class RemoteSession(Session):
             host=host or host_name(),
             labels=[identity_pb2.Label(name=label, value=value) for label, value in all_labels.items()],
         )
-        self._token = Token(config["token_file"])
+        self._token = token_for(address, config)
         self._worker_address = worker_address
         self.activity = Activity()
         self.membership = before_joining(job)

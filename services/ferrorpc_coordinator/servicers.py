@@ -25,12 +25,13 @@ from ferrorpc_coordinator.first_message import first_message
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
-from ferrorpc_coordinator.unread import UNREAD_BYTES_MAX, UnreadBytes
+from ferrorpc_coordinator.state.store import sets_a_value
+from ferrorpc_coordinator.unread import ANSWERS_BYTES_MAX, UNREAD_BYTES_MAX, UnreadBytes
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
 
 SMALL_ANSWER_BYTES: Final = 4 << 10
-"""An answer up to this size costs no more than its call. It is never refused, because it may tell that something was done."""
+"""An answer up to this size costs no more than its call."""
 
 _NO_FRAME: Final = "a session sent bytes that are not a ClientFrame"
 
@@ -43,6 +44,16 @@ _UNARY: Final[dict[str, type[UnaryRequest]]] = {
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 UnaryHandler = Callable[[AsyncIterator[bytes], Context], Awaitable[bytes]]
+
+
+def _sets_a_value(request: UnaryRequest) -> bool:
+    return isinstance(request, session_pb2.UnaryStoreRequest) and sets_a_value(request.request)
+
+
+def _may_answer_much(request: UnaryRequest) -> bool:
+    if isinstance(request, session_pb2.UnaryStoreRequest):
+        return request.request.WhichOneof("operation") not in ("set", "add", "delete")
+    return not isinstance(request, session_pb2.UnaryReportRequest)
 
 
 class CoordinatorServicer:
@@ -91,7 +102,10 @@ class CoordinatorServicer:
                 if context.time_remaining() is None:
                     raise UsageError(f"{name} was called without a deadline", hint="give the call a timeout")
                 request = await _read_request(context, request_type)
-                answering = self._driver.call(request, _caller(context), partial(self._hold, context, request.job))
+                if _may_answer_much(request):
+                    self._require_room(request.job, self._unread_answers.of(request.job), "UNREAD_BYTES_MAX", UNREAD_BYTES_MAX)
+                hold = partial(self._hold, context, request.job, is_refusable=not _sets_a_value(request))
+                answering = self._driver.call(request, _caller(context), hold)
                 del request  # its memory, which may be much, for the time of the wait
                 answer = await answering
                 if isinstance(answer, error_pb2.ErrorDetail):
@@ -104,22 +118,28 @@ class CoordinatorServicer:
 
         return handle
 
-    def _hold(self, context: Context, job: str, size_bytes: int) -> None:
+    def _hold(self, context: Context, job: str, size_bytes: int, *, is_refusable: bool) -> None:
         """Counts an answer until it is read or its call has ended.
+
+        Args:
+            is_refusable: the call has changed nothing, so its answer may be refused.
 
         Raises:
             LimitExceededError: the clients of this job leave too much unread.
         """
         if size_bytes > SMALL_ANSWER_BYTES:
             unread = self._unread_answers
-            what = f"the bytes that calls of job {quoted(job)} leave unread"
-            require(what, unread.of(job) + size_bytes, "UNREAD_BYTES_MAX", UNREAD_BYTES_MAX)
+            if is_refusable:
+                self._require_room(job, unread.of(job) + size_bytes, "ANSWERS_BYTES_MAX", ANSWERS_BYTES_MAX)
             unread.add(job, size_bytes)
 
             def ended(_: object) -> None:
                 unread.add(job, -size_bytes)
 
             context.add_done_callback(ended)  # type: ignore[arg-type]  # the stubs know no functions
+
+    def _require_room(self, job: str, size_bytes: int, limit: str, bytes_max: int) -> None:
+        require(f"the bytes that calls of job {quoted(job)} leave unread", size_bytes, limit, bytes_max)
 
     async def _abort(self, name: str, context: Context, error: FerroError) -> None:
         code, details, trailers = status.to_status(error)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 UNREAD_BYTES_MAX: Final = 32 << 20
-"""A job may leave so many bytes of answers to calls unread, and so many on ended streams."""
+"""A job may leave so many bytes of answers to calls unread before it can call for more, and so many on ended streams."""
+ANSWERS_BYTES_MAX: Final = 256 << 20
+"""A job's calls that wait for the same may get so many bytes of answers at once."""
 
 
 class UnreadBytes:

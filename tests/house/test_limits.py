@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX
-from ferrorpc_coordinator.servicers import SMALL_ANSWER_BYTES
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
-from ferrorpc_coordinator.unread import UNREAD_BYTES_MAX
+from ferrorpc_coordinator.unread import ANSWERS_BYTES_MAX, UNREAD_BYTES_MAX
 
 from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES
 from ferrorpc.config import SETTINGS
@@ -40,9 +39,10 @@ ROWS = (
     ("bytes that a session leaves unread", f"{size(SEND_QUEUE_BYTES_MAX)}; then its stream is closed, and it resumes"),
     (
         "bytes that the clients of a job leave unread of answers to calls; on streams that have ended",
-        f"{size(UNREAD_BYTES_MAX)}; {size(UNREAD_BYTES_MAX)}. Then calls are refused that would be answered with more than "
-        f"{size(SMALL_ANSWER_BYTES)}; then sessions, as by a coordinator that is away",
+        f"{size(UNREAD_BYTES_MAX)}; {size(UNREAD_BYTES_MAX)}. Then further calls are refused whose answers may be large; "
+        "then sessions, as by a coordinator that is away",
     ),
+    ("bytes of answers that waiting calls of a job get at once", f"{size(ANSWERS_BYTES_MAX)}; the others are refused"),
     ("the prefix of a watch", size(LIMITS.key_bytes)),
     ("watches of a job; changes a watch can look back on", f"{LIMITS.watches:,}; {LIMITS.history_events:,}"),
     ("keys for which requests of a job wait, counted once for each request", f"{LIMITS.waited_keys:,}"),

@@ -46,7 +46,7 @@ def test_it_loads_nothing_of_the_training_side():
         ([], {"FERRORPC_LEASE": "soon"}, "FERRORPC_LEASE"),
         (["--tls-cert", "nowhere.pem"], {}, "belong together"),
         (["--tls-ca", "nowhere.pem"], {}, "protects nothing"),
-        (["--tls-cert", "nowhere.pem", "--tls-key", "nowhere.pem"], {}, "cannot read nowhere.pem"),
+        (["--tls-cert", "nowhere.pem", "--tls-key", "nowhere.pem"], {}, "nowhere.pem: No such file"),
         (["--token-file", "nowhere"], {}, "the token file cannot be read"),
         (["--data-dir", "/proc/nowhere"], {}, "/proc/nowhere cannot be used"),
         (["--no-such-flag"], {}, "unrecognized arguments: --no-such-flag"),

@@ -1,6 +1,7 @@
 """Clients that leave unread what they asked for, and ask again: a coordinator holds so much for them, and serves the others."""
 
 import queue
+import time
 
 import grpc
 import pytest
@@ -72,6 +73,23 @@ def test_answers_beyond_what_a_job_may_leave_unread_are_refused_until_room_is_ma
         for call in opened:
             call.cancel()
         eventually(lambda: refusal("b") is None)
+
+
+def test_calls_that_wait_for_the_same_value_all_get_it_and_so_does_who_sets_it(process):
+    """Together they are more than a job may leave unread, but these read."""
+    wait = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="awaited", wait_ms=20_000))
+    won = store_pb2.CompareSetOperation(key="awaited", expect_absent=True, value=VALUE)
+    with channel_to(process.address) as channel:
+        stub = session_pb2_grpc.CoordinatorServiceStub(channel)
+        waiting = [
+            stub.Store.future(session_pb2.UnaryStoreRequest(job="e", client_id=f"{number}", request=wait), timeout=30)
+            for number in range(40)
+        ]
+        time.sleep(0.5)
+        request = store_pb2.StoreRequest(request_id=1, compare_set=won)
+        answer = stub.Store(session_pb2.UnaryStoreRequest(job="e", client_id="setter", request=request), timeout=20)
+        assert answer.response.found
+        assert [call.result().response.value == VALUE for call in waiting] == [True] * 40
 
 
 def test_a_session_that_is_left_unread_and_resumed_again_and_again_is_refused(process, channels):

@@ -22,7 +22,7 @@ from typing import Any, Final
 import click
 
 from ferrorpc.cli.launcher.signals import FORWARDED_SIGNALS, STOP_SIGNALS
-from ferrorpc.errors import CoordinatorUnavailableError, FerroError
+from ferrorpc.errors import ConfigError, CoordinatorUnavailableError, FerroError
 from ferrorpc.guard import SYSTEM_CLOCK
 
 RETRY_SECONDS: Final = 60.0
@@ -44,6 +44,10 @@ def serve(address: str, job: str) -> None:
         with connect(config) as stub:
             call(stub.Report, request, config, wait_for_ready=True)
 
+    try:
+        token(config)
+    except ConfigError as error:
+        click.echo(f"ferrorpc: the coordinator is not told how workers end: {error}", err=True)
     click.echo("ready")
     sys.stdout.flush()
     for line in sys.stdin:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -11,7 +12,7 @@ from ferrorpc_coordinator import first_message
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SendQueue
 from ferrorpc_coordinator.servicers import SMALL_ANSWER_BYTES, CoordinatorServicer, compact
-from ferrorpc_coordinator.unread import UNREAD_BYTES_MAX
+from ferrorpc_coordinator.unread import ANSWERS_BYTES_MAX
 
 from benchmarks.floods import MEBIBYTE, resident_bytes
 from ferrorpc.errors import LimitExceededError
@@ -102,14 +103,15 @@ def test_answers_are_counted_by_job_until_their_calls_end():
         def add_done_callback(self, callback):
             ends.append(callback)
 
-    hold, call = CoordinatorServicer(RememberingDriver(), Counters())._hold, Answered()
-    hold(call, "a", UNREAD_BYTES_MAX)
+    hold, call = partial(CoordinatorServicer(RememberingDriver(), Counters())._hold, is_refusable=True), Answered()
+    hold(call, "a", ANSWERS_BYTES_MAX)
     with pytest.raises(LimitExceededError, match="'a' leave unread"):
         hold(call, "a", SMALL_ANSWER_BYTES + 1)
     hold(call, "a", SMALL_ANSWER_BYTES)
-    hold(call, "b", UNREAD_BYTES_MAX)
+    hold(call, "b", ANSWERS_BYTES_MAX)
     ends[0](call)
-    hold(call, "a", UNREAD_BYTES_MAX)
+    hold(call, "a", ANSWERS_BYTES_MAX)
+    hold(call, "a", ANSWERS_BYTES_MAX, is_refusable=False)  # of what was done
 
 
 HELLO = session_pb2.ClientFrame(hello=session_pb2.Hello(job="a"))
