@@ -57,17 +57,20 @@ def set_up_logging(config: Config) -> None:
             handler.setFormatter(JsonFormatter() if config["log_format"] == "json" else TextFormatter())
 
 
-def tell(log: logging.Logger, level: int, text: str, *values: object) -> None:
+def tell(log: logging.Logger, level: int, text: str, *values: object, traceback_too: bool = False) -> None:
     """Logs in the midst of an operation, or on a thread of the library, where the program's handlers must disturb nothing.
 
     What they raise is shown as logging shows it. What is logged here while they use the group would come to them again, and is
     dropped.
+
+    Args:
+        traceback_too: with the traceback of the exception that is being handled.
     """
     if getattr(_telling, "now", False):
         return
     _telling.now = True
     try:
-        log.log(level, text, *values, stacklevel=2)
+        log.log(level, text, *values, exc_info=traceback_too, stacklevel=2)
     except Exception:  # noqa: BLE001  a handler's
         if logging.raiseExceptions:
             traceback.print_exc()

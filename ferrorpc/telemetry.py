@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.logs import tell
 from ferrorpc.trace import TraceFile, operation_of
 
 _log = logging.getLogger("ferrorpc.telemetry")
@@ -63,13 +64,14 @@ class Observers:
         for observer in self._observers:
             self._told(observer, observer.stepped, compute_seconds, exposed_seconds, hidden_seconds)
 
-    def _told(self, observer: Observer, tell: Callable[..., Any], *what: Any) -> Any:
+    def _told(self, observer: Observer, call: Callable[..., Any], *what: Any) -> Any:
         try:
-            return tell(*what)
+            return call(*what)
         except Exception:  # noqa: BLE001  span processors and exporters are the program's, and may raise anything
             if type(observer) not in _failed:
                 _failed.add(type(observer))
-                _log.exception("telemetry failed, and its later errors are not logged; operations go on without it")
+                text = "telemetry failed, and its later errors are not logged; operations go on without it"
+                tell(_log, logging.ERROR, text, traceback_too=True)
             return None
 
 

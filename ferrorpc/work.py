@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
 from ferrorpc.guard import FOREVER, Clock, Parker, seconds_of
+from ferrorpc.logs import tell
 
 Result = TypeVar("Result", covariant=True)
 ASSIST_SECONDS: Final = 10e-3
@@ -322,7 +323,8 @@ class Work(Generic[Result]):
             except BaseException as problem:
                 if not isinstance(problem, Exception) and threading.current_thread() is threading.main_thread():
                     raise  # an interrupt, which strikes nowhere else
-                _log.exception("%s is done, but one who was to be told of it failed", self.label)
+                text = "%s is done, but one who was to be told of it failed"
+                tell(_log, logging.ERROR, text, self.label, traceback_too=True)
             del callbacks[0]  # only now: an interrupt leaves it to a second call. No call, where one could strike
 
     def __del__(self) -> None:

@@ -148,6 +148,22 @@ def test_a_callback_that_fails_is_logged_and_keeps_nobody_else_waiting(caplog: p
     assert "all_reduce #1" in caplog.text
 
 
+def test_a_callback_that_fails_keeps_nobody_waiting_even_where_a_handler_of_that_line_raises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Strict(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise KeyError("tenant")
+
+    monkeypatch.setattr(logging.getLogger("ferrorpc.work"), "handlers", [Strict()])
+    handle, told = work(), []
+    handle.on_done(lambda: [].pop())
+    handle.on_done(lambda: told.append(1))
+    handle.complete(3)
+    assert (handle.wait(timeout=0), told) == (3, [1])
+    assert "KeyError: 'tenant'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("raised", [SystemExit, asyncio.CancelledError])
 def test_a_callback_cannot_end_a_thread_of_the_library(raised: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
     handle, told, ended = work(), [], []

@@ -275,7 +275,7 @@ class WorkerServer:
                 f"who dialled rank {opening.target_rank} is no worker of {compared(opening.job)} by its certificate, but "
                 f"{described(found or ())}"
             )
-        if not self.token.accepts(opening.token, opening.token_before or opening.token):
+        if not self.token.accepts(opening.token, opening.token_before or opening.token):  # older peers bring only one
             raise AuthenticationError("the token of the stream is not that of this job")
         if opening.protocol_version != PROTOCOL_VERSION:
             raise VersionMismatchError(
