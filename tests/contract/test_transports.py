@@ -16,6 +16,7 @@ from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
+from ferrorpc.transports.grpc.link import Link
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.inproc import InprocTransport, Network
@@ -74,17 +75,24 @@ def wait_for_message(box: Box, source: End, size: int, slot: int = 0) -> bytes:
     return b"".join(frame.payload for frame in received(box, source, slot))
 
 
-class Leaving(dict[int, float]):
+class Leaving(set[int]):
     """Of whom it is asked for the first time is not in it, and is from then on."""
 
     def __contains__(self, rank: object) -> bool:
         assert isinstance(rank, int)
         before = super().__contains__(rank)
-        self[rank] = time.monotonic()
+        self.add(rank)
         return before
 
-    def add(self, rank: int) -> None:
-        self[rank] = time.monotonic()
+
+class LeavingLink(Link):
+    """Whose peer has not left when that is asked for the first time, and has from then on."""
+
+    @property
+    def has_left(self) -> bool:
+        before = super().has_left
+        self.leave(time.monotonic())
+        return before
 
 
 def leave_after_one_look(transport: Transport, peer: int) -> None:
@@ -92,12 +100,12 @@ def leave_after_one_look(transport: Transport, peer: int) -> None:
     if isinstance(transport, RoutedTransport):
         transport = transport._lanes[peer]
     if isinstance(transport, SharedMemoryTransport):
-        transport._host_peers._left = Leaving()  # type: ignore[assignment]
+        transport._host_peers._left = Leaving()
     elif isinstance(transport, InprocTransport):
-        transport._departed = Leaving()  # type: ignore[assignment]
+        transport._departed = Leaving()
     else:
         assert isinstance(transport, GrpcTransport)
-        transport._left = Leaving()
+        transport._links[peer] = LeavingLink()
 
 
 class TransportContract(ABC):

@@ -115,8 +115,9 @@ def test_large_messages_are_dealt_out_to_several_lanes_and_the_bits_stay_the_sam
         for backend in world.backends:
             ((_, sent_bytes),) = backend.transport.traffic().values()
             assert sent_bytes == 2 * 4 * size
-            lanes = backend.transport._lanes
-            assert sorted(lanes) == [(1 - backend.rank, number) for number in range(3)]
+            own, lanes = (backend.transport._links[peer].lanes for peer in (backend.rank, 1 - backend.rank))
+            assert not own
+            assert sorted(lanes) == [0, 1, 2]
             assert all(lane.queue.sent_bytes > sent_bytes // 5 for lane in lanes.values())
 
 

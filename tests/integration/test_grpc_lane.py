@@ -77,7 +77,7 @@ def test_all_of_a_peer_that_left_is_here_once_each_of_its_streams_has_ended(pair
     box = pair[1].box(key)
     send(pair[0], 1, key, random_bytes(3 * CHUNK_BYTES))
     eventually(lambda: len(box.frames.get((0, 0), ())) == 3, "all chunks")
-    streams = list(pair[1].transport._incoming.values())
+    streams = list(pair[1].transport._links[0].incoming.values())
     assert len(streams) == 3
     # The goodbye of the first stream overtakes the end of the others.
     pair[1].transport.incoming_ended(0, 3, "")
@@ -97,7 +97,7 @@ def test_a_stream_that_breaks_is_a_lost_link_whichever_of_several_it_is(pair: li
     box = pair[1].box(Key(0, 0, 1))
     send(pair[0], 1, Key(0, 0, 1), random_bytes(3 * CHUNK_BYTES))
     eventually(lambda: len(box.frames.get((0, 0), ())) == 3, "all chunks")
-    pair[0].transport._lanes[1, 2].cancel()
+    pair[0].transport._links[1].lanes[2].cancel()
     eventually(lambda: pair[1].lost, "the lost link")
     assert [peer for peer, _ in pair[1].lost] == [0]
 
@@ -301,7 +301,7 @@ def test_a_stream_that_says_nothing_is_ended(servers: list[WorkerServer]) -> Non
 
 def test_bytes_that_are_no_message_end_the_generation_with_a_codec_error_on_both_sides(pair: list[Rank]) -> None:
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
-    pair[0].transport._lanes[1, 0].queue.put(b"\x22\x03\x09\x09\x09")
+    pair[0].transport._links[1].lanes[0].queue.put(b"\x22\x03\x09\x09\x09")
     eventually(lambda: pair[0].failures and pair[1].failures, "the codec error")
     assert [type(rank.failures[0]) for rank in pair] == [CodecError, CodecError]
     time.sleep(0.1)
@@ -311,7 +311,7 @@ def test_bytes_that_are_no_message_end_the_generation_with_a_codec_error_on_both
 
 def test_a_message_over_the_limit_ends_its_stream_and_nothing_else(pair: list[Rank]) -> None:
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
-    pair[0].transport._lanes[1, 0].queue.put(bytes(options.DATA_MESSAGE_BYTES_MAX + 1))
+    pair[0].transport._links[1].lanes[0].queue.put(bytes(options.DATA_MESSAGE_BYTES_MAX + 1))
     eventually(lambda: pair[0].lost and pair[1].lost, "the lost links")
     assert "RESOURCE_EXHAUSTED" in pair[0].lost[0][1]
     assert type(refusal_of(pair[1].server, token="guess")) is AuthenticationError
@@ -321,7 +321,7 @@ def test_a_frame_that_generated_code_made_arrives_like_our_own(pair: list[Rank])
     box = pair[1].box(Key(0, 0, 1))
     parsed = transport_pb2.DataMessage.FromString(encode(Key(0, 0, 1), header_of(3), 0, b"abc"))
     send(pair[0], 1, Key(0, 0, 2), random_bytes(1))
-    pair[0].transport._lanes[1, 0].queue.put(parsed.SerializeToString())
+    pair[0].transport._links[1].lanes[0].queue.put(parsed.SerializeToString())
     eventually(lambda: box.frames, "the frame")
     assert bytes(box.frames[0, 0][0].payload) == b"abc"
 

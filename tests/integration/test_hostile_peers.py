@@ -215,6 +215,6 @@ def test_a_dial_that_is_repeated_takes_the_place_of_a_stream_that_said_nothing(
 def test_a_stream_that_breaks_before_it_said_anything_is_no_lost_link(pair: list[Rank], servers: list[WorkerServer]) -> None:
     with stream_of_rank_0(servers[1]) as first:
         first.cancel()
-        eventually(lambda: not pair[1].transport._incoming, "the end of the stream")
+        eventually(lambda: not pair[1].transport._links[0].incoming, "the end of the stream")
         exchange(pair)
     assert [rank.failures + rank.lost for rank in pair] == [[], []]

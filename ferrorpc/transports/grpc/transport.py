@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -30,6 +29,7 @@ from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, CLOSE_SECONDS, Transp
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc.incoming_stream import GOODBYE, IncomingStream, refusal
 from ferrorpc.transports.grpc.lane import Lane
+from ferrorpc.transports.grpc.link import Link
 from ferrorpc.transports.grpc.request_iterator import RequestIterator
 from ferrorpc.transports.grpc.server import PROTOCOL_VERSION, WorkerServer
 from ferrorpc.transports.mailbox import Mailbox
@@ -53,9 +53,6 @@ READER_POLL_SECONDS: Final = 0.5
 
 EXPLAIN_SECONDS: Final = 5.0
 """After how long it logs for whom."""
-
-LATE_STREAM_SECONDS: Final = 2.0
-"""How long after a peer's goodbye its own stream may still be opened. It comes once its own streams were read or given up."""
 
 
 class GrpcTransport(Transport):
@@ -87,21 +84,7 @@ class GrpcTransport(Transport):
         self._on_link_lost = on_link_lost
         self._dial_seconds = dial_seconds
         self._lock = threading.Lock()
-        self._lanes: dict[tuple[int, int], Lane] = {}
-        """By (peer, stream number)."""
-        self._dialled: dict[int, float] = {}
-        """When each peer was first dialled, in clock time."""
-        self._incoming: dict[tuple[int, int], IncomingStream] = {}
-        """By (source, stream number)."""
-        self._left: dict[int, float] = {}
-        """When each peer said goodbye, in clock time."""
-        self._streams: dict[int, int] = {}
-        """How many streams each peer had opened to this rank, as its goodbye said."""
-        self._cut: dict[int, str] = {}
-        """Why a stream of a peer ended without a goodbye."""
-        self._ended: Counter[int] = Counter()
-        """How many of each peer's streams have ended."""
-        self._lost: set[int] = set()
+        self._links = [Link() for _ in range(assignment.size)]
         self._closing = False
         """Nothing is sent any more."""
         self._deaf = False
@@ -133,7 +116,7 @@ class GrpcTransport(Transport):
         self._answer(peer, transport_pb2.ControlMessage(grant=control.grant_message(key, slot)))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        has_left = peer in self._left
+        has_left = self._links[peer].has_left
         if has_left and self._may_still_arrive(peer, key):
             return
         lane = self._lane_to(peer, needed=has_left)
@@ -141,17 +124,15 @@ class GrpcTransport(Transport):
             lane.queue.put(transport_pb2.DataMessage(probe=control.probe_message(key, signature)).SerializeToString())
 
     def traffic(self) -> dict[int, tuple[str, int]]:
-        sent_bytes: Counter[int] = Counter()
         with self._lock:
-            for (peer, _), lane in self._lanes.items():
-                sent_bytes[peer] += lane.queue.sent_bytes
-        return {peer: ("grpc", size_bytes) for peer, size_bytes in sent_bytes.items()}
+            return {peer: ("grpc", link.sent_bytes()) for peer, link in enumerate(self._links) if link.lanes}
 
     def unreached(self) -> dict[int, str]:
+        now, busy, waited = self._clock.now(), self._latch.unhealthy, dict[int, float]()
         with self._lock:
-            reached = {peer for (peer, _), lane in self._lanes.items() if lane.opened} | self._left.keys()
-            reached |= {source for source, _ in self._incoming} | self._latch.unhealthy.keys()  # it is there, but busy
-            waited = {peer: self._clock.now() - began for peer, began in self._dialled.items() if peer not in reached}
+            for peer, link in enumerate(self._links):
+                if not (link.dialled_at is None or link.is_reached or peer in busy):
+                    waited[peer] = now - link.dialled_at
         return {
             peer: f"not reached at {self.assignment.peers[peer].address} in {seconds:.1f} s"
             for peer, seconds in waited.items()
@@ -170,18 +151,17 @@ class GrpcTransport(Transport):
             if self._closing:
                 return
             self._closing = True
-            lanes = list(self._lanes.values())
+            lanes = [lane for link in self._links for lane in link.lanes.values()]
         broken = self._latch.cause is not None
         deadline = self._clock.now() + (min(timeout, BROKEN_CLOSE_SECONDS) if broken else timeout)
-        lanes_to = Counter(lane.peer for lane in lanes)
         for lane in lanes:
-            lane.finish(lanes_to[lane.peer], discard=broken)
+            lane.finish(len(self._links[lane.peer].lanes), discard=broken)
         if not broken:
             self._wait_for_readers(lanes, deadline - min(ANSWER_SECONDS, timeout / 2), unawaited)
             deadline = min(deadline, self._clock.now() + ANSWER_SECONDS)
         with self._lock:
             self._deaf = True
-            incoming = list(self._incoming.values())
+            incoming = [stream for link in self._links for stream in link.incoming.values()]
         for stream in incoming:
             stream.finish()
         ends: list[Lane | IncomingStream] = [*lanes, *incoming]
@@ -221,12 +201,12 @@ class GrpcTransport(Transport):
 
     def serve(self, source: int, lane: int, requests: RequestIterator, context: Any) -> Iterator[bytes]:
         """Runs stream `lane` from `source` until it ends; the caller's thread writes what goes back."""
-        stream = IncomingStream(source, requests, self)
+        stream, incoming = IncomingStream(source, requests, self), self._links[source].incoming
         with self._lock:
-            refused = GOODBYE if self._deaf else self._refuse(source, lane)
+            before = incoming.get(lane)
+            refused = GOODBYE if self._deaf else self._refuse(source, lane, before)
             if refused is None:
-                before = self._incoming.get((source, lane))
-                self._incoming[source, lane] = stream
+                incoming[lane] = stream
         if refused is not None:
             yield refused
             return
@@ -240,12 +220,11 @@ class GrpcTransport(Transport):
         ).SerializeToString()
         yield from stream.queue.messages()
 
-    def _refuse(self, source: int, lane: int) -> bytes | None:
-        """The refusal of a second stream with the same number; None to accept it.
+    def _refuse(self, source: int, lane: int, before: IncomingStream | None) -> bytes | None:
+        """The refusal of a second stream with the number of the one `before`; None to accept it.
 
         A peer may dial again as long as it has sent nothing but its Open: it cannot know whether that arrived.
         """
-        before = self._incoming.get((source, lane))
         if before is not None and before.received:
             what = "twice in one generation"
         elif lane >= LANES_MAX:
@@ -271,13 +250,13 @@ class GrpcTransport(Transport):
         elif kind == "opened":
             lane.opened = True
         elif kind == "goodbye":
-            self._left.setdefault(peer, self._clock.now())
+            self._links[peer].leave(self._clock.now())
             if lane.sent_frames and not lane.opened:
                 # The peer had left before this lane reached it, so nothing that was sent on it has arrived.
                 self._report_left(peer)
 
     def lane_ended(self, lane: Lane, reason: str) -> None:
-        if not reason or lane.peer in self._left:
+        if not reason or self._links[lane.peer].has_left:
             return
         if lane.fault is not None:
             self._fail(lane.peer, lane.fault)
@@ -290,7 +269,7 @@ class GrpcTransport(Transport):
 
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
         answer = control.probe_answer(self.mailbox, source, key, signature)
-        lane = self._lanes.get((source, 0))
+        lane = self._links[source].lanes.get(0)
         if key.stream != POINT_TO_POINT or lane is None:
             self._answer(source, transport_pb2.ControlMessage(probe_answer=answer))
         elif not lane.queue.put(transport_pb2.DataMessage(probe_answer=answer).SerializeToString()):
@@ -300,21 +279,23 @@ class GrpcTransport(Transport):
         control.deliver_probe_answer(self.mailbox, source, answer)
 
     def incoming_ended(self, source: int, streams: int, reason: str) -> None:
-        if not streams:
-            self._cut[source] = reason
+        link = self._links[source]
         with self._lock:
-            self._ended[source] += 1
-        if streams:
-            self._streams[source] = streams
-            self._left.setdefault(source, self._clock.now())
-        elif source not in self._left:
+            link.ended_streams += 1
+            if streams:
+                link.peer_streams = streams
+                link.leave(self._clock.now())
+            else:
+                link.cut = reason
+        if not link.has_left:
             self._report_lost(source, reason)
 
     def incoming_unused(self, stream: IncomingStream, reason: str) -> None:
-        self._cut[stream.source] = reason
+        link = self._links[stream.source]
         with self._lock:
-            for place in [place for place, found in self._incoming.items() if found is stream]:
-                del self._incoming[place]
+            link.cut = reason
+            for number in [number for number, found in link.incoming.items() if found is stream]:
+                del link.incoming[number]
 
     def incoming_failed(self, source: int, error: FerroError) -> None:
         self._fail(source, error)
@@ -331,29 +312,32 @@ class GrpcTransport(Transport):
             needed: whether a peer that has left is then reported as lost.
         """
         self._latch.check()
-        lane = self._lanes.get((peer, number))
-        if self._closing or peer in self._left or peer in self._lost or lane is None:
+        link = self._links[peer]
+        lane = link.lanes.get(number)
+        if lane is None or link.is_lost or link.has_left or self._closing:
             lane = self._new_lane_to(peer, number, needed)
         if lane is not None and not lane.started:
             lane.wait_until_started()  # without the lock, and once all know of the lane: an interrupt here loses nothing
         return lane
 
     def _new_lane_to(self, peer: int, number: int, needed: bool) -> Lane | None:
-        if needed and peer in self._left:
+        link = self._links[peer]
+        if needed and link.has_left:
             self._report_left(peer)
         with self._lock:
             if self._closing:
                 raise GroupClosedError(f"rank {self.rank} has closed its streams")
-            if peer in self._lost or peer in self._left:
+            if link.is_lost or link.has_left:
                 return None
-            lane = self._lanes.get((peer, number))
+            lane = link.lanes.get(number)
             if lane is None:
                 address, job = self.assignment.peers[peer].address, self.assignment.job
                 channel, diagnose = self._server.dial(address, job), partial(self._server.diagnose, address, job)
                 opening = self._open_message(peer, number)
                 lane = Lane(peer, number, address, channel, opening, diagnose, self, self._clock, self._dial_seconds)
-                self._lanes[peer, number] = lane
-                self._dialled.setdefault(peer, self._clock.now())
+                link.lanes[number] = lane
+                if link.dialled_at is None:
+                    link.dialled_at = self._clock.now()
             return lane
 
     def _may_still_arrive(self, peer: int, key: Key) -> bool:
@@ -361,11 +345,11 @@ class GrpcTransport(Transport):
 
         Once the peer's own streams have ended as well, all its messages are in the mailbox.
         """
+        link = self._links[peer]
         with self._lock:
-            ended, begun = self._ended[peer], sum(source == peer for source, _ in self._incoming)
-        if ended >= self._streams.get(peer, 1):
-            return not self.mailbox.missed_before(peer, key)
-        return begun > ended or self._clock.now() - self._left[peer] < LATE_STREAM_SECONDS
+            if not link.all_ended:
+                return link.may_bring_more(self._clock.now())
+        return not self.mailbox.missed_before(peer, key)
 
     def _open_message(self, peer: int, lane: int) -> bytes:
         token, before = self._server.token.both()
@@ -384,13 +368,13 @@ class GrpcTransport(Transport):
 
     def _answer(self, peer: int, message: transport_pb2.ControlMessage) -> None:
         """Sends back on the peer's first stream. A peer that has opened none expects nothing."""
-        stream = self._incoming.get((peer, 0))
+        stream = self._links[peer].incoming.get(0)
         if stream is not None and not stream.queue.put(message.SerializeToString()):
             self._fail(peer, control.too_many_unread(peer))
 
     def _report_left(self, peer: int) -> None:
         """Reports the link to a peer that said goodbye, and is still needed."""
-        self._report_lost(peer, self._cut.get(peer, PEER_LEFT))
+        self._report_lost(peer, self._links[peer].cut or PEER_LEFT)
 
     def _report_lost(self, peer: int, reason: str) -> None:
         if self._mark_lost(peer):
@@ -403,10 +387,11 @@ class GrpcTransport(Transport):
 
     def _mark_lost(self, peer: int) -> bool:
         """Whether the loss of this peer is to be reported: only the first one, in a generation that goes on."""
+        link = self._links[peer]
         with self._lock:
-            if self._closing or self._latch.cause is not None or peer in self._lost:
+            if self._closing or self._latch.cause is not None or link.is_lost:
                 return False
-            self._lost.add(peer)
+            link.is_lost = True
             return True
 
 
