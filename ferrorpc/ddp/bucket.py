@@ -107,7 +107,7 @@ class _OpenBucket:
     filled_bytes: int = 0
 
     def has_room(self, spec: TensorSpec) -> bool:
-        return not self.members or self.filled_bytes + spec.nbytes <= self.cap_bytes
+        return self.filled_bytes + spec.nbytes <= self.cap_bytes
 
     def add(self, name: str, spec: TensorSpec) -> None:
         self.members.append((name, spec))

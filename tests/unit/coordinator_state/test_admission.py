@@ -214,3 +214,12 @@ def test_who_waits_for_a_name_does_not_get_it_because_the_coordinator_restarts()
     world.hello("a", resume=True)
     world.tick(10 * SECOND)
     assert world.hello("b", instance="another").token, "the holder is dead"
+
+
+def test_a_new_process_under_the_name_of_one_that_has_left_breaks_no_generation() -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    world.ask("a", leave={})
+    world.hello("a", instance="2")
+    assert not [event for event in world.clients["b"].events if event.HasField("broken")]
+    assert not world.coordinator.jobs["job"].generations.newest.over

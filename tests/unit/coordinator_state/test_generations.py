@@ -85,3 +85,43 @@ def test_a_name_gets_the_rank_back_that_it_had(restarted: bool) -> None:
         world.hello(name, instance="2")
         join(world, name, size=3)
     assert [world.clients[name].rank for name in "abc"] == [0, 1, 2]
+
+
+def test_a_member_without_a_rank_cannot_use_the_generation_of_others() -> None:
+    world = World()
+    join(world, "a", "b")
+    waiting = arrive(world, "a", "epoch")
+    world.hello("c")
+    arrive(world, "c", "epoch", generation=1)
+    assert error(world, "c").code == ErrorCode.STALE_GENERATION
+    assert waiting not in world.clients["a"].results
+    arrive(world, "b", "epoch")
+    assert world.clients["a"].results[waiting].WhichOneof("outcome") == "barrier"
+
+
+def test_a_generation_named_before_there_is_any_is_stale() -> None:
+    world = World()
+    world.hello("a")
+    arrive(world, "a", "epoch", generation=1)
+    assert error(world, "a").code == ErrorCode.STALE_GENERATION
+
+
+def test_after_a_restart_a_name_still_has_its_rank_of_an_earlier_generation() -> None:
+    world = World()
+    for name in ("a", "b", "c"):
+        ask_elastic(world, name, 2, 4, 1_000)
+    world.tick(2 * SECOND)
+    world.cut("c")
+    world.tick(5 * SECOND)
+    for name in ("a", "b"):
+        ask_elastic(world, name, 2, 4, 1_000)
+    world.tick(2 * SECOND)
+    assert world.clients["a"].generation == 2
+    world.restart()
+    for name in ("a", "b"):
+        world.hello(name, resume=True)
+    world.hello("d")
+    world.hello("c", instance="2")
+    for name in ("d", "c", "a", "b"):
+        ask_elastic(world, name, 2, 4, 1_000)
+    assert {name: client.rank for name, client in world.clients.items()} == {"a": 0, "b": 1, "c": 2, "d": 3}

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ferrorpc.coordination.activity import Activity
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_reduction import BucketReduction
 from ferrorpc.ddp.steps import Step, Steps, StepTimes
@@ -139,3 +140,13 @@ def test_a_thread_may_look_at_the_times_while_the_next_step_ends():
         before = len(steps)
         look()
         assert len(steps) > before
+
+
+def test_steps_and_the_wait_for_the_means_are_reported_to_the_coordinator() -> None:
+    activity = Activity()
+    steps = Steps(SimpleNamespace(session=SimpleNamespace(activity=activity)))
+    with steps.waiting(since=2.0):
+        assert activity.beat(1, 5.0).operation_ms == 3_000
+    steps.add(Step(1, 0.0, 4.0, 5.0, ((0, 1.0, 3.0),)))
+    training = activity.beat(1, 5.0).training
+    assert (training.steps, training.compute_ms, training.exposed_ms, training.hidden_ms) == (1, 4_000, 1_000, 2_000)
