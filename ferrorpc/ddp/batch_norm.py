@@ -106,6 +106,9 @@ def batch_norm_gradient(grad_y: ReadThroughDLPack, forward: Normalised[Any], gro
 def batch_norm_gradient(grad_y: Any, forward: Normalised[Any], group: ProcessGroup) -> Any:
     """The gradient of the sum of all ranks' losses with respect to x, from that with respect to `forward.y`. Collective.
 
+    The losses are added as they are; weights with which gradients are averaged later come after that sum. So where batches
+    differ in size, scale each rank's loss by the size of its batch, times `group.size`, over that of all, and give no weight.
+
     Args:
         grad_y: an array like `forward.y`.
         forward: the result of `batch_norm` on this rank.

@@ -14,6 +14,8 @@ from ferrorpc.errors import UsageError
 from ferrorpc.types import TensorSpec
 
 SEPARATOR = "/"
+DEPTH_MAX = 128
+"""How many containers may lie within each other: Python recurses into them."""
 _CONTAINERS = (dict, list, tuple)
 
 
@@ -24,10 +26,11 @@ def flatten(tree: Any, nones: Container[str] = ()) -> dict[str, Any]:
         nones: paths at which None counts as a leaf too.
 
     Raises:
-        UsageError: two leaves have the same path, or a dict's key is neither text nor a whole number.
+        UsageError: two leaves have the same path, a dict's key is neither text nor a whole number, or containers lie more than
+            DEPTH_MAX deep.
     """
     leaves: dict[str, Any] = {}
-    _collect(tree, "", nones, leaves)
+    _collect(tree, "", nones, leaves, DEPTH_MAX)
     return leaves
 
 
@@ -36,12 +39,15 @@ def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
     return _map(tree, "", leaves)
 
 
-def _collect(tree: Any, path: str, nones: Container[str], leaves: dict[str, Any]) -> None:
-    """Adds the leaves of a tree that lies at this path."""
+def _collect(tree: Any, path: str, nones: Container[str], leaves: dict[str, Any], levels: int) -> None:
+    """Adds the leaves of a tree that lies at this path, of at most so many more levels of containers."""
     children = _children(tree)
     if children is not None:
+        if not levels:
+            what = f"the tree has more than {DEPTH_MAX} containers within each other"
+            raise UsageError(what, hint="make it flatter, and look whether a container holds itself")
         for key, child in children:
-            _collect(child, _join(path, key), nones, leaves)
+            _collect(child, _join(path, key), nones, leaves, levels - 1)
     elif tree is not None or path in nones:
         if path in leaves:
             raise UsageError(

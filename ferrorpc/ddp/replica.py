@@ -115,9 +115,7 @@ class Replica:
                 what = (
                     "was added" if name not in self._all_parameters else "was taken away" if name not in now else "was replaced"
                 )
-                raise UsageError(
-                    f"parameter {name!r} {what} after the module was wrapped", hint="wrap the module when it is complete"
-                )
+                raise UsageError(f"parameter {name!r} {what} after the module was wrapped", hint="wrap the module again")
             if name not in self.parameters and _is_trainable(now[name]):
                 raise UsageError(
                     f"parameter {name!r} was frozen when the module was wrapped, but requires a gradient now",

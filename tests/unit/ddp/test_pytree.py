@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ferrorpc.ddp.pytree import flatten, rebuild
+from ferrorpc.ddp.pytree import DEPTH_MAX, flatten, rebuild
 from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, TensorSpec
 
@@ -64,3 +64,21 @@ def test_names_that_collide_are_refused():
         flatten({"a": {"b": 1}, "a/b": 2})
     with pytest.raises(UsageError, match=r"\(1, 2\)"):
         flatten({(1, 2): 1})
+
+
+def nested(levels: int) -> object:
+    tree: object = 1
+    for _ in range(levels):
+        tree = [tree]
+    return tree
+
+
+def test_a_tree_deeper_than_python_recurses_is_refused_before_anything_is_made_of_it():
+    assert len(flatten(nested(DEPTH_MAX))) == 1
+    rebuild(nested(DEPTH_MAX), flatten(nested(DEPTH_MAX)))
+    with pytest.raises(UsageError, match="128 containers within each other"):
+        flatten(nested(DEPTH_MAX + 1))
+    itself: list[object] = []
+    itself.append(itself)
+    with pytest.raises(UsageError, match="holds itself"):
+        flatten(itself)
