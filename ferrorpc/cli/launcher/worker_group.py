@@ -14,7 +14,9 @@ program that it started still saves something. Bad configuration (exit code 64) 
 With `scope="worker"` a failure within the restart budget restarts only that worker, for scripts that call `group.reform()`;
 the others go on. Once another worker has finished, this no longer applies: the new worker could not form a full group. In an
 elastic world a failure that is followed by no restart stops nobody: the coordinator tells the others, which may go on with a
-smaller world. Nor are they stopped, or started again, once one of them has finished.
+smaller world. Nor are they stopped once one of them has finished. Such a world has finished, without those that failed, if the
+last worker to end succeeded; one that ended well before others failed has only left it. A replacement may come too late to be
+admitted: it does not count.
 
 This module uses no clock, process or signal: `now` is passed in, and the caller carries the actions out.
 """
@@ -112,6 +114,8 @@ class WorkerGroup:
     alive: set[int] = field(default_factory=set)
     exits: list[Exit] = field(default_factory=list)
     """Exits of the current attempt."""
+    replaced: set[int] = field(default_factory=set)
+    """Workers that were restarted alone in the current attempt."""
 
     def begin(self) -> list[Action]:
         """The first start."""
@@ -125,6 +129,7 @@ class WorkerGroup:
         restarts = returncode not in (0, EXIT_CONFIG) and self._may_restart
         if restarts and self.phase is Phase.RUNNING and self.policy.scope == "worker":
             self.restarts += 1
+            self.replaced.add(worker)
             return [self._start((worker,), end)]
         self.exits.append(end)
         if not self.alive:
@@ -153,7 +158,8 @@ class WorkerGroup:
         """The failure that explains the others: preferably the earliest that was caused neither by a lost member nor by the
         launcher's own signal."""
         failures = [end for end in self.exits if end.returncode != 0]
-        if self.policy.elastic and self._any_succeeded:
+        members = [end for end in self.exits if not (end.victim and end.worker in self.replaced)]
+        if self.policy.elastic and members and members[-1].returncode == 0 and not members[-1].stopped:
             return None  # the world finished without the failed workers
         return min(failures, key=lambda end: (end.stopped, end.victim, end.at), default=None)
 
@@ -191,4 +197,5 @@ class WorkerGroup:
         self.phase = Phase.RUNNING
         self.restarts += 1
         self.exits.clear()
+        self.replaced.clear()
         return [self._start(tuple(range(self.size)), first)]

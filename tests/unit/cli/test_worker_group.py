@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from ferrorpc.cli.launcher.worker_group import NO_DEADLINE, Done, FailurePolicy, Phase, Signal, Start, WorkerGroup
 
 
@@ -217,3 +219,24 @@ def test_an_elastic_world_in_which_nobody_ends_well_has_failed():
     ends(group, 0, 1, now=1.0)
     ends(group, 1, 75, now=2.0)
     assert group.first_failure.worker == 0
+
+
+@pytest.mark.parametrize("scope", ["gang", "worker"])
+def test_an_elastic_world_has_failed_if_all_fail_that_went_on_after_one_had_left(scope: str):
+    group = running(3, max_restarts=1, scope=scope, elastic=True)
+    ends(group, 2, 0, now=1.0)
+    assert ends(group, 0, 1, now=20.0) == []
+    assert ends(group, 1, 75, now=20.0) == [Start((0, 1, 2), 1)]
+    ends(group, 2, 0, now=30.0)
+    ends(group, 1, 75, now=40.0)
+    assert ends(group, 0, 1, now=40.0) == [Done()]
+    assert group.first_failure.worker == 0
+
+
+def test_an_elastic_world_has_finished_if_only_a_replacement_came_too_late():
+    group = running(3, max_restarts=5, scope="worker", elastic=True)
+    assert ends(group, 1, -signal.SIGKILL) == [Start((1,), 1)]
+    ends(group, 0, 0)
+    ends(group, 2, 0)
+    assert ends(group, 1, 75) == [Done()]
+    assert group.first_failure is None
