@@ -319,7 +319,8 @@ class PlanExecution(EventDrivenExecution):
     def waiting_on(self) -> list[int]:
         due = self._due()
         answers = self._box.answers if self._box is not None else {}
-        guilty = [rank for rank in due if rank not in answers or answers[rank].standing == ABSENT]
+        lost = self._transport.lost()
+        guilty = [rank for rank in due if rank in lost or rank not in answers or answers[rank].standing == ABSENT]
         return guilty or due
 
     def probe(self) -> None:
@@ -330,11 +331,13 @@ class PlanExecution(EventDrivenExecution):
 
     def explain(self) -> str:
         answers = self._box.answers if self._box is not None else {}
-        unreached = self._transport.unreached()
+        unreached, lost = self._transport.unreached(), self._transport.lost()
         parts = []
         for rank in self.waiting_on():
             answer = answers.get(rank)
-            if answer is None:
+            if rank in lost:
+                parts.append(f"rank {rank} ({lost[rank]})")
+            elif answer is None:
                 parts.append(f"rank {rank} ({unreached.get(rank, 'no answer yet')})")
             elif answer.standing == ABSENT:
                 parts.append(describe_absent(rank, answer.last_signature, answer.last_number))

@@ -41,7 +41,9 @@ def explain_wait(request: Request, stream: SessionStream | None, status_request:
         reason = "nobody has set what is waited for"
     else:
         reason = "no answer yet"
-    unhealthy = [str(report) for report in map(member_report, status.members) if report.state in _UNHEALTHY]
+    # Only a rendezvous may wait for one without a rank. Others have left a long job one after the other.
+    concerned = [member for member in status.members if kind == "join" or member.rank >= 0]
+    unhealthy = [str(report) for report in map(member_report, concerned) if report.state in _UNHEALTHY]
     return "; ".join([reason, *_named([sentence for sentence in unhealthy if sentence not in reason])])
 
 

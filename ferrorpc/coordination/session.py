@@ -236,7 +236,7 @@ class RemoteSession(Session):
         had_ended = self._connection.ended_by is not None
         try:
             answer = self._connection.try_ask("leave", LEAVE_SECONDS, leave=request)
-            if answer is None and generation and not reason and not had_ended:
+            if answer is None and generation and not had_ended:
                 _log.warning(
                     "%s leaves, but the coordinator at %s has not answered for %g s: if it was not told, it takes this rank "
                     "for dead some seconds after it is back, and the others' generation ends",

@@ -87,6 +87,11 @@ class Transport(ABC):
         long, as text for explanations. Empty where nothing is dialled."""
         return {}
 
+    def lost(self) -> dict[int, str]:
+        """World rank of each peer whose link was lost -> why, as text for explanations. What that means the coordinator
+        decides, unless it is away."""
+        return {}
+
     @abstractmethod
     def close(self, timeout: float) -> None:
         """Flushes what was sent, says goodbye to every peer and stops. Idempotent; takes at most `timeout` seconds."""

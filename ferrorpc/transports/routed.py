@@ -55,6 +55,9 @@ class RoutedTransport(Transport):
     def unreached(self) -> dict[int, str]:
         return self._far.unreached() | self._near.unreached()
 
+    def lost(self) -> dict[int, str]:
+        return self._far.lost() | self._near.lost()
+
     def close(self, timeout: float) -> None:
         """As `Transport.close`. The near transport gets at most half of the time, so that some is left for the far one."""
         deadline = self._clock.now() + timeout

@@ -112,6 +112,7 @@ def test_a_peer_that_does_not_answer_is_told_once_with_the_reason(servers: list[
         time.sleep(0.3)
     ((peer, reason),) = rank.lost
     assert peer == 1
+    assert rank.transport.lost() == {1: reason}
     assert reason.startswith("it could not be reached in ")
     assert "UNAVAILABLE" in reason
     assert deaf.address in reason

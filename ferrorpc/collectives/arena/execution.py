@@ -106,7 +106,8 @@ class ArenaExecution(Execution):
         furthest = max(block[STAGED] for block in (channel.block, *channel.others))
         absent = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < channel.block[STAGED]]
         behind = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < furthest]
-        return absent or behind or list(peers)
+        lost = self._arena.transport.lost().keys() & peers  # what they wrote last does not tell that they have ended
+        return sorted({*(absent or behind), *lost}) or list(peers)
 
     def probe(self) -> None:
         """Probes over the lanes: a peer may be in a call that sends messages, or dead."""
@@ -120,11 +121,13 @@ class ArenaExecution(Execution):
     def explain(self) -> str:
         if self._waits_for_own_gpu:
             return f"{self.label} waits for this rank's own GPU"
-        bank = self._channel.bank
+        bank, lost = self._channel.bank, self._arena.transport.lost()
         parts = []
         for rank in self.waiting_on():
             ticket, signature = bank.latest(rank)
-            if ticket > self._key.number:
+            if rank in lost:
+                parts.append(f"rank {rank} ({lost[rank]})")
+            elif ticket > self._key.number:
                 parts.append(f"rank {rank} (is in it too)")
             else:
                 parts.append(describe_absent(rank, signature if ticket else "", ticket - 1))

@@ -22,10 +22,10 @@ class Link:
         peer_streams: how many streams the peer had opened to this rank, as its goodbye said.
         ended_streams: how many of them have ended.
         cut: why one of them ended without a goodbye.
-        is_lost: its loss was reported, or is not to be.
+        loss: why it is lost, where that was reported, or is not to be; None while it is not.
     """
 
-    __slots__ = ("cut", "dialled_at", "ended_streams", "incoming", "is_lost", "lanes", "left_at", "peer_streams")
+    __slots__ = ("cut", "dialled_at", "ended_streams", "incoming", "lanes", "left_at", "loss", "peer_streams")
 
     def __init__(self) -> None:
         self.lanes: dict[int, Lane] = {}
@@ -35,7 +35,7 @@ class Link:
         self.peer_streams = 1
         self.ended_streams = 0
         self.cut: str | None = None
-        self.is_lost = False
+        self.loss: str | None = None
 
     @property
     def has_left(self) -> bool:

@@ -139,6 +139,10 @@ class GrpcTransport(Transport):
             if seconds >= UNREACHED_SECONDS
         }
 
+    def lost(self) -> dict[int, str]:
+        with self._lock:
+            return {peer: link.loss for peer, link in enumerate(self._links) if link.loss is not None}
+
     def close(self, timeout: float) -> None:
         self._close(timeout, ())
 
@@ -265,7 +269,7 @@ class GrpcTransport(Transport):
 
     def frame_arrived(self, frame: Frame) -> None:
         if not self.mailbox.deliver(frame):
-            self._mark_lost(frame.source)
+            self._mark_lost(frame.source, "what it sent was refused")
 
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
         answer = control.probe_answer(self.mailbox, source, key, signature)
@@ -314,7 +318,7 @@ class GrpcTransport(Transport):
         self._latch.check()
         link = self._links[peer]
         lane = link.lanes.get(number)
-        if lane is None or link.is_lost or link.has_left or self._closing:
+        if lane is None or link.loss is not None or link.has_left or self._closing:
             lane = self._new_lane_to(peer, number, needed)
         if lane is not None and not lane.started:
             lane.wait_until_started()  # without the lock, and once all know of the lane: an interrupt here loses nothing
@@ -327,7 +331,7 @@ class GrpcTransport(Transport):
         with self._lock:
             if self._closing:
                 raise GroupClosedError(f"rank {self.rank} has closed its streams")
-            if link.is_lost or link.has_left:
+            if link.loss is not None or link.has_left:
                 return None
             lane = link.lanes.get(number)
             if lane is None:
@@ -377,21 +381,21 @@ class GrpcTransport(Transport):
         self._report_lost(peer, self._links[peer].cut or PEER_LEFT)
 
     def _report_lost(self, peer: int, reason: str) -> None:
-        if self._mark_lost(peer):
+        if self._mark_lost(peer, reason):
             self._on_link_lost(peer, reason)
 
     def _fail(self, peer: int, error: FerroError) -> None:
         """Ends the generation with an error of this link. The link's end is then not reported as well."""
-        if self._mark_lost(peer):
+        if self._mark_lost(peer, error.message):
             self.mailbox.report(error)
 
-    def _mark_lost(self, peer: int) -> bool:
+    def _mark_lost(self, peer: int, reason: str) -> bool:
         """Whether the loss of this peer is to be reported: only the first one, in a generation that goes on."""
         link = self._links[peer]
         with self._lock:
-            if self._closing or self._latch.cause is not None or link.is_lost:
+            if self._closing or self._latch.cause is not None or link.loss is not None:
                 return False
-            link.is_lost = True
+            link.loss = reason
             return True
 
 

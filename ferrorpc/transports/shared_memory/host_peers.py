@@ -59,7 +59,7 @@ class HostPeers:
         self._latch = latch
         self._clock = clock
         self._lock = threading.Lock()
-        self._lost: set[int] = set()
+        self._lost: dict[int, str] = {}
         self._left: set[int] = set()
         self._started = False
         self._closing = False
@@ -118,8 +118,13 @@ class HostPeers:
         with self._lock:
             if self._closing or self._latch.cause is not None or peer in self._lost:
                 return
-            self._lost.add(peer)
+            self._lost[peer] = reason
         self._on_link_lost(peer, reason)
+
+    def lost(self) -> dict[int, str]:
+        """As `Transport.lost`."""
+        with self._lock:
+            return dict(self._lost)
 
     def close(self, timeout: float) -> None:
         """Says goodbye, stops reading and releases the memory. Idempotent; takes at most `timeout` seconds.

@@ -119,6 +119,9 @@ class SharedMemoryTransport(Transport):
     def traffic(self) -> dict[int, tuple[str, int]]:
         return {peer: ("shared_memory", sent) for peer, sent in self._sent.items()}
 
+    def lost(self) -> dict[int, str]:
+        return self._host_peers.lost()
+
     def close(self, timeout: float) -> None:
         with self._lock:
             if self._closing:

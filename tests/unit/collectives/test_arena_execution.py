@@ -28,6 +28,10 @@ class Wire:
     def __init__(self, rank: int) -> None:
         self.mailbox = Mailbox(rank, lambda error: None)
         self.probed: list[int] = []
+        self.lost_links: dict[int, str] = {}
+
+    def lost(self) -> dict[int, str]:
+        return self.lost_links
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
         self.probed.append(peer)
@@ -104,6 +108,19 @@ def test_who_is_behind_is_waited_for(world: SharedWorld, ahead: tuple[int, ...],
         block[STAGED] = blocks[0][STAGED] + more
     assert parts[0].waiting_on() == waited
     assert parts[0].explain().count("(is in it too)") == len(waited)
+
+
+def test_who_has_ended_is_waited_for_whatever_it_wrote_last(world: SharedWorld) -> None:
+    parts = [start(world, rank, all_reduce(ReduceOp.SUM), 1, np.ones(4, np.float32)) for rank in range(3)]
+    assert not parts[0].advance()
+    blocks = [arena.bank(0).channels[1].block for arena in world.arenas]
+    for block in blocks[1:]:
+        block[STAGED] = blocks[0][STAGED]
+    world.arenas[0].transport.lost_links[2] = "its process ended without a goodbye"
+    assert parts[0].waiting_on() == [2]
+    assert parts[0].explain().endswith("waits for rank 2 (its process ended without a goodbye)")
+    blocks[1][STAGED] -= 1
+    assert parts[0].waiting_on() == [1, 2]
 
 
 @pytest.mark.parametrize("gone", [1, 2])

@@ -59,6 +59,7 @@ class Wire(Transport):
         self.wakes = 0
         """How often the driver was woken."""
         self.not_reached: dict[int, str] = {}
+        self.lost_links: dict[int, str] = {}
 
     def send(self, peer: int, key: Key, header: Header, offset: int, payload: Any, room: Callable[[], None]) -> bool:
         if self.full:
@@ -75,6 +76,9 @@ class Wire(Transport):
 
     def unreached(self) -> dict[int, str]:
         return self.not_reached
+
+    def lost(self) -> dict[int, str]:
+        return self.lost_links
 
     def close(self, timeout: float) -> None:
         """Nothing to close."""
@@ -234,6 +238,9 @@ def test_who_is_not_in_the_operation_yet_is_waited_for_and_named_with_its_last_o
         wire.mailbox.probe_answered(peer, KEY, mailboxes.Standing(mailboxes.SAME, call.signature, 1, call.signature))
     assert execution.waiting_on() == [1, 2, 3]
     assert "rank 1 (is in it too)" in execution.explain()
+    wire.lost_links[1] = "its stream broke"
+    assert execution.explain().endswith("waits for rank 1 (its stream broke)")
+    assert execution.waiting_on() == [1], "whatever it answered before it ended"
 
 
 def test_a_rank_that_could_not_be_reached_is_told_with_its_address_and_the_hint_is_about_the_network() -> None:

@@ -65,6 +65,13 @@ def test_members_that_are_not_well_are_named_and_at_most_eight_of_them():
     assert len(said(StatusResponse(members=members[:9]), store=StoreRequest()).split("; ")) == 1 + 8
 
 
+@pytest.mark.parametrize("state", [identity_pb2.MEMBER_STATE_DEAD, identity_pb2.MEMBER_STATE_LEFT])
+def test_those_who_went_earlier_are_told_of_where_a_rendezvous_may_wait_for_them_alone(state: identity_pb2.MemberState) -> None:
+    status = StatusResponse(members=[member(0), member(-1, state)], waiting_reason="1 of 2 joined")
+    assert "box--1" in said(status, join=JoinRequest())
+    assert said(status, store=StoreRequest()) == "no answer yet"
+
+
 def test_a_state_that_a_newer_coordinator_has_is_unknown():
     assert member_report(identity_pb2.Member(rank=0, name="a", state=99)).state == "unknown"
 

@@ -126,13 +126,14 @@ def test_the_last_heartbeat_is_sent_directly_before_the_leave() -> None:
     assert leave.HasField("leave")
 
 
-def test_who_leaves_while_the_coordinator_is_away_says_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("reason", ["", "ValueError: batch 17 is damaged"])
+def test_who_leaves_while_the_coordinator_is_away_says_what_follows(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     played = Played()
     played.welcome()
     played.join(2)
     played.lose()
     with caplog.at_level("WARNING", "ferrorpc.coordination"):
-        played.session.leave()
+        played.session.leave(reason)
     assert "m leaves, but the coordinator at nowhere:1 has not answered for 0.7 s" in caplog.messages[-1]
 
 

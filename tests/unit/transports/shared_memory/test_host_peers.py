@@ -259,6 +259,7 @@ def test_a_link_that_ends_without_goodbye_is_told_at_once() -> None:
     with HostWorld(3) as ranks:
         ranks[1].reader.sockets[0].connection.shutdown(socket.SHUT_RDWR)
         eventually(lambda: len(ranks.lost) >= 2)
+        assert ranks[0].lost() == {1: "its process ended without a goodbye"}
         assert sorted(ranks.lost)[:2] == [
             (0, 1, "its process ended without a goodbye"),
             (1, 0, "its process ended without a goodbye"),
