@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 import click
 
-from ferrorpc.cli.launcher.environment import standalone_environment
-from ferrorpc.cli.run import launch, make_plan
+from ferrorpc.cli.launcher.worker_group import FailurePolicy
+from ferrorpc.cli.run import run_alone
 from ferrorpc.cli.system import own_command
 from ferrorpc.errors import ConfigError
 
@@ -51,10 +49,8 @@ def command(processes: int, epochs: int, seed: int, out: Path) -> int:
     check_picture(out)
     click.echo(f"{own_command()} run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
     flags = ("--epochs", str(epochs), "--seed", str(seed), "--out", str(out))
-    environment = standalone_environment(os.environ)
-    plan = make_plan(environment=environment, target=(str(script), *flags), processes=str(processes), standalone=True)
     # SIGTERM instead of SIGINT: on Ctrl-C the demo should not print a traceback for each rank.
-    code = launch(replace(plan, policy=replace(plan.policy, interrupt_number=signal.SIGTERM)), environment)
+    code = run_alone((str(script), *flags), processes, policy=FailurePolicy(interrupt_number=signal.SIGTERM))
     if code == 0:
         click.echo(f"next: {own_command()} run -n 4 train.py, with a script of your own; README.md has one of ten lines")
     return code

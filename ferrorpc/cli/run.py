@@ -156,7 +156,16 @@ def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter
 )
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 @click.pass_context
-def command(context: click.Context, /, dry_run: bool, **flags: Any) -> int:
+def command(
+    context: click.Context,
+    /,
+    dry_run: bool,
+    max_restarts: int,
+    scope: str,
+    grace_seconds: float,
+    shutdown_seconds: float,
+    **flags: Any,
+) -> int:
     """Run SCRIPT in several processes that find each other.
 
     Everything after SCRIPT is passed to it. The exit code is that of the first rank that failed; 128 + n for signal n; 64 for
@@ -164,7 +173,8 @@ def command(context: click.Context, /, dry_run: bool, **flags: Any) -> int:
     """
     joins = not flags["standalone"] and bool(flags["coordinator"] or flags["job"])
     environment = launcher_environment(os.environ, joins=joins)
-    plan = make_plan(environment=environment, **flags)
+    policy = FailurePolicy(max_restarts, scope, grace_seconds, shutdown_seconds)
+    plan = make_plan(environment=environment, policy=policy, **flags)
     if not flags["no_python"] and context.get_parameter_source("processes") is ParameterSource.DEFAULT:
         options = [option for option in context.command.params if option.expose_value]  # the others have no effect
         _tell_of_misplaced(flags["target"], {spelling for option in options for spelling in option.opts})
@@ -174,7 +184,20 @@ def command(context: click.Context, /, dry_run: bool, **flags: Any) -> int:
     return launch(plan, environment)
 
 
-def launch(plan: Plan, environment: Mapping[str, str] = os.environ) -> int:
+def run_alone(target: tuple[str, ...], processes: int, **flags: Any) -> int:
+    """Runs a job of ferrorpc's own, such as the demo, which is never a part of another. Returns the exit code.
+
+    Args:
+        flags: further ones of `make_plan`.
+    """
+    environment = launcher_environment(os.environ, joins=False)
+    environment.pop("FERRORPC_WORLD_SIZE", None)  # the size of this job is that of its workers
+    return launch(
+        make_plan(target=target, environment=environment, processes=str(processes), standalone=True, **flags), environment
+    )
+
+
+def launch(plan: Plan, environment: Mapping[str, str]) -> int:
     """Runs a plan on this process's standard streams. Returns the exit code."""
     with open(os.devnull, "w") as nowhere:  # in place of a stream that this process was started without
         out, err = sys.stdout or nowhere, sys.stderr or nowhere
@@ -197,10 +220,7 @@ def make_plan(
     job: str | None = None,
     master_addr: str | None = None,
     master_port: int | None = None,
-    max_restarts: int = 0,
-    scope: str = "gang",
-    grace_seconds: float = 5.0,
-    shutdown_seconds: float = 30.0,
+    policy: FailurePolicy | None = None,
     module: bool = False,
     no_python: bool = False,
     log_dir: Path | None = None,
@@ -223,12 +243,11 @@ def make_plan(
     master = master_addr or (LOOPBACK if single else split_address(address)[0])
     port = master_port or (free_port(besides=address) if single else DEFAULT_MASTER_PORT)
     chosen_ports = [split_address(address)[1]] * owns + [port] * (single and not master_port)
-    world_span = world_range(world, node_span, count, config["world_size"])
     return Plan(
         command=command_line,
         processes=count,
         nodes=node_span,
-        world=world_span,
+        world=world_range(world, node_span, count, config["world_size"]),
         node_rank=rank,
         node=node,
         coordinator=address,
@@ -237,7 +256,7 @@ def make_plan(
         job=config["job"],
         master=(master, port),
         chosen_ports=tuple(chosen_ports),
-        policy=FailurePolicy(max_restarts, scope, grace_seconds, shutdown_seconds, elastic=world_span[0] != world_span[1]),
+        policy=policy or FailurePolicy(),
         log_dir=log_dir,
         shown=None if shown is None else _local_ranks(shown, count),
         role=role,

@@ -33,8 +33,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ferrorpc.cli.launcher.environment import standalone_environment
-from ferrorpc.cli.run import launch, make_plan
+from ferrorpc.cli.run import run_alone
 from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost
 from ferrorpc.collectives.algorithms.plan import Buffer, Plan, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation, example
@@ -121,11 +120,7 @@ def _measured(ranks: int, cases: Sequence[Case], seconds: float) -> list[float]:
         out = Path(directory) / "times.json"
         arguments = (":".join(map(str, case)) for case in cases)
         target = (sys.executable, "-P", "-m", _WORKER, str(out), str(seconds), *arguments)
-        environment = standalone_environment(os.environ)
-        code = launch(
-            make_plan(target=target, environment=environment, no_python=True, processes=str(ranks), standalone=True),
-            environment,
-        )
+        code = run_alone(target, ranks, no_python=True)
         if code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
         if code in _STOPPED:

@@ -42,12 +42,6 @@ def given_settings(environment: Mapping[str, str]) -> str:
     return " ".join(f"{name}={environment[name]}" for name in _OF_JOB if name in environment)
 
 
-def standalone_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The variables for a launch of ferrorpc's own, such as the demo: its job's size is that of its workers."""
-    given = launcher_environment(base, joins=False)
-    return {name: value for name, value in given.items() if name != PREFIX + "WORLD_SIZE"}
-
-
 def is_worker(environment: Mapping[str, str]) -> bool:
     """Whether a process with these variables is a worker of a launcher, or was started by one."""
     return bool(environment.get(LAUNCH_VARIABLE))

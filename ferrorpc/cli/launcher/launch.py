@@ -74,7 +74,6 @@ class Worker:
     launch: str
     err: WorkerStream
     log: IO[bytes] | None
-    log_path: str | None
     seen_exit: bool = False
 
 
@@ -138,7 +137,7 @@ class _Launch:
         self._inbox = inbox
         self._children = children
         self._directory = directory
-        self._group = WorkerGroup(plan.processes, plan.policy)
+        self._group = WorkerGroup(plan.processes, plan.policy, elastic=plan.elastic)
         self._labels = [plan.label(worker) for worker in range(plan.processes)]
         self._pipes = Pipes()
         self._reporter = ExitReporter(children, plan.coordinator, plan.job, self._environment)
@@ -297,34 +296,34 @@ class _Launch:
             self._workers[number] = self._connect(number, child, name, start.attempt)
 
     def _connect(self, number: int, child: Child, launch: str, attempt: int) -> Worker:
-        log, path = self._open_log(number, attempt)
+        log = self._open_log(number, attempt)
         prefix = self._console.prefix(self._labels[number], number)
         shown = self._plan.shown is None or number in self._plan.shown
         out = WorkerStream(self._console, 1, prefix, shown=shown, log=log)
         err = WorkerStream(self._console, 2, prefix, shown=shown, log=log)
         self._pipes.listen(child.stdout, out.feed)
         self._pipes.listen(child.stderr, err.feed)
-        return Worker(child, launch, err, log, path)
+        return Worker(child, launch, err, log)
 
-    def _open_log(self, number: int, attempt: int) -> tuple[IO[bytes] | None, str | None]:
-        """A new file for a worker's output, and its path; one of an earlier launch gets a number behind its name.
+    def _open_log(self, number: int, attempt: int) -> IO[bytes] | None:
+        """A new file for a worker's output; one of an earlier launch gets a number behind its name.
 
         A restarted worker does without one if it cannot be made.
         """
         if self._plan.log_dir is None:
-            return None, None
+            return None
         directory = self._plan.log_dir / self._plan.job / f"attempt{attempt}"
         rank = self._plan.rank(number)
         path = directory / (f"rank{rank}.log" if rank is not None else f"{self._plan.name(number)}.log")
         try:
             directory.mkdir(parents=True, exist_ok=True)
             _set_aside(path)
-            return path.open("wb", buffering=0), str(path)
+            return path.open("wb", buffering=0)
         except OSError as error:
             if not attempt:
                 raise
             self._console.say(f"{path} is not written: {error.strerror}")
-            return None, None
+            return None
 
     def _finish_output(self, worker: Worker) -> None:
         self._pipes.finish(worker.child.stdout)
@@ -445,7 +444,7 @@ class _Launch:
     def _report(self, first: Exit) -> str:
         worker = self._workers[first.worker]
         others = [end for end in self._group.exits if end is not first]
-        return crash_report(first, others, self._labels, worker.err.tail, worker.log_path)
+        return crash_report(first, others, self._labels, worker.err.tail, None if worker.log is None else worker.log.name)
 
 
 def _set_aside(log: Path) -> None:

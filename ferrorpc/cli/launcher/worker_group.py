@@ -91,7 +91,6 @@ class FailurePolicy:
     """ "gang": a restart restarts all workers of this launcher; "worker": only the failed one."""
     grace_seconds: float = 5.0
     shutdown_seconds: float = 30.0
-    elastic: bool = False
     interrupt_number: int = signal.SIGINT
     """The signal that workers get for SIGINT. SIGTERM instead ends Python without a traceback."""
 
@@ -114,6 +113,8 @@ class WorkerGroup:
     alive: set[int] = field(default_factory=set)
     exits: list[Exit] = field(default_factory=list)
     """Exits of the current attempt."""
+    elastic: bool = False
+    """Whether the world may lose some of its members and go on."""
     replaced: set[int] = field(default_factory=set)
     """Workers that were restarted alone in the current attempt."""
 
@@ -134,9 +135,9 @@ class WorkerGroup:
         self.exits.append(end)
         if not self.alive:
             return self._all_ended()
-        if returncode != 0 and self.phase is Phase.RUNNING and (restarts or not self.policy.elastic):
+        if returncode != 0 and self.phase is Phase.RUNNING and (restarts or not self.elastic):
             self.phase, self.deadline = Phase.FAILING, now + self.policy.grace_seconds
-        elif self.phase is Phase.FAILING and self.policy.elastic and self._any_succeeded:
+        elif self.phase is Phase.FAILING and self.elastic and self._any_succeeded:
             self.phase, self.deadline = Phase.RUNNING, NO_DEADLINE
         return []
 
@@ -159,7 +160,7 @@ class WorkerGroup:
         launcher's own signal."""
         failures = [end for end in self.exits if end.returncode != 0]
         members = [end for end in self.exits if not (end.victim and end.worker in self.replaced)]
-        if self.policy.elastic and members and members[-1].returncode == 0 and not members[-1].stopped:
+        if self.elastic and members and members[-1].returncode == 0 and not members[-1].stopped:
             return None  # the world finished without the failed workers
         return min(failures, key=lambda end: (end.stopped, end.victim, end.at), default=None)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from ferrorpc.cli import run as run_module
 from ferrorpc.cli.bench import fit as fitting
 from ferrorpc.cli.bench.command import command
 from ferrorpc.cli.bench.fit import COLLECTIVES, ROUND_TRIP, SEND, Case, fit, folding_seconds_per_byte, least_squares
@@ -89,7 +90,7 @@ def test_the_command_writes_a_table_that_can_be_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("ranks_end", "code"), [(130, 130), (1, 64)])
 def test_ctrl_c_is_no_measurement_that_failed(tmp_path, monkeypatch, capfd, ranks_end, code):
-    monkeypatch.setattr(fitting, "launch", lambda plan, environment: ranks_end)
+    monkeypatch.setattr(run_module, "launch", lambda plan, environment: ranks_end)
     assert run(["bench", "--fit", str(tmp_path / "costs.json")]) == code
     assert ("could not be measured: exit code 1" in capfd.readouterr().err) == (code == 64)
 

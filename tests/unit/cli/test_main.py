@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import pytest
 
-from ferrorpc.cli import client, demo
+from ferrorpc.cli import client, demo, run as run_module
 from ferrorpc.cli.bench.command import MEASUREMENTS, command as bench
 from ferrorpc.cli.main import COMMANDS, cli, run
 from ferrorpc.config import SETTINGS
@@ -283,7 +283,7 @@ def test_the_demo_trains_nothing_where_it_could_not_write_its_picture(tmp_path, 
 def test_the_demo_has_as_many_processes_as_it_is_asked_for(size, monkeypatch, tmp_path):
     plans = []
     monkeypatch.setattr(demo, "check_packages", lambda: None)
-    monkeypatch.setattr(demo, "launch", lambda plan, environment: plans.append(plan) or 1)
+    monkeypatch.setattr(run_module, "launch", lambda plan, environment: plans.append(plan) or 1)
     monkeypatch.setenv("FERRORPC_WORLD_SIZE", size)
     assert run(["demo", "-n", "2", "--out", str(tmp_path / "loss.png")]) == 1
     assert [plan.world for plan in plans] == [(2, 2)]

@@ -319,7 +319,6 @@ def test_a_world_that_its_nodes_cannot_make_is_refused(text):
 def test_one_node_with_a_world_that_may_shrink_leaves_ranks_to_the_coordinator(script):
     plan = make_plan(target=(script,), processes="4", world="2:4")
     assert plan.elastic
-    assert plan.policy.elastic
     assert plan.rank(1) is None
 
 

@@ -7,8 +7,8 @@ import pytest
 from ferrorpc.cli.launcher.worker_group import NO_DEADLINE, Done, FailurePolicy, Phase, Signal, Start, WorkerGroup
 
 
-def running(size=3, **policy):
-    group = WorkerGroup(size, FailurePolicy(grace_seconds=5, shutdown_seconds=30, **policy))
+def running(size=3, *, elastic=False, **policy):
+    group = WorkerGroup(size, FailurePolicy(grace_seconds=5, shutdown_seconds=30, **policy), elastic=elastic)
     group.begin()
     return group
 
