@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from ferrorpc.cli.launcher import cleanup, exec_shim
 from ferrorpc.cli.launcher.signals import STOP_SIGNALS
@@ -37,26 +36,12 @@ class Child:
             start_new_session=True,
             bufsize=0,
         )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
         self.pid = self._process.pid
         self.returncode: int | None = None
         """As in subprocess: negative for a signal, None while the process runs."""
-
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """The pipe to its standard input, if it was started with one."""
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        """The pipe from its standard output."""
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes]:
-        """The pipe from its standard error."""
-        assert self._process.stderr is not None
-        return self._process.stderr
 
     def poll(self) -> int | None:
         """Its return code once it has exited. Does not reap it."""
@@ -85,7 +70,7 @@ class Child:
     def reap(self) -> None:
         """Reaps the process and closes its pipes. Only after the group was killed, or when it is known to be empty."""
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 pipe.close()
 
