@@ -151,35 +151,24 @@ def fit(ranks: int, cases: Sequence[Case], times: Sequence[float], gamma: float,
         gamma: seconds per byte of a reduction.
         processors: CPUs that all ranks share; None for unlimited.
     """
+
+    def predicted(parameters: np.ndarray) -> np.ndarray:
+        alpha, message, beta = map(float, parameters)
+        costs = Costs(alpha, message, beta, gamma, processors)
+        return np.array([predict(case.entry, case.call(ranks), ranks, costs).seconds for case in cases])
+
     measured = np.array(times, float)
     parameters = best = np.array(INITIAL)
     least = math.inf
     for _ in range(ITERATIONS):
-        predicted = np.array([_predicted(ranks, case, parameters, gamma, processors) for case in cases])
-        error = float(np.sum((predicted / measured - 1) ** 2))
+        expected = predicted(parameters)
+        error = float(np.sum((expected / measured - 1) ** 2))
         if error < least:
             best, least = parameters, error
-        rows = np.array([_slopes(ranks, case, parameters, gamma, processors) for case in cases])
-        folding = predicted - rows @ parameters
-        parameters = least_squares(rows, measured - folding, measured)
-    alpha, message, beta, gamma = (float(f"{value:.4g}") for value in (*best, gamma))
-    return Costs(alpha, message, beta, gamma)
-
-
-def _predicted(ranks: int, case: Case, parameters: np.ndarray, gamma: float, processors: int | None) -> float:
-    alpha, message, beta = map(float, parameters)
-    return predict(case.entry, case.call(ranks), ranks, Costs(alpha, message, beta, gamma, processors)).seconds
-
-
-def _slopes(ranks: int, case: Case, parameters: np.ndarray, gamma: float, processors: int | None) -> list[float]:
-    """The derivative of the predicted time by each parameter, near this table."""
-    base = _predicted(ranks, case, parameters, gamma, processors)
-    slopes = []
-    for place, step in enumerate(STEPS):
-        moved = parameters.copy()
-        moved[place] += step
-        slopes.append((_predicted(ranks, case, moved, gamma, processors) - base) / step)
-    return slopes
+        slopes = np.column_stack([(predicted(parameters + step) - expected) / step.sum() for step in np.diag(STEPS)])
+        parameters = least_squares(slopes, measured - (expected - slopes @ parameters), measured)
+    alpha, message, beta, folding = (float(f"{value:.4g}") for value in (*best, gamma))
+    return Costs(alpha, message, beta, folding)
 
 
 def least_squares(rows: np.ndarray, targets: np.ndarray, times: np.ndarray) -> np.ndarray:
