@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import array_bytes, count
-from ferrorpc.cli.certs import Authority
+from ferrorpc.cli.authority import Authority
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.credit import CHUNK_BYTES

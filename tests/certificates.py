@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from ferrorpc.cli.certs import Authority
 from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.tls import TlsFiles
 
@@ -16,6 +15,8 @@ class Issuer:
     """An authority in a directory of its own."""
 
     def __init__(self, directory: Path) -> None:
+        from ferrorpc.cli.authority import Authority  # needs a package that may be missing
+
         self.directory = directory
         self._authority = Authority.make(directory, 2)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.cli.certs import Authority
+from ferrorpc.cli.authority import Authority
 from ferrorpc.wire.identity import Identity, Role
 from tests.deploy.test_pages import commands
 

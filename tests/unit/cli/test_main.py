@@ -100,6 +100,7 @@ def test_a_script_without_run_before_it_is_64_and_the_right_command_is_named(cap
 
 def test_a_package_that_is_missing_is_64_and_its_extra_is_named(monkeypatch, capfd, tmp_path):
     monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "ferrorpc.cli.authority", raising=False)
     assert run(["certs", "init", str(tmp_path / "certs"), "--job", "trial"]) == 64
     assert "try: pip install 'ferrorpc[certs]'" in capfd.readouterr().err
 

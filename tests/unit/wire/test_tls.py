@@ -15,7 +15,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from ferrorpc.cli import certs
 from ferrorpc.errors import AuthenticationError, ConfigError
 from ferrorpc.wire import options, tls
 from ferrorpc.wire.identity import Identity, Role
@@ -176,16 +175,16 @@ def test_a_certificate_of_another_authority_is_told_what_its_file_may_lack(ours:
 
 def test_an_intermediate_authority_will_do_without_the_one_above_it(tmp_path: Path) -> None:
     """As cert-manager may give it out; gRPC's own check accepts it, at both ends."""
-    from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    from ferrorpc.cli import authority
+
     above, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    builder = certs._builder(certs._name("between"), certs._name("above"), key, 2 * DAY)
-    between = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).sign(above, hashes.SHA256())
-    certs._write(tmp_path, "ca", between, key)
+    builder = authority._builder(authority._name("between"), authority._name("above"), key, 2 * DAY, signs=True)
+    authority._write(tmp_path, "ca", builder.sign(above, hashes.SHA256()), key)
     for role in (Role.COORDINATOR, Role.WORKER):
-        certs.Authority.read(tmp_path).issue(role, [Identity("a", role)], [], DAY, tmp_path)
+        authority.Authority.read(tmp_path).issue(role, [Identity("a", role)], [], DAY, tmp_path)
     server, client = (
         TlsFiles(*(str(tmp_path / name) for name in ("ca.pem", f"{role}.pem", f"{role}.key")))
         for role in (Role.COORDINATOR, Role.WORKER)
@@ -218,10 +217,12 @@ def test_a_certificate_that_is_not_valid_yet_is_taken_when_it_is(
     ours: Issuer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The authority's clock may be ahead."""
+    from ferrorpc.cli import authority
+
     files = ours.issue(Role.WORKER, "a")
     mine, before = kept(files, listening=True), Path(str(files.certificate)).read_bytes()
     with monkeypatch.context() as ahead:
-        ahead.setattr(certs, "BACKDATED", -DAY / 2)
+        ahead.setattr(authority, "BACKDATED", -DAY / 2)
         ours.issue(Role.WORKER, "a")
     assert mine.renewed() is mine.renewed() is None
     assert mine.made == before
