@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from ferrorpc.cli import status
-from ferrorpc.cli.headline import headline
 from ferrorpc.cli.status import as_json_text
-from ferrorpc.cli.status_text import PreviousStatus, as_text
+from ferrorpc.cli.status_text import PreviousStatus, as_text, headline
 from ferrorpc.cli.table import table
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
