@@ -12,6 +12,7 @@ from ferrorpc.errors import CoordinatorUnavailableError
 if TYPE_CHECKING:
     import grpc
 
+    from ferrorpc.v1.session_pb2 import ReportRequest
     from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 
 CALL_SECONDS: Final = 5.0
@@ -79,3 +80,15 @@ def call(method: Callable[..., Response], request: Any, config: Config, *, wait_
         return method(request, timeout=CALL_SECONDS, wait_for_ready=wait_for_ready)
     except grpc.RpcError as error:
         raise error_of(error, f"the coordinator at {address_of(config)}") from None
+
+
+def report(told: ReportRequest, config: Config, *, wait_for_ready: bool = False) -> None:
+    """Reports something about the settings' job, on a connection of its own: certificates may have been renewed since the last.
+
+    Raises as `call`.
+    """
+    from ferrorpc.v1.session_pb2 import UnaryReportRequest
+
+    with connect(config) as stub:
+        request = UnaryReportRequest(job=config["job"], token=token(config), request=told)
+        call(stub.Report, request, config, wait_for_ready=wait_for_ready)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ferrorpc.cli.client import call, connect, token
+from ferrorpc.cli.client import report
 from ferrorpc.config import Config
 
 
@@ -18,10 +18,8 @@ def command(name: str, reason: str, address: str | None, job: str | None) -> Non
 
     `ferrorpc status` shows the names. Where the coordinator requires tokens or certificates, those of an admin are needed.
     """
-    from ferrorpc.v1.session_pb2 import Removal, ReportRequest, UnaryReportRequest
+    from ferrorpc.v1.session_pb2 import Removal, ReportRequest
 
     config = Config({"coordinator": address, "job": job})
-    report = ReportRequest(removal=Removal(name=name, reason=reason))
-    with connect(config) as stub:
-        call(stub.Report, UnaryReportRequest(job=config["job"], token=token(config), request=report), config)
+    report(ReportRequest(removal=Removal(name=name, reason=reason)), config)
     click.echo(f"{name} is out of job {config['job']}")

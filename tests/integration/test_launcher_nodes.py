@@ -103,7 +103,7 @@ def test_the_end_of_the_only_worker_of_a_node_is_reported_to_the_others(tmp_path
 
 def test_a_report_whose_process_is_slow_to_start_is_waited_for(tmp_path, coordinator):
     """As on a busy machine, where its imports may take seconds."""
-    slow = 'import sys, time\n"ferrorpc.cli.launcher.exit_reporter_main" in sys.orig_argv and time.sleep(1.5)\n'
+    slow = 'import sys, time\n"ferrorpc.cli.launcher.exit_reporter" in sys.orig_argv and time.sleep(1.5)\n'
     (tmp_path / "sitecustomize.py").write_text(slow)
     ends = two_nodes(coordinator, write_script(tmp_path, SUM), "fail", workers="1", PYTHONPATH=str(tmp_path))
     assert re.search(r"PeerLostError: rank 1 \(node1-0 on .*\) was lost: .*SIGKILL", ends[0][1]), ends
@@ -112,7 +112,7 @@ def test_a_report_whose_process_is_slow_to_start_is_waited_for(tmp_path, coordin
 def test_a_signal_ends_the_wait_for_a_report(tmp_path, coordinator):
     slow = """
         import sys, time
-        if "ferrorpc.cli.launcher.exit_reporter_main" in sys.orig_argv:
+        if "ferrorpc.cli.launcher.exit_reporter" in sys.orig_argv:
             time.sleep(100)
         if "run" in sys.orig_argv:
             from ferrorpc.cli.launcher import launch

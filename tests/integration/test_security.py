@@ -406,7 +406,7 @@ def test_a_launchers_reports_go_on_when_the_authority_is_replaced(tmp_path):
     (shown, mine), (renewed, fresh) = issued("old"), issued("new")
     report = b'{"name": "nobody", "launch": "", "returncode": 1, "reason": ""}\n'
     with coordinator(*flags(shown)) as process:
-        command = [sys.executable, "-m", "ferrorpc.cli.launcher.exit_reporter_main", process.address, "a"]
+        command = [sys.executable, "-m", "ferrorpc.cli.launcher.exit_reporter", process.address, "a"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment() | variables(mine)}
         with subprocess.Popen(command, **pipes) as reporter:
             assert reporter.stdout.readline() == b"ready\n"

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from ferrorpc.cli import client
-from ferrorpc.cli.launcher import exit_reporter_main
+from ferrorpc.cli.launcher import exit_reporter
 from ferrorpc.cli.launcher.child_processes import ChildProcesses
-from ferrorpc.cli.launcher.exit_reporter import ExitReporter
-from ferrorpc.cli.launcher.exit_reporter_main import serve
+from ferrorpc.cli.launcher.exit_reporter import ExitReporter, serve
 from ferrorpc.cli.launcher.launch import launch
 from ferrorpc.cli.launcher.output import Console
 from ferrorpc.cli.run import make_plan
@@ -71,7 +70,7 @@ def test_a_report_is_made_again_where_the_coordinator_was_killed_with_it(monkeyp
             raise CoordinatorUnavailableError("the connection broke")
 
     monkeypatch.setattr(client, "call", call)
-    monkeypatch.setattr(exit_reporter_main, "RETRY_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(exit_reporter, "RETRY_PAUSE_SECONDS", 0.0)
     line = {"name": "box-0", "launch": "launch0", "returncode": -9, "reason": ""}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(line) + "\n"))
     serve("127.0.0.1:1", "j")
@@ -79,7 +78,7 @@ def test_a_report_is_made_again_where_the_coordinator_was_killed_with_it(monkeyp
 
 
 def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monkeypatch, capfd):
-    monkeypatch.setattr(exit_reporter_main, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(exit_reporter, "RETRY_SECONDS", 0.0)
     sent = []
 
     def call(method, request, config, *, wait_for_ready):
@@ -97,7 +96,7 @@ def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monke
 
 
 def test_signals_that_every_process_of_a_job_gets_do_not_end_the_reporter():
-    command = [sys.executable, "-P", "-m", "ferrorpc.cli.launcher.exit_reporter_main", "127.0.0.1:1", "j"]
+    command = [sys.executable, "-P", "-m", "ferrorpc.cli.launcher.exit_reporter", "127.0.0.1:1", "j"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reporter:
         assert reporter.stdout.readline() == b"ready\n"
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
@@ -143,7 +142,7 @@ def test_a_job_whose_reporter_cannot_be_started_runs_to_its_end_and_says_so_once
     start = ChildProcesses.start
 
     def start_all_but_the_reporter(self, command, *arguments, **options):
-        if "ferrorpc.cli.launcher.exit_reporter_main" in command:
+        if "ferrorpc.cli.launcher.exit_reporter" in command:
             raise ConfigError("beside 3 processes no other can be started: Too many open files", hint="ask for fewer")
         return start(self, command, *arguments, **options)
 
