@@ -160,7 +160,7 @@ class _Launch:
 
     def run(self) -> int:
         """Runs the job to its end. Returns the exit code."""
-        self._pipes.call(self._inbox, self._on_signals)
+        self._pipes.call(self._inbox.fileno(), self._on_signals)
         # Workers first: they take longer to reach their first call than the coordinator takes to listen.
         self._carry_out(self._group.begin())
         if self._plan.owns_coordinator:

@@ -6,7 +6,7 @@ import os
 import selectors
 import time
 from collections.abc import Callable
-from typing import IO, Final, Protocol
+from typing import IO, Final
 
 _CHUNK_BYTES: Final = 1 << 16
 _DRAIN_CHUNKS_MAX: Final = 256
@@ -17,13 +17,6 @@ Consumer = Callable[[bytes, float], None]
 """Takes bytes and the time; b"", once, is the end of the stream."""
 
 
-class HasDescriptor(Protocol):
-    """Anything that select can wait on."""
-
-    def fileno(self) -> int:
-        """Its file descriptor."""
-
-
 class Pipes:
     """Waits for data on pipes and passes it to their consumers."""
 
@@ -31,9 +24,9 @@ class Pipes:
         self._selector = selectors.DefaultSelector()
         self._consumers: dict[IO[bytes], Consumer] = {}
 
-    def call(self, source: HasDescriptor, action: Callable[[], None]) -> None:
-        """Runs `action` whenever `source` is readable."""
-        self._selector.register(source.fileno(), selectors.EVENT_READ, action)
+    def call(self, descriptor: int, action: Callable[[], None]) -> None:
+        """Runs `action` whenever a descriptor is readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def listen(self, pipe: IO[bytes], consumer: Consumer) -> None:
         """Passes what is read from `pipe` to `consumer`, until its end."""
