@@ -315,6 +315,20 @@ class Config(Mapping[str, Any]):
         return f"Config({shown})"
 
 
+def split_invalid(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, ConfigError]]:
+    """The environment without the variables whose values are invalid; and those variables, each with its error.
+
+    For diagnostic commands, which report every one instead of failing at the first.
+    """
+    errors: dict[str, ConfigError] = {}
+    for variable in (setting.variable for setting in SETTINGS):
+        try:
+            Config(environment={variable: environment.get(variable, "")})
+        except ConfigError as error:
+            errors[variable] = error
+    return {name: value for name, value in environment.items() if name not in errors}, errors
+
+
 def _suggestion_for(name: str) -> str:
     """What to try instead of an argument that is no setting."""
     if name in _TORCH_ARGUMENTS:

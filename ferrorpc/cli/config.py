@@ -7,9 +7,8 @@ import os
 
 import click
 
-from ferrorpc.cli.invalid_settings import split_invalid
 from ferrorpc.cli.table import table
-from ferrorpc.config import SETTINGS, Config, Setting
+from ferrorpc.config import SETTINGS, Config, Setting, split_invalid
 from ferrorpc.errors import ConfigError
 from ferrorpc.exit_codes import EXIT_CONFIG
 

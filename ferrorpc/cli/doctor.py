@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ferrorpc.cli.client import call, channel, connect, token
-from ferrorpc.cli.invalid_settings import split_invalid
-from ferrorpc.config import SETTINGS, Config, unknown_settings
+from ferrorpc.config import SETTINGS, Config, split_invalid, unknown_settings
 from ferrorpc.errors import ConfigError, FerroError
 from ferrorpc.logs import escape_unprintable
 from ferrorpc.versions import own_version, version_of
