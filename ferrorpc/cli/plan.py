@@ -60,7 +60,10 @@ for _collective in COMMANDS:
 @click.option("--trace", type=FILE, help="Write a trace for chrome://tracing and Perfetto.")
 @click.option("--csv", "target", type=FILE, help="Write the schedule as CSV, as torch.distributed.pipelining reads it.")
 @click.option("--json", "as_json", is_flag=True, help="Figures as one JSON object.")
+@click.pass_context
 def pipeline(
+    context: click.Context,
+    /,
     name: str | None,
     source: Path | None,
     stages: int,
@@ -78,39 +81,38 @@ def pipeline(
     as_json: bool,
 ) -> None:
     """Show a pipeline schedule: what each rank does when, how long it idles, how many activations it holds."""
-    if source is not None:
-        _refuse_what_the_file_says()
-    passes = stages * microbatches * (chunks or 1)
-    if source is None and passes > PASSES_MAX:
-        counts = f"{stages} stages, {microbatches} microbatches and {chunks or 1} pieces a rank"
-        raise click.UsageError(f"{counts} are {passes} forward passes; at most {PASSES_MAX} can be shown: ask for fewer")
     costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-    if name is None and source is None:
-        if any((svg, png, trace, target)):
-            raise click.UsageError("files show one schedule: name it with --schedule")
-        _compare(stages, microbatches, chunks, {**costs, "latency": latency, "transfer": transfer}, as_json)
-        return
+    costs |= {"latency": latency, "transfer": transfer}
     if source is not None:
+        _refuse_what_the_file_says(context)
         schedule = Schedule.from_csv(source, source.stem)
         _announce(schedule.name, schedule.stages, schedule.microbatches, schedule.chunks)
     else:
-        _announce(name or "", stages, microbatches, chunks)
-        schedule = schedules.named(name or "", stages, microbatches, chunks)
-    timeline = schedule.simulate(**costs, latency=latency, transfer=transfer)
-    if svg:
-        timeline.to_svg(svg)
-    if png:
-        timeline.to_png(png)
-    if trace:
-        timeline.to_chrome_trace(trace)
-    if target:
-        schedule.to_csv(target)
+        _refuse_too_many(stages, microbatches, chunks or 1)
+        if name is None:
+            if any((svg, png, trace, target)):
+                raise click.UsageError("files show one schedule: name it with --schedule")
+            _compare(stages, microbatches, chunks, costs, as_json)
+            return
+        _announce(name, stages, microbatches, chunks)
+        schedule = schedules.named(name, stages, microbatches, chunks)
+    timeline = schedule.simulate(**costs)
+    writers = ((svg, timeline.to_svg), (png, timeline.to_png), (trace, timeline.to_chrome_trace), (target, schedule.to_csv))
+    for path, write in writers:
+        if path:
+            write(path)
     click.echo(json.dumps(_figures(schedule, timeline), indent=2) if as_json else _shown(schedule, timeline))
 
 
-def _refuse_what_the_file_says() -> None:
+def _refuse_too_many(stages: int, microbatches: int, chunks: int) -> None:
+    passes = stages * microbatches * chunks
+    if passes > PASSES_MAX:
+        counts = f"{stages} stages, {microbatches} microbatches and {chunks} pieces a rank"
+        raise click.UsageError(f"{counts} are {passes} forward passes; at most {PASSES_MAX} can be shown: ask for fewer")
+
+
+def _refuse_what_the_file_says(context: click.Context) -> None:
     """Refuses options beside --from-csv that say what the file says already."""
-    context = click.get_current_context()
     if context.get_parameter_source("name") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--schedule and --from-csv each name a schedule: give one of them")
     for option in ("stages", "microbatches", "chunks"):
