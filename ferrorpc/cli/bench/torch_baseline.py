@@ -44,10 +44,9 @@ def describe(result: dict[str, Any]) -> str:
     return f"{result['median_ms']:9.1f} ms   connecting apart: {result['connect_ms']:.1f} ms ({times})"
 
 
-def rendezvous(members: int) -> dict[str, Any]:
-    """One c10d rendezvous of `members` nodes, as in torchrun. Milliseconds from the first call to the last answer.
-
-    There is no warm-up: it takes too long.
+def rendezvous(members: int) -> tuple[list[float], float]:
+    """One c10d rendezvous of `members` nodes, as in torchrun: the seconds from the first call to the last answer, in a list,
+    and those it took to connect. There is no warm-up: it takes too long.
     """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -59,14 +58,12 @@ def rendezvous(members: int) -> dict[str, Any]:
         DynamicRendezvousHandler.from_backend("bench", client, C10dRendezvousBackend(client, "bench"), members, members)
         for client in clients
     ]
-    seconds = _all_at_once([handler.next_rendezvous for handler in handlers])
-    return {"median_ms": round(seconds * 1e3, 3), "rounds": 1, "connect_ms": round(connecting * 1e3, 3)}
+    return [_all_at_once([handler.next_rendezvous for handler in handlers])], connecting
 
 
-def barrier(members: int) -> dict[str, Any]:
-    """Barriers of `members` TCPStore clients: add one to a counter, the last sets a key, all wait for it.
-
-    The first is a warm-up.
+def barrier(members: int) -> tuple[list[float], float]:
+    """Barriers of `members` TCPStore clients: add one to a counter, the last sets a key, all wait for it. The seconds of each,
+    without the first, a warm-up, and those it took to connect.
     """
     from torch.distributed import TCPStore
 
@@ -79,11 +76,7 @@ def barrier(members: int) -> dict[str, Any]:
         client.wait([f"{ordinal}/released"])
 
     seconds = [_all_at_once([partial(arrive, client, ordinal) for client in clients]) for ordinal in range(1 + BARRIERS)]
-    return {
-        "median_ms": round(statistics.median(seconds[1:]) * 1e3, 3),
-        "rounds": BARRIERS,
-        "connect_ms": round(connecting * 1e3, 3),
-    }
+    return seconds[1:], connecting
 
 
 def _connected(store: Callable[..., Any], port: int, members: int) -> tuple[list[Any], float]:
@@ -129,7 +122,12 @@ def _all_at_once(actions: list[Callable[[], object]]) -> float:
 def main() -> None:
     """Runs the measurement named on the command line and writes one line of JSON."""
     kind, members = sys.argv[1], int(sys.argv[2])
-    result = rendezvous(members) if kind == "rendezvous" else barrier(members)
+    seconds, connecting = rendezvous(members) if kind == "rendezvous" else barrier(members)
+    result = {
+        "median_ms": round(statistics.median(seconds) * 1e3, 3),
+        "rounds": len(seconds),
+        "connect_ms": round(connecting * 1e3, 3),
+    }
     sys.stdout.write(json.dumps(result) + "\n")
 
 

@@ -29,8 +29,7 @@ class GlooRunner(TensorRunner):
         self.version = f"torch {self._torch.__version__}"
 
     def barrier(self) -> Action:
-        action: Action = self._world.barrier
-        return action
+        return partial(self._world.barrier)
 
     def all_reduce(self, array: Any, wire: str | None) -> Action:
         if wire is not None:

@@ -34,8 +34,7 @@ class MpichRunner(Runner):
         return super().array(count, dtype, memory)
 
     def barrier(self) -> Action:
-        action: Action = self._world.Barrier
-        return action
+        return partial(self._world.Barrier)
 
     def all_reduce(self, array: Any, wire: str | None) -> Action:
         if wire is not None:
