@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from ferrorpc.cli.launcher import launch as launcher
-from ferrorpc.cli.launcher.environment import is_worker, launcher_environment, worker_environment
+from ferrorpc.cli.launcher.environment import launcher_environment, worker_environment
 from ferrorpc.cli.launcher.output import Console
 from ferrorpc.cli.launcher.plan import (
     DEFAULT_MASTER_PORT,
@@ -27,42 +28,39 @@ from ferrorpc.cli.launcher.worker_group import FailurePolicy
 from ferrorpc.cli.parameters import Directory, Seconds
 from ferrorpc.cli.ports import LOOPBACK, free_port
 from ferrorpc.cli.system import require_linux
-from ferrorpc.config import Config
+from ferrorpc.config import LAUNCH_VARIABLE, Config
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import split_address
 
 
-def _spellings(name: str, *more: str) -> tuple[str, ...]:
-    """The spellings of an option: with dashes and, as torchrun allows, with underscores."""
-    both = [spelling for option in (name, *more) for spelling in (option, "--" + option.removeprefix("--").replace("-", "_"))]
-    return tuple(dict.fromkeys(both))
+def _option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+    """An option whose long names can also be written with underscores, as torchrun allows."""
+    both = (spelling for name in names for spelling in (name, re.sub(r"(?<=\w)-", "_", name)))
+    return click.option(*dict.fromkeys(both), **attributes)
 
 
 def _of_torchrun(command: Any) -> Any:
     """Adds flags of torchrun that have no effect here, so that its command lines work unchanged."""
     flags: tuple[tuple[tuple[str, ...], click.ParamType[Any], str], ...] = (
-        (_spellings("--rdzv-backend"), click.Choice(["c10d", "static"]), "the coordinator replaces these"),
-        (_spellings("--rdzv-conf"), click.STRING, "FERRORPC_TIMEOUT limits the rendezvous"),
-        (_spellings("--monitor-interval"), click.FLOAT, "an exit is seen at once"),
-        (_spellings("--start-method"), click.Choice(["spawn", "fork", "forkserver"]), "each worker is a new program"),
+        (("--rdzv-backend",), click.Choice(["c10d", "static"]), "the coordinator replaces these"),
+        (("--rdzv-conf",), click.STRING, "FERRORPC_TIMEOUT limits the rendezvous"),
+        (("--monitor-interval",), click.FLOAT, "an exit is seen at once"),
+        (("--start-method",), click.Choice(["spawn", "fork", "forkserver"]), "each worker is a new program"),
         (("-t", "--tee"), click.STRING, "output is always shown, and also kept with --log-dir"),
         (("-r", "--redirects"), click.STRING, "likewise; --ranks shows that of some workers only"),
-        (_spellings("--logs-specs"), click.STRING, "likewise"),
-        (_spellings("--duplicate-stdout-filters"), click.STRING, "search the files of --log-dir instead"),
-        (_spellings("--duplicate-stderr-filters"), click.STRING, "likewise"),
-        (_spellings("--event-log-handler"), click.STRING, "`ferrorpc status` shows the events of a job"),
-        (_spellings("--signals-to-handle"), click.STRING, "stop signals, SIGUSR1 and SIGUSR2 are always forwarded"),
-        (_spellings("--numa-binding"), click.STRING, "workers run on any CPU, unless the script binds itself"),
-        (("--run-path", "--run_path"), click.BOOL, "SCRIPT is always run by its path"),
+        (("--logs-specs",), click.STRING, "likewise"),
+        (("--duplicate-stdout-filters",), click.STRING, "search the files of --log-dir instead"),
+        (("--duplicate-stderr-filters",), click.STRING, "likewise"),
+        (("--event-log-handler",), click.STRING, "`ferrorpc status` shows the events of a job"),
+        (("--signals-to-handle",), click.STRING, "stop signals, SIGUSR1 and SIGUSR2 are always forwarded"),
+        (("--numa-binding",), click.STRING, "workers run on any CPU, unless the script binds itself"),
+        (("--run-path",), click.BOOL, "SCRIPT is always run by its path"),
     )
     for names, kind, why in reversed(flags):
         text, alone = f"Of torchrun, no effect: {why}.", kind is click.BOOL
-        command = click.option(*names, type=kind, is_flag=alone, expose_value=False, help=text)(command)
+        command = _option(*names, type=kind, is_flag=alone, expose_value=False, help=text)(command)
     for name, alone, instead in _REFUSED:
-        option = click.option(
-            *_spellings(name), is_flag=alone, expose_value=False, hidden=True, callback=_refuse(name, instead)
-        )
-        command = option(command)
+        command = _option(name, is_flag=alone, expose_value=False, hidden=True, callback=_refuse(name, instead))(command)
     return command
 
 
@@ -84,44 +82,29 @@ def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
-@click.option(
-    "-n",
-    *_spellings("--nproc", "--nproc-per-node"),
-    "processes",
-    default="1",
-    show_default=True,
-    help="Workers: N, cpu, gpu or auto.",
-)
-@click.option(
-    *_spellings("--nnodes"), "nodes", default="1", show_default=True, help="Nodes: N, or MIN:MAX for an elastic world."
-)
-@click.option(*_spellings("--world-size"), "world", help="MIN:MAX members, for a world that may lose some and go on.")
-@click.option(*_spellings("--node-rank"), "node_rank", type=int, help="This node's number, from 0; torch.distributed needs it.")
-@click.option(
-    *_spellings("--coordinator", "--rdzv-endpoint"),
-    "coordinator",
+@_option("-n", "--nproc", "--nproc-per-node", "processes", default="1", show_default=True, help="Workers: N, cpu, gpu or auto.")
+@_option("--nnodes", "nodes", default="1", show_default=True, help="Nodes: N, or MIN:MAX for an elastic world.")
+@_option("--world-size", "world", help="MIN:MAX members, for a world that may lose some and go on.")
+@_option("--node-rank", type=int, help="This node's number, from 0; torch.distributed needs it.")
+@_option(
+    "--coordinator",
+    "--rdzv-endpoint",
     metavar="HOST:PORT",
     help="Default FERRORPC_COORDINATOR; without one the launcher starts its own.",
 )
-@click.option(
-    *_spellings("--http-port"),
-    "http_port",
-    type=click.IntRange(0, 65535),
-    help="Port of the status page of the launcher's own coordinator.",
-)
-@click.option("--standalone", is_flag=True, help="Start its own coordinator even where FERRORPC_COORDINATOR is set.")
-@click.option(*_spellings("--job", "--rdzv-id"), "job", help="The job's name; jobs on one coordinator do not see each other.")
-@click.option(*_spellings("--master-addr"), "master_addr", help="Where torch.distributed's rank 0 listens.")
-@click.option(*_spellings("--master-port"), "master_port", type=click.IntRange(0, 65535), help="Its port.")
-@click.option(
-    *_spellings("--max-restarts"),
-    "max_restarts",
+@_option("--http-port", type=click.IntRange(0, 65535), help="Port of the status page of the launcher's own coordinator.")
+@_option("--standalone", is_flag=True, help="Start its own coordinator even where FERRORPC_COORDINATOR is set.")
+@_option("--job", "--rdzv-id", help="The job's name; jobs on one coordinator do not see each other.")
+@_option("--master-addr", help="Where torch.distributed's rank 0 listens.")
+@_option("--master-port", type=click.IntRange(0, 65535), help="Its port.")
+@_option(
+    "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
     help="How often failed workers are started again.",
 )
-@click.option(
+@_option(
     "--restart",
     "scope",
     type=click.Choice(["gang", "worker"]),
@@ -129,7 +112,7 @@ def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter
     show_default=True,
     help="What a restart restarts: all workers of this node, or (for scripts that call reform()) the failed one.",
 )
-@click.option(
+@_option(
     "--grace",
     "grace_seconds",
     type=Seconds(min=0),
@@ -137,23 +120,21 @@ def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter
     show_default=True,
     help="Seconds that the others have to end by themselves after a failure, before SIGTERM.",
 )
-@click.option(
-    *_spellings("--shutdown-timeout"),
+@_option(
+    "--shutdown-timeout",
     "shutdown_seconds",
     type=Seconds(min=0),
     default=30.0,
     show_default=True,
     help="Seconds between SIGTERM and SIGKILL.",
 )
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
-@click.option(*_spellings("--no-python"), "no_python", is_flag=True, help="SCRIPT is a program.")
-@click.option(*_spellings("--log-dir"), "log_dir", type=Directory(), help="Keep each worker's output there too.")
-@click.option(*_spellings("--ranks", "--local-ranks-filter"), "shown", help="Show only these local ranks, such as 0,3.")
-@click.option(*_spellings("--role"), "role", default="default", show_default=True, help="Value of ROLE_NAME for the workers.")
+@_option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
+@_option("--no-python", is_flag=True, help="SCRIPT is a program.")
+@_option("--log-dir", type=Directory(), help="Keep each worker's output there too.")
+@_option("--ranks", "--local-ranks-filter", "shown", help="Show only these local ranks, such as 0,3.")
+@_option("--role", default="default", show_default=True, help="Value of ROLE_NAME for the workers.")
 @_of_torchrun
-@click.option(
-    *_spellings("--dry-run"), "dry_run", is_flag=True, help="Show each worker's command and variables without running it."
-)
+@_option("--dry-run", is_flag=True, help="Show each worker's command and variables without running it.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 @click.pass_context
 def command(
@@ -283,7 +264,7 @@ def _local_ranks(text: str, processes: int) -> frozenset[int]:
 
 
 def _show(plan: Plan, base: Mapping[str, str]) -> None:
-    apart = "; this is a worker of another launcher, whose job it does not join" if is_worker(base) else ""
+    apart = "; this is a worker of another launcher, whose job it does not join" if base.get(LAUNCH_VARIABLE) else ""
     whose = f"started by the launcher{apart}" if plan.owns_coordinator else "given"
     click.echo(f"coordinator {plan.coordinator} ({whose})")
     click.echo(f"command {' '.join(plan.command)}")

@@ -8,7 +8,7 @@ from typing import Final
 
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.system import available_cpus
-from ferrorpc.config import GIVEN_VARIABLE, LAUNCH_VARIABLE, PREFIX
+from ferrorpc.config import GIVEN_VARIABLE, PREFIX
 
 _TORCH: Final = (
     *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"),
@@ -40,11 +40,6 @@ def launcher_environment(base: Mapping[str, str], *, joins: bool) -> dict[str, s
 def given_settings(environment: Mapping[str, str]) -> str:
     """The value of GIVEN_VARIABLE for a worker with these variables."""
     return " ".join(f"{name}={environment[name]}" for name in _OF_JOB if name in environment)
-
-
-def is_worker(environment: Mapping[str, str]) -> bool:
-    """Whether a process with these variables is a worker of a launcher, or was started by one."""
-    return bool(environment.get(LAUNCH_VARIABLE))
 
 
 def worker_environment(plan: Plan, worker: int, attempt: int, base: Mapping[str, str], errors_dir: Path) -> dict[str, str]:

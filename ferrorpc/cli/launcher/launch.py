@@ -38,7 +38,7 @@ from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.launcher.signals import STOP_SIGNALS, SignalInbox, describe
-from ferrorpc.cli.launcher.worker_group import NO_DEADLINE, Action, Done, Exit, Phase, Signal, Start, WorkerGroup
+from ferrorpc.cli.launcher.worker_group import NO_DEADLINE, Action, Done, Phase, Signal, Start, WorkerGroup
 from ferrorpc.cli.ports import held_ports
 from ferrorpc.cli.system import own_command
 from ferrorpc.config import GIVEN_VARIABLE, LAUNCH_VARIABLE
@@ -437,14 +437,11 @@ class _Launch:
         if self._group.interrupted:
             self._console.say(f"stopped by {describe(-self._group.interrupted)}")
         elif first is not None:
-            self._console.say(self._report(first))
+            worker, others = self._workers[first.worker], [end for end in self._group.exits if end is not first]
+            log = None if worker.log is None else worker.log.name
+            self._console.say(crash_report(first, others, self._labels, worker.err.tail, log))
         elif not clean:
             self._console.say(losses_line(self._group.exits, self._labels))
-
-    def _report(self, first: Exit) -> str:
-        worker = self._workers[first.worker]
-        others = [end for end in self._group.exits if end is not first]
-        return crash_report(first, others, self._labels, worker.err.tail, None if worker.log is None else worker.log.name)
 
 
 def _set_aside(log: Path) -> None:
