@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +22,25 @@ FIVE_MEGABYTES: Final = 5_000_000 // DType.FLOAT32.itemsize
 
 on_every_size = pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 on_some_sizes = pytest.mark.parametrize("size", [2, 4])
+
+
+def on_every_rank(body: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of what every rank of a world does: body(self, group, size), and what else the test is parametrised with."""
+
+    def test(self: Contract, size: int, **more: Any) -> None:
+        self.world(size, lambda group: body(self, group, size, **more))
+
+    signature = inspect.signature(body)
+    update_wrapper(test, body)
+    asked = [each for name, each in signature.parameters.items() if name != "group"]
+    test.__signature__ = signature.replace(parameters=asked)  # type: ignore[attr-defined]  # what pytest provides
+    return test
+
+
+def check(truth: object, what: str) -> None:
+    """Raises AssertionError unless something is true, also where Python runs without assertions."""
+    if not truth:
+        raise AssertionError(what)
 
 
 class Contract(ABC):

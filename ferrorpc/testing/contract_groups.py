@@ -19,7 +19,7 @@ from ferrorpc.errors import (
     UsageError,
 )
 from ferrorpc.group import ProcessGroup
-from ferrorpc.testing.contract_base import FLOAT, Contract, on_every_size, on_some_sizes
+from ferrorpc.testing.contract_base import FLOAT, Contract, check, on_every_rank, on_every_size, on_some_sizes
 from ferrorpc.testing.reference import check_list, check_same, every_dtype, reduced, values
 from ferrorpc.types import DType, ReduceOp
 
@@ -31,303 +31,271 @@ def _check_alone(call: Callable[[], object]) -> None:
     with pytest.raises(FerroError) as raised:
         call()
     error = raised.value
-    if error.__cause__ is not None or not (error.__context__ is None or error.__suppress_context__):
-        raise AssertionError(f"{error!r} is shown behind {error.__cause__ or error.__context__!r}")
+    check(
+        error.__cause__ is None and (error.__context__ is None or error.__suppress_context__),
+        f"{error!r} is shown behind {error.__cause__ or error.__context__!r}",
+    )
 
 
 class PointToPointContract(Contract):
     """send and recv."""
 
     @on_some_sizes
-    def test_every_dtype_travels_round_the_ring(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            after, before = (group.rank + 1) % size, (group.rank - 1) % size
-            for dtype in every_dtype():
-                group.send(values(dtype, (2, 3), group.rank), after)
-                found = group.recv(before)
-                check_same(found, values(dtype, (2, 3), before), dtype.label)
-                found[...] = 0
-
-        self.world(size, body)
+    @on_every_rank
+    def test_every_dtype_travels_round_the_ring(self, group: ProcessGroup, size: int) -> None:
+        after, before = (group.rank + 1) % size, (group.rank - 1) % size
+        for dtype in every_dtype():
+            group.send(values(dtype, (2, 3), group.rank), after)
+            found = group.recv(before)
+            check_same(found, values(dtype, (2, 3), before), dtype.label)
+            found[...] = 0
 
     @on_some_sizes
-    def test_messages_keep_their_order_within_a_tag_and_share_memory_with_nothing(self, size: int) -> None:
-        """The sender changes its array after each; the receiver keeps all. Tags differ in high bits only."""
-
-        def body(group: ProcessGroup) -> None:
-            tags = (0, 1 << 16, 1 << 32, TAG_MAX)
-            if group.rank == 0:
-                x = np.zeros(5, np.int64)
-                for item in range(2 * len(tags)):
-                    x[...] = item
-                    group.send(x, 1, tag=tags[item % len(tags)])
-                x[...] = -1
-            group.barrier()
-            if group.rank == 1:
-                found = [group.recv(0, tag=tag) for tag in reversed(tags) for _ in range(2)]
-                check_list(found, [np.full(5, item) for item in (3, 7, 2, 6, 1, 5, 0, 4)], "messages by tag")
-
-        self.world(size, body)
+    @on_every_rank
+    def test_messages_keep_their_order_within_a_tag_and_share_memory_with_nothing(self, group: ProcessGroup, size: int) -> None:
+        # The sender changes its array after each; the receiver keeps all. Tags differ in high bits only.
+        tags = (0, 1 << 16, 1 << 32, TAG_MAX)
+        if group.rank == 0:
+            x = np.zeros(5, np.int64)
+            for item in range(2 * len(tags)):
+                x[...] = item
+                group.send(x, 1, tag=tags[item % len(tags)])
+            x[...] = -1
+        group.barrier()
+        if group.rank == 1:
+            found = [group.recv(0, tag=tag) for tag in reversed(tags) for _ in range(2)]
+            check_list(found, [np.full(5, item) for item in (3, 7, 2, 6, 1, 5, 0, 4)], "messages by tag")
 
     @on_some_sizes
-    def test_sizes_from_nothing_to_megabytes_into_out_of_any_layout(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            peer = group.rank ^ 1
-            for count in (0, 1, 1001, 1_250_001):
-                work = group.send(values(FLOAT, count, group.rank), peer, async_op=True)
-                out = np.zeros((count, 2), np.float32)[:, 0]
-                if group.recv(peer, out=out) is not out:
-                    raise AssertionError("recv did not return out")
-                check_same(out.copy(), values(FLOAT, count, peer), f"{count} elements")
-                work.wait()
-
-        self.world(size, body)
+    @on_every_rank
+    def test_sizes_from_nothing_to_megabytes_into_out_of_any_layout(self, group: ProcessGroup, size: int) -> None:
+        peer = group.rank ^ 1
+        for count in (0, 1, 1001, 1_250_001):
+            work = group.send(values(FLOAT, count, group.rank), peer, async_op=True)
+            out = np.zeros((count, 2), np.float32)[:, 0]
+            check(group.recv(peer, out=out) is out, "recv did not return out")
+            check_same(out.copy(), values(FLOAT, count, peer), f"{count} elements")
+            work.wait()
 
     @on_some_sizes
-    def test_a_message_that_does_not_fit_out_stays_for_the_next_recv(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            if group.rank == 1:
-                for item in range(2):
-                    group.send(np.full(4, item, np.float32), 0)
-            elif group.rank == 0:
-                for out in (np.zeros(3, np.float32), np.zeros(4, np.int32), np.zeros((2, 2), np.float32)):
-                    with pytest.raises(TensorMismatchError):
-                        group.recv(1, out=out)
-                for item in range(2):
-                    check_same(group.recv(1), np.full(4, item, np.float32), "after an out that did not fit")
-            group.barrier()
-
-        self.world(size, body)
+    @on_every_rank
+    def test_a_message_that_does_not_fit_out_stays_for_the_next_recv(self, group: ProcessGroup, size: int) -> None:
+        if group.rank == 1:
+            for item in range(2):
+                group.send(np.full(4, item, np.float32), 0)
+        elif group.rank == 0:
+            for out in (np.zeros(3, np.float32), np.zeros(4, np.int32), np.zeros((2, 2), np.float32)):
+                with pytest.raises(TensorMismatchError):
+                    group.recv(1, out=out)
+            for item in range(2):
+                check_same(group.recv(1), np.full(4, item, np.float32), "after an out that did not fit")
+        group.barrier()
 
     @on_some_sizes
-    def test_a_recv_that_times_out_loses_and_breaks_nothing(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            if group.rank == 0:
-                with pytest.raises(CollectiveTimeoutError) as raised:
-                    group.recv(1, timeout=SHORT_SECONDS)
-                if raised.value.waiting_on != [1]:
-                    raise AssertionError(f"it says it waited on {raised.value.waiting_on}")
-            group.barrier()
-            if group.rank == 1:
-                group.send(np.arange(3), 0)
-            elif group.rank == 0:
-                check_same(group.recv(1), np.arange(3), "after a timeout")
-            group.barrier()
-
-        self.world(size, body)
+    @on_every_rank
+    def test_a_recv_that_times_out_loses_and_breaks_nothing(self, group: ProcessGroup, size: int) -> None:
+        if group.rank == 0:
+            with pytest.raises(CollectiveTimeoutError) as raised:
+                group.recv(1, timeout=SHORT_SECONDS)
+            check(raised.value.waiting_on == [1], f"it says it waited on {raised.value.waiting_on}")
+        group.barrier()
+        if group.rank == 1:
+            group.send(np.arange(3), 0)
+        elif group.rank == 0:
+            check_same(group.recv(1), np.arange(3), "after a timeout")
+        group.barrier()
 
     @on_every_size
-    def test_a_rank_cannot_send_to_itself_or_to_nobody(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            for call in (lambda peer: group.send(1.0, peer), group.recv):
-                with pytest.raises(SelfSendError):
-                    call(group.rank)
-                with pytest.raises(InvalidRankError):
-                    call(size)
-            if size > 1:
-                with pytest.raises(UsageError, match="tag"):
-                    group.send(1.0, (group.rank + 1) % size, tag=-1)
-            group.barrier()
-
-        self.world(size, body)
+    @on_every_rank
+    def test_a_rank_cannot_send_to_itself_or_to_nobody(self, group: ProcessGroup, size: int) -> None:
+        for call in (lambda peer: group.send(1.0, peer), group.recv):
+            with pytest.raises(SelfSendError):
+                call(group.rank)
+            with pytest.raises(InvalidRankError):
+                call(size)
+        if size > 1:
+            with pytest.raises(UsageError, match="tag"):
+                group.send(1.0, (group.rank + 1) % size, tag=-1)
+        group.barrier()
 
 
 class AsyncContract(Contract):
     """Several operations in flight at the same time."""
 
     @on_every_size
-    def test_operations_may_be_in_flight_together_and_waited_for_in_any_order(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            count = 12
-            works = [group.all_reduce(values(FLOAT, 50 + item, group.rank, salt=item), async_op=True) for item in range(count)]
-            order = list(range(count))
-            random.Random(group.rank).shuffle(order)
-            for item in order:
-                everyones = [values(FLOAT, 50 + item, rank, salt=item) for rank in range(size)]
-                self.check_sum(works[item].wait(), reduced(everyones, ReduceOp.SUM, FLOAT), f"operation {item}")
-                if not works[item].done() or works[item].exception() is not None:
-                    raise AssertionError(f"{works[item]!r} was waited for")
-
-        self.world(size, body)
+    @on_every_rank
+    def test_operations_may_be_in_flight_together_and_waited_for_in_any_order(self, group: ProcessGroup, size: int) -> None:
+        count = 12
+        works = [group.all_reduce(values(FLOAT, 50 + item, group.rank, salt=item), async_op=True) for item in range(count)]
+        order = list(range(count))
+        random.Random(group.rank).shuffle(order)
+        for item in order:
+            everyones = [values(FLOAT, 50 + item, rank, salt=item) for rank in range(size)]
+            self.check_sum(works[item].wait(), reduced(everyones, ReduceOp.SUM, FLOAT), f"operation {item}")
+            check(works[item].done() and works[item].exception() is None, f"{works[item]!r} was waited for")
 
     @on_some_sizes
-    def test_every_operation_can_be_asynchronous(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            mine, everyones = np.full(3, group.rank), [np.full(3, rank) for rank in range(size)]
-            total = reduced(everyones, ReduceOp.SUM, DType.INT64)
-            at_root = group.rank == 1
-            works = {
-                "reduce": (group.reduce(mine, root=1, async_op=True), total if at_root else None),
-                "broadcast": (group.broadcast(mine if at_root else None, root=1, async_op=True), everyones[1]),
-                "scatter": (group.scatter(everyones if at_root else None, root=1, async_op=True), mine),
-                "reduce_scatter": (group.reduce_scatter([mine] * size, async_op=True), total),
-            }
-            lists = [group.all_gather(mine, async_op=True), group.all_to_all([mine] * size, async_op=True)]
-            lists.append(group.gather(mine, root=1, async_op=True))
-            meeting = group.barrier(async_op=True)
-            for name, (work, expected) in works.items():
-                found = work.wait()
-                if expected is not None:
-                    check_same(found, expected, name)
-            for work in lists[:2]:
-                check_list(work.wait(), everyones, repr(work))
-            if at_root:
-                check_list(lists[2].wait(), everyones, "gather")
-            meeting.wait()
-            group.synchronize()
-
-        self.world(size, body)
+    @on_every_rank
+    def test_every_operation_can_be_asynchronous(self, group: ProcessGroup, size: int) -> None:
+        mine, everyones = np.full(3, group.rank), [np.full(3, rank) for rank in range(size)]
+        total = reduced(everyones, ReduceOp.SUM, DType.INT64)
+        at_root = group.rank == 1
+        works = {
+            "reduce": (group.reduce(mine, root=1, async_op=True), total if at_root else None),
+            "broadcast": (group.broadcast(mine if at_root else None, root=1, async_op=True), everyones[1]),
+            "scatter": (group.scatter(everyones if at_root else None, root=1, async_op=True), mine),
+            "reduce_scatter": (group.reduce_scatter([mine] * size, async_op=True), total),
+        }
+        lists = [group.all_gather(mine, async_op=True), group.all_to_all([mine] * size, async_op=True)]
+        lists.append(group.gather(mine, root=1, async_op=True))
+        meeting = group.barrier(async_op=True)
+        for name, (work, expected) in works.items():
+            found = work.wait()
+            if expected is not None:
+                check_same(found, expected, name)
+        for work in lists[:2]:
+            check_list(work.wait(), everyones, repr(work))
+        if at_root:
+            check_list(lists[2].wait(), everyones, "gather")
+        meeting.wait()
+        group.synchronize()
 
     @on_some_sizes
-    def test_a_wait_that_times_out_consumes_nothing(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            work = group.recv(1, async_op=True) if group.rank == 0 else None
-            for _ in range(2):
-                if work is not None:
-                    with pytest.raises(CollectiveTimeoutError):
-                        work.wait(timeout=SHORT_SECONDS)
-            group.barrier()
-            if group.rank == 1:
-                group.send(np.arange(4.0), 0)
+    @on_every_rank
+    def test_a_wait_that_times_out_consumes_nothing(self, group: ProcessGroup, size: int) -> None:
+        work = group.recv(1, async_op=True) if group.rank == 0 else None
+        for _ in range(2):
             if work is not None:
-                check_same(work.wait(), np.arange(4.0), "after two timeouts")
-                check_same(work.wait(), np.arange(4.0), "once more")
-
-        self.world(size, body)
+                with pytest.raises(CollectiveTimeoutError):
+                    work.wait(timeout=SHORT_SECONDS)
+        group.barrier()
+        if group.rank == 1:
+            group.send(np.arange(4.0), 0)
+        if work is not None:
+            check_same(work.wait(), np.arange(4.0), "after two timeouts")
+            check_same(work.wait(), np.arange(4.0), "once more")
 
     @on_every_size
-    def test_a_stream_is_numbered_by_meaning_not_by_order(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            streams = [group.stream(), group.stream()]
-            calls = [(stream, number) for stream in (0, 1) for number in range(6)]
-            random.Random(group.rank).shuffle(calls)
-            works = {
-                (stream, number): streams[stream].all_reduce(np.full(2, 10 * stream + number), number=number)
-                for stream, number in calls
-            }
-            total = group.all_reduce(np.ones(1))
-            for (stream, number), work in works.items():
-                check_same(work.wait(), np.full(2, size * (10 * stream + number)), f"stream {stream}, number {number}")
-            check_same(total, np.full(1, float(size)), "program order beside it")
-
-        self.world(size, body)
+    @on_every_rank
+    def test_a_stream_is_numbered_by_meaning_not_by_order(self, group: ProcessGroup, size: int) -> None:
+        streams = [group.stream(), group.stream()]
+        calls = [(stream, number) for stream in (0, 1) for number in range(6)]
+        random.Random(group.rank).shuffle(calls)
+        works = {
+            (stream, number): streams[stream].all_reduce(np.full(2, 10 * stream + number), number=number)
+            for stream, number in calls
+        }
+        total = group.all_reduce(np.ones(1))
+        for (stream, number), work in works.items():
+            check_same(work.wait(), np.full(2, size * (10 * stream + number)), f"stream {stream}, number {number}")
+        check_same(total, np.full(1, float(size)), "program order beside it")
 
 
 class SubgroupContract(Contract):
     """Groups of some of a group's ranks."""
 
     @on_every_size
-    def test_subgroups_compute_apart_and_together(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            even, odd = list(range(0, size, 2)), list(range(1, size, 2))
-            halves = [group.subgroup(ranks) for ranks in (even, odd) if ranks]
-            mine = [half for half in halves if half is not None]
-            ranks = even if group.rank % 2 == 0 else odd
-            if len(mine) != 1 or mine[0].size != len(ranks) or mine[0].rank != ranks.index(group.rank):
-                raise AssertionError(f"rank {group.rank} is in {mine}")
-            works = [mine[0].all_reduce(np.full(2, group.rank), async_op=True) for _ in range(3)]
-            check_same(group.all_reduce(np.ones(1)), np.full(1, float(size)), "the world")
-            for work in works:
-                check_same(work.wait(), np.full(2, sum(ranks)), "the half")
-            if mine[0].size > 1:
-                peer = 1 - min(mine[0].rank, 1) if mine[0].rank < 2 else None
-                if peer is not None:
-                    mine[0].send(np.array(group.rank), peer)
-                    check_same(mine[0].recv(peer), np.array(ranks[peer]), "a pair of the half")
-            mine[0].close()
-            with pytest.raises(GroupClosedError):
-                mine[0].barrier()
-            group.barrier()
-
-        self.world(size, body)
+    @on_every_rank
+    def test_subgroups_compute_apart_and_together(self, group: ProcessGroup, size: int) -> None:
+        even, odd = list(range(0, size, 2)), list(range(1, size, 2))
+        halves = [group.subgroup(ranks) for ranks in (even, odd) if ranks]
+        mine = [half for half in halves if half is not None]
+        ranks = even if group.rank % 2 == 0 else odd
+        places = [(half.size, half.rank) for half in mine]
+        check(places == [(len(ranks), ranks.index(group.rank))], f"rank {group.rank} is in {mine}")
+        works = [mine[0].all_reduce(np.full(2, group.rank), async_op=True) for _ in range(3)]
+        check_same(group.all_reduce(np.ones(1)), np.full(1, float(size)), "the world")
+        for work in works:
+            check_same(work.wait(), np.full(2, sum(ranks)), "the half")
+        if mine[0].size > 1:
+            peer = 1 - min(mine[0].rank, 1) if mine[0].rank < 2 else None
+            if peer is not None:
+                mine[0].send(np.array(group.rank), peer)
+                check_same(mine[0].recv(peer), np.array(ranks[peer]), "a pair of the half")
+        mine[0].close()
+        with pytest.raises(GroupClosedError):
+            mine[0].barrier()
+        group.barrier()
 
     @on_every_size
-    def test_the_order_given_is_the_order_of_ranks_also_in_a_subgroup_of_a_subgroup(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            backwards = group.subgroup(list(reversed(range(size))))
-            if backwards is None:
-                raise AssertionError("every rank is in it")
-            check_list(backwards.all_gather(group.rank), [np.array(rank) for rank in reversed(range(size))], "backwards")
-            inner = backwards.subgroup([size - 1])
-            if (inner is not None) != (group.rank == 0):
-                raise AssertionError("the innermost group is rank 0's")
-            if inner is not None and inner.world_ranks != (0,):
-                raise AssertionError(f"the innermost group has world ranks {inner.world_ranks}")
-            if inner is not None:
-                check_same(inner.all_reduce(np.ones(2)), np.ones(2), "alone")
-            group.barrier()
-
-        self.world(size, body)
+    @on_every_rank
+    def test_the_order_given_is_the_order_of_ranks_also_in_a_subgroup_of_a_subgroup(
+        self, group: ProcessGroup, size: int
+    ) -> None:
+        backwards = group.subgroup(list(reversed(range(size))))
+        if backwards is None:
+            raise AssertionError("every rank is in it")
+        check_list(backwards.all_gather(group.rank), [np.array(rank) for rank in reversed(range(size))], "backwards")
+        inner = backwards.subgroup([size - 1])
+        check((inner is not None) == (group.rank == 0), "the innermost group is rank 0's")
+        if inner is not None:
+            check(inner.world_ranks == (0,), f"the innermost group has world ranks {inner.world_ranks}")
+            check_same(inner.all_reduce(np.ones(2)), np.ones(2), "alone")
+        group.barrier()
 
     @on_some_sizes
-    def test_a_subgroup_reduces_as_its_world_does(self, size: int) -> None:
-        """Every dtype and operator, to the same bits, and apart from another subgroup of the same ranks."""
-
-        def body(group: ProcessGroup) -> None:
-            everyone, again = (group.subgroup(list(range(size))) for _ in range(2))
-            if everyone is None or again is None:
-                raise AssertionError("every rank is in it")
-            works = [each.all_reduce(np.full(2, factor), async_op=True) for each, factor in ((everyone, 1), (again, 5))]
-            for work, total in zip(works, (size, 5 * size), strict=True):
-                check_same(work.wait(), np.full(2, total), "a subgroup beside another of the same ranks")
-            for dtype in every_dtype():
-                for op in self.operators(dtype):
-                    mine, what = values(dtype, 13, group.rank), f"{op.value} of {dtype.label}"
-                    check_same(everyone.all_reduce(mine, op=op), group.all_reduce(mine, op=op), what)
-
-        self.world(size, body)
+    @on_every_rank
+    def test_a_subgroup_reduces_as_its_world_does(self, group: ProcessGroup, size: int) -> None:
+        # Every dtype and operator, to the same bits, and apart from another subgroup of the same ranks.
+        everyone, again = (group.subgroup(list(range(size))) for _ in range(2))
+        if everyone is None or again is None:
+            raise AssertionError("every rank is in it")
+        works = [each.all_reduce(np.full(2, factor), async_op=True) for each, factor in ((everyone, 1), (again, 5))]
+        for work, total in zip(works, (size, 5 * size), strict=True):
+            check_same(work.wait(), np.full(2, total), "a subgroup beside another of the same ranks")
+        for dtype in every_dtype():
+            for op in self.operators(dtype):
+                mine, what = values(dtype, 13, group.rank), f"{op.value} of {dtype.label}"
+                check_same(everyone.all_reduce(mine, op=op), group.all_reduce(mine, op=op), what)
 
 
 class LifecycleContract(Contract):
     """A group's attributes, the errors of wrong calls, and its end."""
 
     @on_some_sizes
-    def test_an_error_is_shown_without_others_that_only_led_to_it(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            x, rank = np.ones(4, np.float32), group.rank
-            wrong: list[Callable[[], object]] = [
-                lambda: group.all_reduce(x, "concatenate"),
-                lambda: group.all_reduce(x, []),  # type: ignore[call-overload]
-                lambda: group.all_reduce(x, out=np.ones(3)),
-                lambda: group.all_reduce(x[:3], out=x[1:]),
-                lambda: group.all_reduce(x, timeout=-1.0),
-                lambda: group.all_reduce(np.array([object()])),
-                lambda: group.reduce(x, root=size),
-                lambda: group.reduce(x, root="all"),  # type: ignore[call-overload]
-                lambda: group.broadcast(None, root=rank),
-                lambda: group.gather(x, root=-1),
-                lambda: group.scatter(None, root=rank),
-                lambda: group.scatter([x] * (size + 1), root=rank),
-                lambda: group.reduce_scatter([x] * (size + 1)),
-                lambda: group.reduce_scatter([x] * size, "concatenate"),
-                lambda: group.all_to_all(np.ones(())),
-                lambda: group.send(x, rank),
-                lambda: group.recv(size),
-                lambda: group.send(x, (rank + 1) % size, tag=-1),
-                lambda: group.recv((rank + 1) % size, tag=2, timeout=SHORT_SECONDS),
-                lambda: group.subgroup([0, 0]),
-                lambda: group.empty((2, -1), "float32"),
-                lambda: group.empty(2, "float31"),
-            ]
-            for call in wrong:
-                _check_alone(call)
-            group.barrier()
-            group.close()
-            for call in (group.barrier, lambda: group.all_reduce(np.ones(5)), lambda: group.gather(x), group.stream):
-                _check_alone(call)
-
-        self.world(size, body)
+    @on_every_rank
+    def test_an_error_is_shown_without_others_that_only_led_to_it(self, group: ProcessGroup, size: int) -> None:
+        x, rank = np.ones(4, np.float32), group.rank
+        wrong: list[Callable[[], object]] = [
+            lambda: group.all_reduce(x, "concatenate"),
+            lambda: group.all_reduce(x, []),  # type: ignore[call-overload]
+            lambda: group.all_reduce(x, out=np.ones(3)),
+            lambda: group.all_reduce(x[:3], out=x[1:]),
+            lambda: group.all_reduce(x, timeout=-1.0),
+            lambda: group.all_reduce(np.array([object()])),
+            lambda: group.reduce(x, root=size),
+            lambda: group.reduce(x, root="all"),  # type: ignore[call-overload]
+            lambda: group.broadcast(None, root=rank),
+            lambda: group.gather(x, root=-1),
+            lambda: group.scatter(None, root=rank),
+            lambda: group.scatter([x] * (size + 1), root=rank),
+            lambda: group.reduce_scatter([x] * (size + 1)),
+            lambda: group.reduce_scatter([x] * size, "concatenate"),
+            lambda: group.all_to_all(np.ones(())),
+            lambda: group.send(x, rank),
+            lambda: group.recv(size),
+            lambda: group.send(x, (rank + 1) % size, tag=-1),
+            lambda: group.recv((rank + 1) % size, tag=2, timeout=SHORT_SECONDS),
+            lambda: group.subgroup([0, 0]),
+            lambda: group.empty((2, -1), "float32"),
+            lambda: group.empty(2, "float31"),
+        ]
+        for call in wrong:
+            _check_alone(call)
+        group.barrier()
+        group.close()
+        for call in (group.barrier, lambda: group.all_reduce(np.ones(5)), lambda: group.gather(x), group.stream):
+            _check_alone(call)
 
     @on_every_size
     def test_a_group_says_what_it_is_and_refuses_everything_after_close(self, size: int) -> None:
         def body(group: ProcessGroup) -> tuple[int, str, int]:
-            if group.size != size or group.world_ranks != tuple(range(size)):
-                raise AssertionError(repr(group))
+            check(group.size == size and group.world_ranks == tuple(range(size)), repr(group))
             memory = group.empty((3, 2), "int16")
             memory[...] = group.rank
             check_list(group.all_gather(memory), [np.full((3, 2), rank, np.int16) for rank in range(size)], "empty")
-            if "float32" not in group.explain("all_reduce", 4000) or "barrier" not in group.explain("barrier", 0):
-                raise AssertionError("explain does not say what it explains")
+            check("float32" in group.explain("all_reduce", 4000), "explain does not say what it explains")
+            check("barrier" in group.explain("barrier", 0), "explain does not say what it explains")
             group.close()
             group.close()
             group._backend.close()
@@ -337,15 +305,15 @@ class LifecycleContract(Contract):
             return group.rank, group.backend, group.generation
 
         ranks, backends, generations = zip(*self.world(size, body), strict=True)
-        if ranks != tuple(range(size)) or len(set(backends)) != 1 or set(generations) != {1}:
-            raise AssertionError(f"ranks {ranks} of backends {backends} in generations {generations}")
+        check(
+            ranks == tuple(range(size)) and len(set(backends)) == 1 and set(generations) == {1},
+            f"ranks {ranks} of backends {backends} in generations {generations}",
+        )
 
     @on_some_sizes
-    def test_a_rank_that_ends_early_fails_nobody_who_does_not_need_it(self, size: int) -> None:
-        def body(group: ProcessGroup) -> None:
-            group.barrier()
-            last = group.reduce(np.ones(3), root=size - 1)
-            if group.rank == size - 1:
-                check_same(last, np.full(3, float(size)), "the last rank's")
-
-        self.world(size, body)
+    @on_every_rank
+    def test_a_rank_that_ends_early_fails_nobody_who_does_not_need_it(self, group: ProcessGroup, size: int) -> None:
+        group.barrier()
+        last = group.reduce(np.ones(3), root=size - 1)
+        if group.rank == size - 1:
+            check_same(last, np.full(3, float(size)), "the last rank's")
