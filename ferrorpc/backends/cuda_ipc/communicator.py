@@ -20,12 +20,11 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.arrays.staging import wait_for
-from ferrorpc.backends.cuda_ipc.control_block import CLOSED, SLOTS
+from ferrorpc.backends.cuda_ipc.control_block import CLOSED
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer, part
 from ferrorpc.backends.cuda_ipc.rounds import Messages, Rounds, Waits
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
@@ -54,29 +53,16 @@ class IpcCommunicator(Communicator):
 
     Args:
         device: this rank's GPU.
-        rank: this group rank.
         own: this rank's slab and events.
         peers: those of all other ranks, in rank order.
-        slot_bytes, message_bytes: as in `Own`.
         release: frees the control block.
 
     Raises:
         CollectiveTimeoutError: the GPU does nothing.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        clock: Clock,
-        rank: int,
-        own: Own,
-        peers: Sequence[Peer],
-        slot_bytes: int,
-        message_bytes: int,
-        release: Callable[[], None],
-    ) -> None:
-        self.rank = rank
-        self.size = 1 + len(peers)
+    def __init__(self, device: Device, clock: Clock, own: Own, peers: Sequence[Peer], release: Callable[[], None]) -> None:
+        self.rank, self.size = own.rank, own.size
         self._device = device
         self._ipc = ipc = device.ipc
         self._clock = clock
@@ -90,10 +76,9 @@ class IpcCommunicator(Communicator):
         """What was called within `grouped`, by sequence: all rounds are one, and so are a peer's messages in one direction."""
         self._is_gone = False
         self._problem: NcclError | None = None
-        self._rounds = Rounds(ipc, own, peers, slot_bytes)
-        begin = partial(_messages_begin, slot_bytes, message_bytes)
-        self._messages = {peer.rank: Messages(ipc, own, peer, rank, begin, message_bytes) for peer in peers}
-        bases = [own.base if place == rank else self._by_rank[place].base for place in range(self.size)]
+        self._rounds = Rounds(ipc, own, peers)
+        self._messages = {peer.rank: Messages(ipc, own, peer) for peer in peers}
+        bases = [own.base if place == own.rank else self._by_rank[place].base for place in range(own.size)]
         # In a stream of its own, so that it is there before any stream needs it, whatever the caller's stream holds.
         stream = device.new_stream()
         with device.on(stream):
@@ -326,11 +311,6 @@ def _parts(size_bytes: int, most: int) -> Iterator[tuple[int, int]]:
     """The offset and size of each part of at most so many bytes."""
     for first in range(0, size_bytes, most):
         yield first, min(most, size_bytes - first)
-
-
-def _messages_begin(slot_bytes: int, message_bytes: int, rank: int) -> int:
-    """The offset in a slab of the slots for messages to a rank."""
-    return SLOTS * (slot_bytes + rank * message_bytes)
 
 
 def _side_by_side(sequences: list[Waits]) -> Waits:

@@ -27,8 +27,6 @@ CONNECT_SECONDS: Final = 30.0
 SLOT_BYTES: Final = 64 << 20
 """What of an array is passed at a time. Where processes take turns on a GPU, each turn costs some 0.15 ms, and larger slots
 need fewer: on an H100 slots of 64 MiB reduce 256 MiB in 1.7 ms, those of 32 MiB in 2.5 ms."""
-ALIGN_BYTES: Final = 256
-"""Slots are multiples, and have as much for each rank at least."""
 PROBLEM_CHARACTERS: Final = 1024
 """Of an error message, at most: what ranks say in a barrier is bounded."""
 
@@ -46,7 +44,7 @@ class IpcConnector:
         session: with the coordinator.
         memory: the host memory that the ranks share; None in a world of one.
         process: names this process: memory of ranks in the same process need not be opened.
-        slot_bytes: how much of an array is passed at a time; messages to single ranks share a quarter of it.
+        slot_bytes: how much of an array is passed at a time, as in `Own`.
     """
 
     library = "CUDA IPC"
@@ -54,14 +52,7 @@ class IpcConnector:
     split = None
     explanation = "by reading each other's GPU memory (CUDA IPC)"
 
-    def __init__(
-        self,
-        device: Device,
-        session: Session,
-        memory: Memory | None,
-        process: str,
-        slot_bytes: int,
-    ) -> None:
+    def __init__(self, device: Device, session: Session, memory: Memory | None, process: str, slot_bytes: int) -> None:
         self._device = device
         self._session = session
         self._memory = memory
@@ -77,18 +68,16 @@ class IpcConnector:
             FerroError: the cause that ended the generation.
         """
         own_rank, size = list(ranks).index(self._session.membership.assignment.rank), len(ranks)
-        slot_bytes = _rounded(max(self._asked_bytes, size * ALIGN_BYTES))
-        message_bytes = _rounded(slot_bytes // 4 // size)
         clock, peers, problem, made = self._session.clock, list[Peer](), "", None
         with ExitStack() as undo:
             offset, bytes_, free = self._room(block_bytes(size))
             undo.callback(free)
             block = ControlBlock(bytes_, size)
             block.name()
-            own = Own(self._device, block)
+            own = Own(self._device, block, own_rank, size, self._asked_bytes)
             undo.callback(part, own, peers, clock, ABORT_SECONDS)
             try:
-                own.put_up(size, slot_bytes, message_bytes)
+                own.put_up()
             except NcclError as error:
                 problem = error.message[:PROBLEM_CHARACTERS]
             told = json.dumps({"offset": offset, "process": self._process, "problem": problem})
@@ -101,7 +90,7 @@ class IpcConnector:
                 try:
                     for peer in peers:
                         peer.open()
-                    made = IpcCommunicator(self._device, clock, own_rank, own, peers, slot_bytes, message_bytes, free)
+                    made = IpcCommunicator(self._device, clock, own, peers, free)
                 except (NcclError, CollectiveTimeoutError) as error:
                     problem = error.message[:PROBLEM_CHARACTERS]
             met = dict(zip(ranks, self._meet(f"{name}/opened", ranks, problem), strict=True))
@@ -133,10 +122,6 @@ class IpcConnector:
         texts = self._session.barrier(f"ferrorpc/cuda_ipc/{name}", said.encode(), ranks=ranks, timeout=CONNECT_SECONDS)
         by_rank = dict(zip(sorted(ranks), (text.decode() for text in texts), strict=True))
         return [by_rank[rank] for rank in ranks]
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _nothing() -> None:

@@ -16,15 +16,26 @@ from ferrorpc.errors import NcclError
 from ferrorpc.guard import Clock
 
 POLL_SECONDS: Final = 5e-3
+ALIGN_BYTES: Final = 256
+"""Slots are multiples, and have as much for each rank at least."""
 
 
 class Own:
     """This rank's slab and events, which it writes into its control block.
 
-    The slab: SLOTS slots of `slot_bytes` that all ranks read, then SLOTS slots of `message_bytes` for each rank.
+    The slab, which is laid out alike on all ranks: SLOTS slots of `slot_bytes` that all ranks read, then SLOTS slots of
+    `message_bytes` for each rank.
+
+    Args:
+        rank, size: this group rank, and how many there are.
+        asked_bytes: the least size of a slot. Messages to single ranks share a quarter of it.
     """
 
-    def __init__(self, device: Device, block: ControlBlock) -> None:
+    def __init__(self, device: Device, block: ControlBlock, rank: int, size: int, asked_bytes: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.slot_bytes = _rounded(max(asked_bytes, size * ALIGN_BYTES))
+        self.message_bytes = _rounded(self.slot_bytes // 4 // size)
         self.words = block.words
         self._block = block
         self._device = device
@@ -32,18 +43,22 @@ class Own:
         self.base = 0
         self.events: list[int] = []
 
-    def put_up(self, size: int, slot_bytes: int, message_bytes: int) -> None:
-        """Allocates all of it, for a group of so many ranks.
+    def messages_begin(self, rank: int) -> int:
+        """The offset in a slab of the slots for messages to a rank."""
+        return SLOTS * (self.slot_bytes + rank * self.message_bytes)
+
+    def put_up(self) -> None:
+        """Allocates all of it.
 
         Raises:
             NcclError: the GPU lacks the memory, or cannot share it.
         """
-        ipc, block, size_bytes = self._ipc, self._block, SLOTS * (slot_bytes + size * message_bytes)
+        ipc, block, size_bytes = self._ipc, self._block, self.messages_begin(self.size)
         with self._device.beside_captures():
             try:
                 self.base = ipc.allocate(size_bytes)
                 block.set_slab(self.base, ipc.memory_handle(self.base))
-                for number in range(events_of(size)):
+                for number in range(events_of(self.size)):
                     self.events.append(ipc.new_event())
                     block.set_event(number, self.events[-1], ipc.event_handle(self.events[-1]))
             except ipc.error_class as problem:
@@ -140,3 +155,7 @@ def part(own: Own, peers: Sequence[Peer], clock: Clock, seconds: float) -> None:
     with FREEING.begun() as may_run:
         if may_run:
             own.close()
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES

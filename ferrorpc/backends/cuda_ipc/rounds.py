@@ -15,7 +15,7 @@ Cost, of the GPU's memory: data is written once, and read once by each rank that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from ferrorpc.arrays.cupy_ipc import CupyIpc
@@ -29,8 +29,8 @@ Waits: TypeAlias = Iterator[None]
 class Rounds:
     """The rounds of a group. Every rank takes part in every round."""
 
-    def __init__(self, ipc: CupyIpc, own: Own, peers: Sequence[Peer], slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
+    def __init__(self, ipc: CupyIpc, own: Own, peers: Sequence[Peer]) -> None:
+        self.slot_bytes = own.slot_bytes
         self._ipc = ipc
         self._own = own
         self._peers = peers
@@ -82,30 +82,16 @@ class Rounds:
 
 
 class Messages:
-    """The messages between this rank and a peer, in order in each direction.
+    """The messages between this rank and a peer, in order in each direction."""
 
-    Args:
-        rank: this group rank.
-        begin_bytes: gives the offset in a slab of the slots for messages to a rank.
-        message_bytes: the size of a slot.
-    """
-
-    def __init__(
-        self,
-        ipc: CupyIpc,
-        own: Own,
-        peer: Peer,
-        rank: int,
-        begin_bytes: Callable[[int], int],
-        message_bytes: int,
-    ) -> None:
+    def __init__(self, ipc: CupyIpc, own: Own, peer: Peer) -> None:
         self._ipc = ipc
         self._own = own
         self._peer = peer
-        self._rank = rank
-        self._to = own.base + begin_bytes(peer.rank)
-        self._from = peer.base + begin_bytes(rank)
-        self._message_bytes = message_bytes
+        self._rank = own.rank
+        self._to = own.base + own.messages_begin(peer.rank)
+        self._from = peer.base + own.messages_begin(own.rank)
+        self._message_bytes = own.message_bytes
         self._sent = self._got = 0
 
     def send(self, source: int, size_bytes: int, stream: int) -> Waits:
