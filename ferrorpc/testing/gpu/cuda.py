@@ -326,7 +326,8 @@ def _runtime(driver: Driver) -> SimpleNamespace:
 
         return checked
 
-    functions = FakeIpc(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE)).functions()
+    shared = FakeIpc(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE))
+    functions = {name: getattr(shared, name) for name in dir(shared) if not name.startswith("_")}
     functions |= {name: unless_failed(functions[name]) for name in ("eventRecord", "streamWaitEvent")}
     functions |= {name: driver.unless_captured(functions[name]) for name in FORBIDDEN}
     return SimpleNamespace(

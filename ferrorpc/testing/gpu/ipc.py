@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeEvent, FakeStream, Gpu, GpuFault, Machine, Memory
 
@@ -18,12 +18,14 @@ DISABLE_TIMING, INTERPROCESS = 2, 4
 
 
 class FakeIpc:
-    """Of all threads of a process.
+    """What all threads of a process share. Its public attributes are the runtime's, by their names there.
 
     Args:
         gpu: says which GPU is the calling thread's.
         gone: what the runtime raises for a handle whose memory or event is not there any more.
     """
+
+    eventDisableTiming, eventInterprocess = DISABLE_TIMING, INTERPROCESS
 
     def __init__(self, machine: Machine, gpu: Callable[[], Gpu], gone: Callable[[], Exception]) -> None:
         self._machine = machine
@@ -36,32 +38,13 @@ class FakeIpc:
         self._opened: dict[int, tuple[Memory, int]] = {}
         """Addresses of opened memory -> the memory of the GPU that it was opened on, and its address for its owner."""
 
-    def functions(self) -> dict[str, Any]:
-        """The runtime's functions and constants, by name."""
-        return {
-            "malloc": self.malloc,
-            "free": self.free,
-            "ipcGetMemHandle": self.memory_handle,
-            "ipcOpenMemHandle": self.open_memory,
-            "ipcCloseMemHandle": self.close_memory,
-            "eventDisableTiming": DISABLE_TIMING,
-            "eventInterprocess": INTERPROCESS,
-            "eventCreateWithFlags": self.create,
-            "eventDestroy": self.destroy,
-            "ipcGetEventHandle": self.event_handle,
-            "ipcOpenEventHandle": self.open_event,
-            "eventRecord": self.record,
-            "streamWaitEvent": lambda stream, event: self._event(event).hold(self._stream(stream)),
-            "eventSynchronize": self.synchronize,
-        }
-
     def malloc(self, size_bytes: int) -> int:
         with self._machine.lock:
             address = self._gpu().memory.allocate(size_bytes)
             self._machine.shared[address] = self._gpu()
             return address
 
-    def memory_handle(self, address: int) -> bytes:
+    def ipcGetMemHandle(self, address: int) -> bytes:
         if address not in self._machine.shared:
             raise self._gone()
         return _handle(address)
@@ -74,7 +57,7 @@ class FakeIpc:
                 self._machine.faults.append(GpuFault(f"memory at {address:#x} was freed while another process had it open"))
             self._machine.shared.pop(address).memory.free(address)
 
-    def open_memory(self, handle: bytes) -> int:
+    def ipcOpenMemHandle(self, handle: bytes) -> int:
         owners = int.from_bytes(handle, "little")
         with self._machine.lock:
             owner, memory = self._machine.shared.get(owners), self._gpu().memory
@@ -84,14 +67,14 @@ class FakeIpc:
             self._opened[address] = memory, owners
             return address
 
-    def close_memory(self, address: int) -> None:
+    def ipcCloseMemHandle(self, address: int) -> None:
         with self._machine.lock:
             if address not in self._opened:
                 raise GpuFault(f"memory at {address:#x} is not open")
             memory, _ = self._opened.pop(address)
             memory.unmap(address)
 
-    def create(self, flags: int) -> int:
+    def eventCreateWithFlags(self, flags: int) -> int:
         if flags not in (DISABLE_TIMING, DISABLE_TIMING | INTERPROCESS):
             raise GpuFault(f"an event with flags {flags} is slow, or cannot be shared")
         number = self._machine.know(FakeEvent(self._machine, self._gpu()))
@@ -99,12 +82,12 @@ class FakeIpc:
             self._shared.add(number)
         return number
 
-    def event_handle(self, event: int) -> bytes:
+    def ipcGetEventHandle(self, event: int) -> bytes:
         if event not in self._shared:
             raise self._gone()
         return _handle(event)
 
-    def open_event(self, handle: bytes) -> int:
+    def ipcOpenEventHandle(self, handle: bytes) -> int:
         owners = int.from_bytes(handle, "little")
         event = self._machine.events.get(owners)
         if event is None:
@@ -113,11 +96,11 @@ class FakeIpc:
         self._exported[found] = owners
         return found
 
-    def destroy(self, event: int) -> None:
+    def eventDestroy(self, event: int) -> None:
         del self._machine.events[event]
         self._exported.pop(event, None)
 
-    def record(self, event: int, stream: int) -> None:
+    def eventRecord(self, event: int, stream: int) -> None:
         """Creates a context on the current GPU, whose stream it need not be, as CUDA does."""
         self._gpu()
         self._event(event).record(self._stream(stream))
@@ -132,7 +115,10 @@ class FakeIpc:
         """The stream with this number. The null stream is the default stream of the current GPU."""
         return self._machine.stream(pointer) if pointer else self._gpu().default
 
-    def synchronize(self, event: int) -> None:
+    def streamWaitEvent(self, stream: int, event: int) -> None:
+        self._event(event).hold(self._stream(stream))
+
+    def eventSynchronize(self, event: int) -> None:
         """Blocks until the event is done. Raises GpuFault after STUCK_SECONDS."""
         until = time.monotonic() + STUCK_SECONDS
         while not self._event(event).done:

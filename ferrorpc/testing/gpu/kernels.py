@@ -26,25 +26,18 @@ Array = np.ndarray[Any, Any]
 
 
 class Kernel:
-    """One kernel on one GPU. Its arguments are addresses and numbers, as in the CUDA source."""
+    """One kernel on one GPU. Its arguments are addresses and numbers, as in the CUDA source.
+
+    What it does is the method with the first word of its name; the other words are its types.
+    """
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu = gpu
-        verb, _, types = name.partition("_")
-        self._name = name
-        self._types = [DTYPES[each] for each in types.split("_")] if verb in ("pack", "unpack") else []
+        verb, *self._words = name.split("_")
+        self._run: Callable[..., None] = getattr(self, f"_{verb}")
 
     def __call__(self, *arguments: Any) -> None:
-        known: dict[str, Callable[..., None]] = {
-            "quantise_int8": self._quantise,
-            "dequantise_int8": self._dequantise,
-            "residue": self._residue,
-            "forget": self._forget,
-        }
-        if self._types:
-            (self._pack if self._name.startswith("pack") else self._unpack)(*arguments)
-        else:
-            known.get(self._name, self._sum)(*arguments)
+        self._run(*arguments)
 
     def _at(self, address: int, count: int, storage: Any) -> Array:
         """A view of `count` elements of the GPU's memory at an address."""
@@ -56,13 +49,13 @@ class Kernel:
         return zip(*(told[column][:size].tolist() for column in ("arrays", "starts", "counts")), strict=True)
 
     def _pack(self, rows: Array, size: int, chunks: int, bucket: int, scale: float) -> None:
-        of, to = self._types
+        of, to = (DTYPES[word] for word in self._words)
         for address, start, count in self._rows(rows, size):
             place = self._at(bucket + start * to.itemsize, count, to.storage)
             reference.pack([self._at(address, count, of.storage)], [0], place, of, to, scale)
 
     def _unpack(self, rows: Array, size: int, chunks: int, bucket: int, scale: float) -> None:
-        of, to = self._types
+        of, to = (DTYPES[word] for word in self._words)
         for address, start, count in self._rows(rows, size):
             place = self._at(bucket + start * of.itemsize, count, of.storage)
             reference.unpack([self._at(address, count, to.storage)], [0], place, of, to, scale)
@@ -89,27 +82,17 @@ class Kernel:
             self._at(values, count, np.float32)[:] = 0
 
     def _sum(self, peers: Array, more: int, size: int, count: int, out: int, divisor: float) -> None:
-        dtype: DType = DTYPES[self._name.removeprefix("sum_peers_")]
+        dtype: DType = DTYPES[self._words[-1]]
         first = peers.view(PEERS_LAYOUT)[()]["arrays"][:size].tolist()
         addresses = first + self._at(more, size - len(first), np.uint64).tolist()
         arrays = [self._at(address, count, dtype.storage) for address in addresses]
         self._at(out, count, dtype.storage)[:] = reference.sum_peers(arrays, dtype, divisor)
 
-
-class Fold:
-    """One of FOLDS, the kernels for shared GPU memory, on one GPU. Its arguments are as those of `Kernel`."""
-
-    def __init__(self, gpu: Gpu, name: str) -> None:
-        self._gpu = gpu
-        _, self._operator, self._element = name.split("_")
-        self._storage: np.dtype[Any] = dtype_named(self._element).storage
-
-    def __call__(self, bases: int, size: int, offset: int, count: int, target: int, divisor: float) -> None:
-        size_bytes = count * self._storage.itemsize
-        starts = self._gpu.bytes_at(bases, size * 8).view(np.uint64).tolist()
-        arrays = [self._gpu.bytes_at(start + offset, size_bytes).view(self._storage) for start in starts]
-        found = reference.folded(arrays, self._operator, self._element, divisor)
-        self._gpu.bytes_at(target, size_bytes).view(self._storage)[:] = found
+    def _fold(self, bases: int, size: int, offset: int, count: int, target: int, divisor: float) -> None:
+        operator, element = self._words
+        storage = dtype_named(element).storage
+        arrays = [self._at(start + offset, count, storage) for start in self._at(bases, size, np.uint64).tolist()]
+        self._at(target, count, storage)[:] = reference.folded(arrays, operator, element, divisor)
 
 
 def _passed(argument: Any) -> Any:
@@ -137,7 +120,7 @@ def raw_module(driver: Driver) -> Callable[..., Any]:
             """A kernel by name."""
             if name not in (*KERNELS, *FOLDS):
                 raise ValueError(f"no kernel is called {name}")
-            kernel: Callable[..., None] = Fold(self._gpu, name) if name in FOLDS else Kernel(self._gpu, name)
+            kernel = Kernel(self._gpu, name)
 
             def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
                 ready = [_passed(each) for each in arguments]

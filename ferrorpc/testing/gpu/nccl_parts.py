@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, Final
 
 import numpy as np
 
 from ferrorpc.backends.device.communicator import DataType, Op
-from ferrorpc.testing.gpu.elements import elements_at, reduced
 from ferrorpc.testing.gpu.machine import Gpu
+from ferrorpc.testing.gpu.reference import narrowed, widened
+from ferrorpc.types import DType, dtype_named
 
 Array = np.ndarray[Any, Any]
+
+_FOLDS: Final[dict[Op | None, Callable[[Array, Array], Array]]] = {
+    Op.SUM: np.add,
+    Op.MEAN: np.add,
+    Op.PRODUCT: np.multiply,
+    Op.MAX: np.fmax,
+    Op.MIN: np.fmin,
+}
+"""As in NCCL, MAX and MIN pass over NaN."""
 
 
 @dataclass
@@ -35,6 +47,20 @@ class Part:
         """The parameters that must be equal on every rank."""
         return self.kind, self.count, self.datatype, self.op, self.peer
 
+    @property
+    def dtype(self) -> DType:
+        """That of its elements."""
+        return dtype_named(self.datatype.name.lower())
+
+    @property
+    def size_bytes(self) -> int:
+        """Of `count` elements."""
+        return self.count * self.dtype.itemsize
+
+    def elements(self, gpu: Gpu, address: int, count: int) -> Array:
+        """So many elements at an address, as a view of the GPU's memory. Raises GpuFault for an illegal address."""
+        return gpu.bytes_at(address, count * self.dtype.itemsize).view(self.dtype.storage)
+
 
 def perform(gpus: Sequence[Gpu], parts: dict[int, Part]) -> None:
     """Executes a collective that all ranks have reached.
@@ -48,10 +74,10 @@ def perform(gpus: Sequence[Gpu], parts: dict[int, Part]) -> None:
 
     def read(rank: int, elements: int) -> Array:
         given = parts[rank].given
-        return elements_at(gpus[rank], parts[rank].source, elements, first.datatype).copy() if given is None else given
+        return first.elements(gpus[rank], parts[rank].source, elements).copy() if given is None else given
 
     def write(rank: int, values: Array) -> None:
-        elements_at(gpus[rank], parts[rank].target, values.size, first.datatype)[:] = values
+        first.elements(gpus[rank], parts[rank].target, values.size)[:] = values
 
     if kind == "broadcast":
         values = read(first.peer, count)
@@ -62,16 +88,24 @@ def perform(gpus: Sequence[Gpu], parts: dict[int, Part]) -> None:
         for rank in range(size):
             write(rank, values)
     elif kind == "reduce_scatter":
-        total = _total([read(rank, count * size) for rank in range(size)], first)
+        total = _reduced([read(rank, count * size) for rank in range(size)], first)
         for rank in range(size):
             write(rank, total[rank * count : (rank + 1) * count])
     else:
-        total = _total([read(rank, count) for rank in range(size)], first)
+        total = _reduced([read(rank, count) for rank in range(size)], first)
         for rank in range(size) if kind == "all_reduce" else (first.peer,):
             write(rank, total)
 
 
-def _total(arrays: list[Array], part: Part) -> Array:
-    if part.op is None:
-        raise AssertionError(f"{part.kind} reduces nothing")
-    return reduced(arrays, part.op, part.datatype)
+def _reduced(arrays: list[Array], part: Part) -> Array:
+    """Reduces all ranks' arrays to one. The fold of element i begins at rank i modulo the number of ranks."""
+    wide = [widened(array, part.dtype) for array in arrays]
+    size = len(wide)
+    total = np.empty_like(wide[0])
+    with np.errstate(all="ignore"):
+        for first in range(min(size, total.size)):
+            turn = itertools.islice(itertools.cycle(wide), first, first + size)
+            total[first::size] = reduce(_FOLDS[part.op], [array[first::size] for array in turn])
+        if part.op is Op.MEAN:
+            total = total / total.dtype.type(size)
+        return narrowed(total, part.dtype).astype(part.dtype.storage)

@@ -24,8 +24,8 @@ _OPERATORS: Final[dict[str, Any]] = {"sum": np.add, "product": np.multiply, "max
 
 
 def widened(values: Array, dtype: DType) -> Array:
-    """Values of a storage dtype as float32."""
-    if dtype is DType.FLOAT32:
+    """Values of a half type as float32, others as they are."""
+    if not dtype.is_half:
         return values
     wide = np.empty(values.shape, np.float32)
     (NumpyBFloat16() if dtype is DType.BFLOAT16 else NumpyFloat16()).widen_all(wide, values)
@@ -33,8 +33,8 @@ def widened(values: Array, dtype: DType) -> Array:
 
 
 def narrowed(values: Array, dtype: DType) -> Array:
-    """float32 values in a storage dtype, rounded to nearest, ties to even."""
-    if dtype is DType.FLOAT32:
+    """float32 values in a half type, rounded to nearest, ties to even; for another dtype as they are."""
+    if not dtype.is_half:
         return values
     narrow = np.empty(values.shape, dtype.storage)
     (NumpyBFloat16() if dtype is DType.BFLOAT16 else NumpyFloat16()).narrow_all(narrow, values)
@@ -80,9 +80,7 @@ def dequantise_int8(scales: Array, integers: Array) -> Array:
 def sum_peers(peers: Sequence[Array], dtype: DType, divisor: float = 1) -> Array:
     """The left fold of the peers' arrays in float32, divided by `divisor`, rounded once."""
     with np.errstate(all="ignore"):
-        total = widened(peers[0], dtype)
-        for peer in peers[1:]:
-            total = total + widened(peer, dtype)
+        total: Array = reduce(np.add, [widened(peer, dtype) for peer in peers])
         return narrowed(total if divisor == 1 else total / np.float32(divisor), dtype)
 
 
@@ -96,12 +94,11 @@ def residue(values: Array, delivered: Array) -> Array:
 def folded(arrays: Sequence[Array], operator: str, element: str, divisor: float) -> Array:
     """The left fold of arrays of a storage dtype, divided by `divisor` if elements are floats, rounded once."""
     dtype = dtype_named(element)
-    wide = [widened(array, dtype) if dtype.is_half else array for array in arrays]
     with np.errstate(all="ignore"):
-        total: Array = reduce(_OPERATORS[operator], wide[1:], wide[0])
+        total: Array = reduce(_OPERATORS[operator], [widened(array, dtype) for array in arrays])
         if total.dtype.kind == "f" and divisor != 1:
             total = total / total.dtype.type(divisor)
-        return narrowed(total, dtype) if dtype.is_half else total
+        return narrowed(total, dtype)
 
 
 def _scaled(values: Array, scale: float) -> Array:
