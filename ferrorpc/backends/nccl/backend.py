@@ -13,7 +13,8 @@ from ferrorpc.backends.device.communicator import Connector
 from ferrorpc.backends.device.ending import Ending
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.api import NcclApi
-from ferrorpc.backends.nccl.connect import introduced
+from ferrorpc.backends.nccl.connect import NcclConnector
+from ferrorpc.backends.nccl.identity import introduce
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Prepared
 from ferrorpc.errors import UsageError
@@ -46,7 +47,10 @@ class OverNccl(DeviceBackend):
         ending: Ending | None = None,
     ) -> None:
         self.api = api
-        super().__init__(lanes, device, introduced(lanes, device, api, connector), stream=stream, ending=ending)
+        introduce(lanes.session, device.uuid, api.version, api.name, lanes.timeout)
+        if connector is None:
+            connector = NcclConnector(api, lanes.session, device.beside_captures)
+        super().__init__(lanes, device, connector, stream=stream, ending=ending)
 
     def _renewed(self, lanes: MessageBackend) -> Self:
         return type(self)(lanes, self.device, self.api, stream=self._stream)

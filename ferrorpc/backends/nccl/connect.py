@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from ferrorpc.arrays.device import Device
-from ferrorpc.backends.device.communicator import Communicator, Connector, Split, State, failed
+from ferrorpc.backends.device.communicator import Communicator, Split, State, failed
 from ferrorpc.backends.device.ending import on_own_thread
-from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.api import NcclApi
-from ferrorpc.backends.nccl.identity import exchange, own_identity
 from ferrorpc.coordination.base import Session
 from ferrorpc.coordination.nccl_ids import agree_on_ids
 from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError, NcclError, StoreTimeoutError
@@ -37,27 +33,8 @@ ABORT_SECONDS: Final = 10.0
 _GOOD: Final = b"complete"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of an attempt."""
-
-    communicator: Communicator | None
-    problem: str = ""
-
-
 class _Overtaken(Exception):
     """The others have begun a later attempt."""
-
-
-def introduced(lanes: MessageBackend, device: Device, api: NcclApi, connector: Connector | None) -> Connector:
-    """Makes sure that the ranks can use NCCL together. Returns the connector, or where that is None one over the binding.
-
-    Raises:
-        BackendUnavailableError: two ranks have one GPU, or their versions of NCCL differ; all of them are named.
-    """
-    session = lanes.session
-    exchange(session, own_identity(device.uuid, api.version, api.name), lanes.timeout)
-    return NcclConnector(api, session, device.beside_captures) if connector is None else connector
 
 
 class NcclConnector:
@@ -110,10 +87,10 @@ class NcclConnector:
         for _ in range(ATTEMPTS):
             attempt = max(attempt + 1, self._attempt_in_force(name))
             self._announce(name, attempt)
-            outcome = self._try(name, ranks, attempt)
-            if outcome.communicator is not None:
-                return outcome.communicator
-            problem = outcome.problem
+            made = self._try(name, ranks, attempt)
+            if not isinstance(made, str):
+                return made
+            problem = made
         message = f"NCCL's communicator {name!r} of {len(ranks)} ranks did not come about in {ATTEMPTS} attempts: {problem}"
         raise NcclError(message, hint="look at the ranks named above; NCCL_DEBUG=INFO says what NCCL itself was at")
 
@@ -160,8 +137,8 @@ class NcclConnector:
         if state is not State.SUCCESS:
             raise failed(what, state, communicator.last_error())
 
-    def _try(self, name: str, ranks: Sequence[int], attempt: int) -> Outcome:
-        """One attempt, whose outcome is the same on every rank."""
+    def _try(self, name: str, ranks: Sequence[int], attempt: int) -> Communicator | str:
+        """One attempt, whose outcome is the same on every rank: a communicator, or why there is none."""
         with contextlib.ExitStack() as undo:
             own = ""
             try:
@@ -170,16 +147,16 @@ class NcclConnector:
                 late = f"not every rank had come after {self._seconds:g} s"
                 self._await(communicator, "its initialisation", late, partial(self._check_in_force, name, attempt))
             except _Overtaken:
-                return Outcome(None, "the others had given up before this rank came")
+                return "the others had given up before this rank came"
             except (NcclError, CollectiveTimeoutError) as error:
                 undo.close()  # before the verdict
                 self._session.membership.latch.check()
                 own = error.message
             problem = self._verdict(name, ranks, attempt, own)
             if problem:
-                return Outcome(None, problem)
+                return problem
             undo.pop_all()
-            return Outcome(communicator)
+            return communicator
 
     def _begin(self, name: str, ranks: Sequence[int], attempt: int) -> Communicator:
         session, world = self._session, self._session.membership.assignment

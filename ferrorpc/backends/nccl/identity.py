@@ -25,22 +25,16 @@ class Identity:
     host: str
 
 
-def own_identity(uuid: str, version: int, binding: str) -> Identity:
-    """This rank's."""
-    return Identity(uuid, version, binding, socket.gethostname())
-
-
-def exchange(session: Session, own: Identity, timeout: float) -> list[Identity]:
-    """All ranks' identities, in rank order.
+def introduce(session: Session, uuid: str, version: int, binding: str, timeout: float) -> None:
+    """Makes sure that all ranks can use NCCL together. Each of them calls it, with its GPU and its NCCL.
 
     Raises:
         BarrierTimeoutError: naming every rank that did not come.
         BackendUnavailableError: two ranks have one GPU, or the versions differ; every rank raises the same.
     """
+    own = Identity(uuid, version, binding, socket.gethostname())
     texts = session.barrier(BARRIER, json.dumps(asdict(own)).encode(), timeout=timeout)
-    found = [Identity(**json.loads(text)) for text in texts]
-    judge(found)
-    return found
+    judge([Identity(**json.loads(text)) for text in texts])
 
 
 def judge(ranks: Sequence[Identity]) -> None:
