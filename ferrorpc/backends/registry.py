@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ferrorpc.backends import gpu
@@ -132,10 +133,6 @@ def _grpc(place: Place) -> MessageBackend:
     return GrpcBackend(place.session, place.server, path=place.transport, timeout=place.timeout, asked=place.asked)
 
 
-def _simulated(place: Place) -> SimulatedBackend:
-    return _alone(SimulatedBackend, place)
-
-
 def _alone(kind: type[SimulatedBackend], place: Place) -> SimulatedBackend:
     size = place.session.membership.assignment.size
     if size > 1:
@@ -161,7 +158,7 @@ def _on_gpus(over: Callable[[MessageBackend, CupyDevice], Backend]) -> Factory:
 
 _factories: Final[dict[str, Factory]] = {
     "grpc": _grpc,
-    "simulated": _simulated,
+    "simulated": partial(_alone, SimulatedBackend),
     "nccl": _on_gpus(gpu.make_nccl),
     "hybrid": _on_gpus(gpu.make_hybrid),
     "cuda_ipc": _on_gpus(gpu.make_cuda_ipc),

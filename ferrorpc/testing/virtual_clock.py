@@ -150,10 +150,7 @@ class VirtualClock:
         """Makes the `number`-th body of `run` raise `error` from its current wait, and from every later one."""
         thread = self._threads.get(number)
         if thread is not None:
-            thread.fatal = error
-            thread.paused = False
-            self._make_runnable_again(thread)
-            self.resume(thread)
+            self._end(thread, error)
 
     def pause(self, number: int) -> None:
         """Pauses the `number`-th body of `run` at its next wait, until `unpause`."""
@@ -352,11 +349,15 @@ class VirtualClock:
         """Ends the threads that are left, one by one."""
         self._over = True
         for thread in self._threads.values():
-            thread.fatal = WorldEnded()
-            thread.paused = False
-            self._make_runnable_again(thread)
-            self.resume(thread)
+            self._end(thread, WorldEnded())
         return self._runnable.pop() if self._runnable else None
+
+    def _end(self, thread: _Thread, error: BaseException) -> None:
+        """Makes a thread raise an error from its current wait, and from every later one."""
+        thread.fatal = error
+        thread.paused = False
+        self._make_runnable_again(thread)
+        self.resume(thread)
 
 
 def is_set_within(wall_seconds: float, event: threading.Event) -> bool:
