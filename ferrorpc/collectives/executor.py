@@ -336,7 +336,7 @@ class PlanExecution(EventDrivenExecution):
         for rank in self.waiting_on():
             answer = answers.get(rank)
             if rank in lost:
-                parts.append(f"rank {rank} ({lost[rank]})")
+                parts.append(f"rank {rank} (its link was lost: {lost[rank]})")
             elif answer is None:
                 parts.append(f"rank {rank} ({unreached.get(rank, 'no answer yet')})")
             elif answer.standing == ABSENT:

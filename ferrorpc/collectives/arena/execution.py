@@ -126,7 +126,7 @@ class ArenaExecution(Execution):
         for rank in self.waiting_on():
             ticket, signature = bank.latest(rank)
             if rank in lost:
-                parts.append(f"rank {rank} ({lost[rank]})")
+                parts.append(f"rank {rank} (its link was lost: {lost[rank]})")
             elif ticket > self._key.number:
                 parts.append(f"rank {rank} (is in it too)")
             else:

@@ -118,7 +118,7 @@ def test_who_has_ended_is_waited_for_whatever_it_wrote_last(world: SharedWorld) 
         block[STAGED] = blocks[0][STAGED]
     world.arenas[0].transport.lost_links[2] = "its process ended without a goodbye"
     assert parts[0].waiting_on() == [2]
-    assert parts[0].explain().endswith("waits for rank 2 (its process ended without a goodbye)")
+    assert parts[0].explain().endswith("waits for rank 2 (its link was lost: its process ended without a goodbye)")
     blocks[1][STAGED] -= 1
     assert parts[0].waiting_on() == [1, 2]
 

@@ -239,7 +239,7 @@ def test_who_is_not_in_the_operation_yet_is_waited_for_and_named_with_its_last_o
     assert execution.waiting_on() == [1, 2, 3]
     assert "rank 1 (is in it too)" in execution.explain()
     wire.lost_links[1] = "its stream broke"
-    assert execution.explain().endswith("waits for rank 1 (its stream broke)")
+    assert execution.explain().endswith("waits for rank 1 (its link was lost: its stream broke)")
     assert execution.waiting_on() == [1], "whatever it answered before it ended"
 
 
