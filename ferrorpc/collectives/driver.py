@@ -166,6 +166,15 @@ def interrupted(label: str, interrupt: BaseException) -> FerroError:
     return ended_by(f"{type(interrupt).__name__} during {label}")
 
 
+def failure_of(label: str, error: BaseException) -> FerroError:
+    """The failure of an operation that has raised this error."""
+    if isinstance(error, FerroError):
+        return error
+    if isinstance(error, MemoryError):
+        return out_of_memory(label, error)
+    return unexpected(label, error) if isinstance(error, Exception) else interrupted(label, error)
+
+
 def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.ndarray[Any, Any]]:
     """Drives one execution on this thread; returns its results.
 
@@ -217,10 +226,8 @@ def drive_apart(execution: Execution, abort: Callable[[FerroError], None], conve
         try:
             drive(execution, abort)
             work.complete(convert(execution))
-        except FerroError as error:
-            work.fail(error)
-        except Exception as bug:  # noqa: BLE001  a third party's send or recv may raise anything
-            work.fail(unexpected(execution.label, bug))
+        except Exception as problem:  # noqa: BLE001  a third party's send or recv may raise anything
+            work.fail(failure_of(execution.label, problem))
 
     clock.start(body, "ferrorpc-operation")
     return work

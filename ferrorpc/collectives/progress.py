@@ -28,9 +28,7 @@ from ferrorpc.collectives.driver import (
     Allowance,
     WaitTimers,
     breaks,
-    interrupted,
-    out_of_memory,
-    unexpected,
+    failure_of,
 )
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import NAP_SECONDS_MAX, nap_seconds
@@ -356,7 +354,7 @@ class Progress:
         heapq.heappush(self._timers, (entry.due() if due is None else due, next(self._count), entry))
 
     def _fail(self, entry: _Entry, raised: BaseException) -> None:
-        error = _failure(entry.execution.label, raised)
+        error = failure_of(entry.execution.label, raised)
         if not breaks(entry.execution, error):
             self._end(entry, error)
             return
@@ -376,13 +374,13 @@ class Progress:
             execution.finish()
         except Exception as problem:  # noqa: BLE001  such as one of a GPU that has failed: the operation must end all the same
             if error is None:
-                error = _failure(execution.label, problem).again()
+                error = failure_of(execution.label, problem).again()
                 entry.abort(error)
         if error is None:
             try:
                 result = entry.convert(execution)
-            except FerroError as problem:
-                error = problem
+            except Exception as problem:  # noqa: BLE001  whatever it is, it concerns this rank alone
+                error = failure_of(execution.label, problem)
                 execution.give_back()
         work = entry.work
         end = partial(work.complete, result) if error is None else partial(work.fail, error)
@@ -392,15 +390,6 @@ class Progress:
         except BaseException:  # an interrupt of a thread that assists: nobody else would end it
             end()
             raise
-
-
-def _failure(label: str, error: BaseException) -> FerroError:
-    """The failure of an operation that has raised this error."""
-    if isinstance(error, FerroError):
-        return error
-    if isinstance(error, MemoryError):
-        return out_of_memory(label, error)
-    return unexpected(label, error) if isinstance(error, Exception) else interrupted(label, error)
 
 
 _create = threading.Lock()

@@ -315,6 +315,8 @@ class Dispatch:
         try:
             work = self.backend.submit(execution, return_execution if result.on_device else result.of)
         except LimitExceededError as refusal:  # there is no thread for it
+            if ended is not None:
+                ended(type(refusal).__name__)
             execution.finish()
             if execution.timeout_breaks:  # others would wait for what it has begun
                 self.end(refusal)

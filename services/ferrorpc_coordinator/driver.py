@@ -23,7 +23,7 @@ from typing import Final, Protocol
 
 from ferrorpc.errors import CoordinatorUnavailableError, LimitExceededError
 from ferrorpc.v1 import error_pb2, session_pb2
-from ferrorpc_coordinator.journal import Journal, Row
+from ferrorpc_coordinator.journal import Journal
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SendQueue
 from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, UnaryResponse
@@ -90,7 +90,7 @@ class Driver:
         self._queues: dict[int, SendQueue] = {}
         self._calls: dict[int, tuple[asyncio.Future[UnaryResponse | error_pb2.ErrorDetail], Callable[[int], None]]] = {}
         self._numbers = 0
-        self._rows: dict[tuple[str, str], Row] = {}
+        self._rows: dict[tuple[str, str], Persist] = {}
         self._written = 0
         """The last group that was passed to the journal. The next one is being filled."""
         self._durable = 0
@@ -230,7 +230,7 @@ class Driver:
             elif not isinstance(effect, Persist):
                 outgoing.append(effect)
             elif self._journal is not None:
-                self._rows[effect.table, effect.key] = (effect.table, effect.key, effect.value)
+                self._rows[effect.table, effect.key] = effect
         return outgoing
 
     def _settle(self) -> None:

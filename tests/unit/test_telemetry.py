@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ferrorpc
-from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.errors import BackendUnavailableError, LimitExceededError
 from ferrorpc.telemetry import Observers, OpenTelemetryObserver, set_up_telemetry, telemetry
 from ferrorpc.testing import run_world
 from ferrorpc.trace import operation_of
@@ -114,6 +114,20 @@ def test_a_failed_operation_says_what_it_failed_with(told):
     failed = [span for span in spans.get_finished_spans() if not span.status.is_ok]
     assert {span.attributes["error.type"] for span in failed} == {"CollectiveMismatchError"}
     assert counts(durations, "ferrorpc.operation.duration")["all_reduce", "CollectiveMismatchError"] >= 2
+
+
+def test_an_operation_for_which_no_thread_was_to_be_had_is_a_failed_span(told, monkeypatch):
+    spans, _ = told
+    backend = ferrorpc.SimulatedBackend.create_group(2)[0]
+
+    def refused(execution, convert):
+        raise LimitExceededError("the system refuses a thread")
+
+    monkeypatch.setattr(backend, "submit", refused)
+    with pytest.raises(LimitExceededError):
+        ferrorpc.ProcessGroup(backend).all_reduce(np.ones(3), async_op=True)
+    (span,) = spans.get_finished_spans()
+    assert span.attributes["error.type"] == "LimitExceededError"
 
 
 def test_what_an_operation_failed_with_is_told_to_both_who_want_it(told, tmp_path):

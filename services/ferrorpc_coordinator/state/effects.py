@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ferrorpc.v1 import barrier_pb2, error_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as session, store_pb2
 
@@ -61,8 +62,7 @@ class Close:
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Persist:
+class Persist(NamedTuple):
     """Write a row of the journal; a value of None removes it. Of several writes of one key, the last counts."""
 
     table: str

@@ -290,17 +290,18 @@ def test_a_bug_in_one_operation_does_not_stop_the_others() -> None:
     assert len(reported) == 1
 
 
-def test_what_cannot_be_made_into_a_result_is_given_back_for_the_next_one() -> None:
+@pytest.mark.parametrize("problem", [UsageError("no such kind"), MemoryError("no room"), ZeroDivisionError("a bug")])
+def test_what_cannot_be_made_into_a_result_is_given_back_for_the_next_one(problem: Exception) -> None:
     class Received(Scripted):
         def give_back(self) -> None:
             given_back.append(self.finished)
 
     def convert(done: Execution) -> None:
-        raise UsageError("no such kind of array")
+        raise problem
 
     latch, given_back = Latch(), list[int]()
     reported, report = reporter(latch)
-    with pytest.raises(UsageError, match="no such kind"):
+    with pytest.raises(FerroError, match=str(problem)):
         Progress(SYSTEM_CLOCK).submit(Received(latch), report, convert).wait(timeout=20.0)
     assert (given_back, reported) == ([1], [])
 
