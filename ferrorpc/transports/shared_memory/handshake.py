@@ -171,11 +171,15 @@ class Handshaker:
             greeting, descriptor = _receive(connection)
             try:
                 rank = self._check(greeting, connection, dialled)
+                if dialled is None:
+                    self._greet(connection, rank)  # also where the versions differ: then both name them
+                if greeting.version != VERSION:
+                    raise VersionMismatchError(
+                        f"it speaks version {greeting.version} of the shared memory's protocol, this rank {VERSION}"
+                    )
                 memory = map_peer(descriptor, greeting.segment_bytes, self._offers[rank].nonce)
             finally:
                 os.close(descriptor)
-            if dialled is None:
-                self._greet(connection, rank)
         except (FerroError, OSError) as error:
             connection.close()
             if rank is not None:
@@ -192,8 +196,6 @@ class Handshaker:
         expected = rank == dialled if dialled is not None else rank > mine.rank
         if not expected or rank not in self._missing():
             raise PermissionDeniedError(f"rank {rank} greeted rank {mine.rank} unasked")
-        if greeting.version != VERSION:
-            raise VersionMismatchError(f"it speaks version {greeting.version} of the shared memory's protocol, not {VERSION}")
         theirs = (greeting.job, greeting.cluster_id, greeting.generation, greeting.target_rank)
         if theirs != (mine.job, mine.cluster_id, mine.generation, mine.rank) or greeting.nonce != self._offers[rank].nonce:
             raise PermissionDeniedError(f"a greeting of rank {rank} belongs to another generation")

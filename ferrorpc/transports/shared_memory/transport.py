@@ -27,7 +27,7 @@ from ferrorpc.transports.shared_memory.segment import Bytes
 from ferrorpc.transports.shared_memory.slots import SLOT_BYTES, Slots
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
-from ferrorpc.wire.frames import Header, Key, encode, frame_prefix, is_frame, scan
+from ferrorpc.wire.frames import Frame, Header, Key, encode, frame_prefix, is_frame, scan
 from ferrorpc.wire.parse import parse
 
 INLINE_BYTES: Final = 12 << 10
@@ -158,13 +158,17 @@ class SharedMemoryTransport(Transport):
         try:
             message = None if is_frame(data) else _read(data, source)
             if message is None or message.HasField("frame"):
-                self.mailbox.deliver(scan(data, source))
+                self._deliver(scan(data, source))
             else:
                 self._handle(source, message)
         except FerroError as error:
             self._fail(source, error)
         except MemoryError as error:  # must not end the thread that reads from all host peers
             self._fail(source, LimitExceededError(f"rank {self.rank} has no memory for what rank {source} sent: {error}"))
+
+    def _deliver(self, frame: Frame) -> None:
+        if not self.mailbox.deliver(frame):
+            self._failed.add(frame.source)
 
     def _fail(self, source: int, error: FerroError) -> None:
         self._failed.add(source)
@@ -193,7 +197,7 @@ class SharedMemoryTransport(Transport):
             raise CodecError(f"rank {source} says that a frame of {parcel.size_bytes} bytes lies at {parcel.offset}")
         copy = np.empty(parcel.size_bytes, np.uint8)
         copy[:] = memory[parcel.offset : end]
-        self.mailbox.deliver(scan(copy.data, source))
+        self._deliver(scan(copy.data, source))
         receipt = shared_memory_pb2.SharedMemoryReceipt(offset=parcel.offset)
         self._send_control(source, shared_memory_pb2.SharedMemoryMessage(receipt=receipt))
 

@@ -144,6 +144,34 @@ def test_a_rank_that_does_not_know_the_secret_is_no_host_peer(monkeypatch: pytes
         assert "a greeting of rank 1 belongs to another generation" in ranks[0].separation_reason
 
 
+class AsAnOlderOne:
+    """A socket that gives greetings an older version."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def sendmsg(self, buffers: list[bytes], *more: Any) -> int:
+        greeting = shared_memory_pb2.SharedMemoryGreeting.FromString(buffers[0])
+        greeting.version = 3
+        return self._connection.sendmsg([greeting.SerializeToString()], *more)
+
+
+@pytest.mark.parametrize("older", [0, 1], ids=["which is dialled", "which dials"])
+def test_ranks_of_different_versions_share_nothing_and_both_versions_are_named(
+    older: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greet = handshake.Handshaker._greet
+
+    def greet_as(self: handshake.Handshaker, connection: Any, rank: int) -> None:
+        greet(self, AsAnOlderOne(connection) if self._assignment.rank == older else connection, rank)
+
+    monkeypatch.setattr(handshake.Handshaker, "_greet", greet_as)
+    with HostWorld(2) as ranks:
+        assert ranks[0].ranks == (0,)
+        said = f"rank {older}: it speaks version 3 of the shared memory's protocol, this rank {handshake.VERSION}"
+        assert ranks[0].separation_reason == f"rank {1 - older}: {said}"
+
+
 def test_nobody_is_waited_for_once_the_generation_has_ended() -> None:
     """The clock stands still: whoever waited would do so for ever."""
     segment = Segment("test", bytes(NONCE_BYTES), SIZE_BYTES_MIN)
