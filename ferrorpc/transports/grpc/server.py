@@ -133,7 +133,7 @@ class WorkerServer:
         self._pending = PendingStreams(SYSTEM_CLOCK, open_timeout_seconds)
         self._refusals = RefusalLog()
         self._changed = threading.Condition()
-        self._handlers: dict[str, StreamHandler] = {}
+        self._handler: StreamHandler | None = None
         self._closed = False
         self._threads = ThreadPerCall(SYSTEM_CLOCK, "ferrorpc-incoming")
         self._server = grpc.server(
@@ -212,11 +212,11 @@ class WorkerServer:
         return diagnose(address, self._tls, job, Role.WORKER)
 
     def register(self, handler: StreamHandler) -> None:
-        """Hands streams of this handler's job and generation to it from now on."""
+        """Hands streams to this handler from now on: those of its job and generation."""
         with self._changed:
             if self._closed:
                 raise GroupClosedError("this process's server for peers is closed")
-            self._handlers[handler.assignment.job] = handler
+            self._handler = handler
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -226,10 +226,10 @@ class WorkerServer:
             if self._closed:
                 return
             self._closed = self._threads.closing = True
-            handlers = list(self._handlers.values())
+            handler = self._handler
             self._changed.notify_all()
         self._token_parker.unpark()
-        for handler in handlers:
+        if handler is not None:
             handler.close_at_exit()
         self._server.stop(None).wait(STOP_SECONDS)
         _open_servers.discard(self)
@@ -238,8 +238,8 @@ class WorkerServer:
         """In a forked child: leaves the parent's streams alone; closing this server has no effect on its peers."""
         self._changed = threading.Condition()  # a thread of the parent may have held it
         self._closed = True
-        for handler in self._handlers.values():
-            handler.abandon_in_child()
+        if self._handler is not None:
+            self._handler.abandon_in_child()
 
     def _stream(self, requests: RequestIterator, context: Any) -> Iterator[bytes]:
         """One call, from its Open to its end, on a thread of its own."""
@@ -300,12 +300,12 @@ class WorkerServer:
 
     def _match(self, opening: transport_pb2.Open) -> StreamHandler | None:
         """The handler of this stream; None where it may still be registered."""
-        handler = self._handlers.get(opening.job)
+        handler = self._handler
         if handler is None:
-            if self._handlers:
-                raise PermissionDeniedError(f"this process has no part in job {quoted(opening.job)}")
             return None
         mine = handler.assignment
+        if opening.job != mine.job:
+            raise PermissionDeniedError(f"this process has no part in job {quoted(opening.job)}")
         if mine.cluster_id != opening.cluster_id or mine.generation < opening.generation:
             return None
         if mine.generation > opening.generation:
