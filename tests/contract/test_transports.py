@@ -146,9 +146,9 @@ class TransportContract(ABC):
         order: list[int] = []
         deliver = second.mailbox.deliver
 
-        def note(frame: Frame) -> None:
+        def note(frame: Frame) -> bool:
             order.append(frame.key.number)
-            deliver(frame)
+            return deliver(frame)
 
         second.mailbox.deliver = note  # type: ignore[method-assign]
         sizes = [1, 200_000, 0, 12 << 10, CHUNK_BYTES, 5, 100_000, 0]

@@ -20,13 +20,13 @@ def test_a_script_that_never_closes_says_goodbye_to_its_host_peers(tmp_path: Pat
         deadline = time.monotonic() + 10
         while not host_peers.has_left(1) and time.monotonic() < deadline:
             time.sleep(0.01)
-        print(host_peers.has_left(1), host_peers._lost, group._backend.latch.cause)
+        print(host_peers.has_left(1), host_peers.lost(), group._backend.latch.cause)
     else:
         group.send(5.0, 0)
     """
     result = run("-n", "2", write_script(tmp_path, body))
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["0: True set() None"]
+    assert result.stdout.splitlines() == ["0: True {} None"]
 
 
 def test_the_way_is_chosen_for_each_pair_and_told(tmp_path: Path) -> None:
