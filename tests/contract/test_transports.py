@@ -16,7 +16,6 @@ from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
-from ferrorpc.transports.grpc.link import Link
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.inproc import InprocTransport, Network
@@ -27,6 +26,7 @@ from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import NDIM_MAX, POINT_TO_POINT, SIGNATURE_BYTES_MAX, Frame, Header, Key
 from ferrorpc.wire.token import Token
+from tests.contract.leaving import leave_after_one_look
 from tests.integration.lane_ranks import header_of, random_bytes, send
 from tests.unit.transports.shared_memory.host_worlds import HostWorld
 from tests.waiting import eventually
@@ -73,39 +73,6 @@ def wait_for_message(box: Box, source: End, size: int, slot: int = 0) -> bytes:
 
     eventually(complete, f"all of {size} bytes")
     return b"".join(frame.payload for frame in received(box, source, slot))
-
-
-class Leaving(set[int]):
-    """Of whom it is asked for the first time is not in it, and is from then on."""
-
-    def __contains__(self, rank: object) -> bool:
-        assert isinstance(rank, int)
-        before = super().__contains__(rank)
-        self.add(rank)
-        return before
-
-
-class LeavingLink(Link):
-    """Whose peer has not left when that is asked for the first time, and has from then on."""
-
-    @property
-    def has_left(self) -> bool:
-        before = super().has_left
-        self.leave(time.monotonic())
-        return before
-
-
-def leave_after_one_look(transport: Transport, peer: int) -> None:
-    """What else `transport` does when a peer leaves does not matter to a probe."""
-    if isinstance(transport, RoutedTransport):
-        transport = transport._lanes[peer]
-    if isinstance(transport, SharedMemoryTransport):
-        transport._host_peers._left = Leaving()
-    elif isinstance(transport, InprocTransport):
-        transport._departed = Leaving()
-    else:
-        assert isinstance(transport, GrpcTransport)
-        transport._links[peer] = LeavingLink()
 
 
 class TransportContract(ABC):

@@ -17,10 +17,18 @@ from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.coordination.base import Membership
 from ferrorpc.coordination.local import LocalSession, LocalWorld
-from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, PeerLostError, RendezvousTimeoutError
+from ferrorpc.errors import (
+    CollectiveMismatchError,
+    FerroError,
+    GroupAbortedError,
+    GroupClosedError,
+    PeerLostError,
+    RendezvousTimeoutError,
+)
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import Guard
 from ferrorpc.testing import run_groups
+from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
@@ -324,3 +332,31 @@ def _lead_through(link: SlowLink, backend: Backend, peer: int) -> None:
     peers = list(transport.assignment.peers)
     peers[peer] = dataclasses.replace(peers[peer], address=link.address)
     transport.assignment = dataclasses.replace(transport.assignment, peers=tuple(peers))
+
+
+def test_a_recv_from_a_rank_that_closed_the_subgroup_does_not_wait_for_another_send_of_it_that_has_begun() -> None:
+    told = threading.Event()
+    sent = np.ones(4 * EAGER_BYTES, np.uint8)
+
+    def body(group: ProcessGroup) -> None:
+        sub = group.subgroup([0, 1])
+        assert sub is not None
+        if group.rank == 0:
+            work = sub.send(sent, 1, tag=1, async_op=True)
+            group.barrier()
+            sub.close()
+            group.barrier()
+            assert told.wait(20.0)
+            work.wait()
+            return
+        group.barrier()
+        group.barrier()
+        try:
+            with pytest.raises(GroupClosedError, match="rank 0 has closed this subgroup"):
+                sub.recv(0, tag=2, timeout=10.0)
+        finally:
+            told.set()
+        np.testing.assert_array_equal(sub.recv(0, tag=1), sent)
+
+    with GrpcWorld(2) as world:
+        run_groups([ProcessGroup(backend, timeout=20.0) for backend in world.backends], body)

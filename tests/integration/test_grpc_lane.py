@@ -18,6 +18,7 @@ from ferrorpc.errors import (
     CodecError,
     ConfigError,
     FerroError,
+    GroupAbortedError,
     PeerLostError,
     PermissionDeniedError,
     StaleGenerationError,
@@ -383,3 +384,22 @@ def test_the_end_of_the_generation_ends_the_wait_for_a_peer_that_reads_nothing(p
     closing.join(SECONDS / 3)
     assert not closing.is_alive()
     reading.set()
+
+
+def test_the_loss_of_a_peer_that_left_tells_of_its_stream_that_broke(pair: list[Rank]) -> None:
+    pair[1].transport.incoming_ended(0, 2, "")
+    pair[1].transport.incoming_ended(0, 0, "its stream broke")
+    assert pair[1].lost == []
+    for _ in range(2):
+        pair[1].transport.probe(0, Key(0, 0, 1), "a()")
+    assert pair[1].lost == [(0, "its stream broke")]
+
+
+@pytest.mark.parametrize("how", ["closed", "broken"])
+def test_no_link_is_lost_once_the_generation_is_over(pair: list[Rank], how: str) -> None:
+    if how == "closed":
+        pair[1].transport.close(1.0)
+    else:
+        pair[1].latch.trip(GroupAbortedError(0, "over"))
+    pair[1].transport.incoming_ended(0, 0, "its stream broke")
+    assert pair[1].lost == []

@@ -218,3 +218,26 @@ def test_a_stream_that_breaks_before_it_said_anything_is_no_lost_link(pair: list
         eventually(lambda: not pair[1].transport._links[0].incoming, "the end of the stream")
         exchange(pair)
     assert [rank.failures + rank.lost for rank in pair] == [[], []]
+
+
+def test_a_second_stream_is_over_once_it_is_refused_and_the_first_goes_on(
+    pair: list[Rank], servers: list[WorkerServer]
+) -> None:
+    exchange(pair)
+    release = threading.Event()
+
+    def said() -> Iterator[bytes]:
+        yield opening()
+        release.wait(SECONDS)
+
+    with grpc.insecure_channel(servers[1].address, options=options.data_channel()) as channel:
+        try:
+            answers = list(channel.stream_stream(METHOD)(said(), timeout=SECONDS))
+        finally:
+            release.set()
+    (answer,) = map(transport_pb2.ControlMessage.FromString, answers)
+    assert answer.HasField("refused")
+    later = pair[1].box(Key(0, 0, 9))
+    send(pair[0], 1, Key(0, 0, 9), random_bytes(10))
+    eventually(lambda: later.frames, "the next frame of the first stream")
+    assert [rank.lost for rank in pair] == [[], []]

@@ -445,3 +445,28 @@ def test_who_looks_while_it_ends_is_told_its_name(progress: Progress, busy: Busy
         work.wait(timeout=0)
     busy.may_go.set()
     assert work.wait(timeout=SECONDS) == 7
+
+
+class Late(Polled):
+    """Could be completed, by who waits, as soon as its failure is reported."""
+
+    reported = False
+
+    def advance(self) -> bool:
+        super().advance()
+        return self.reported and threading.current_thread() is threading.main_thread()
+
+
+def test_what_has_failed_is_not_completed_by_who_waits_before_the_first_cause_is_known(progress: Progress) -> None:
+    latch, told = Latch(), threading.Event()
+    execution = Late(latch, seconds=0.05)
+
+    def report(error: FerroError) -> None:
+        execution.reported = True
+        told.set()
+
+    work = submit(progress, execution, report)
+    assert told.wait(SECONDS)
+    SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.2, lambda: latch.trip(GroupAbortedError(1, "first")))
+    with pytest.raises(GroupAbortedError):
+        work.wait(timeout=SECONDS)

@@ -266,3 +266,25 @@ def test_what_others_did_since_counts_as_movement_and_the_drivers_own_first_look
     assert not execution.moved()
     execution.tell()
     assert [execution.moved(), execution.moved()] == [True, False]
+
+
+def test_an_interrupt_in_one_loses_no_event_of_another_that_waits_behind_it() -> None:
+    def struck() -> None:
+        second.tell()
+        raise KeyboardInterrupt
+
+    woken: list[str] = []
+    first, second = Counting(1, struck), Counting(1)
+    second.wake = lambda: woken.append("second")
+    with pytest.raises(KeyboardInterrupt):
+        first.notify()
+    assert woken == ["second"]
+    assert second.advance()
+
+
+def test_an_event_that_comes_after_its_end_makes_no_step() -> None:
+    execution = Counting(2)
+    assert not execution.advance()
+    execution.finish()
+    execution.tell()
+    assert execution.taken == 0

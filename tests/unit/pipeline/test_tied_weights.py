@@ -407,11 +407,12 @@ def test_a_tied_parameter_that_is_gone_is_an_error_on_every_rank():
     assert "the tied weight '0/weight' is not there any more" in second.cause
 
 
-def test_copies_on_one_rank_whose_gradients_are_one_array_count_each_part_once():
+@pytest.mark.parametrize("kind", [Times, InPlace])
+def test_copies_on_one_rank_whose_gradients_are_one_array_count_each_part_once(kind: type[Times]):
     """As where both are given the mean over replicas."""
 
     def body(group):
-        stages = Times(2.0), Times(2.0)
+        stages = kind(2.0), kind(2.0)
         pipe = Pipeline(stages, group, "zbv", 2, tied=[("0/weight", "1/weight")])
         found = []
         for _ in range(2):

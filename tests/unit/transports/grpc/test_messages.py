@@ -162,3 +162,12 @@ def test_a_frame_behind_an_unknown_field_is_a_frame() -> None:
     message = read_message(b"\xaa\x06\x03new" + FRAME, 0)
     assert isinstance(message, Frame)
     assert message.key == Key(0, 0, 1)
+
+
+def test_an_answer_that_cannot_be_ends_the_generation() -> None:
+    failures: list[FerroError] = []
+    transport = transport_of(failures, [])
+    lane: Any = SimpleNamespace(peer=2, sent_frames=True, opened=True)
+    answer = transport_pb2.ProbeAnswer(standing=77)  # type: ignore[arg-type]
+    transport.lane_answered(lane, transport_pb2.ControlMessage(probe_answer=answer))
+    assert [type(each) for each in failures] == [CodecError]

@@ -1,0 +1,45 @@
+"""Peers of transports that leave just while they are looked at."""
+
+from __future__ import annotations
+
+import time
+
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.grpc.link import Link
+from ferrorpc.transports.grpc.transport import GrpcTransport
+from ferrorpc.transports.inproc import InprocTransport
+from ferrorpc.transports.routed import RoutedTransport
+from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
+
+
+class Leaving(set[int]):
+    """Of whom it is asked for the first time is not in it, and is from then on."""
+
+    def __contains__(self, rank: object) -> bool:
+        assert isinstance(rank, int)
+        before = super().__contains__(rank)
+        self.add(rank)
+        return before
+
+
+class LeavingLink(Link):
+    """Whose peer has not left when that is asked for the first time, and has from then on."""
+
+    @property
+    def has_left(self) -> bool:
+        before = super().has_left
+        self.leave(time.monotonic())
+        return before
+
+
+def leave_after_one_look(transport: Transport, peer: int) -> None:
+    """What else `transport` does when a peer leaves does not matter to a probe."""
+    if isinstance(transport, RoutedTransport):
+        transport = transport._lanes[peer]
+    if isinstance(transport, SharedMemoryTransport):
+        transport._host_peers._left = Leaving()
+    elif isinstance(transport, InprocTransport):
+        transport._departed = Leaving()
+    else:
+        assert isinstance(transport, GrpcTransport)
+        transport._links[peer] = LeavingLink()
