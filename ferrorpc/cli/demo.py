@@ -52,7 +52,7 @@ def command(processes: int, epochs: int, seed: int, out: Path) -> int:
     # SIGTERM instead of SIGINT: on Ctrl-C the demo should not print a traceback for each rank.
     code = run_alone((str(script), *flags), processes, policy=FailurePolicy(interrupt_number=signal.SIGTERM))
     if code == 0:
-        click.echo(f"next: {own_command()} run -n 4 train.py, with a script of your own; README.md has one of ten lines")
+        click.echo(f"next: {own_command()} run -n 4 train.py, with a script of your own, such as README.md has")
     return code
 
 
