@@ -175,6 +175,14 @@ def failure_of(label: str, error: BaseException) -> FerroError:
     return unexpected(label, error) if isinstance(error, Exception) else interrupted(label, error)
 
 
+def unmade_result(label: str, error: Exception) -> FerroError:
+    """The failure to make the result of an operation that is over, which concerns this rank alone."""
+    if isinstance(error, MemoryError):
+        return out_of_memory(label, error)
+    told = translated(error)
+    return told if isinstance(told, FerroError) else FerroError(f"{label} is over, but its result could not be made: {error!r}")
+
+
 def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.ndarray[Any, Any]]:
     """Drives one execution on this thread; returns its results.
 
@@ -225,9 +233,15 @@ def drive_apart(execution: Execution, abort: Callable[[FerroError], None], conve
     def body() -> None:
         try:
             drive(execution, abort)
-            work.complete(convert(execution))
         except Exception as problem:  # noqa: BLE001  a third party's send or recv may raise anything
             work.fail(failure_of(execution.label, problem))
+            return
+        try:
+            result = convert(execution)
+        except Exception as problem:  # noqa: BLE001  whatever it is, nobody else is concerned
+            work.fail(unmade_result(execution.label, problem))
+        else:
+            work.complete(result)
 
     clock.start(body, "ferrorpc-operation")
     return work

@@ -9,7 +9,7 @@ messages arrive.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -18,14 +18,18 @@ from ferrorpc.arrays.device import Device
 from ferrorpc.collectives.polling import NAP_SECONDS_MIN, DevicePolling, Polling
 from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
+from ferrorpc.transports.base import Transport
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 
-UNREACHED_HINT: Final = (
+_UNREACHED_HINT: Final = (
     "look at what is between this host and the addresses above, such as firewalls and routes; if an address is wrong, set "
     "FERRORPC_ADVERTISE on its rank"
 )
-"""For an operation that waits for a rank which no lane has reached (`Transport.unreached`)."""
+_LOST_HINT: Final = (
+    "see what became of the rank whose link was lost: the coordinator, once it answers again, tells all ranks, and "
+    "group.reform() goes on without it"
+)
 
 
 class Execution(ABC):
@@ -197,19 +201,27 @@ def describe_absent(rank: int, signature: str, number: int) -> str:
     return f"rank {rank} (not there yet: {last})"
 
 
+def hint_about(ranks: Iterable[int], transport: Transport, otherwise: str | None = None) -> str | None:
+    """What to try where these world ranks do not come: about a link that was lost, or about a rank that no lane has reached."""
+    lost, unreached = transport.lost(), transport.unreached()
+    if any(rank in lost for rank in ranks):
+        return _LOST_HINT
+    return _UNREACHED_HINT if any(rank in unreached for rank in ranks) else otherwise
+
+
 def deadline_error(
-    execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False, unreached: Container[int] = ()
+    execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False, transport: Transport | None = None
 ) -> FerroError:
     """The error of an operation whose deadline has passed: which ranks it waits for, and what is known of them.
 
     Args:
         describe: what the coordinator knows of world ranks, as text; "" for nothing.
-        unreached: world ranks that no lane has reached. Where it waits for one, the hint is about the network.
+        transport: its lanes to them; None where it waits for something else.
     """
     waiting = execution.waiting_on()
     sentences = f"after {execution.guard.seconds:g} s, {execution.explain()}", describe(waiting)
     kind = BarrierTimeoutError if barrier else CollectiveTimeoutError
-    hint = UNREACHED_HINT if any(rank in unreached for rank in waiting) else None
+    hint = None if transport is None else hint_about(waiting, transport)
     return kind(waiting, "; ".join(filter(None, sentences)), hint=hint)
 
 

@@ -349,7 +349,7 @@ class PlanExecution(EventDrivenExecution):
 
     def timeout_error(self) -> FerroError:
         is_barrier = self._layout.rules.call.operation is Operation.BARRIER
-        return deadline_error(self, self._describe, barrier=is_barrier, unreached=self._transport.unreached())
+        return deadline_error(self, self._describe, barrier=is_barrier, transport=self._transport)
 
     def leave(self) -> None:
         if self._box is not None:

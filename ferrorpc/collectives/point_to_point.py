@@ -17,7 +17,7 @@ import numpy as np
 from ferrorpc.collectives.dependencies import UNBOUNDED
 from ferrorpc.collectives.device_transfers import transfers_for
 from ferrorpc.collectives.event_driven import EventDrivenExecution
-from ferrorpc.collectives.execution import UNREACHED_HINT
+from ferrorpc.collectives.execution import hint_about
 from ferrorpc.collectives.outgoing_message import OutgoingMessage
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupClosedError, TensorMismatchError
 from ferrorpc.guard import Guard
@@ -90,9 +90,16 @@ class _PointToPoint(EventDrivenExecution):
             self.notify()
 
     def _with_reach(self, text: str) -> str:
-        """An explanation that ends with what the peer is to do, and whether the peer could be reached at all."""
-        unreached = self._transport.unreached().get(self._peer)
+        """An explanation that ends with what the peer is to do, and whether the peer could be reached at all, and still can."""
+        lost, unreached = self._transport.lost().get(self._peer), self._transport.unreached().get(self._peer)
+        if lost is not None:
+            return f"{text}; its link was lost: {lost}"
         return text if unreached is None else f"{text}; rank {self._peer} was {unreached}"
+
+    def _timed_out(self, hint: str) -> CollectiveTimeoutError:
+        """The error of its deadline. The hint is for a peer that is there."""
+        found = hint_about([self._peer], self._transport, hint)
+        return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}", hint=found)
 
 
 class SendExecution(_PointToPoint):
@@ -170,10 +177,9 @@ class SendExecution(_PointToPoint):
         return self._with_reach(f"{self.label} waits for {who}")
 
     def timeout_error(self) -> FerroError:
-        hint = "where both ranks send first, send with async_op=True, receive, then wait; or pass a larger timeout="
-        if self._peer in self._transport.unreached():
-            hint = UNREACHED_HINT
-        return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}", hint=hint)
+        return self._timed_out(
+            "where both ranks send first, send with async_op=True, receive, then wait; or pass a larger timeout="
+        )
 
     def leave(self) -> None:
         self._leave_queue()
@@ -289,11 +295,7 @@ class RecvExecution(_PointToPoint):
         return self._with_reach(f"{self.label} waits for {who}")
 
     def timeout_error(self) -> FerroError:
-        return CollectiveTimeoutError(
-            [self._peer],
-            f"after {self.guard.seconds:g} s, {self.explain()}",
-            hint="call recv again: nothing was lost and the group goes on",
-        )
+        return self._timed_out("call recv again: nothing was lost and the group goes on")
 
     def leave(self) -> None:
         post = self._post

@@ -29,6 +29,7 @@ from ferrorpc.collectives.driver import (
     WaitTimers,
     breaks,
     failure_of,
+    unmade_result,
 )
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import NAP_SECONDS_MAX, nap_seconds
@@ -379,8 +380,10 @@ class Progress:
         if error is None:
             try:
                 result = entry.convert(execution)
-            except Exception as problem:  # noqa: BLE001  whatever it is, it concerns this rank alone
-                error = failure_of(execution.label, problem)
+            except Exception as problem:
+                if entry.helper is not None and not isinstance(problem, FerroError | MemoryError):
+                    raise  # perhaps a signal handler's, for the thread that assists: the progress thread makes the result again
+                error = unmade_result(execution.label, problem)
                 execution.give_back()
         work = entry.work
         end = partial(work.complete, result) if error is None else partial(work.fail, error)

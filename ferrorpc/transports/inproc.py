@@ -158,7 +158,7 @@ class InprocTransport(Transport):
         self._latch = latch
         self._on_link_lost = on_link_lost
         self._departed: set[int] = set()
-        self._lost: set[int] = set()
+        self._lost: dict[int, str] = {}
         self._closed = False
         network.join(self)
 
@@ -195,10 +195,13 @@ class InprocTransport(Transport):
     def _carry(self, peer: int, action: Callable[[InprocTransport], object], needed: bool) -> None:
         if needed and peer in self._departed:
             if peer not in self._lost:
-                self._lost.add(peer)
+                self._lost[peer] = PEER_LEFT
                 self._on_link_lost(peer, PEER_LEFT)
             return
         self._network.carry(self.rank, peer, lambda: self._network.arrive(peer, action))
+
+    def lost(self) -> dict[int, str]:
+        return dict(self._lost)
 
     def peer_left(self, peer: int) -> None:
         """`peer` has left, and everything that it sent before has arrived."""

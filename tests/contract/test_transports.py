@@ -228,6 +228,7 @@ class TransportContract(ABC):
         eventually(lambda: second.lost, "the lost link")
         time.sleep(0.1)
         assert second.lost == [(first.rank, PEER_LEFT)]
+        assert second.transport.lost() == {first.rank: PEER_LEFT}
         assert second.failures == []
 
     def test_who_waits_for_a_rank_that_left_is_told_when_it_asks_again(self, pair: tuple[End, End]) -> None:

@@ -134,7 +134,8 @@ class ArenaExecution(Execution):
         return f"{self.label} waits for {', '.join(parts)}"
 
     def timeout_error(self) -> FerroError:
-        return deadline_error(self, self._arena.describe, barrier=self._call.operation is Operation.BARRIER)
+        is_barrier = self._call.operation is Operation.BARRIER
+        return deadline_error(self, self._arena.describe, barrier=is_barrier, transport=self._arena.transport)
 
     def finish(self) -> None:
         self._failure = None  # its traceback refers to this execution: a reference cycle would keep the arrays alive

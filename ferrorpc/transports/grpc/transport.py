@@ -252,7 +252,7 @@ class GrpcTransport(Transport):
         if kind == "refused":
             self._fail(peer, restore(message.refused))
         elif kind == "opened":
-            lane.opened = True
+            lane.opened = self._links[peer].opened = True
         elif kind == "goodbye":
             self._links[peer].leave(self._clock.now())
             if lane.sent_frames and not lane.opened:

@@ -23,6 +23,7 @@ class Lane(Transport):
         self.gone: list[tuple[int, int]] = []
         """Tag and first byte of each chunk's payload."""
         self.not_reached: dict[int, str] = {}
+        self.lost_links: dict[int, str] = {}
 
     def send(
         self, peer: int, key: Key, header: Header, offset: int, payload: np.ndarray[Any, Any] | None, room: Callable[[], None]
@@ -40,5 +41,8 @@ class Lane(Transport):
 
     def unreached(self) -> dict[int, str]:
         return self.not_reached
+
+    def lost(self) -> dict[int, str]:
+        return self.lost_links
 
     def close(self, timeout: float) -> None: ...

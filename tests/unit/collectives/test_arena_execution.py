@@ -33,6 +33,9 @@ class Wire:
     def lost(self) -> dict[int, str]:
         return self.lost_links
 
+    def unreached(self) -> dict[int, str]:
+        return {}
+
     def probe(self, peer: int, key: Key, signature: str) -> None:
         self.probed.append(peer)
 

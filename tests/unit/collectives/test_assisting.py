@@ -246,6 +246,26 @@ def test_what_a_signal_handler_raises_ends_the_generation_and_reaches_its_caller
     assert len(reported) == 1
 
 
+def test_what_a_signal_handler_raises_while_the_result_is_made_reaches_who_waits_and_the_result_is_not_lost(
+    progress: Progress, busy: Busy
+) -> None:
+    strikes = [ArithmeticError("of a handler")]
+
+    def convert(done: Execution) -> int:
+        if strikes:
+            raise strikes.pop()
+        return 7
+
+    latch = Latch()
+    reported, report = reporter(latch)
+    work = progress.submit(Polled(latch, steps=3), report, convert)
+    with pytest.raises(ArithmeticError, match="of a handler"):
+        work.wait(timeout=SECONDS)
+    busy.may_go.set()
+    assert work.wait(timeout=SECONDS) == 7
+    assert reported == []
+
+
 def test_the_end_of_the_generation_ends_the_wait(progress: Progress) -> None:
     latch = Latch()
     execution = Polled(latch, steps=10_000_000)

@@ -72,7 +72,13 @@ def test_a_peer_that_could_not_be_reached_is_told_with_its_address(sender: Sende
     sender.lane.not_reached[1] = "not reached at 10.0.0.2:7000 in 14.9 s"
     for waiting in (send, recv):
         assert str(waiting.timeout_error()).partition("\n")[0].endswith("; rank 1 was not reached at 10.0.0.2:7000 in 14.9 s")
-    assert "firewalls" in str(send.timeout_error())
+    for waiting in (send, recv):
+        assert "firewalls" in str(waiting.timeout_error())
+    sender.lane.lost_links[1] = "its stream broke"
+    for waiting in (send, recv):
+        text, _, hint = str(waiting.timeout_error()).partition("\n")
+        assert text.endswith("; its link was lost: its stream broke")
+        assert "once it answers again" in hint
 
 
 def test_a_send_that_gives_up_in_the_middle_of_its_line_takes_nobody_elses_place(sender: Sender) -> None:
