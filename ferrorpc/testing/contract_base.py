@@ -27,13 +27,15 @@ on_some_sizes = pytest.mark.parametrize("size", [2, 4])
 def on_every_rank(body: Callable[..., None]) -> Callable[..., None]:
     """Makes a test of what every rank of a world does: body(self, group, size), and what else the test is parametrised with."""
 
-    def test(self: Contract, size: int, **more: Any) -> None:
-        self.world(size, lambda group: body(self, group, size, **more))
-
     signature = inspect.signature(body)
+    signature = signature.replace(parameters=[each for name, each in signature.parameters.items() if name != "group"])
+
+    def test(*given: Any, **named: Any) -> None:
+        asked = signature.bind(*given, **named).arguments
+        asked["self"].world(asked["size"], lambda group: body(group=group, **asked))
+
     update_wrapper(test, body)
-    asked = [each for name, each in signature.parameters.items() if name != "group"]
-    test.__signature__ = signature.replace(parameters=asked)  # type: ignore[attr-defined]  # what pytest provides
+    test.__signature__ = signature  # type: ignore[attr-defined]  # what pytest provides
     return test
 
 

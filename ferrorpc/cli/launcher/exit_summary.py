@@ -10,6 +10,7 @@ from ferrorpc.cli.launcher.worker_group import Exit, Phase, Start, WorkerGroup
 from ferrorpc.exit_codes import EXIT_RETRY
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
+_OUTSIDE_ERRORS = ("RendezvousTimeoutError", "StaleGenerationError")
 _EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?((?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit))(: ?.*)?")
 _UNCAUGHT = 1
 _REASON_CHARACTERS_MAX = 300
@@ -30,8 +31,17 @@ def is_victim(returncode: int, tail: Sequence[str]) -> bool:
 
     Only Python's code for an uncaught exception leaves that to its last lines: any other is the script's own.
     """
-    exception = last_exception(tail) if returncode == _UNCAUGHT else None
-    return exception is not None and exception.partition(":")[0] in _MEMBERSHIP_ERRORS
+    return returncode == _UNCAUGHT and _ended_by(tail) in _MEMBERSHIP_ERRORS
+
+
+def is_outside(returncode: int, tail: Sequence[str]) -> bool:
+    """Whether a process ended because it was not admitted to the newest generation, or was left out of it."""
+    return returncode in (_UNCAUGHT, EXIT_RETRY) and _ended_by(tail) in _OUTSIDE_ERRORS
+
+
+def _ended_by(tail: Sequence[str]) -> str:
+    """The class of the exception in the last lines of standard error; empty without one."""
+    return (last_exception(tail) or "").partition(":")[0]
 
 
 def exit_reason(returncode: int, tail: Sequence[str]) -> str:

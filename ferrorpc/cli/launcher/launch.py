@@ -28,6 +28,7 @@ from ferrorpc.cli.launcher.exit_reporter import ExitReporter
 from ferrorpc.cli.launcher.exit_summary import (
     crash_report,
     exit_reason,
+    is_outside,
     is_victim,
     launcher_exit_code,
     losses_line,
@@ -347,7 +348,7 @@ class _Launch:
     def _abandon(self, restart: Start) -> None:
         """The job stops before these workers were started again: they count as stopped."""
         for number in restart.workers:
-            self._carry_out(self._group.exited(number, -signal.SIGTERM, victim=False, now=time.monotonic()))
+            self._carry_out(self._group.exited(number, -signal.SIGTERM, victim=False, outside=False, now=time.monotonic()))
 
     def _check_exits(self) -> None:
         """Detects exits. Once the workers were told to stop, one counts as ended only when its whole process group has."""
@@ -355,7 +356,7 @@ class _Launch:
         ended = [(number, worker, code) for number, worker in running if (code := worker.child.poll()) is not None]
         groups = living_groups() if ended and self._group.phase is Phase.STOPPING else frozenset()
         self._poll_groups_at = NO_DEADLINE
-        for number, worker, returncode in ended:
+        for number, worker, returncode in sorted(ended, key=lambda each: each[2] == 0):  # which ended last is not known
             if worker.child.pid in groups:
                 self._poll_groups_at = time.monotonic() + _GROUP_POLL_SECONDS
             else:
@@ -372,7 +373,8 @@ class _Launch:
             if not self._reporter.started:
                 self._start_reporter()
             self._reporter.send(self._plan.name(number), worker.launch, returncode, exit_reason(returncode, tail))
-        self._carry_out(self._group.exited(number, returncode, victim=is_victim(returncode, tail), now=now))
+        victim, outside = is_victim(returncode, tail), is_outside(returncode, tail)
+        self._carry_out(self._group.exited(number, returncode, victim=victim, outside=outside, now=now))
 
     def _start_reporter(self) -> None:
         """Starts the process that reports exits. A job runs without it, too: the coordinator sees a worker's stream end."""

@@ -15,8 +15,8 @@ With `scope="worker"` a failure within the restart budget restarts only that wor
 the others go on. Once another worker has finished, this no longer applies: the new worker could not form a full group. In an
 elastic world a failure that is followed by no restart stops nobody: the coordinator tells the others, which may go on with a
 smaller world. Nor are they stopped once one of them has finished. Such a world has finished, without those that failed, if the
-last worker to end succeeded; one that ended well before others failed has only left it. A replacement may come too late to be
-admitted: it does not count.
+last of its workers to end succeeded; one that ended well before the others failed has only left it. Who was outside the world
+at its end, such as a replacement that came too late, does not count.
 
 This module uses no clock, process or signal: `now` is passed in, and the caller carries the actions out.
 """
@@ -50,6 +50,8 @@ class Exit:
     at: float
     victim: bool
     """Whether it ended because another member was lost."""
+    outside: bool
+    """Whether it ended because it was not, or no longer, in the newest generation."""
     stopped: bool
     """Whether the launcher had told it to stop."""
 
@@ -115,22 +117,19 @@ class WorkerGroup:
     """Exits of the current attempt."""
     elastic: bool = False
     """Whether the world may lose some of its members and go on."""
-    replaced: set[int] = field(default_factory=set)
-    """Workers that were restarted alone in the current attempt."""
 
     def begin(self) -> list[Action]:
         """The first start."""
         return [self._start(tuple(range(self.size)))]
 
-    def exited(self, worker: int, returncode: int, *, victim: bool, now: float) -> list[Action]:
+    def exited(self, worker: int, returncode: int, *, victim: bool, outside: bool, now: float) -> list[Action]:
         """A worker has ended."""
         self.alive.discard(worker)
         stopped = self.phase in (Phase.STOPPING, Phase.KILLING)
-        end = Exit(worker, returncode, now, victim=victim or returncode == EXIT_RETRY, stopped=stopped)
+        end = Exit(worker, returncode, now, victim or returncode == EXIT_RETRY, outside, stopped)
         restarts = returncode not in (0, EXIT_CONFIG) and self._may_restart
         if restarts and self.phase is Phase.RUNNING and self.policy.scope == "worker":
             self.restarts += 1
-            self.replaced.add(worker)
             return [self._start((worker,), end)]
         self.exits.append(end)
         if not self.alive:
@@ -159,7 +158,7 @@ class WorkerGroup:
         """The failure that explains the others: preferably the earliest that was caused neither by a lost member nor by the
         launcher's own signal."""
         failures = [end for end in self.exits if end.returncode != 0]
-        members = [end for end in self.exits if not (end.victim and end.worker in self.replaced)]
+        members = [end for end in self.exits if not end.outside]
         if self.elastic and members and members[-1].returncode == 0 and not members[-1].stopped:
             return None  # the world finished without the failed workers
         return min(failures, key=lambda end: (end.stopped, end.victim, end.at), default=None)
@@ -198,5 +197,4 @@ class WorkerGroup:
         self.phase = Phase.RUNNING
         self.restarts += 1
         self.exits.clear()
-        self.replaced.clear()
         return [self._start(tuple(range(self.size)), first)]

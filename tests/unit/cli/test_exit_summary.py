@@ -7,6 +7,7 @@ import pytest
 from ferrorpc.cli.launcher.exit_summary import (
     crash_report,
     exit_reason,
+    is_outside,
     is_victim,
     last_exception,
     launcher_exit_code,
@@ -29,7 +30,7 @@ LOST = [
 
 
 def end(worker, returncode, at=1.0, victim=False, stopped=False):
-    return Exit(worker, returncode, at, victim=victim, stopped=stopped)
+    return Exit(worker, returncode, at, victim=victim, outside=False, stopped=stopped)
 
 
 def test_the_exception_is_found_at_the_end_of_a_traceback():
@@ -48,6 +49,16 @@ def test_who_lost_a_member_is_a_victim():
     assert is_victim(1, LOST)
     assert not is_victim(1, TRACEBACK)
     assert not is_victim(1, [])
+
+
+@pytest.mark.parametrize("name", ["RendezvousTimeoutError", "StaleGenerationError"])
+def test_who_was_not_in_the_world_at_its_end_was_outside(name: str):
+    tail = ["  raise", f"ferrorpc.errors.{name}: what happened", "try: something"]
+    assert is_outside(1, tail)
+    assert is_outside(75, tail)
+    assert not is_outside(3, tail)
+    assert not is_outside(1, LOST)
+    assert not is_outside(1, [])
 
 
 @pytest.mark.parametrize("returncode", [0, 3, 64, -signal.SIGKILL])

@@ -13,8 +13,8 @@ def running(size=3, *, elastic=False, **policy):
     return group
 
 
-def ends(group, worker, returncode, now=0.0, victim=False):
-    return group.exited(worker, returncode, victim=victim, now=now)
+def ends(group, worker, returncode, now=0.0, victim=False, outside=False):
+    return group.exited(worker, returncode, victim=victim, outside=outside, now=now)
 
 
 def test_all_workers_are_started_together():
@@ -233,10 +233,20 @@ def test_an_elastic_world_has_failed_if_all_fail_that_went_on_after_one_had_left
     assert group.first_failure.worker == 0
 
 
-def test_an_elastic_world_has_finished_if_only_a_replacement_came_too_late():
+@pytest.mark.parametrize("returncode", [1, 75])
+def test_an_elastic_world_has_finished_whatever_becomes_of_who_was_outside_it(returncode: int):
+    """A replacement that came too late, or one that was declared dead and woke up."""
     group = running(3, max_restarts=5, scope="worker", elastic=True)
     assert ends(group, 1, -signal.SIGKILL) == [Start((1,), 1)]
     ends(group, 0, 0)
     ends(group, 2, 0)
-    assert ends(group, 1, 75) == [Done()]
+    assert ends(group, 1, returncode, outside=True) == [Done()]
     assert group.first_failure is None
+
+
+def test_a_replacement_that_was_admitted_counts_as_the_others_do():
+    group = running(2, max_restarts=1, scope="worker", elastic=True)
+    assert ends(group, 1, -signal.SIGKILL) == [Start((1,), 1)]
+    ends(group, 0, 0)
+    assert ends(group, 1, 75) == [Done()]
+    assert group.first_failure.worker == 1
