@@ -81,7 +81,7 @@ with coordinator_process(durable=False) as address:
 def test_a_measurement_that_is_stopped_leaves_nothing_behind(tmp_path, number):
     command, environment = [sys.executable, "-P", "-m", "ferrorpc", "bench", "barrier"], {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
-        eventually(lambda: list(tmp_path.glob("ferrorpc-bench-*/journal.sqlite")), seconds=30)
+        eventually(lambda: list(tmp_path.glob("ferrorpc-bench-*/journal.sqlite")), seconds=90)
         process.send_signal(number)
         process.communicate(timeout=30)
     assert process.returncode == 128 + number
