@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from ferrorpc.collectives import driver
 from ferrorpc.collectives.driver import EXPLAIN_SECONDS, WaitTimers, drive
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.errors import FerroError, PeerLostError
@@ -15,7 +16,7 @@ from tests.unit.collectives.test_progress import Never, Scripted, both, run
 
 
 class SlowPolled(Scripted):
-    """Complete 0.4 s after it began. It moves with each poll."""
+    """Complete 1.6 s after it began. It moves with each poll."""
 
     polling = Polling(100_000)
     position = 0
@@ -25,7 +26,7 @@ class SlowPolled(Scripted):
         self.position += 1
         if self._error is not None and self.guard.waited > 0.2:
             raise self._error
-        return self.guard.waited > 0.4
+        return self.guard.waited > 1.6
 
 
 def ignore(error: FerroError) -> None:
@@ -40,7 +41,14 @@ def test_what_was_polled_and_is_over_no_longer_watches_its_generation(error: Fer
     assert not latch._watchers
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for a moment is not taken for an operation that does."""
+    monkeypatch.setattr(driver, "PROBE_SECONDS", 1.0)
+
+
 @both
+@pytest.mark.usefixtures("patient")
 def test_what_is_polled_and_moves_asks_nobody(way: str) -> None:
     execution = SlowPolled(Latch())
     run(way, execution, ignore)
@@ -48,8 +56,9 @@ def test_what_is_polled_and_moves_asks_nobody(way: str) -> None:
 
 
 @both
+@pytest.mark.usefixtures("patient")
 def test_what_makes_progress_asks_nobody(way: str) -> None:
-    execution = Scripted(Latch(), steps=100)
+    execution = Scripted(Latch(), steps=300)
     run(way, execution, ignore)
     assert execution.probes == 0
 
