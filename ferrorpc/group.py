@@ -296,7 +296,7 @@ class ProcessGroup(Collectives):
             if not isinstance(error, FerroError) and session is not None:
                 place = session.membership.assignment
                 if place.generation != self.generation:  # the others have the next one, and wait for this rank there
-                    session.report(GroupAbortedError(place.rank, f"{reason_of(error)} during reform()"))
+                    session.membership.latch.end(GroupAbortedError(place.rank, f"{reason_of(error)} during reform()"))
             raise
 
     def close(self) -> None:

@@ -142,18 +142,30 @@ class Latch:
     Invariants: 1. `cause` never changes once set. 2. Each watcher is called exactly once, after `cause` is set; a watcher that
     is added later is called at once.
 
+    Args:
+        report: tells of a cause that ends the generation, and of the latch, which trips once the first cause is known; must not
+            block. None where no other rank has to know: the latch trips with the cause itself.
+
     Attributes:
         cause: the first cause; None while the generation is open.
         unhealthy: by world rank, a sentence about each member that the coordinator has reported as stalled or suspect, for the
             log messages of those who wait for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[FerroError, Latch], None] | None = None) -> None:
+        self._report = report
         self._lock = threading.Lock()
         self._watchers: dict[int, Callable[[], None]] = {}
         self._next = 0
         self.cause: FerroError | None = None
         self.unhealthy: dict[int, str] = {}
+
+    def end(self, cause: FerroError) -> None:
+        """Ends the generation with this cause, unless it has ended already. Returns at once; the latch may trip later."""
+        if self._report is None:
+            self.trip(cause)
+        else:
+            self._report(cause, self)
 
     def trip(self, cause: FerroError) -> bool:
         """Sets the first cause and calls the watchers. False, and without effect, when it has tripped before.
@@ -181,7 +193,7 @@ class Latch:
 
     def part(self) -> tuple[Latch, int]:
         """A latch that trips with this one, or before it, and the ticket with which this one forgets it."""
-        part = Latch()
+        part = Latch(lambda cause, part: self.end(cause))
         part.unhealthy = self.unhealthy
 
         def follow() -> None:

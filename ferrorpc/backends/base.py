@@ -55,7 +55,7 @@ class Backend(ABC):
         world_ranks: world rank of each group rank; errors speak of these.
         group_id: 0 for the world.
         session: the session with the coordinator; None for a backend without one (no store, no reform).
-        latch: trips when the generation ends.
+        latch: trips when the generation ends, and ends it (`latch.end`).
         clock: used by every wait.
     """
 
@@ -73,7 +73,7 @@ class Backend(ABC):
 
     @shared_property
     def latch(self) -> Latch:
-        """Trips when the generation ends; a backend that sets none gets one of its own."""
+        """Trips when the generation ends; a backend that sets none gets one that concerns this rank only."""
         return Latch()
 
     @property
@@ -161,7 +161,7 @@ class Backend(ABC):
         """
         if isinstance(execution, BlockingMessage):
             execution.queue_up()
-        return drive(execution, self.abort)
+        return drive(execution)
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
         """Hands an execution to another thread; the Work's result is `convert(execution)`, made where it is completed.
@@ -170,7 +170,7 @@ class Backend(ABC):
         """
         if isinstance(execution, BlockingMessage):
             execution.queue_up()
-        return drive_apart(execution, self.abort, convert)
+        return drive_apart(execution, convert)
 
     @shared_property
     def _turns(self) -> Turns:
@@ -213,14 +213,8 @@ class Backend(ABC):
         return
 
     def abort(self, cause: FerroError) -> None:
-        """Ends the generation, on every rank, with this cause; without a session on this rank only.
-
-        A next generation, which the session may have joined already, is not affected.
-        """
-        if self.session is not None:
-            self.session.report(cause, self.latch)
-        else:
-            self.latch.trip(cause)
+        """Ends the generation with this cause, on every rank that its session knows. A next one is not affected."""
+        self.latch.end(cause)
 
     def renew(self, timeout: float) -> Backend:
         """The same kind of backend in the next generation (`group.reform`). Only world backends with a session can.

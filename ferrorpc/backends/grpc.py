@@ -53,7 +53,7 @@ class GrpcBackend(MessageBackend):
         host_peers = discover_host_peers(assignment, path, session.barrier, latch, session.clock)
         with ExitStack() as undo:
             undo.callback(host_peers.close, CLOSE_SECONDS)
-            mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
+            mailbox = Mailbox(assignment.rank, latch.end)
             told = partial(session.report_link_lost, latch=latch)
             transport: Transport = GrpcTransport(server, assignment, mailbox, latch, session.clock, told)
             undo.callback(transport.close, CLOSE_SECONDS)

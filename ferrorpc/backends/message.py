@@ -74,7 +74,7 @@ class MessageBackend(Backend):
             self._arena = Arena(control, transport, group_id, self.world_ranks, self.describe)
             transport.mailbox.register_lookup(group_id, self._arena.entered)
         self._send_queues = SendQueues()
-        self._small_messages = SmallMessages(transport, group_id, self.world_ranks, self._send_queues, self.abort)
+        self._small_messages = SmallMessages(transport, group_id, self.world_ranks, self._send_queues, self.latch)
         self._barriers = itertools.count(1)
 
     @property
@@ -126,7 +126,7 @@ class MessageBackend(Backend):
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
         """As `Backend.submit`. Its executions never block, so one thread interleaves those of all groups of the process."""
-        return progress_of(self.clock).submit(execution, self.abort, convert)
+        return progress_of(self.clock).submit(execution, convert)
 
     def send(self, data: Any, dst: int, tag: int = 0) -> None:
         peer, tag, source = peer_of(dst, self.rank, self.size, "dst"), tag_of(tag, BACKEND_TAG_MAX), view(data)

@@ -38,7 +38,7 @@ class SimulatedBackend(MessageBackend):
 
     def __init__(self, session: Session, networks: Networks, timeout: float) -> None:
         assignment, latch = session.membership.assignment, session.membership.latch
-        mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
+        mailbox = Mailbox(assignment.rank, latch.end)
         transport = InprocTransport(
             assignment.rank,
             assignment.size,

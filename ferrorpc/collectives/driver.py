@@ -183,14 +183,14 @@ def unmade_result(label: str, error: Exception) -> FerroError:
     return told if isinstance(told, FerroError) else FerroError(f"{label} is over, but its result could not be made: {error!r}")
 
 
-def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.ndarray[Any, Any]]:
+def drive(execution: Execution) -> list[np.ndarray[Any, Any]]:
     """Drives one execution on this thread; returns its results.
 
     Raises:
         FerroError: the first cause of the generation's end, this rank's timeout, or a UsageError of this call.
     """
     try:
-        _drive(execution, abort)
+        _drive(execution)
     except BaseException:
         with suppress(Exception):  # such as one of a GPU that has failed: what is raised tells more
             execution.finish()
@@ -199,7 +199,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     return execution.results
 
 
-def _drive(execution: Execution, abort: Callable[[FerroError], None]) -> None:
+def _drive(execution: Execution) -> None:
     """Advances an execution until it is complete. Raises as `drive`."""
     guard = execution.guard
     parker = guard.clock.parker()
@@ -214,25 +214,25 @@ def _drive(execution: Execution, abort: Callable[[FerroError], None]) -> None:
     except FerroError as error:
         if not breaks(execution, error):
             raise
-        raise _first_cause(guard, error, abort, parker) from None
+        raise _first_cause(guard, error) from None
     except MemoryError as error:
-        raise _first_cause(guard, out_of_memory(execution.label, error), abort, parker) from None
+        raise _first_cause(guard, out_of_memory(execution.label, error)) from None
     except Exception as problem:
         found = unexpected(execution.label, problem)
         if not isinstance(found, BackendUnavailableError):  # a bug, which is best seen where it is
-            abort(found)
+            guard.latch.end(found)
             raise
-        raise _first_cause(guard, found, abort, parker) from None
+        raise _first_cause(guard, found) from None
 
 
-def drive_apart(execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any]) -> Work[Any]:
+def drive_apart(execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
     """Drives an execution on a thread of its own, which ends with it. The Work's result is `convert(execution)`."""
     clock = execution.guard.clock
     work: Work[Any] = Work(clock, execution.label)
 
     def body() -> None:
         try:
-            drive(execution, abort)
+            drive(execution)
         except Exception as problem:  # noqa: BLE001  a third party's send or recv may raise anything
             work.fail(failure_of(execution.label, problem))
             return
@@ -247,11 +247,11 @@ def drive_apart(execution: Execution, abort: Callable[[FerroError], None], conve
     return work
 
 
-def _first_cause(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
+def _first_cause(guard: Guard, error: FerroError) -> FerroError:
     """The error that a failed operation raises. A function of its own: a frame that refers to the error it raises is a
     reference cycle that keeps the arrays alive."""
     cause = guard.latch.cause
-    return verdict(guard, error, abort, parker) if cause is None else cause.again()
+    return verdict(guard, error) if cause is None else cause.again()
 
 
 def _wait(execution: Execution, parker: Parker) -> None:
@@ -293,11 +293,11 @@ def _poll(execution: Execution, parker: Parker) -> None:
         latch.forget(ticket)
 
 
-def verdict(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
-    """Reports a failure and returns what to raise: the first cause as soon as it is known, else the failure itself."""
-    latch, until = guard.latch, guard.clock.now() + VERDICT_SECONDS
+def verdict(guard: Guard, error: FerroError) -> FerroError:
+    """Ends the generation. Returns what to raise: the first cause as soon as it is known, else the failure itself."""
+    latch, parker, until = guard.latch, guard.clock.parker(), guard.clock.now() + VERDICT_SECONDS
     ticket = latch.watch(parker.unpark)
-    abort(error)
+    latch.end(error)
     while latch.cause is None and parker.park(until):
         pass
     latch.forget(ticket)

@@ -47,7 +47,6 @@ class _Entry:
     """One asynchronous execution."""
 
     __slots__ = (
-        "abort",
         "convert",
         "execution",
         "failure",
@@ -67,14 +66,12 @@ class _Entry:
     def __init__(
         self,
         execution: Execution,
-        abort: Callable[[FerroError], None],
         convert: Callable[[Execution], Any],
         work: Work[Any],
         patience: WaitTimers,
         serial: int,
     ) -> None:
         self.execution = execution
-        self.abort = abort
         self.convert = convert
         self.work = work
         self.patience = patience
@@ -96,7 +93,7 @@ class _Entry:
         """Drops what it held when it is over. Timers may refer to the entry for a while longer."""
         self.over = True
         self.failure = self.raised = None  # their tracebacks refer to the execution
-        del self.execution, self.abort, self.convert, self.patience, self.work
+        del self.execution, self.convert, self.patience, self.work
 
     def nap_seconds(self) -> float:
         """The shortest sleep until its next poll."""
@@ -145,7 +142,6 @@ class Progress:
     def submit(
         self,
         execution: Execution,
-        abort: Callable[[FerroError], None],
         convert: Callable[[Execution], Any],
         work: Work[Any] | None = None,
     ) -> Work[Any]:
@@ -157,9 +153,7 @@ class Progress:
         """
         if work is None:
             work = Work(self._clock, execution.label)
-        entry = _Entry(
-            execution, abort, convert, work, WaitTimers(execution, self._probes, self._explanations), next(self._count)
-        )
+        entry = _Entry(execution, convert, work, WaitTimers(execution, self._probes, self._explanations), next(self._count))
         wake = partial(self._wake, entry)
         with self._lock:
             if not self._started:
@@ -359,14 +353,14 @@ class Progress:
         if not breaks(entry.execution, error):
             self._end(entry, error)
             return
-        cause = entry.execution.guard.latch.cause
-        if cause is not None:
-            self._end(entry, cause.again())
+        latch = entry.execution.guard.latch
+        if latch.cause is not None:
+            self._end(entry, latch.cause.again())
             return
         entry.failure = error
         entry.verdict_by = self._clock.now() + VERDICT_SECONDS
         self._schedule(entry)
-        entry.abort(error)
+        latch.end(error)
 
     def _end(self, entry: _Entry, error: FerroError | None) -> None:
         execution, result = entry.execution, None
@@ -376,7 +370,7 @@ class Progress:
         except Exception as problem:  # noqa: BLE001  such as one of a GPU that has failed: the operation must end all the same
             if error is None:
                 error = failure_of(execution.label, problem).again()
-                entry.abort(error)
+                execution.guard.latch.end(error)
         if error is None:
             try:
                 result = entry.convert(execution)

@@ -6,7 +6,7 @@ What has to wait for anything takes the general path (point_to_point.py), which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ import numpy as np
 from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives.driver import unexpected
 from ferrorpc.collectives.point_to_point import SEND, SendQueues, label_of_recv, label_of_send
-from ferrorpc.errors import FerroError
-from ferrorpc.guard import wake_nobody
+from ferrorpc.guard import Latch, wake_nobody
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.point_to_point import PostedReceive
@@ -33,7 +32,7 @@ class SmallMessages:
         group: its id.
         world_ranks: world rank of each group rank.
         queues: its sends that have not begun.
-        abort: ends the generation.
+        latch: of the generation.
     """
 
     def __init__(
@@ -42,12 +41,12 @@ class SmallMessages:
         group: int,
         world_ranks: Sequence[int],
         queues: SendQueues,
-        abort: Callable[[FerroError], None],
+        latch: Latch,
     ) -> None:
         self.transport = transport
         self.group = group
         self.world_ranks = world_ranks
-        self.abort = abort
+        self.latch = latch
         self._queues = queues
 
     def send(self, data: Array, spec: TensorSpec, dst: int, tag: int) -> bool:
@@ -91,7 +90,7 @@ class SmallReceive(PostedReceive):
             try:
                 self._messages.transport.busy_poll(self.place[1], self._is_here)
             except Exception as error:
-                self._messages.abort(unexpected(self.label, error))  # a message that was just read may be lost
+                self._messages.latch.end(unexpected(self.label, error))  # a message that was just read may be lost
                 raise
         message = self.message
         if message is None or not message.frames:

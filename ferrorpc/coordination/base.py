@@ -19,7 +19,12 @@ DESCRIBE_SECONDS: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One generation on this rank: its assignment, the latch that trips when it is over, and the numbers of its barriers."""
+    """One generation on this rank: its assignment, the latch that trips when it is over, and the numbers of its barriers.
+
+    `latch.end(failure)` ends it on every rank. The coordinator keeps the first cause, which trips the latch here and on all
+    others; if it does not answer within a second, the latch trips with `failure` itself. If a later generation has begun, this
+    one is over on every rank, and only the latch trips.
+    """
 
     assignment: Assignment
     latch: Latch = field(default_factory=Latch)
@@ -128,24 +133,12 @@ class Session(ABC):
     """What this rank does, for status and error messages. It counts every operation."""
 
     @abstractmethod
-    def report(self, failure: FerroError, latch: Latch | None = None) -> None:
-        """Ends the generation with this failure, unless it has ended already. Returns at once.
-
-        Args:
-            latch: of the generation that failed; None for the current one. If a later generation has begun, this one is over on
-                every rank, and only the latch trips.
-
-        The coordinator keeps the first cause, which trips `membership.latch` on this rank and on all others. If the coordinator
-        does not answer within a second, the latch trips with `failure` itself.
-        """
-
-    @abstractmethod
     def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:
         """Reports that the data stream to or from world rank `peer` broke. The coordinator decides what trips the latch.
 
         Args:
             reason: why, in words; `generation_errors.PEER_LEFT` where the peer has said goodbye and is still needed.
-            latch: as for `report`; for a generation that is over nothing is reported.
+            latch: of the generation in which it broke; None for the current one. Of one that is over nothing is reported.
         """
 
     @abstractmethod

@@ -248,7 +248,7 @@ class LocalWorld:
         self.generation = _Generation(self.generation.number + 1, ranked)
         for rank, member in enumerate(ranked):
             assignment = Assignment(self.job, self.cluster_id, self.generation.number, rank, peers, reason)
-            member.assign(Membership(assignment))
+            member.assign(Membership(assignment, Latch(member.end_generation)))
 
 
 def _by_rank(members: Sequence[LocalSession], elastic: bool) -> list[LocalSession]:
@@ -304,9 +304,10 @@ class LocalSession(Session):
         self.membership = membership
         self.state, self.rejoining, self.reforming, self.gave_up_at = "active", False, False, -math.inf
 
-    def report(self, failure: FerroError, latch: Latch | None = None) -> None:
+    def end_generation(self, failure: FerroError, latch: Latch) -> None:
+        """As `Latch.end`, of a generation of this session."""
         membership = self.membership
-        if latch is None or latch is membership.latch:
+        if latch is membership.latch:
             # A copy: a traceback would keep the arrays of the operation that failed.
             self._world.end_generation(membership.assignment.generation, membership.assignment.rank, failure.again())
         else:
@@ -319,7 +320,7 @@ class LocalSession(Session):
             members = self._world.generation.members
             current = self._world.generation.number == self.membership.assignment.generation
             cause = _lost_link_error(self.rank, peer, members[peer], reason) if current else link_lost(self.rank, peer, reason)
-        self.report(cause, latch)
+        (latch or self.membership.latch).end(cause)
 
     def barrier(
         self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None

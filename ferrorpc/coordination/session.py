@@ -182,21 +182,22 @@ class RemoteSession(Session):
         self._connection.ask(self._rendezvous, timeout, lambda message: RendezvousTimeoutError([], message), join=request)
         self._returned = self.membership
 
-    def report(self, failure: FerroError, latch: Latch | None = None) -> None:
+    def _report(self, failure: FerroError, latch: Latch) -> None:
+        """As `Latch.end`, of a generation of this session."""
         membership = self.membership
         failure = failure.again()  # without its traceback, which would keep the arrays of the step alive
-        if latch is not None and latch is not membership.latch:
+        if latch is not membership.latch:
             self._trip(latch, failure)
             return
-        if membership.latch.cause is not None or self._reported is membership.latch:
+        if latch.cause is not None or self._reported is latch:
             return
-        self._reported = membership.latch
+        self._reported = latch
         request = wire.ReportRequest(generation=membership.assignment.generation, failure=_bounded(failure))
         try:
-            self._connection.post("the report of a failure", membership.latch, report=request)
-            self.clock.call_at(self.clock.now() + REPORT_SECONDS, lambda: self._trip(membership.latch, failure))
+            self._connection.post("the report of a failure", latch, report=request)
+            self.clock.call_at(self.clock.now() + REPORT_SECONDS, lambda: self._trip(latch, failure))
         except FerroError:
-            self._trip(membership.latch, failure)
+            self._trip(latch, failure)
 
     def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:
         membership = self.membership
@@ -377,7 +378,8 @@ class RemoteSession(Session):
                 peers,
                 response.reason,
                 response.cost_table,
-            )
+            ),
+            Latch(self._report),
         )
         place = f"rank {response.rank} of {len(peers)} in generation {response.generation}"
         tell(_log, logging.INFO, "%s has %s: %s", self.name, place, response.reason)
@@ -445,7 +447,7 @@ class RemoteSession(Session):
             unhealthy.pop(report.rank, None)
         reason = self._links_lost.get((self.membership.latch, report.rank))
         if report.state == "left" and reason is not None:
-            self.report(member_left(report.rank, reason))
+            self.membership.latch.end(member_left(report.rank, reason))
 
     def _run_leave_callbacks(self) -> None:
         while self._leave_callbacks:

@@ -133,7 +133,7 @@ class Dispatch:
         first cause. Its caller knows why, so the log tells of no operation that ends thereby and that nobody looks at."""
         guard = self.guard(0.0)
         known = guard.latch.cause
-        first = verdict(guard, cause, self.backend.abort, guard.clock.parker()) if known is None else known.again()
+        first = verdict(guard, cause) if known is None else known.again()
         first.mark_shown()
         return first
 
@@ -219,7 +219,7 @@ class Dispatch:
                 self._give_back(place)
             elif isinstance(error, MemoryError):  # the others wait for this rank's operation of that number
                 label = f"operation {number} of stream {stream}"
-                raise verdict(guard, out_of_memory(label, error), backend.abort, guard.clock.parker()) from None
+                raise verdict(guard, out_of_memory(label, error)) from None
             raise
 
     def start_at(self, prepared: PointerAllReduce, source: int, target: int, keeps: object, timeout: float | None) -> Execution:

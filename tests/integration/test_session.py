@@ -27,7 +27,6 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
 )
-from ferrorpc.guard import Latch
 from ferrorpc.v1.identity_pb2 import Position
 from ferrorpc.v1.session_pb2 import Event, GenerationBroken, Result
 from ferrorpc.versions import own_version
@@ -156,7 +155,7 @@ def test_what_a_seat_carries_is_closed_before_a_clean_goodbye_and_after_one_with
 
 
 def test_only_the_rank_whose_deadline_passed_has_timed_out(world):
-    world[2].report(CollectiveTimeoutError([0], "all_reduce #4 waited 1 s for rank 0"))
+    world[2].membership.latch.end(CollectiveTimeoutError([0], "all_reduce #4 waited 1 s for rank 0"))
     own = cause_of(world[2])
     assert isinstance(own, CollectiveTimeoutError)
     assert own.waiting_on == [0]
@@ -168,7 +167,7 @@ def test_only_the_rank_whose_deadline_passed_has_timed_out(world):
 
 def test_a_mismatch_reaches_every_rank_with_all_signatures(world):
     signatures = {0: "all_reduce float32[3]", 1: "all_reduce float32[4]"}
-    world[0].report(CollectiveMismatchError(signatures))
+    world[0].membership.latch.end(CollectiveMismatchError(signatures))
     for session in world:
         cause = cause_of(session)
         assert isinstance(cause, CollectiveMismatchError)
@@ -176,7 +175,7 @@ def test_a_mismatch_reaches_every_rank_with_all_signatures(world):
 
 
 def test_the_first_cause_stays_on_every_rank(world):
-    together([lambda s=session, n=n: s.report(NcclError(f"failure of {n}")) for n, session in enumerate(world)])
+    together([lambda s=session, n=n: s.membership.latch.end(NcclError(f"failure of {n}")) for n, session in enumerate(world)])
     causes = [cause_of(session).message for session in world]
     origin = next(n for n in range(len(world)) if causes[n] == f"failure of {n}")
     others = f"rank {origin} ended the group: failure of {origin}"
@@ -184,12 +183,13 @@ def test_the_first_cause_stays_on_every_rank(world):
 
 
 def test_a_failure_too_large_for_a_frame_still_ends_the_generation(world):
-    world[0].report(CollectiveMismatchError(dict.fromkeys(range(1000), "x" * 1000)))
+    world[0].membership.latch.end(CollectiveMismatchError(dict.fromkeys(range(1000), "x" * 1000)))
     assert isinstance(cause_of(world[1]), CollectiveMismatchError)
 
 
 def test_a_report_keeps_nothing_of_the_step_that_failed(world):
-    earlier = Latch()
+    earlier = world[0].membership.latch
+    together([lambda s=session: s.rejoin(20) for session in world])
 
     class Gradients:
         pass
@@ -199,8 +199,8 @@ def test_a_report_keeps_nothing_of_the_step_that_failed(world):
         try:
             raise NcclError("failure")
         except NcclError as error:
-            world[0].report(error, earlier)
-            world[0].report(error)
+            earlier.end(error)
+            world[0].membership.latch.end(error)
         return weakref.ref(gradients)
 
     kept = fail()
@@ -234,7 +234,7 @@ def test_what_is_found_out_of_an_earlier_generation_is_not_the_end_of_this_one(w
     before = world[0].membership.latch
     together([lambda s=session: s.rejoin(20) for session in world])
     world[0].report_link_lost(2, "end of stream", before)
-    world[0].report(NcclError("late"), before)
+    before.end(NcclError("late"))
     assert isinstance(before.cause, NcclError)
     assert world[0].store.keys() == [], "what it sent before has been answered"
     assert [session.membership.latch.cause for session in world] == [None] * 3

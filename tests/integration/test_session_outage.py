@@ -228,7 +228,7 @@ def test_a_report_is_made_though_another_cluster_had_one_in_a_generation_of_this
     """A cluster that is new counts generations from 1 again."""
     sessions = join_all(volatile.address, 2, **IMPATIENT)
     sessions[0].report_link_lost(1, "before")
-    sessions[0].report(NcclError("before"))
+    sessions[0].membership.latch.end(NcclError("before"))
     eventually(lambda: all(session.membership.latch.cause for session in sessions))
     volatile.kill()
     volatile.start()
@@ -236,7 +236,7 @@ def test_a_report_is_made_though_another_cluster_had_one_in_a_generation_of_this
     memberships = together([lambda s=s: s.rejoin(20) for s in sessions])
     assert [m.assignment.generation for m in memberships] == [1, 1]
     if what == "failure":
-        sessions[0].report(NcclError("afterwards"))
+        sessions[0].membership.latch.end(NcclError("afterwards"))
     else:
         sessions[0].report_link_lost(1, "afterwards")
     for membership in memberships:
@@ -250,7 +250,7 @@ def test_an_older_copy_of_the_journal_under_a_running_job_is_told_of(durable, tm
     sessions = join_all(durable.address, 2)
     shutil.copytree(tmp_path / "journal", tmp_path / "copy")
     if reformed:
-        sessions[0].report(GroupAbortedError(0, "on purpose"))
+        sessions[0].membership.latch.end(GroupAbortedError(0, "on purpose"))
         together([lambda s=s: s.rejoin(20) for s in sessions])
     counted = [session.store.add("count") for session in sessions]
     memberships = [session.membership for session in sessions]
@@ -358,7 +358,7 @@ def test_a_failure_ends_the_generation_at_home_though_the_coordinator_says_nothi
     session = join(volatile.address, 0, 1)
     volatile.pause()
     try:
-        session.report(NcclError("the wire is cut"))
+        session.membership.latch.end(NcclError("the wire is cut"))
         assert session.membership.latch.cause is None, "the coordinator may know an earlier cause"
         cause = eventually(lambda: session.membership.latch.cause)
     finally:

@@ -223,7 +223,7 @@ def test_what_a_rank_reports_of_an_earlier_generation_leaves_this_one_as_it_is(w
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda session: session.rejoin(10.0), sessions))
     if what == "a failure":
-        sessions[0].report(NcclError("late"), before[0])
+        before[0].end(NcclError("late"))
     else:
         sessions[0].report_link_lost(1, "late", before[0])
     assert [session.membership.latch.cause for session in sessions] == [None, None]

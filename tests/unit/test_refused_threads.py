@@ -17,7 +17,7 @@ from ferrorpc.errors import LimitExceededError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch, SystemClock
 from ferrorpc.transports.grpc.pending_streams import PendingStreams
 from ferrorpc.transports.grpc.threads import ThreadPerCall
-from tests.unit.collectives.test_progress import Scripted, reporter
+from tests.unit.collectives.test_progress import Scripted
 from tests.unit.transports.shared_memory.host_worlds import HostWorld
 
 
@@ -57,11 +57,11 @@ def test_an_interpreter_that_exits_is_not_taken_for_a_full_system(monkeypatch: p
 
 def test_an_asynchronous_operation_is_refused_and_a_later_one_is_done() -> None:
     clock, latch = FullClock(), Latch()
-    progress, (_, report) = Progress(clock), reporter(latch)
+    progress = Progress(clock)
     with pytest.raises(LimitExceededError):
-        progress.submit(Scripted(latch), report, lambda execution: 1)
+        progress.submit(Scripted(latch), lambda execution: 1)
     clock.refuses = False
-    assert progress.submit(Scripted(latch), report, lambda execution: 2).wait(30.0) == 2
+    assert progress.submit(Scripted(latch), lambda execution: 2).wait(30.0) == 2
 
 
 def test_a_refused_collective_ends_the_generation_and_a_refused_recv_leaves_its_message() -> None:

@@ -183,7 +183,7 @@ class DeviceBackend(RawOperations, Backend):
         execution.until_done = True
         work = DeviceWork(self.clock, execution, convert)
         if not begun:
-            return progress_of(self.clock).submit(execution, self.abort, convert, work)
+            return progress_of(self.clock).submit(execution, convert, work)
         execution.on_complete = work.on_complete
         self.context.watch(execution)
         return work
@@ -283,9 +283,6 @@ class DeviceBackend(RawOperations, Backend):
 
     def retire(self, begun: Sequence[Begun]) -> None:
         self.lanes.retire(begun)
-
-    def abort(self, cause: FerroError) -> None:
-        self.lanes.abort(cause)
 
     def renew(self, timeout: float) -> Self:
         """The backend of the next generation, with new lanes and a new communicator."""

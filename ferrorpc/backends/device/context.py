@@ -96,7 +96,7 @@ class GroupContext:
         """Drives an operation on the caller's thread until it is complete. Releases one that fails."""
         try:
             if not execution.begin():
-                return drive(execution, self.lanes.abort)
+                return drive(execution)
             execution.finish()
             return execution.results
         except BaseException:
@@ -113,7 +113,7 @@ class GroupContext:
             if self._watchers.get(queue) is not latest and self._watchers[queue].join(execution):
                 return
             watcher = CompletionWatcher(execution, self.device)
-            progress_of(self.lanes.clock).submit(watcher, self.lanes.abort, _nothing, WatcherWork(watcher))
+            progress_of(self.lanes.clock).submit(watcher, _nothing, WatcherWork(watcher))
             self._watchers[queue] = watcher  # only now: others join it, and the system may have refused its thread
 
     def hurry(self, execution: InFlightExecution) -> None:
@@ -152,7 +152,7 @@ class GroupContext:
                 clock = self.lanes.clock
                 kept = self._kept[queue] = KeptBuffers(self.device, clock, self.polling)
                 kept.keep(event, buffers)
-                progress_of(clock).submit(kept, _log_only, _nothing)
+                progress_of(clock).submit(kept, _nothing)
 
     def copying_to_host(self) -> AbstractContextManager[None]:
         """A context for copying finished results to the host. Its current stream holds copies alone, so these do not wait for
@@ -162,11 +162,6 @@ class GroupContext:
     def explain(self, label: str) -> str:
         """What a launched operation may wait for. NCCL does not say which rank it is."""
         return f"{label} waits for ranks {self.others}, or for what their GPUs and this one were given before it"
-
-
-def _log_only(error: FerroError) -> None:
-    """Stands for an abort: the generation has ended already."""
-    _log.warning("%s", error.message)
 
 
 def _nothing(execution: Execution) -> None:

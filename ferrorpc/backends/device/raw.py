@@ -139,7 +139,7 @@ class RawOperations:
         except KeyboardInterrupt:  # perhaps it was launched, perhaps not: the other ranks cannot go on with this one
             if lanes.latch.cause is None:
                 cause = GroupAbortedError(lanes.world_ranks[lanes.rank], f"KeyboardInterrupt during {execution.label}")
-                verdict(execution.guard, cause, lanes.abort, lanes.clock.parker())
+                verdict(execution.guard, cause)
             execution.finish()
             raise
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from ferrorpc.errors import (
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.work import Work
 from tests.interrupts import InterruptAt
-from tests.unit.collectives.test_progress import Never, Scripted, reporter
+from tests.unit.collectives.test_progress import Never, Scripted, reporting
 from tests.waiting import eventually
 
 MODULES = [progress_module.__file__, work_module.__file__]
@@ -111,8 +110,8 @@ def busy(progress: Progress) -> Busy:
     return made
 
 
-def submit(progress: Progress, execution: Execution, report: Callable[[FerroError], None] = lambda error: None) -> Work[Any]:
-    return progress.submit(execution, report, lambda done: 7)
+def submit(progress: Progress, execution: Execution) -> Work[Any]:
+    return progress.submit(execution, lambda done: 7)
 
 
 def test_who_waits_completes_it_without_the_progress_thread(progress: Progress, busy: Busy) -> None:
@@ -217,9 +216,8 @@ def test_what_is_polled_later_because_it_was_assisted_keeps_its_place(progress: 
 def test_a_failure_is_reported_once_and_raised(
     progress: Progress, busy: Busy, raised: Exception, found: type[FerroError]
 ) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
-    work = submit(progress, Polled(latch, steps=3, error=raised), report)
+    latch, reported = reporting()
+    work = submit(progress, Polled(latch, steps=3, error=raised))
     busy_goes = threading.Timer(0.05, busy.may_go.set)
     busy_goes.start()
     with pytest.raises(found):
@@ -228,17 +226,15 @@ def test_a_failure_is_reported_once_and_raised(
 
 
 def test_a_mistake_of_this_rank_concerns_it_alone(progress: Progress) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
+    latch, reported = reporting()
     with pytest.raises(TensorMismatchError):
-        submit(progress, Polled(latch, error=TensorMismatchError("no fit")), report).wait()
+        submit(progress, Polled(latch, error=TensorMismatchError("no fit"))).wait()
     assert (reported, latch.cause) == ([], None)
 
 
 def test_what_a_signal_handler_raises_ends_the_generation_and_reaches_its_caller(progress: Progress) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
-    work = submit(progress, Polled(latch, steps=3, error=ArithmeticError("of a handler")), report)
+    latch, reported = reporting()
+    work = submit(progress, Polled(latch, steps=3, error=ArithmeticError("of a handler")))
     with pytest.raises((ArithmeticError, FerroError), match="of a handler"):
         work.wait(timeout=SECONDS)
     with pytest.raises(FerroError, match="of a handler"):
@@ -256,9 +252,8 @@ def test_what_a_signal_handler_raises_while_the_result_is_made_reaches_who_waits
             raise strikes.pop()
         return 7
 
-    latch = Latch()
-    reported, report = reporter(latch)
-    work = progress.submit(Polled(latch, steps=3), report, convert)
+    latch, reported = reporting()
+    work = progress.submit(Polled(latch, steps=3), convert)
     with pytest.raises(ArithmeticError, match="of a handler"):
         work.wait(timeout=SECONDS)
     busy.may_go.set()
@@ -286,9 +281,9 @@ def test_a_deadline_that_passes_while_it_is_assisted_ends_it_afterwards(progress
             self.advances += 1
             return False
 
-    reported, report = reporter(Latch())
-    execution = Slow(Latch(), seconds=0.1)
-    work = submit(progress, execution, report)
+    latch, reported = reporting()
+    execution = Slow(latch, seconds=0.1)
+    work = submit(progress, execution)
     eventually(lambda: bool(progress._polled), "it is polled")
     with pytest.raises(CollectiveTimeoutError, match="too late"):
         work.wait(timeout=SECONDS)
@@ -303,9 +298,8 @@ def test_an_interrupt_within_a_step_ends_the_generation(progress: Progress, busy
             super().advance()
             raise KeyboardInterrupt
 
-    latch = Latch()
-    reported, report = reporter(latch)
-    work = submit(progress, Struck(latch), report)
+    latch, reported = reporting()
+    work = submit(progress, Struck(latch))
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     busy.may_go.set()
@@ -375,12 +369,11 @@ def test_wherever_an_interrupt_strikes_the_operation_ends(
     outcomes = set()
     for place in range(1, 400):
         progress, latch = Progress(SYSTEM_CLOCK), Latch()
-        _, report = reporter(latch)
         keeper = Busy()
         execution = kind(keeper, latch, error)
         submit(progress, keeper)
         keeper.is_kept.wait(SECONDS)
-        work = submit(progress, execution, report)
+        work = submit(progress, execution)
         told, times = threading.Event(), list[int]()
         work.on_done(lambda times=times: times.append(1))  # type: ignore[misc]
         work.on_done(told.set)
@@ -433,9 +426,9 @@ def test_what_was_over_before_it_was_submitted_ends_at_once(progress: Progress) 
 def test_its_deadline_counts_although_the_thread_slept_longer(progress: Progress) -> None:
     submit(progress, Begun(Latch()))
     eventually(lambda: progress._sleeps_until < float("inf"), "the thread sleeps")
-    reported, report = reporter(Latch())
+    latch, reported = reporting()
     with pytest.raises(CollectiveTimeoutError, match="too late"):
-        submit(progress, Begun(Latch(), seconds=0.02), report).wait(timeout=SECONDS)
+        submit(progress, Begun(latch, seconds=0.02)).wait(timeout=SECONDS)
     assert len(reported) == 1
 
 
@@ -478,14 +471,15 @@ class Late(Polled):
 
 
 def test_what_has_failed_is_not_completed_by_who_waits_before_the_first_cause_is_known(progress: Progress) -> None:
-    latch, told = Latch(), threading.Event()
-    execution = Late(latch, seconds=0.05)
+    told = threading.Event()
 
-    def report(error: FerroError) -> None:
+    def report(error: FerroError, latch: Latch) -> None:
         execution.reported = True
         told.set()
 
-    work = submit(progress, execution, report)
+    latch = Latch(report)
+    execution = Late(latch, seconds=0.05)
+    work = submit(progress, execution)
     assert told.wait(SECONDS)
     SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.2, lambda: latch.trip(GroupAbortedError(1, "first")))
     with pytest.raises(GroupAbortedError):

@@ -85,7 +85,7 @@ def test_the_driver_sleeps_while_those_who_have_news_do_the_work() -> None:
     execution = Counting(3)
     for delay in (0.02, 0.04, 0.06):
         SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + delay, execution.tell)
-    drive(execution, lambda error: None)
+    drive(execution)
     assert len(execution.threads - {threading.get_ident()}) == 3
     assert (execution.taken, execution.left) == (3, 1)
 
@@ -167,7 +167,7 @@ def test_what_goes_wrong_on_another_thread_is_raised_by_the_driver() -> None:
     execution._work = wrong
     SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.02, execution.tell)
     with pytest.raises(UsageError, match="reader's thread"):
-        drive(execution, lambda error: None)
+        drive(execution)
     assert execution.left == 1
 
 
@@ -182,8 +182,8 @@ def test_an_interrupt_is_raised_where_it_struck_and_fails_the_operation_that_was
     struck, queued = Counting(2, interrupted), Counting(1)
     looked = threading.Event()
     struck.looked = looked.set
-    failing = progress.submit(struck, lambda error: struck.guard.latch.trip(error), lambda _: None)
-    going_on = progress.submit(queued, lambda error: None, lambda _: 7)
+    failing = progress.submit(struck, lambda _: None)
+    going_on = progress.submit(queued, lambda _: 7)
     assert looked.wait(SECONDS)
 
     def tell_both() -> None:
@@ -231,7 +231,7 @@ def test_what_failed_is_free_as_soon_as_it_is_over() -> None:
     gc.disable()
     try:
         with contextlib.suppress(UsageError):
-            drive(execution, lambda error: None)
+            drive(execution)
         del execution
         assert held() is None
     finally:

@@ -79,21 +79,22 @@ class Never(Scripted):
         return False
 
 
-def reporter(latch: Latch) -> tuple[list[FerroError], Callable[[FerroError], None]]:
+def reporting() -> tuple[Latch, list[FerroError]]:
+    """A latch, and the causes with which it was ended."""
     reported: list[FerroError] = []
 
-    def report(error: FerroError) -> None:
+    def report(error: FerroError, latch: Latch) -> None:
         reported.append(error)
         latch.trip(error)
 
-    return reported, report
+    return Latch(report), reported
 
 
-def run(way: str, execution: Execution, report: Callable[[FerroError], None]) -> None:
+def run(way: str, execution: Execution) -> None:
     if way == "drive":
-        drive(execution, report)
+        drive(execution)
     else:
-        Progress(SYSTEM_CLOCK).submit(execution, report, lambda done: done).wait(timeout=20.0)
+        Progress(SYSTEM_CLOCK).submit(execution, lambda done: done).wait(timeout=20.0)
 
 
 both = pytest.mark.parametrize("way", ["drive", "progress"])
@@ -102,17 +103,16 @@ both = pytest.mark.parametrize("way", ["drive", "progress"])
 @both
 def test_it_is_advanced_once_for_each_wake_and_then_freed(way: str) -> None:
     execution = Scripted(Latch(), steps=3)
-    run(way, execution, lambda error: None)
+    run(way, execution)
     assert (execution.advances, execution.finished) == (4, 1)
 
 
 @both
 def test_at_its_deadline_it_is_reported_and_raises_its_own_timeout(way: str) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
+    latch, reported = reporting()
     execution = Never(latch, seconds=1.0)
     with pytest.raises(CollectiveTimeoutError) as raised:
-        run(way, execution, report)
+        run(way, execution)
     assert raised.value.waiting_on == [3]
     assert [type(error) for error in reported] == [CollectiveTimeoutError]
     assert (execution.probes >= 1, execution.finished) == (True, 1)
@@ -120,14 +120,12 @@ def test_at_its_deadline_it_is_reported_and_raises_its_own_timeout(way: str) -> 
 
 @both
 def test_what_is_raised_is_the_first_cause_that_was_kept(way: str) -> None:
-    latch = Latch()
-    execution = Scripted(latch, steps=1, error=PeerLostError(2, "mine"))
-
-    def somebody_was_first(error: FerroError) -> None:
+    def somebody_was_first(error: FerroError, latch: Latch) -> None:
         latch.trip(GroupAbortedError(0, "theirs"))
 
+    execution = Scripted(Latch(somebody_was_first), steps=1, error=PeerLostError(2, "mine"))
     with pytest.raises(GroupAbortedError, match="theirs"):
-        run(way, execution, somebody_was_first)
+        run(way, execution)
 
 
 class Stuck(Scripted):
@@ -139,10 +137,9 @@ class Stuck(Scripted):
 
 @both
 def test_a_failure_is_not_hidden_by_one_to_let_go_of_what_the_operation_holds(way: str) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
+    latch, reported = reporting()
     with pytest.raises(PeerLostError, match="mine"):
-        run(way, Stuck(latch, steps=1, error=PeerLostError(2, "mine")), report)
+        run(way, Stuck(latch, steps=1, error=PeerLostError(2, "mine")))
     assert [type(error) for error in reported] == [PeerLostError]
 
 
@@ -154,30 +151,27 @@ class CUDADriverError(RuntimeError):
 
 @both
 def test_an_operation_whose_kernel_finds_that_the_gpu_has_failed_says_so(way: str) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
+    latch, reported = reporting()
     with pytest.raises(FerroError, match="the GPU has failed: illegal address") as raised:
-        run(way, Scripted(latch, steps=1, error=CUDADriverError("illegal address")), report)
+        run(way, Scripted(latch, steps=1, error=CUDADriverError("illegal address")))
     assert "started again" in raised.value.hint
     assert [type(error).__name__ for error in (raised.value, *reported)] == ["BackendUnavailableError"] * 2
 
 
 @pytest.mark.parametrize(("error", "raised"), [(None, "the GPU is gone"), (PeerLostError(2, "mine"), "mine")])
 def test_an_operation_that_cannot_let_go_of_what_it_holds_fails_and_the_thread_goes_on(error: Any, raised: str) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
+    latch, reported = reporting()
     progress = Progress(SYSTEM_CLOCK)
-    work = progress.submit(Stuck(latch, steps=1, error=error), report, lambda done: done)
+    work = progress.submit(Stuck(latch, steps=1, error=error), lambda done: done)
     with pytest.raises(FerroError, match=raised):
         work.wait(timeout=20.0)
     assert [raised in each.message for each in reported] == [True]
-    progress.submit(Scripted(Latch(), steps=1), report, lambda done: done).wait(timeout=20.0)
+    progress.submit(Scripted(Latch(), steps=1), lambda done: done).wait(timeout=20.0)
 
 
 @both
 def test_a_failure_that_is_met_after_the_end_of_the_generation_does_not_hide_its_first_cause(way: str) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
+    latch, reported = reporting()
 
     class Late(Scripted):
         """The first cause is pushed after the driver has looked at the latch, and before the execution meets a failure."""
@@ -187,18 +181,17 @@ def test_a_failure_that_is_met_after_the_end_of_the_generation_does_not_hide_its
             raise PeerLostError(2, "mine")
 
     with pytest.raises(GroupAbortedError, match="theirs"):
-        run(way, Late(latch), report)
+        run(way, Late(latch))
     assert reported == []
 
 
 @both
 def test_the_end_of_the_generation_ends_the_wait(way: str) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
+    latch, reported = reporting()
     SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.02, lambda: latch.trip(PeerLostError(1, "gone")))
     execution = Never(latch)
     with pytest.raises(PeerLostError):
-        run(way, execution, report)
+        run(way, execution)
     assert (reported, execution.finished) == ([], 1)
 
 
@@ -217,7 +210,7 @@ def test_the_end_of_the_generation_ends_the_wait_of_one_that_is_polled(way: str)
 
     execution = Polled(latch)
     with pytest.raises(PeerLostError):
-        run(way, execution, lambda error: None)
+        run(way, execution)
     assert execution.finished == 1
 
 
@@ -238,26 +231,24 @@ def test_what_is_over_no_longer_watches_its_generation(way: str, error: Exceptio
 
     latch = Watched()
     with contextlib.suppress(FerroError):
-        run(way, Scripted(latch, steps=2, error=error), lambda error: None)
+        run(way, Scripted(latch, steps=2, error=error))
     latch.trip(PeerLostError(1, "gone"))
     assert called == []
 
 
 @both
 def test_a_usage_error_concerns_this_rank_alone(way: str) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
+    latch, reported = reporting()
     with pytest.raises(UsageError):
-        run(way, Scripted(latch, steps=1, error=UsageError("wrong out")), report)
+        run(way, Scripted(latch, steps=1, error=UsageError("wrong out")))
     assert (reported, latch.cause) == ([], None)
 
 
 @both
 def test_an_array_without_room_breaks_the_generation_and_is_no_bug(way: str) -> None:
-    latch = Latch()
-    reported, report = reporter(latch)
+    latch, reported = reporting()
     with pytest.raises(LimitExceededError, match="scripted #1: this process has no memory"):
-        run(way, Scripted(latch, steps=1, error=MemoryError("8 TiB")), report)
+        run(way, Scripted(latch, steps=1, error=MemoryError("8 TiB")))
     assert [type(error) for error in reported] == [LimitExceededError]
 
 
@@ -267,7 +258,7 @@ def test_nothing_starts_after_the_generation_has_ended(way: str) -> None:
     latch.trip(PeerLostError(1, "gone"))
     execution = Scripted(latch)
     with pytest.raises(PeerLostError):
-        run(way, execution, lambda error: None)
+        run(way, execution)
     assert execution.advances == 0
 
 
@@ -275,15 +266,14 @@ def test_nothing_starts_after_the_generation_has_ended(way: str) -> None:
 def test_a_verdict_that_does_not_come_leaves_the_ranks_own_error(way: str, no_verdict: None) -> None:
     execution = Scripted(Latch(), steps=1, error=PeerLostError(2, "mine"))
     with pytest.raises(PeerLostError, match="mine"):
-        run(way, execution, lambda error: None)
+        run(way, execution)
 
 
 def test_a_bug_in_one_operation_does_not_stop_the_others() -> None:
-    latch = Latch()
+    latch, reported = reporting()
     progress = Progress(SYSTEM_CLOCK)
-    reported, report = reporter(latch)
-    broken = progress.submit(Scripted(latch, error=ZeroDivisionError("a bug")), report, lambda done: done)
-    sound = progress.submit(Scripted(Latch(), steps=2), report, lambda done: 7)
+    broken = progress.submit(Scripted(latch, error=ZeroDivisionError("a bug")), lambda done: done)
+    sound = progress.submit(Scripted(Latch(), steps=2), lambda done: 7)
     assert sound.wait(timeout=20.0) == 7
     with pytest.raises(FerroError, match="a bug"):
         broken.wait(timeout=20.0)
@@ -299,18 +289,16 @@ def test_what_cannot_be_made_into_a_result_is_given_back_for_the_next_one(proble
     def convert(done: Execution) -> None:
         raise problem
 
-    latch, given_back = Latch(), list[int]()
-    reported, report = reporter(latch)
+    (latch, reported), given_back = reporting(), list[int]()
     with pytest.raises(FerroError, match=str(problem)) as raised:
-        Progress(SYSTEM_CLOCK).submit(Received(latch), report, convert).wait(timeout=20.0)
+        Progress(SYSTEM_CLOCK).submit(Received(latch), convert).wait(timeout=20.0)
     assert not isinstance(raised.value, GroupAbortedError), "the group goes on"
     assert (given_back, reported) == ([1], [])
 
 
 def test_a_gpu_that_cannot_be_made_current_fails_its_own_operation_alone() -> None:
-    latch = Latch()
+    latch, reported = reporting()
     progress = Progress(SYSTEM_CLOCK)
-    reported, report = reporter(latch)
 
     class Failed:
         def enter_own_thread(self) -> None:
@@ -319,14 +307,14 @@ def test_a_gpu_that_cannot_be_made_current_fails_its_own_operation_alone() -> No
     broken = Scripted(latch)
     broken.device = Failed()  # type: ignore[assignment]
     with pytest.raises(FerroError, match="an illegal address"):
-        progress.submit(broken, report, lambda done: done).wait(timeout=20.0)
+        progress.submit(broken, lambda done: done).wait(timeout=20.0)
     assert len(reported) == 1
-    assert progress.submit(Scripted(Latch(), steps=2), report, lambda done: 7).wait(timeout=20.0) == 7
+    assert progress.submit(Scripted(Latch(), steps=2), lambda done: 7).wait(timeout=20.0) == 7
 
 
 def test_many_operations_in_flight_end_in_their_own_time() -> None:
     progress = Progress(SYSTEM_CLOCK)
-    works = [progress.submit(Scripted(Latch(), steps=n % 5), lambda error: None, lambda done, n=n: n) for n in range(50)]
+    works = [progress.submit(Scripted(Latch(), steps=n % 5), lambda done, n=n: n) for n in range(50)]
     assert [work.wait(timeout=20.0) for work in works] == list(range(50))
     assert sum(thread.name == "ferrorpc-progress" for thread in threading.enumerate()) >= 1
 
@@ -336,7 +324,7 @@ def test_of_thousands_in_flight_only_the_oldest_ask_their_peers_and_are_explaine
     clock, latch = ManualClock(), Latch()
     progress = Progress(clock)
     waiting = [Never(latch, clock=clock) for _ in range(3000)]
-    works = [progress.submit(each, lambda error: None, lambda done: done) for each in waiting]
+    works = [progress.submit(each, lambda done: done) for each in waiting]
     for seconds in (0.26, 4.0, 0.8, 0.0):
         eventually(lambda: len(progress._timers) == 3000 and progress._timers[0][0] > clock.now(), "the timers that were due")
         clock.advance(seconds)
@@ -366,10 +354,10 @@ def test_what_is_over_before_it_was_handed_over_no_longer_watches_its_generation
             self.handed_over.wait(timeout=20.0)
 
     progress, latch = Progress(SYSTEM_CLOCK), Latch()
-    progress.submit(Scripted(latch), lambda error: None, lambda done: None).wait(timeout=20.0)  # starts its thread
+    progress.submit(Scripted(latch), lambda done: None).wait(timeout=20.0)  # starts its thread
     execution = Eager(latch)
     execution.handed_over = Work(SYSTEM_CLOCK, execution.label)
-    progress.submit(execution, lambda error: None, lambda done: None, execution.handed_over)
+    progress.submit(execution, lambda done: None, execution.handed_over)
     assert not latch._watchers
 
 
@@ -393,7 +381,7 @@ def test_nobody_looks_for_what_was_polled_once_it_is_over() -> None:
     class Polled(Scripted):
         polling = Polling(1)
 
-    Progress(Naps()).submit(Polled(Latch(), steps=2), lambda error: None, lambda done: done).wait(timeout=20.0)
+    Progress(Naps()).submit(Polled(Latch(), steps=2), lambda done: done).wait(timeout=20.0)
     eventually(lambda: naps[-1] > 0.02, "a thread that sleeps until something happens")
 
 
@@ -411,7 +399,7 @@ def test_what_cannot_begin_yet_is_not_polled() -> None:
 
     progress, latch = Progress(SYSTEM_CLOCK), Latch()
     oldest, *later = [Queued(latch) for _ in range(5)]
-    works = [progress.submit(each, lambda error: None, lambda done: done) for each in (oldest, *later)]
+    works = [progress.submit(each, lambda done: done) for each in (oldest, *later)]
     eventually(lambda: oldest.advances > 20, "polls")
     assert [each.advances for each in later] == [1] * 4
     may_end.set()
@@ -423,7 +411,7 @@ def test_nothing_of_an_operation_is_held_once_it_is_over(fails: bool) -> None:
     """Although its timers are not due yet, and no other operation follows."""
     progress, latch = Progress(SYSTEM_CLOCK), Latch()
     execution = Scripted(latch, steps=3, error=UsageError("a bad argument") if fails else None)
-    work = progress.submit(execution, latch.trip, lambda execution: None)
+    work = progress.submit(execution, lambda execution: None)
     with contextlib.suppress(UsageError):
         work.wait(10.0)
     held = weakref.ref(execution)
@@ -436,17 +424,16 @@ def test_nothing_of_an_operation_is_held_once_it_is_over(fails: bool) -> None:
 
 def test_what_has_failed_is_let_go_of_without_a_garbage_collection() -> None:
     """Its arrays may fill most of a GPU, and the next generation needs the room."""
-    latch = Latch()
 
-    def report(error: FerroError) -> None:
+    def report(error: FerroError, latch: Latch) -> None:
         latch.trip(GroupAbortedError(0, error.message))
 
-    execution = Never(latch, seconds=0.05)
+    execution = Never(Latch(report), seconds=0.05)
     held = weakref.ref(execution)
     gc.collect()
     gc.disable()
     try:
-        work = Progress(SYSTEM_CLOCK).submit(execution, report, lambda done: done)
+        work = Progress(SYSTEM_CLOCK).submit(execution, lambda done: done)
         del execution
         with pytest.raises(GroupAbortedError):
             work.wait(timeout=20.0)
@@ -459,7 +446,7 @@ def test_a_forked_child_drives_the_operations_of_its_own_groups() -> None:
     """Such as those of a world in one process: its parent's thread is not there."""
 
     def result() -> object:
-        return progress_of(SYSTEM_CLOCK).submit(Scripted(Latch(), steps=1), lambda error: None, lambda _: 7).wait(10.0)
+        return progress_of(SYSTEM_CLOCK).submit(Scripted(Latch(), steps=1), lambda _: 7).wait(10.0)
 
     assert result() == 7
     assert in_a_forked_child(lambda: result() == 7) == 0
@@ -473,9 +460,9 @@ def test_an_error_of_the_users_own_is_no_bug_of_the_librarys(way: str) -> None:
         def advance(self) -> bool:
             raise TimeoutError("the batch took too long")
 
-    reported, report = reporter(latch := Latch())
+    latch, reported = reporting()
     with pytest.raises((TimeoutError, FerroError)):
-        run(way, Alarmed(latch), report)
+        run(way, Alarmed(latch))
     (told,) = reported
     assert isinstance(told, GroupAbortedError)
     assert told.cause == "TimeoutError: the batch took too long during scripted #1"
@@ -491,7 +478,7 @@ def test_an_error_within_the_library_is_a_bug(way: str) -> None:
             Latch.check(nothing)
             return True
 
-    reported, report = reporter(latch := Latch())
+    latch, reported = reporting()
     with pytest.raises((AttributeError, FerroError)):
-        run(way, Broken(latch), report)
+        run(way, Broken(latch))
     assert reported[0].hint == "report this as a bug in ferrorpc, with the lines above"

@@ -31,7 +31,7 @@ class Small:
         self.lane = Lane(room)
         self.queues = SendQueues()
         self.aborted: list[FerroError] = []
-        self.messages = SmallMessages(self.lane, 0, (0, PEER), self.queues, self.aborted.append)
+        self.messages = SmallMessages(self.lane, 0, (0, PEER), self.queues, Latch(lambda error, _: self.aborted.append(error)))
 
     def send(self, number: int, size: int = 1, tag: int = TAG) -> bool:
         return self.messages.send(np.full(size, number, np.uint8), TensorSpec(U8, (size,)), PEER, tag)

@@ -29,15 +29,11 @@ class SlowPolled(Scripted):
         return self.guard.waited > 1.6
 
 
-def ignore(error: FerroError) -> None:
-    """Stands for an abort."""
-
-
 @pytest.mark.parametrize("error", [None, PeerLostError(1, "gone")])
 def test_what_was_polled_and_is_over_no_longer_watches_its_generation(error: FerroError | None) -> None:
     latch = Latch()
     with contextlib.suppress(PeerLostError):
-        drive(SlowPolled(latch, error=error), latch.trip)
+        drive(SlowPolled(latch, error=error))
     assert not latch._watchers
 
 
@@ -51,7 +47,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 def test_what_is_polled_and_moves_asks_nobody(way: str) -> None:
     execution = SlowPolled(Latch())
-    run(way, execution, ignore)
+    run(way, execution)
     assert execution.probes == 0
 
 
@@ -59,7 +55,7 @@ def test_what_is_polled_and_moves_asks_nobody(way: str) -> None:
 @pytest.mark.usefixtures("patient")
 def test_what_makes_progress_asks_nobody(way: str) -> None:
     execution = Scripted(Latch(), steps=300)
-    run(way, execution, ignore)
+    run(way, execution)
     assert execution.probes == 0
 
 

@@ -72,14 +72,14 @@ def test_a_killed_member_is_lost_to_the_others_and_fenced_itself():
 
 def test_the_first_cause_of_a_generations_end_stays():
     world = LocalWorld(2)
-    world.session(0).report(NcclError("first"))
+    world.session(0).membership.latch.end(NcclError("first"))
     world.kill(1, "later")
     assert str(world.session(0).membership.latch.cause).startswith("first")
 
 
 def test_only_the_rank_whose_deadline_passed_has_timed_out():
     world = LocalWorld(3)
-    world.session(2).report(CollectiveTimeoutError([0], "all_reduce #4 waited 1 s for rank 0"))
+    world.session(2).membership.latch.end(CollectiveTimeoutError([0], "all_reduce #4 waited 1 s for rank 0"))
     assert isinstance(world.session(2).membership.latch.cause, CollectiveTimeoutError)
     for rank in (0, 1):
         cause = world.session(rank).membership.latch.cause
@@ -215,13 +215,13 @@ def test_the_cause_of_an_end_keeps_no_frame_of_the_operation_that_failed():
     try:
         raise GroupAbortedError(1, "over")
     except GroupAbortedError as error:
-        world.session(1).report(error)
+        world.session(1).membership.latch.end(error)
     assert [world.session(rank).membership.latch.cause.__traceback__ for rank in range(2)] == [None, None]
 
 
 def test_a_barrier_of_a_broken_generation_is_refused_also_where_all_come_to_it():
     world = LocalWorld(2)
-    world.session(1).report(GroupAbortedError(1, "over"))
+    world.session(1).membership.latch.end(GroupAbortedError(1, "over"))
     for rank in range(2):
         with pytest.raises(GroupAbortedError, match="over"):
             world.session(rank).barrier("b")
@@ -441,14 +441,14 @@ def test_a_key_cannot_be_bound_to_a_generation_that_is_over():
     """It would never vanish: its time has come already."""
     world = LocalWorld(3, min_size=2)
     sessions = [world.session(rank) for rank in range(3)]
-    sessions[0].report(NcclError("the end"))
+    sessions[0].membership.latch.end(NcclError("the end"))
     with pytest.raises(NcclError, match="the end"):
         sessions[1].store.set("k", b"", bind="generation")
     sessions[2].leave()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda session: session.rejoin(10.0), sessions[:2]))
     sessions[0].store.set("k", b"", bind="generation")
-    sessions[0].report(NcclError("the next end"))
+    sessions[0].membership.latch.end(NcclError("the next end"))
     assert sessions[1].store.keys() == []
 
 

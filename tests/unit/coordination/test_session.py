@@ -98,7 +98,7 @@ def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same
     played = Played()
     played.welcome()
     played.join(2)
-    played.session.report(GroupAbortedError(0, "no file caf\udce9.txt"))
+    played.session.membership.latch.end(GroupAbortedError(0, "no file caf\udce9.txt"))
     played.session.report_link_lost(1, "no file caf\udce9.txt")
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(played.session.leave, "FileNotFoundError: caf\udce9.txt")

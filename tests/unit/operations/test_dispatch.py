@@ -98,7 +98,7 @@ def test_an_asynchronous_send_goes_on_once_a_full_lane_has_room(in_time: bool) -
     if in_time:
         lane.room = 1
         told[-1]()
-    work = Progress(SYSTEM_CLOCK).submit(execution, lambda error: None, lambda done: 7)
+    work = Progress(SYSTEM_CLOCK).submit(execution, lambda done: 7)
     if not in_time:
         eventually(lambda: len(told) == 2, "it was refused once more")
         lane.room = 1
@@ -115,7 +115,7 @@ def test_what_goes_wrong_at_once_is_met_by_who_drives_it() -> None:
     failing = Counting(1, wrong)
     assert not Dispatch(backend, 20.0).begin(failing)
     with pytest.raises(UsageError, match="wrong"):
-        drive(failing, lambda error: None)
+        drive(failing)
     backend.close()
 
 
