@@ -10,6 +10,7 @@ from ferrorpc.errors import (
     ErrorCode,
     FerroError,
     GroupAbortedError,
+    GroupClosedError,
     PeerLostError,
     StaleGenerationError,
     UsageError,
@@ -65,6 +66,14 @@ def link_lost(reporter: int, peer: int, reason: str) -> FerroError:
         reporter,
         f"the data stream between rank {reporter} and rank {peer} broke: {reason}; both are alive",
         hint="look at the network between the two hosts; group.reform() connects anew",
+    )
+
+
+def links_closed(rank: int) -> GroupClosedError:
+    """An operation goes on, or begins, on a rank that another call has taken out of the generation."""
+    return GroupClosedError(
+        f"rank {rank} has closed its links, by close() or reform()",
+        hint="let other threads and asynchronous operations end before that; after reform() use the group that it returned",
     )
 
 

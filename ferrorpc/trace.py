@@ -103,7 +103,7 @@ class TraceFile:
     def _write(self, event: Mapping[str, Any]) -> None:
         if os.getpid() != self._owner:
             return
-        with self._lock, self._ended_by_errors():
+        with self._writing():
             if self._file.closed:
                 return
             if event["pid"] != self._rank and event["ph"] != "C":
@@ -117,19 +117,23 @@ class TraceFile:
 
     def _flush(self) -> None:
         if os.getpid() == self._owner:
-            with self._lock, self._ended_by_errors():
+            with self._writing():
                 if not self._file.closed:
                     self._file.flush()
 
     @contextlib.contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
-        """Closes the file with a warning where it cannot be written to any more, instead of failing what it records."""
-        try:
-            yield
-        except OSError as problem:
-            self._ended.set()
-            with contextlib.suppress(OSError):
-                self._file.close()
+    def _writing(self) -> Iterator[None]:
+        """Holds the lock. Closes a file that cannot be written to, with a warning, instead of failing what it records."""
+        problem: OSError | None = None
+        with self._lock:
+            try:
+                yield
+            except OSError as error:
+                problem = error
+                self._ended.set()
+                with contextlib.suppress(OSError):
+                    self._file.close()
+        if problem is not None:  # without the lock, which a log handler may need
             _log.warning("the trace %s ends here: %s", self.path, problem.strerror or problem)
 
     def _line(self, event: Mapping[str, Any]) -> None:
@@ -141,7 +145,7 @@ class TraceFile:
         if os.getpid() != self._owner:
             return
         self._ended.set()
-        with self._lock, self._ended_by_errors():
+        with self._writing():
             if not self._file.closed:
                 self._file.write(f"{'' if self._opening == ',' else '['}\n]\n")
                 self._file.close()

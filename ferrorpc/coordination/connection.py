@@ -349,17 +349,20 @@ class Connection:
 
     def _went_down(self, failure: FerroError) -> bool:
         """Notes that the stream has ended or could not be opened. Returns whether it was up."""
+        told = ""
         with self._condition.lock:
             was_up = self._down_since is None
             if was_up:
                 self._down_since = self._clock.now()
                 if self.ended_by is None and self.leave_error is None:
                     self._loss_logged = True
-                    tell(_log, logging.WARNING, "lost the coordinator at %s: %s", self.address, failure.message)
+                    told = "lost the coordinator at %s: %s"
             elif self._loss_logged and failure.code is not self._failure.code:
-                tell(_log, logging.WARNING, "still without the coordinator at %s: %s", self.address, failure.message)
+                told = "still without the coordinator at %s: %s"
             self._failure = failure
             self._condition.notify_all()
+        if told:  # without the lock, which a log handler that ends the generation needs
+            tell(_log, logging.WARNING, told, self.address, failure.message)
         return was_up
 
     def _handle_frame(self, frame: wire.ServerFrame) -> None:

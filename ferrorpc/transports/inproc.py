@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ferrorpc.errors import GroupClosedError, UsageError
-from ferrorpc.generation_errors import PEER_LEFT
+from ferrorpc.errors import UsageError
+from ferrorpc.generation_errors import PEER_LEFT, links_closed
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Mailbox
@@ -173,7 +173,7 @@ class InprocTransport(Transport):
     ) -> bool:
         self._latch.check()
         if self._closed:
-            raise GroupClosedError(f"rank {self.rank} has closed its lanes")
+            raise links_closed(self.rank)
         data = memoryview(b"" if payload is None else payload.tobytes())
         frame = Frame(key, self.rank, header, offset, data)
         self._carry(peer, lambda end: end.mailbox.deliver(frame), needed=True)

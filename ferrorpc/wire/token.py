@@ -44,25 +44,28 @@ class Token:
     def both(self) -> tuple[str, str]:
         """The current token, and the one before it; the same one twice until the file is replaced."""
         with self._lock:
-            return self._read(), self._before
+            told = self._read_anew()
+            both = self._value, self._before
+        if told:  # without the lock, which a log handler may need
+            _log.warning("%s", told)
+        return both
 
-    def _read(self) -> str:
+    def _read_anew(self) -> str:
+        """Returns what is to be logged of it; empty for nothing."""
         if self._path is None:
-            return self._value
+            return ""
         try:
             value = read_token(self._path)
             if not value and self._value:
                 raise ConfigError(f"token_file={self._path!r} is empty now")
         except ConfigError as error:
-            if error.message != self._told:
-                self._told = error.message
-                _log.warning("the token in use is kept: %s", error.message)
-            return self._value
+            before, self._told = self._told, error.message
+            return "" if error.message == before else f"the token in use is kept: {error.message}"
         self._told = ""
-        if value != self._value:
-            self._before, self._value = self._value, value
-            _log.warning("%s was read anew", self._path)
-        return value
+        if value == self._value:
+            return ""
+        self._before, self._value = self._value, value
+        return f"{self._path} was read anew"
 
     def accepts(self, *given: str) -> bool:
         """Whether one of these is the current token or the one before it. Compares in constant time."""

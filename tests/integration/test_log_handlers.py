@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import GroupAbortedError, UsageError
 from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.members import join
 from tests.waiting import eventually
@@ -47,4 +47,19 @@ def test_a_coordinator_that_is_lost_and_comes_back_is_used_again(durable, kind):
     finally:
         log.removeHandler(handler)
     assert all(isinstance(error, KeyError if kind == "strict" else UsageError) for error in handler.errors)
+    session.leave()
+
+
+def test_a_handler_may_end_the_generation(durable):
+    session = join(durable.address, 0, 1, heartbeat_interval=0.2)
+    log = logging.getLogger("ferrorpc.coordination")
+    handler = Handler(lambda record: session.membership.latch.end(GroupAbortedError(0, "no coordinator")))
+    log.addHandler(handler)
+    try:
+        durable.kill()
+        assert eventually(lambda: session.membership.latch.cause).message == "rank 0 ended the group: no coordinator"
+        durable.start()
+        session.store.set("checkpoint", b"7")
+    finally:
+        log.removeHandler(handler)
     session.leave()

@@ -21,8 +21,8 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.config import LANES_MAX
-from ferrorpc.errors import CodecError, FerroError, GroupClosedError, PermissionDeniedError
-from ferrorpc.generation_errors import PEER_LEFT
+from ferrorpc.errors import CodecError, FerroError, PermissionDeniedError
+from ferrorpc.generation_errors import PEER_LEFT, links_closed
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, CLOSE_SECONDS, Transport
@@ -110,6 +110,8 @@ class GrpcTransport(Transport):
             return False
         lane.sent_frames = True
         lane.queue.put_frame(encode(key, header, offset, b"" if payload is None else payload.data), size_bytes)
+        if self._closing:  # it may have been dropped
+            self._lane_to(peer)
         return True
 
     def grant(self, peer: int, key: Key, slot: int) -> None:
@@ -330,7 +332,7 @@ class GrpcTransport(Transport):
             self._report_left(peer)
         with self._lock:
             if self._closing:
-                raise GroupClosedError(f"rank {self.rank} has closed its streams")
+                raise links_closed(self.rank)
             if link.loss is not None or link.has_left:
                 return None
             lane = link.lanes.get(number)
