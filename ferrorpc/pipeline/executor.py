@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ferrorpc.arrays.error_prefix import ErrorPrefix
@@ -56,15 +56,10 @@ class Executor:
         self._exchange = exchange
         self._batch_io = batch_io
         self._clock = clock
+        self._keep_contexts = keep_contexts
         self._values: dict[Transfer, Any] = {}
         """Results that wait for an action of this rank, or for their send."""
         self._chunk = {number: chunk for chunk, number in enumerate(sorted(pieces))}
-        self._compute: dict[Kind, Callable[[Action, Any], Any]] = {
-            Kind.FORWARD: lambda each, x: pieces[each.stage].forward(each.microbatch, x, keep_contexts),
-            Kind.BACKWARD: lambda each, grad: pieces[each.stage].backward(each.microbatch, grad),
-            Kind.BACKWARD_INPUT: lambda each, grad: pieces[each.stage].backward_input(each.microbatch, grad),
-            Kind.BACKWARD_WEIGHT: lambda each, _: pieces[each.stage].backward_weight(each.microbatch),
-        }
 
     def run(self, actions: Sequence[Action]) -> Iterator[int]:
         """Runs them in order, sends included. A receive happens when the action that needs it runs.
@@ -85,8 +80,7 @@ class Executor:
     def _run_compute(self, each: Action) -> None:
         value = None if each.kind is Kind.BACKWARD_WEIGHT else self._input(each)
         start = self._clock.now()
-        leaves_out = each.kind is not Kind.FORWARD and is_left_out(value)
-        result = self._left_out(each) if leaves_out else self._compute[each.kind](each, value)
+        result = self._computed(each, value)
         if each.kind is Kind.FORWARD and each.stage == len(self._placement) - 1:
             self._batch_io.output(each.microbatch, result)
         stop = self._clock.now()
@@ -96,17 +90,26 @@ class Executor:
         if each.kind is not Kind.BACKWARD_WEIGHT:
             self._keep(each, result)
 
-    def _left_out(self, each: Action) -> Any:
-        """Frees the context instead of a backward. Returns what all pieces before get: that they shall do the same."""
-        self._pieces[each.stage].leave_out(each.microbatch)
-        targets = len(outputs_of(each, self._edges))
-        return (LEFT_OUT,) * targets if targets > 1 else LEFT_OUT
+    def _computed(self, each: Action, value: Any) -> Any:
+        """The result of an action on a value."""
+        piece, microbatch = self._pieces[each.stage], each.microbatch
+        if each.kind is Kind.FORWARD:
+            return piece.forward(microbatch, value, self._keep_contexts)
+        if each.kind is Kind.BACKWARD_WEIGHT:
+            piece.backward_weight(microbatch)
+            return None
+        if is_left_out(value):  # all pieces before get that they shall leave it out, too
+            piece.leave_out(microbatch)
+            targets = len(outputs_of(each, self._edges))
+            return (LEFT_OUT,) * targets if targets > 1 else LEFT_OUT
+        return piece.backward(microbatch, value) if each.kind is Kind.BACKWARD else piece.backward_input(microbatch, value)
 
     def _input(self, each: Action) -> Any:
         """What an action works on: from the batch, or from each piece with an edge to it, here or on other ranks."""
         transfers = inputs_of(each, self._edges)
         if not transfers:
-            return self._batch_io.input(each.microbatch) if each.kind is Kind.FORWARD else self._batch_io.grad(each.microbatch)
+            batch, microbatch = self._batch_io, each.microbatch
+            return batch.inputs[microbatch] if each.kind is Kind.FORWARD else batch.grads.pop(microbatch)
         values = tuple(self._received(transfer) for transfer in transfers)
         return values[0] if len(values) == 1 else values
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from ferrorpc.errors import UsageError
 from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
-from ferrorpc.pipeline.actions import Action, Kind, action
+from ferrorpc.pipeline.actions import Kind, action
 from ferrorpc.pipeline.batch import check_like, check_reduction, cut, join, loss_weights, rows, shapes_of, split
 from ferrorpc.pipeline.batch_io import BatchIO, InferenceBatch, LossFunction, TrainingBatch
 from ferrorpc.pipeline.device_lanes import open_lanes
@@ -32,8 +32,14 @@ from ferrorpc.pipeline.transfers import Transfer, links_of, receives, sends_to
 from ferrorpc.plans.span import Span
 
 DEFAULT_MICROBATCHES = 8
+_FORWARDS: Final = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+_BACKWARDS: Final = tuple(kind for kind in Kind if kind not in _FORWARDS)
 _made: Final[WeakKeyDictionary[ProcessGroup, int]] = WeakKeyDictionary()
 """How many pipelines each group has had. The number is the same on every rank, because ranks make their pipelines together."""
+
+
+def _ignore(piece: int) -> None:
+    """An `on_gradients` that does nothing."""
 
 
 class Pipeline:
@@ -98,8 +104,8 @@ class Pipeline:
         self._steps = 0
         self._spans: list[Span] = []
         self._peak = 0
-        self._output_rows: list[int] = []
-        self._awaits_backward = False
+        self._output_rows: list[int] | None = None
+        """Of the outputs of the last `forward`, on the rank of the last stage; None unless a backward may follow."""
         if tied_names:
             self._broadcast_tied_weights()
 
@@ -153,16 +159,18 @@ class Pipeline:
                 too, and is raised here as it is.
         """
         check_reduction(reduction, weight)
-        batch = TrainingBatch(split(x, self.schedule.microbatches, "x") if self._is_first else [])
+        inputs = split(x, self.schedule.microbatches, "x") if self._is_first else []
         if self._is_last:
             loss = _loss_given(loss_fn)
             targets = split(target, self.schedule.microbatches, "target")
-            batch.set_targets(targets, loss_weights(targets, reduction, weight), loss)
+            batch = TrainingBatch(inputs, targets, loss_weights(targets, reduction, weight), loss)
+        else:
+            batch = TrainingBatch(inputs)
         self._check_on_gradients(on_gradients)
         seconds = seconds_of(timeout, self._group.timeout)
         with others_told(self._group):
-            self._begin(awaits_backward=False)
-            self._run(_is_any, batch, True, seconds, on_gradients or _ignore)
+            self._begin()
+            self._run(tuple(Kind), batch, seconds, on_gradients or _ignore)
         return batch.loss
 
     def forward(self, x: Any = None, *, timeout: float | None = None) -> Any:
@@ -177,10 +185,11 @@ class Pipeline:
             UsageError, CollectiveTimeoutError, FerroError: as in `step`.
         """
         batch = InferenceBatch(split(x, self.schedule.microbatches, "x") if self._is_first else [])
-        keep_contexts, seconds = self.schedule.is_forward_first, seconds_of(timeout, self._group.timeout)
+        seconds = seconds_of(timeout, self._group.timeout)
         with others_told(self._group):
-            self._begin(awaits_backward=keep_contexts)
-            self._run(_is_forward, batch, keep_contexts, seconds)
+            self._begin()
+            self._output_rows = []
+            self._run(_FORWARDS, batch, seconds)
         if not self._is_last:
             return None
         outputs = [batch.outputs[microbatch] for microbatch in sorted(batch.outputs)]
@@ -211,9 +220,9 @@ class Pipeline:
                 f"{self.schedule} starts backwards before all forwards are done, so they cannot be two calls",
                 hint='call step(), or use schedule="gpipe"',
             )
-        if not self._awaits_backward:
+        if self._output_rows is None:
             raise UsageError("there is no forward for this backward", hint="call forward() first, once for each backward()")
-        batch = InferenceBatch([])
+        parts = []
         if self._is_last:
             total = sum(self._output_rows)
             for what, value in (("outputs", outputs), ("grads", grads)):
@@ -225,12 +234,12 @@ class Pipeline:
                         hint="backward(outputs, grads) takes all that forward returned, and the loss's gradient of it",
                     )
             check_like(grads, shapes_of(outputs), "grads", "y")
-            batch.grads = cut(grads, self._output_rows)
+            parts = cut(grads, self._output_rows)
         self._check_on_gradients(on_gradients)
         seconds = seconds_of(timeout, self._group.timeout)
         with others_told(self._group):
-            self._awaits_backward = False
-            self._run(_is_backward, batch, True, seconds, on_gradients or _ignore)
+            self._output_rows = None
+            self._run(_BACKWARDS, InferenceBatch([], parts), seconds, on_gradients or _ignore)
 
     def recorded(self) -> PipelineTimeline:
         """What all ranks did in their last step, in seconds from its start. Every rank calls it.
@@ -255,45 +264,38 @@ class Pipeline:
         if len(self._pieces) > 1:
             self._tied.check_shared(list(self.named_parameters()))
 
-    def _begin(self, awaits_backward: bool) -> None:
+    def _begin(self) -> None:
         """Begins a new pass over a batch, and frees the contexts that an earlier forward kept."""
         for piece in self._pieces.values():
             piece.forget()
-        self._awaits_backward = awaits_backward
+        self._output_rows = None
         self._spans, self._peak = [], 0
         self._steps += 1
 
     def _run(
         self,
-        chosen: Callable[[Action], bool],
+        kinds: Collection[Kind],
         batch_io: BatchIO,
-        keep_contexts: bool,
         seconds: float,
-        on_gradients: Callable[[int], None] | None = None,
+        on_gradients: Callable[[int], None] = _ignore,
     ) -> None:
-        """Runs the chosen actions. They include backwards if and only if there is an `on_gradients`."""
+        """Runs the actions of these kinds."""
         rank, placement, edges = self._group.rank, self.schedule.placement, self.schedule.edges
-        rows = [list(filter(chosen, row)) for row in self._rows]
-        expected = receives(rows[rank], placement, edges)
-        if on_gradients is not None:
-            expected += self._tied.gradient_receives()
+        rows = [[each for each in row if each.kind in kinds] for row in self._rows]
+        has_backwards = Kind.BACKWARD in kinds
+        expected = receives(rows[rank], placement, edges) + (self._tied.gradient_receives() if has_backwards else [])
+        keep_contexts = has_backwards or self.schedule.is_forward_first
         orders = {source: sends_to(rank, rows[source], placement, edges) for source, _ in self._lanes}
         with self._exchange(expected, seconds, self._lanes, orders) as exchange:
             executor = Executor(rank, self._pieces, self.schedule, exchange, batch_io, self._clock, keep_contexts)
             try:
-                if on_gradients is not None:
-                    self._tied.begin_step()
-                for piece in executor.run(rows[rank]):
-                    self._tied.piece_completed(piece, exchange)
-                    if on_gradients is not None and not self._tied.in_piece(piece):
-                        on_gradients(piece)
-                if on_gradients is not None:
-                    self._tied.sum_gradients(exchange)
-                    for piece in filter(self._tied.in_piece, self._pieces):
-                        on_gradients(piece)
-            except BaseException:
-                self._tied.undo_step()
-                raise
+                with self._tied.step(exchange) if has_backwards else nullcontext():
+                    for piece in executor.run(rows[rank]):
+                        self._tied.piece_completed(piece, exchange)
+                        if not self._tied.in_piece(piece):
+                            on_gradients(piece)
+                for piece in filter(self._tied.in_piece, self._pieces):
+                    on_gradients(piece)
             finally:
                 self._spans += executor.spans
                 self._peak = max(self._peak, executor.peak)
@@ -377,22 +379,6 @@ def _agreed_name(schedule: Schedule, tied_names: Sequence[Sequence[str]], group:
     require_same(group, "pipeline schedules", f"{schedule}\n{wiring}\n{schedule.to_text()}")
     number = _made[group] = _made.get(group, 0) + 1
     return f"{schedule} #{number}"
-
-
-def _ignore(piece: int) -> None:
-    """An `on_gradients` that does nothing."""
-
-
-def _is_any(each: Action) -> bool:
-    return True
-
-
-def _is_backward(each: Action) -> bool:
-    return not _is_forward(each)
-
-
-def _is_forward(each: Action) -> bool:
-    return each.kind in (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD)
 
 
 def _span(line: str, rank: int) -> Span:

@@ -37,10 +37,11 @@ class Stage(Protocol):
         """Returns the gradient of x (None where there is none), given that of y."""
 
 
-def takes(function: Any, name: str) -> bool:
-    """Whether a function has a keyword argument of this name, or any."""
-    parameters = signature(function).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+def with_aliases(named: Any) -> Any:
+    """What a `named_parameters` gives, each parameter under all of its names if it can tell them, as those of torch do."""
+    parameters = signature(named).parameters
+    tells = "remove_duplicate" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return named(remove_duplicate=False) if tells else named()
 
 
 class Piece:
@@ -69,9 +70,9 @@ class Piece:
                 "a torch module becomes one by ferrorpc.torch.Stage(module)",
             )
         self._stage = stage
-        self._contexts: dict[int, Any] = {}
-        self._shapes: dict[int, Shapes] = {}
-        """Of each x, which its gradient must have: another shape may fit by broadcasting, and would be wrong in silence."""
+        self._contexts: dict[int, tuple[Any, Shapes]] = {}
+        """Each with the shape of x, which its gradient must have: another one may fit by broadcasting, and would be wrong in
+        silence. None for what comes from the batch, whose gradient nobody takes."""
         self._weights_due: dict[int, tuple[Any, Any]] = {}
 
     @property
@@ -85,7 +86,7 @@ class Piece:
         parameters, first = getattr(self._stage, "parameters", None), getattr(self._stage, "like", None)
         if first is None and callable(parameters):
             first = next(iter(parameters()), None)
-        known = NUMPY if first is None else kind_of(first)
+        known = kind_of(first)
         # A parameter has its array in `data`. NumPy arrays have a `data`, too, but that is only their memory.
         is_parameter = known is NUMPY and not isinstance(first, np.ndarray)
         return kind_of(getattr(first, "data", None)) if is_parameter else known
@@ -94,11 +95,11 @@ class Piece:
         """Its parameters by name; by position ("0", "1", ...) if the stage has only parameters(); none if it has neither.
 
         Args:
-            aliases: gives a parameter under all of its names, if the stage can tell them, as those of torch do.
+            aliases: as for `with_aliases`.
         """
         named = getattr(self._stage, "named_parameters", None)
         if callable(named):
-            return dict(named(remove_duplicate=False) if aliases and takes(named, "remove_duplicate") else named())
+            return dict(with_aliases(named) if aliases else named())
         parameters = getattr(self._stage, "parameters", None)
         return {str(place): each for place, each in enumerate(parameters())} if callable(parameters) else {}
 
@@ -112,18 +113,16 @@ class Piece:
         """Returns y. Without a kept context there can be no backward."""
         y, context = pair_of(self._told().forward(x), f"stage {self.number}'s forward", "(y, context)")
         if keep_context:
-            self._contexts[microbatch] = context
-            if self.number > 0:  # nobody takes the gradient of what comes from the batch
-                self._shapes[microbatch] = shapes_of(x)
+            self._contexts[microbatch] = context, shapes_of(x) if self.number > 0 else None
         return y
 
     def backward(self, microbatch: int, grad_y: Any) -> Any:
         """Returns the gradient of x, and frees the context. Raises UsageError if it has not the shape of x."""
-        context, stage = self._contexts.pop(microbatch), self._told()
+        (context, shapes), stage = self._contexts.pop(microbatch), self._told()
         whole = getattr(stage, "backward", None)
         if whole is not None:
-            return self._checked(microbatch, whole(context, grad_y))
-        grad_x = self._checked(microbatch, stage.backward_input(context, grad_y))
+            return self._checked(whole(context, grad_y), shapes)
+        grad_x = self._checked(stage.backward_input(context, grad_y), shapes)
         stage.backward_weight(context, grad_y)
         return grad_x
 
@@ -131,12 +130,12 @@ class Piece:
         """Returns the gradient of x. A stage whose backward is in one part does all of it now. Raises as `backward`."""
         if not self.is_split:
             return self.backward(microbatch, grad_y)
-        context = self._contexts.pop(microbatch)
+        context, shapes = self._contexts.pop(microbatch)
         self._weights_due[microbatch] = (context, grad_y)
-        return self._checked(microbatch, self._told().backward_input(context, grad_y))
+        return self._checked(self._told().backward_input(context, grad_y), shapes)
 
-    def _checked(self, microbatch: int, grad_x: Any) -> Any:
-        check_like(grad_x, self._shapes.pop(microbatch, None), f"stage {self.number}'s gradient of x", "x")
+    def _checked(self, grad_x: Any, shapes: Shapes) -> Any:
+        check_like(grad_x, shapes, f"stage {self.number}'s gradient of x", "x")
         return grad_x
 
     def backward_weight(self, microbatch: int) -> None:
@@ -160,12 +159,10 @@ class Piece:
                 "GradientSynchronizer",
             )
         del self._contexts[microbatch]
-        self._shapes.pop(microbatch, None)
 
     def forget(self) -> None:
         """Frees all contexts, of microbatches that will not be finished."""
         self._contexts.clear()
-        self._shapes.clear()
         self._weights_due.clear()
 
 

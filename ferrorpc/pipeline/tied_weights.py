@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,13 +19,11 @@ from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import copied, copy_into, kind_of, spec_of, view, view_out
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import others_told
+from ferrorpc.group import ProcessGroup
 from ferrorpc.pipeline.batch import converted
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.stage import Piece
 from ferrorpc.pipeline.transfers import Transfer, TransferKind
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 _ONE_TIE: Final = "put all copies of a weight into one tie"
 
@@ -286,7 +285,7 @@ class TiedWeights:
         return [transfer for weight in self._weights for transfer in weight.broadcast_receives()]
 
     def gradient_receives(self) -> list[Transfer]:
-        """What this rank receives for `sum_gradients`, in order."""
+        """What this rank receives at the end of a step, in order."""
         return [transfer for weight in self._weights for transfer in weight.gradient_receives()]
 
     def broadcast(self, exchange: Exchange) -> None:
@@ -295,28 +294,28 @@ class TiedWeights:
         for weight in self._weights:
             weight.broadcast(exchange)
 
-    def begin_step(self) -> None:
-        """Must be called before the first backward. Raises UsageError if a tied weight is not there any more."""
-        self._look_up()
-        for weight in self._weights:
-            weight.begin_step()
+    @contextmanager
+    def step(self, exchange: Exchange) -> Iterator[None]:
+        """A context for the backwards of a step. At its end all copies of each weight get the sum of their gradients; after an
+        error they have those from before the step. Raises UsageError if a tied weight is not there any more."""
+        try:
+            self._look_up()
+            for weight in self._weights:
+                weight.begin_step()
+            yield
+            for weight in self._weights:
+                weight.sum_gradients(exchange)
+            for weight in self._weights:
+                weight.end_step()
+        except BaseException:
+            for weight in self._weights:
+                weight.undo_step()
+            raise
 
     def piece_completed(self, piece: int, exchange: Exchange) -> None:
         """Must be called when a piece of this rank has done its last backward."""
         for weight in self._weights:
             weight.piece_completed(piece, exchange)
-
-    def sum_gradients(self, exchange: Exchange) -> None:
-        """Gives all copies of each weight the sum of their gradients."""
-        for weight in self._weights:
-            weight.sum_gradients(exchange)
-        for weight in self._weights:
-            weight.end_step()
-
-    def undo_step(self) -> None:
-        """Must be called when a step ends by an error: tied weights get back the gradients that they had before it."""
-        for weight in self._weights:
-            weight.undo_step()
 
     def _look_up(self) -> None:
         """Finds the copies on this rank. Each time, because modules may replace their parameters."""

@@ -13,7 +13,7 @@ import torch
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.batch import tuple_like
-from ferrorpc.pipeline.stage import takes
+from ferrorpc.pipeline.stage import with_aliases
 from ferrorpc.torch.arguments import checked_module
 from ferrorpc.torch.data_parallel import DistributedDataParallel, averages
 from ferrorpc.torch.split_backward import SplitBackward, hooks_registered
@@ -106,7 +106,7 @@ class Stage:
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The module's; with remove_duplicate=False under all of their names."""
         named = self.module.named_parameters
-        return iter(named() if remove_duplicate or not takes(named, "remove_duplicate") else named(remove_duplicate=False))
+        return iter(named() if remove_duplicate else with_aliases(named))
 
     def forward(self, x: Any) -> tuple[Any, Context]:
         """Returns (y, context): y is detached, and the context has its graph.
