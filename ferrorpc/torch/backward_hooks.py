@@ -33,26 +33,49 @@ _NODES: Final = 256
 _STEP_LATER: Final = "let optimizers step when backward() has returned"
 
 
-class _BucketView:
-    """A parameter's view of its bucket, looked up once because the hook runs for each parameter in each step."""
+class _ParameterHook:
+    """The post-accumulate hook of one parameter, and its view of its bucket, which is looked up once, because the hook runs in
+    each step.
 
-    __slots__ = ("_address", "_alias", "_replica", "name", "slot")
+    Args:
+        call: what autograd calls, with this object first.
+    """
 
-    def __init__(self, name: str, replica: Replica) -> None:
+    __slots__ = ("_address", "_alias", "_call", "_handle", "_replica", "name", "parameter", "slot")
+
+    def __init__(self, name: str, replica: Replica, call: Callable[[_ParameterHook, Any], None]) -> None:
         self.name = name
         self.slot = replica.reducer.layout.slots[name]
+        self.parameter: Any = replica.parameters[name]
         self._replica = replica
+        self._call = partial(call, self)
         self._look_up()
+        self._register()
 
     def _look_up(self) -> None:
         self._alias: torch.Tensor | None = self._replica.alias(self.name)
         self._address = 0 if self._alias is None else self._alias.data_ptr()
 
-    def adopt(self, parameter: torch.Tensor) -> bool:
+    def _register(self) -> None:
+        self._handle = self.parameter.register_post_accumulate_grad_hook(self._call)
+
+    def remove(self) -> None:
+        self._handle.remove()
+        del self._call  # a cycle: without it the buckets are freed with their wrapper
+
+    def move_last(self) -> None:
+        """Registers it again, after all others: hooks are called in the order of their registration."""
+        if not self.parameter.requires_grad:  # frozen since: torch takes no hook, and none is called
+            return
+        if next(reversed(self.parameter._post_accumulate_grad_hooks)) != self._handle.id:
+            self._handle.remove()
+            self._register()
+
+    def adopt(self) -> bool:
         """Moves the gradient into its bucket if possible, so that autograd accumulates there. Returns whether it is there."""
         if self._alias is not None and self._alias.data_ptr() != self._address:
             self._look_up()  # the user or module.to() has set its .data
-        gradient, alias = parameter.grad, self._alias
+        gradient, alias = self.parameter.grad, self._alias
         if gradient is alias:
             return True
         if alias is None or gradient.requires_grad or gradient.layout != torch.strided or not gradient.is_contiguous():
@@ -60,30 +83,8 @@ class _BucketView:
         if gradient.dtype != alias.dtype or gradient.shape != alias.shape:
             return False
         alias.copy_(gradient)
-        parameter.grad = alias
+        self.parameter.grad = alias
         return True
-
-
-class _AccumulateHook:
-    """A post-accumulate hook of one parameter."""
-
-    __slots__ = ("_call", "_handle", "_parameter")
-
-    def __init__(self, parameter: Any, call: Callable[[torch.Tensor], None]) -> None:
-        self._parameter = parameter
-        self._call = call
-        self._handle = parameter.register_post_accumulate_grad_hook(call)
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-    def move_last(self) -> None:
-        """Registers it again, after all others: hooks are called in the order of their registration."""
-        if not self._parameter.requires_grad:  # frozen since: torch takes no hook, and none is called
-            return
-        if next(reversed(self._parameter._post_accumulate_grad_hooks)) != self._handle.id:
-            self._handle.remove()
-            self._handle = self._parameter.register_post_accumulate_grad_hook(self._call)
 
 
 class BackwardHooks:
@@ -107,10 +108,7 @@ class BackwardHooks:
         for each in replica.parameters.values():
             for older in _hooks_of(each):  # otherwise both would average its gradient
                 older.remove()
-        self._hooks = [
-            _AccumulateHook(each, partial(self._accumulated, _BucketView(name, replica)))
-            for name, each in replica.parameters.items()
-        ]
+        self._hooks = [_ParameterHook(name, replica, self._accumulated) for name in replica.parameters]
 
     def remove(self) -> None:
         """Removes the hooks: gradients are no longer averaged, or by the next wrapper."""
@@ -202,23 +200,23 @@ class BackwardHooks:
         self._unfinished = weakref.ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
-    def _accumulated(self, view: _BucketView, _: Any) -> None:
+    def _accumulated(self, hook: _ParameterHook, _: Any) -> None:
         """Called when a parameter's gradient was added to its `.grad`. What torch passes may be what another hook has returned,
         which it refuses afterwards."""
-        self._used.add(view.name)
+        self._used.add(hook.name)
         if not self._replica.syncs:
             return
         reduction = self._begin() if self._reduction is None else self._reduction
         try:
-            self._put(reduction, view, self._replica.parameters[view.name])
+            self._put(reduction, hook)
         except BaseException as error:
             reduction.abandon()
             self._reduction = None
             tell_others(self._replica.group, error)
             raise
 
-    def _put(self, reduction: Reduction, view: _BucketView, parameter: Any) -> None:
-        name, is_nested = view.name, _current_task() != self._graph_task
+    def _put(self, reduction: Reduction, hook: _ParameterHook) -> None:
+        name, parameter, is_nested = hook.name, hook.parameter, _current_task() != self._graph_task
         if is_nested:
             self._check_unfinished()
         if parameter.grad is None:
@@ -237,12 +235,12 @@ class BackwardHooks:
                 f"parameter {name!r} got a gradient again after the first one was sent: a re-entrant checkpoint uses it too",
                 hint="pass use_reentrant=False to torch.utils.checkpoint",
             )
-        is_in_place = view.adopt(parameter)
+        is_in_place = hook.adopt()
         if is_nested:
             self._in_parts.add(name)
         elif not self._is_first and name not in self._in_parts:
             if is_in_place and reduction.weight is None:
-                reduction.put_in_place(view.slot)
+                reduction.put_in_place(hook.slot)
             else:
                 self._replica.contribute(reduction, name)
 
