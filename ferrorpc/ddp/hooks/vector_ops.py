@@ -5,8 +5,7 @@ On a GPU everything is allocated and queued in the current stream; only `to_host
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,85 +20,53 @@ from ferrorpc.wire.codecs import Codec
 _SINGLE = np.dtype(np.float32)
 
 
-class VectorOps(ABC):
-    """Operations on one device. All arrays are float32 of one dimension."""
-
-    @abstractmethod
-    def zeros(self, count: int) -> Any:
-        """A new array of zeros."""
-
-    @abstractmethod
-    def assign(self, target: Any, source: Any) -> None:
-        """target[:] = source."""
-
-    @abstractmethod
-    def add(self, target: Any, other: Any) -> None:
-        """target += other."""
-
-    @abstractmethod
-    def subtract_delivered(self, values: Any, delivered: Any) -> None:
-        """values -= delivered; all zeros if any result is not finite."""
-
-    @abstractmethod
-    def scale(self, values: Any, factor: float) -> None:
-        """values *= factor."""
-
-    @abstractmethod
-    def forget_unless_finite(self, values: Any, total: Any) -> None:
-        """values[:] = 0 if any element of `total` is not finite."""
-
-    @abstractmethod
-    def rounded(self, codec: Codec, values: Any) -> Any:
-        """A new array of values after encoding and decoding by a codec."""
-
-    @abstractmethod
-    def from_host(self, source: Array) -> Any:
-        """A copy of a host array."""
-
-    @abstractmethod
-    def to_host(self, values: Any) -> Array:
-        """A copy on the host."""
-
-
-class HostVectorOps(VectorOps):
-    """On NumPy arrays."""
+class HostVectorOps:
+    """On NumPy arrays. All arrays are float32 of one dimension."""
 
     def zeros(self, count: int) -> Array:
+        """A new array of zeros."""
         return np.zeros(count, _SINGLE)
 
     def assign(self, target: Array, source: Array) -> None:
+        """target[:] = source."""
         np.copyto(target, source)
 
     def add(self, target: Array, other: Array) -> None:
+        """target += other."""
         with np.errstate(all="ignore"):
             np.add(target, other, out=target)
 
     def subtract_delivered(self, values: Array, delivered: Array) -> None:
+        """values -= delivered; all zeros if any result is not finite."""
         with np.errstate(all="ignore"):
             np.subtract(values, delivered, out=values)
-        if not np.isfinite(values).all():
-            values[...] = 0
+        self.forget_unless_finite(values, values)
 
     def scale(self, values: Array, factor: float) -> None:
+        """values *= factor."""
         with np.errstate(all="ignore"):
             np.multiply(values, np.float32(factor), out=values)
 
     def forget_unless_finite(self, values: Array, total: Array) -> None:
+        """values[:] = 0 if any element of `total` is not finite."""
         if not np.isfinite(total).all():
             values[...] = 0
 
     def rounded(self, codec: Codec, values: Array) -> Array:
+        """A new array of values after encoding and decoding by a codec."""
         return codec.decode(codec.encode(values), values.size)
 
     def from_host(self, source: Array) -> Array:
+        """A copy of a host array."""
         return np.array(source, _SINGLE)
 
     def to_host(self, values: Array) -> Array:
+        """A copy on the host."""
         return values.copy()
 
 
-class DeviceVectorOps(VectorOps):
-    """On arrays of a GPU, which is the current device, in the stream that is current at construction."""
+class DeviceVectorOps:
+    """The same on arrays of a GPU, which is the current device, in the stream that is current at construction."""
 
     def __init__(self, kind: CupyKind) -> None:
         self._device = kind.device
@@ -142,6 +109,7 @@ class DeviceVectorOps(VectorOps):
             return self._device.staging.to_host(values)
 
 
+VectorOps: TypeAlias = HostVectorOps | DeviceVectorOps
 HOST = HostVectorOps()
 
 
