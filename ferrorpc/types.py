@@ -22,6 +22,14 @@ def integer_of(value: Any) -> int:
         return -1
 
 
+def number_of(value: Any) -> float:
+    """A caller's number, of whatever library. NaN if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 @unique
 class DType(IntEnum):
     """Element types on the wire; the numbers are those of `protos/ferrorpc/v1/tensor.proto`."""

@@ -12,6 +12,7 @@ from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import copied, kind_of, spec_of
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.types import number_of
 
 Shapes: TypeAlias = "tuple[int, ...] | list[Shapes] | None"
 """Of a value: see `shapes_of`."""
@@ -129,10 +130,7 @@ def loss_weights(targets: Sequence[Any], reduction: str, weight: Callable[[Any],
     if reduction == "sum":
         return [1.0] * len(targets)
     weights = [rows(target, "target") if weight is None else weight(target) for target in targets]
-    try:
-        numbers = [float(each) for each in weights]
-    except (TypeError, ValueError, OverflowError):
-        numbers = [-1.0]
+    numbers = [number_of(each) for each in weights]
     total = sum(numbers)
     if not 0 <= total < math.inf or min(numbers) < 0:
         raise UsageError(

@@ -13,7 +13,7 @@ from ferrorpc.pipeline.actions import Action, B, F, I, Kind, W
 from ferrorpc.pipeline.schedules.lowering import Lowering, has_messages, with_messages
 from ferrorpc.pipeline.schedules.table import Table
 from ferrorpc.plans.simulate import blocked
-from ferrorpc.types import integer_of
+from ferrorpc.types import integer_of, number_of
 
 MISSING_LISTED_MOST: Final = 10_000
 """If at least so many actions are missing, they are not listed one by one."""
@@ -65,10 +65,7 @@ def _checked_credits(value: Any) -> int:
 
 def checked_cap(value: Any, what: str) -> float:
     """A cap on activations. Raises UsageError if it is no number; infinity is one."""
-    try:
-        cap = float(value)
-    except (TypeError, ValueError, OverflowError):
-        cap = math.nan
+    cap = number_of(value)
     if math.isnan(cap):
         raise UsageError(f"{what}={value!r} is no number of activations", hint="give a number, or None for any")
     return cap
