@@ -32,7 +32,6 @@ class CollectiveTimeline(Timeline):
     """The timeline of one collective, in milliseconds."""
 
     key = "to 3: sent to rank 3 · from 3: received from it · + 3: its part folded in"
-    unit = "milliseconds"
 
     def summary(self) -> str:
         return f"predicted {self.makespan:.4g} ms"
@@ -134,7 +133,7 @@ class StepSimulation:
         places = sorted(spans)
         lanes = [f"rank {place // 3} {_LANE_NAMES[place % 3]}" for place in places]
         placed = [replace(each, lane=lane) for lane, place in enumerate(places) for each in spans[place]]
-        return CollectiveTimeline(lanes, placed, title)
+        return CollectiveTimeline(lanes, placed, title, "milliseconds")
 
 
 class _Resources:

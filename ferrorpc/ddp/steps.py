@@ -12,18 +12,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from ferrorpc.coordination.activity import Activity
 from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.plans.span import Span
 from ferrorpc.plans.timeline import Timeline
 from ferrorpc.telemetry import telemetry
-
-if TYPE_CHECKING:
-    from ferrorpc.coordination.activity import Activity
-    from ferrorpc.group import ProcessGroup
 
 STEPS_KEPT: Final = 256
 _PARTS: Final = ("computing", "communicating exposed", "hidden")
@@ -62,12 +60,6 @@ class Step:
             if first < last:
                 hidden, until = hidden + last - first, last
         return StepTimes(self.wait_began - self.began, self.ended - self.wait_began, hidden)
-
-
-class StepTimeline(Timeline):
-    """What one rank did in its last steps, in seconds."""
-
-    unit = "seconds"
 
 
 class Steps:
@@ -138,7 +130,7 @@ class Steps:
         lanes = [f"rank {rank}", *(f"bucket {bucket} of rank {rank}" for bucket in buckets)]
         start = kept[0].began if kept else 0.0
         spans = [span for step in kept for span in _spans(step, start, buckets)]
-        return StepTimeline(lanes, spans, f"rank {rank}: training steps")
+        return Timeline(lanes, spans, f"rank {rank}: training steps", "seconds")
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Writes the timeline as a Chrome trace: JSON for chrome://tracing and ui.perfetto.dev."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ferrorpc.errors import UsageError
-
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -54,22 +52,7 @@ class Program:
     Attributes:
         lanes: their names.
         tasks: each lane does its own in this order. A need may point at a task that is listed later.
-
-    Raises:
-        UsageError: a lane or a need that does not exist, or a duration below 0.
     """
 
     lanes: tuple[str, ...]
     tasks: tuple[Task, ...]
-
-    def __post_init__(self) -> None:
-        for task in self.tasks:
-            if not 0 <= task.lane < len(self.lanes):
-                raise UsageError(f"task {task.name} is on lane {task.lane} of {len(self.lanes)}")
-            if not task.duration >= 0:
-                raise UsageError(f"task {task.name} takes {task.duration} time units")
-            for need in task.needs:
-                if not 0 <= need.task < len(self.tasks):
-                    raise UsageError(f"task {task.name} needs task {need.task} of {len(self.tasks)}")
-                if not need.delay >= 0:
-                    raise UsageError(f"task {task.name} needs {self.tasks[need.task].name} after {need.delay} time units")

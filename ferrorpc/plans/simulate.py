@@ -8,51 +8,39 @@ deadlocked.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from ferrorpc.errors import UsageError
 from ferrorpc.plans.program import Program
 from ferrorpc.plans.span import Span
 from ferrorpc.plans.timeline import Timeline
 
-_BLOCKED_SHOWN = 4
 
+class Blocked(NamedTuple):
+    """The task that a deadlocked lane cannot start, and the unreachable tasks that this one needs."""
 
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """A deadlocked lane: the task it cannot start, and the unreachable tasks that this one needs."""
-
-    lane: str
     task: str
     needs: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return f"{self.lane} cannot start {self.task}, which needs {' and '.join(self.needs)}"
-
 
 def simulate(program: Program) -> Timeline:
-    """The program's timeline. It begins at 0.
-
-    Raises:
-        UsageError: tasks wait for each other in a circle; the message names the blocked task of every lane.
-    """
-    starts = _starts(program)
-    stuck = _stuck(program, starts)
-    if stuck:
-        shown = "; ".join(str(each) for each in list(stuck.values())[:_BLOCKED_SHOWN])
-        more = f"; and {len(stuck) - _BLOCKED_SHOWN} more lanes" if len(stuck) > _BLOCKED_SHOWN else ""
-        raise UsageError(f"the program stands still: {shown}{more}", hint="change the order of tasks on one of these lanes")
-    spans = (
+    """The program's timeline, without the tasks that are `blocked` or behind one that is. It begins at 0."""
+    spans = [
         Span(task.name, task.lane, start, start + task.duration, task.kind, task.text, task.shade)
-        for task, start in zip(program.tasks, starts, strict=True)
+        for task, start in zip(program.tasks, _starts(program), strict=True)
         if start is not None
-    )
-    return Timeline(program.lanes, tuple(spans))
+    ]
+    return Timeline(program.lanes, spans)
 
 
 def blocked(program: Program) -> dict[int, Blocked]:
-    """The deadlocked lanes, by their index; none where the program runs to its end."""
-    return _stuck(program, _starts(program))
+    """What each deadlocked lane, by its index, cannot start; nothing where the program runs to its end."""
+    starts = _starts(program)
+    found: dict[int, Blocked] = {}
+    for task, start in zip(program.tasks, starts, strict=True):
+        if start is None and task.lane not in found:
+            needs = tuple(program.tasks[need.task].name for need in task.needs if starts[need.task] is None)
+            found[task.lane] = Blocked(task.name, needs)
+    return dict(sorted(found.items()))
 
 
 def _starts(program: Program) -> list[float | None]:
@@ -84,12 +72,3 @@ def _starts(program: Program) -> list[float | None]:
             if missing[other] == 0:
                 ready.append(other)
     return starts
-
-
-def _stuck(program: Program, starts: list[float | None]) -> dict[int, Blocked]:
-    found: dict[int, Blocked] = {}
-    for task, start in zip(program.tasks, starts, strict=True):
-        if start is None and task.lane not in found:
-            needs = tuple(program.tasks[need.task].name for need in task.needs if starts[need.task] is None)
-            found[task.lane] = Blocked(program.lanes[task.lane], task.name, needs)
-    return dict(sorted(found.items()))

@@ -22,13 +22,17 @@ class Timeline:
     Args:
         lanes: their names.
         spans: those of one lane do not overlap.
-        title: for pictures.
+        title, unit: for pictures; `unit` is that of time.
     """
 
-    def __init__(self, lanes: Sequence[str], spans: Sequence[Span], title: str = "") -> None:
+    key = ""
+    """The key to the words in boxes, for pictures."""
+
+    def __init__(self, lanes: Sequence[str], spans: Sequence[Span], title: str = "", unit: str = "time units") -> None:
         self.lanes = tuple(lanes)
         self.spans = tuple(spans)
         self.title = title
+        self.unit = unit
 
     @cached_property
     def start(self) -> float:
@@ -57,11 +61,6 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Share of all lanes' time that is idle, 0 to 1."""
         return sum(self.bubbles) / len(self.lanes) if self.lanes else 0.0
-
-    key = ""
-    """The key to the words in boxes, for pictures."""
-    unit = "time units"
-    """The time unit, for pictures."""
 
     def summary(self) -> str:
         """One line of figures, shown above pictures."""

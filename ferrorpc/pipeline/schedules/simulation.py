@@ -14,6 +14,7 @@ from ferrorpc.pipeline.schedules.validation import findings
 from ferrorpc.plans import simulate as plans
 from ferrorpc.plans.span import Span
 from ferrorpc.plans.timeline import Timeline
+from ferrorpc.types import number_of
 
 Cost: TypeAlias = float | Sequence[float]
 """Time units of a whole rank, the same for all; or a list by rank, or by piece of the model."""
@@ -33,6 +34,7 @@ class PipelineTimeline(Timeline):
     Attributes:
         peak_activations: the most activations that each rank held at once, in whole-rank microbatches: an activation of one of
             v chunks counts as 1/v. It is held from its forward to the end of its backward, weights included.
+        unit: of time, for pictures.
     """
 
     key = "numbers are microbatches"
@@ -40,9 +42,8 @@ class PipelineTimeline(Timeline):
     def __init__(
         self, schedule: Table, spans: Sequence[Span], peak_activations: Sequence[float], title: str, unit: str = "time units"
     ) -> None:
-        super().__init__([_lane(rank, schedule.pieces(rank)) for rank in range(schedule.stages)], spans, title)
+        super().__init__([_lane(rank, schedule.pieces(rank)) for rank in range(schedule.stages)], spans, title, unit)
         self.peak_activations = list(peak_activations)
-        self.unit = unit
 
     def summary(self) -> str:
         return f"{super().summary()}, peak {max(self.peak_activations, default=0.0):g} activations"
@@ -134,10 +135,7 @@ def is_list(cost: Any) -> bool:
 
 def time_units(value: Any, what: str) -> float:
     """A cost or a latency as a number. Raises UsageError if it is none, negative, or endless."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    number = number_of(value)
     if not 0 <= number < math.inf:
         raise UsageError(f"{value!r} is no time, so it cannot be {what}", hint="give a number of time units, 0 or more")
     return number

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from ferrorpc.errors import UsageError
 from ferrorpc.plans.program import Need, Program, Task
 from ferrorpc.plans.simulate import blocked, simulate
 
@@ -37,32 +36,21 @@ def test_a_need_may_point_at_a_task_that_is_listed_later():
     assert times(program)["second"] == (4.0, 5.0)
 
 
-def test_a_circle_is_an_error_that_says_where_every_lane_stands():
-    tasks = (Task("a", 0, 1.0, (Need(3),)), Task("b", 0, 1.0), Task("c", 1, 1.0, (Need(1),)), Task("d", 1, 1.0))
+def test_a_circle_blocks_every_lane_of_it_and_what_comes_before_has_run():
+    tasks = (
+        Task("a", 0, 1.0),
+        Task("b", 0, 1.0, (Need(4),)),
+        Task("c", 0, 1.0),
+        Task("d", 1, 1.0, (Need(2),)),
+        Task("e", 1, 1.0),
+    )
     program = Program(LANES, tasks)
-    with pytest.raises(UsageError, match=r"left cannot start a, which needs d; right cannot start c, which needs b"):
-        simulate(program)
-    assert [each.lane for each in blocked(program).values()] == ["left", "right"]
+    assert blocked(program) == {0: ("b", ("e",)), 1: ("d", ("c",))}
+    assert times(program) == {"a": (0.0, 1.0)}
 
 
 def test_a_program_that_ends_blocks_nobody():
     assert blocked(Program(LANES, (Task("a", 0, 1.0), Task("b", 1, 1.0, (Need(0),))))) == {}
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        (Task("a", 2, 1.0), "lane 2 of 2"),
-        (Task("a", 0, -1.0), "-1.0 time units"),
-        (Task("a", 0, float("nan")), "nan time units"),
-        (Task("a", 0, 1.0, (Need(1),)), "task 1 of 1"),
-        (Task("a", 0, 1.0, (Need(-1),)), "task -1 of 1"),
-        (Task("a", 0, 1.0, (Need(0, -0.5),)), "after -0.5"),
-    ],
-)
-def test_a_program_that_makes_no_sense_is_refused(task: Task, message: str):
-    with pytest.raises(UsageError, match=message):
-        Program(LANES, (task,))
 
 
 @pytest.mark.parametrize("seed", range(20))
