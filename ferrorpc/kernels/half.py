@@ -16,8 +16,7 @@ A NaN keeps its sign and the upper bits of its payload and becomes quiet, as wit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, ClassVar, Final
 
@@ -59,6 +58,12 @@ class Converter(ABC):
             return [narrow] if len(narrow) else []
         return [narrow[start : start + most] for start in range(0, len(narrow), most)]
 
+    def pairs(self, narrow: Array, wide: Array) -> Iterable[tuple[Any, Array]]:
+        """The blocks of a storage array, each with the elements at the same places of a float32 array of equal length."""
+        if 0 < len(narrow) < self.block_elements:
+            return ((narrow, wide),)
+        return zip(self.blocks(narrow), Converter.blocks(self, wide), strict=True)
+
     @abstractmethod
     def widen(self, block: Any, slot: int) -> Array:
         """Converts a block of n elements to float32 in the given slot. Returns a view of the slot, of shape (n,)."""
@@ -76,20 +81,14 @@ class Converter(ABC):
 
     def widen_all(self, wide: Array, narrow: Array) -> None:
         """wide[:] = narrow, for float32 and storage arrays of any equal length."""
-        start = 0
-        for block in self.blocks(narrow):
-            values = self.widen(block, 0)
-            wide[start : start + len(values)] = values
-            start += len(values)
+        for block, values in self.pairs(narrow, wide):
+            values[:] = self.widen(block, 0)
 
     def narrow_all(self, narrow: Array, wide: Array) -> None:
         """narrow[:] = wide, rounded, for storage and float32 arrays of any equal length."""
-        start = 0
-        for block in self.blocks(narrow):
-            count = len(block)
-            self.wide[0][:count] = wide[start : start + count]
+        for block, values in self.pairs(narrow, wide):
+            self.wide[0][: len(values)] = values
             self.narrow(block)
-            start += count
 
 
 class NumpyFloat16(Converter):
@@ -119,8 +118,9 @@ class NumpyFloat16(Converter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._scratch = _Float16Scratch(self.wide)
-        self._cut = self._scratch
+        magnitude, exponent, smallest = (aligned(BLOCK_ELEMENTS, _UINT32) for _ in range(3))
+        smallest[:] = self._SMALLEST_EXPONENT
+        self._scratch = self._cut = _Float16Scratch(self.wide, magnitude, exponent, smallest)
 
     def widen(self, block: Array, slot: int) -> Array:
         wide, bits = self._of_length(len(block)).slots[slot]
@@ -190,26 +190,17 @@ class _Float16Scratch:
         wide: the converter's slots.
     """
 
-    def __init__(self, wide: Sequence[Array]) -> None:
-        self.magnitude = aligned(BLOCK_ELEMENTS, _UINT32)
-        self.exponent = aligned(BLOCK_ELEMENTS, _UINT32)
-        self.smallest = aligned(BLOCK_ELEMENTS, _UINT32)
-        self.smallest[:] = NumpyFloat16._SMALLEST_EXPONENT
-        self._make_views(wide)
-
-    def _make_views(self, wide: Sequence[Array]) -> None:
-        self.count = len(self.magnitude)
+    def __init__(self, wide: Sequence[Array], magnitude: Array, exponent: Array, smallest: Array) -> None:
+        self.count = len(magnitude)
         self.slots = [(slot, slot.view(np.int32)) for slot in wide]
         self.bits = wide[0].view(np.uint32)
-        self.magnitude_value, self.exponent_value = self.magnitude.view(np.float32), self.exponent.view(np.float32)
+        self.magnitude, self.exponent, self.smallest = magnitude, exponent, smallest
+        self.magnitude_value, self.exponent_value = magnitude.view(np.float32), exponent.view(np.float32)
 
     def cut(self, count: int) -> _Float16Scratch:
         """The same memory with views for a block of `count` elements."""
-        shorter = copy(self)
-        shorter.magnitude, shorter.exponent = self.magnitude[:count], self.exponent[:count]
-        shorter.smallest = self.smallest[:count]
-        shorter._make_views([wide[:count] for wide, _ in self.slots])
-        return shorter
+        wide = [slot[:count] for slot, _ in self.slots]
+        return _Float16Scratch(wide, self.magnitude[:count], self.exponent[:count], self.smallest[:count])
 
 
 @cache

@@ -13,7 +13,7 @@ once, and intermediate values stay in the cache. `load`, `fold` and `finish` do 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -156,12 +156,14 @@ class HalfKernel(Kernel):
         converter(self.dtype).widen_all(work, storage)
 
     def fold(self, work: Array, storage: Array) -> None:
-        for block, values in _widened(self.dtype, work, storage):
-            self._apply(block, values, block)
+        convert = converter(self.dtype)
+        for block, total in convert.pairs(storage, work):
+            self._apply(total, convert.widen(block, 1), total)
 
     def fold_under(self, work: Array, storage: Array) -> None:
-        for block, values in _widened(self.dtype, work, storage):
-            self._apply(values, block, block)
+        convert = converter(self.dtype)
+        for block, total in convert.pairs(storage, work):
+            self._apply(convert.widen(block, 1), total, total)
 
     def finish(self, storage: Array, work: Array) -> None:
         convert = converter(self.dtype)
@@ -169,22 +171,9 @@ class HalfKernel(Kernel):
             convert.narrow_all(storage, work)
             return
         divide, size = self._mean
-        start = 0
-        for block in convert.blocks(storage):
-            count = len(block)
-            THREAD_STATE.run(divide, work[start : start + count], size, out=convert.wide[0][:count])
+        for block, total in convert.pairs(storage, work):
+            THREAD_STATE.run(divide, total, size, out=convert.wide[0][: len(total)])
             convert.narrow(block)
-            start += count
-
-
-def _widened(dtype: DType, work: Array, storage: Array) -> Iterator[tuple[Array, Array]]:
-    """Yields blocks of `work`, each with the widened values of `storage` at the same place, valid until the next block."""
-    convert = converter(dtype)
-    start = 0
-    for block in convert.blocks(storage):
-        values = convert.widen(block, 1)
-        yield work[start : start + len(values)], values
-        start += len(values)
 
 
 @lru_cache(maxsize=1024)
