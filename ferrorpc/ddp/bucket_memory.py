@@ -7,18 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, kind_of
 from ferrorpc.ddp.bucket import Bucket, Slot
+from ferrorpc.group import ProcessGroup
 from ferrorpc.kernels.reduction import is_same_memory, kernel
 from ferrorpc.types import DType, ReduceOp
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import kind_of
@@ -13,10 +13,8 @@ from ferrorpc.ddp.bucket_collectives import BucketCollectives, Traffic
 from ferrorpc.ddp.bucket_memory import BucketMemory, HostBucketMemory
 from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.ddp.hooks.base import Hook
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
-
+from ferrorpc.ddp.steps import Steps
+from ferrorpc.group import ProcessGroup
 
 _log = logging.getLogger("ferrorpc.ddp")
 _warned = threading.Lock()
@@ -37,6 +35,7 @@ class BucketSet:
         size: how many ranks there are.
         keys: of the buckets, under which a hook files what it remembers.
         traffic: the bytes sent for all buckets.
+        steps: where the time of this rank's last steps went.
         name: of the buckets' stream.
         guard: makes the guard of a wait of this rank's own that begins now.
     """
@@ -48,6 +47,7 @@ class BucketSet:
         self.keys = [bucket.key for bucket in layout.buckets]
         self.kind = kind
         self.traffic = Traffic(group.size)
+        self.steps = Steps(group)
         self._operations = 1 if hook is None else 1 + hook.operations
         # Each of a bucket's operations starts step after step: the ascending order that a channel in shared memory requires.
         self._stream = group.stream(channels=max(1, len(layout.buckets) * self._operations))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import Bucket
 from ferrorpc.ddp.packing import Packer
 from ferrorpc.errors import UsageError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.types import ReduceOp, refusal
 from ferrorpc.work import Work
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 MODES: Final = ("broadcast", "mean", "local")
 

@@ -137,7 +137,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
 
     def _warn_if_never_averaged(self) -> None:
         """Warns if nothing was averaged yet: with torch's own wrapper `backward()` does that."""
-        if self._replica.steps_begun == 0 and self._replica.group.size > 1 and getattr(self.module, "training", True):
+        if self._replica.reducer.begun == 0 and self._replica.group.size > 1 and getattr(self.module, "training", True):
             _log.warning(
                 "%d forward passes and no sync_gradients() yet, so every rank trains alone: call it before each step of the "
                 "optimizer, or use ferrorpc.torch.DistributedDataParallel, which averages during backward()",

@@ -7,7 +7,7 @@ Cost: two passes over the elements. On a GPU the host only queues them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,10 +17,8 @@ from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import Bucket, Slot, lay_out
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, current_device, gpus_of
 from ferrorpc.errors import TensorMismatchError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.types import TensorSpec
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 MESSAGE_BYTES: Final = 25 << 20
 """The cap of each bucket."""

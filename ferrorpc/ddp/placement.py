@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import gpu_of
 from ferrorpc.ddp.hooks.base import Hook, check_hook
 from ferrorpc.errors import TensorMismatchError
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
+from ferrorpc.group import ProcessGroup
 
 
 def bucket_kind(arrays: Mapping[str, Any], group: ProcessGroup, hook: Hook | None) -> CupyKind | None:

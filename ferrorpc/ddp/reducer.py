@@ -20,10 +20,10 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
@@ -36,13 +36,10 @@ from ferrorpc.ddp.bucket_set import BucketSet
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import device_name
 from ferrorpc.ddp.reduction import Reduction
-from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import others_told
-from ferrorpc.types import ReduceOp, TensorSpec, refusal
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
+from ferrorpc.group import ProcessGroup
+from ferrorpc.types import ReduceOp, TensorSpec, number_of, refusal
 
 MEBIBYTE = 1 << 20
 
@@ -66,12 +63,11 @@ class Reducer(BucketSet):
         bucket_cap_mb: how many MiB of gradients a bucket may hold.
         what: what the parameters are, for errors.
         order: names in the order in which gradients are expected; None for the reverse of registration.
-        hook: how buckets of float32 and of half types are summed; None for a plain all_reduce. With a hook, steps without a
-            weight have the weight 1.
-        kind: of CuPy arrays on the GPU that holds the buckets; None for the host.
+        hook, kind: as for `BucketSet`. With a hook, steps without a weight have the weight 1.
 
     Attributes:
         is_uneven: whether an `uneven` block is open.
+        begun: how many reductions have begun.
 
     Raises:
         UsageError: a bad cap or order.
@@ -93,9 +89,8 @@ class Reducer(BucketSet):
         layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
         require_same(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
         super().__init__(layout, group, hook, kind)
-        self.steps = Steps(group)
         self._group = group
-        self._begun = 0
+        self.begun = 0
         self.is_uneven = False
 
     def view(self, gradient: Any, what: str) -> View:
@@ -132,18 +127,15 @@ class Reducer(BucketSet):
         """
         default = None if self.hook is None and not self.is_uneven else 1.0
         weight = default if weight is None else _checked_weight(weight)
-        reduction = Reduction(self, self.steps, self._begun, weight, follows)
-        self._begun += 1
+        reduction = Reduction(self, self.begun, weight, follows)
+        self.begun += 1
         return reduction
 
     @contextmanager
-    def uneven(self, follow: Callable[[Reduction], None]) -> Iterator[None]:
-        """Within it ranks may take different numbers of steps. One that leaves takes part with weight 0 until all have left.
+    def uneven(self) -> Iterator[None]:
+        """Within it ranks may take different numbers of steps. At its end a rank takes those of the others by `followed`.
 
         An exception that leaves it ends the generation: the other ranks would wait for this one's part in their steps.
-
-        Args:
-            follow: called on a rank that has left, after each step of the others, with the finished reduction.
 
         Raises:
             UsageError: a block is open already: of this reducer; or in this thread, with another rank of this group.
@@ -162,17 +154,17 @@ class Reducer(BucketSet):
         try:
             with others_told(self._group):
                 yield
-                self._follow(follow)
         finally:
             groups.remove(self._group)
             self.is_uneven = False
 
-    def _follow(self, follow: Callable[[Reduction], None]) -> None:
+    def followed(self) -> Iterator[Reduction]:
+        """The finished reductions of the others' steps, in which this rank takes part with weight 0 until all ranks do."""
         while self.memory:
             before = [(memory, slot, memory.save(slot)) for memory in self.memory for slot in memory.bucket.slots]
             reduction = self.begin(0.0, follows=True)
             if is_divisor(reduction.wait()):
-                follow(reduction)
+                yield reduction
                 continue
             # The step was refused, or all have left. Gradients that lie in the buckets are of the last step, not of this one.
             for memory, slot, saved in before:
@@ -183,11 +175,8 @@ class Reducer(BucketSet):
 
 def _checked_weight(weight: Any) -> float:
     """A rank's weight as a number. Raises UsageError."""
-    try:
-        number = float(weight)
-    except (TypeError, ValueError, OverflowError):
-        number = -1.0
-    if not (math.isfinite(number) and number >= 0):
+    number = number_of(weight)
+    if not 0 <= number < math.inf:
         raise UsageError(f"weight={weight!r} is no share", hint="pass a number of samples or tokens, 0 or more")
     return number
 

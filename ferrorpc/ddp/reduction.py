@@ -15,7 +15,7 @@ from ferrorpc.ddp.bucket_memory import BucketMemory, is_divisor
 from ferrorpc.ddp.bucket_reduction import BucketReduction
 from ferrorpc.ddp.bucket_set import BucketSet
 from ferrorpc.ddp.hooks.base import Part
-from ferrorpc.ddp.steps import Step, Steps
+from ferrorpc.ddp.steps import Step
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import tell_others
 from ferrorpc.group import ProcessGroup
@@ -34,7 +34,7 @@ class Reduction:
     """One step's reduction. `put` each gradient, or write it to its slot and `put_in_place`; then `finish`.
 
     Args:
-        steps: records its times when it is over.
+        buckets: used by one reduction at a time.
         number: of this step, from 0.
         weight: of this rank in a weighted mean; None for an unweighted one, on all ranks or on none.
         follows: whether this rank has left an `uneven` block and only follows the others.
@@ -44,13 +44,12 @@ class Reduction:
         is_taken: after `wait`: whether any rank does not only follow.
     """
 
-    def __init__(self, buckets: BucketSet, steps: Steps, number: int, weight: float | None, follows: bool) -> None:
+    def __init__(self, buckets: BucketSet, number: int, weight: float | None, follows: bool) -> None:
         self.number = number
         self.weight = weight
         self.is_refused = False
         self.is_taken = False
         self._buckets = buckets
-        self._steps = steps
         self._missing = [len(bucket.slots) for bucket in buckets.layout.buckets]
         self._received: set[str] = set()
         self._in_flight: list[BucketReduction] = []
@@ -168,7 +167,7 @@ class Reduction:
             if name not in self._received:
                 self.put(name, None)
         wait_began, reductions = self._buckets.clock.now(), list(self._in_flight)
-        with self._steps.waiting(wait_began):
+        with self._buckets.steps.waiting(wait_began):
             totals = self._wait_for_buckets()
         self._record(wait_began, reductions)
         return min(totals) if all(map(math.isfinite, totals)) else max(totals)
@@ -206,10 +205,10 @@ class Reduction:
         return totals
 
     def _record(self, wait_began: float, reductions: list[BucketReduction]) -> None:
-        ended, before = self._buckets.clock.now(), self._steps.last_end
-        began = self._began if before is None else before
+        ended, steps = self._buckets.clock.now(), self._buckets.steps
+        began = self._began if steps.last_end is None else steps.last_end
         buckets = tuple((each.bucket.index, each.started, each.ended) for each in reductions)
-        self._steps.add(Step(self.number, began, wait_began, ended, buckets))
+        steps.add(Step(self.number, began, wait_began, ended, buckets))
 
     def _advance(self, reduction: BucketReduction) -> bool:
         return self._tried(reduction, reduction.advance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,30 +21,14 @@ from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.reduction import Reduction, abort_on_failure
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.types import TensorSpec
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 
 class Replica:
     """The trainable parameters of a module, and the reduction of their gradients.
 
-    Args:
-        module: its parameters are updated in place, never replaced.
-        group: every rank constructs its replica at the same point of its program.
-        bucket_cap_mb: how many MiB of gradients a bucket may hold.
-        init_sync: whether to begin with the weights and buffers of rank 0.
-        buffers: a mode of `Buffers`.
-        views: whether `.grad` is a view of its bucket after a step, if the kind of array permits.
-        hook: the communication hook.
-        check_every: compares weights between ranks after every so many steps; 0 for never.
-
-    Raises:
-        UsageError: the module has no named_parameters(), or one of them is a bare array or lazy.
-        TensorMismatchError: parameters are on several devices, or on another GPU than the group's, and no hook has all buckets
-            on the host.
-        CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
+    Arguments and errors are those of `DistributedDataParallel`, where `views` is `gradient_as_bucket_view`.
     """
 
     def __init__(
@@ -79,7 +63,6 @@ class Replica:
         self._aliases: dict[str, tuple[Any | None, int]] = {}
         self._weights_differ = False
         """Whether weights may differ now: a rank may have left an `uneven` block without `follow`."""
-        self.steps_begun = 0
         if init_sync:
             self.broadcast(0)
 
@@ -183,9 +166,7 @@ class Replica:
         self._take_out_gradients()
         if not self.reducer.is_uneven:
             self._buffers.check()
-        reduction = self.reducer.begin(weight)
-        self.steps_begun += 1
-        return reduction
+        return self.reducer.begin(weight)
 
     def _take_out_gradients(self) -> None:
         """Copies each gradient that lies in another one's slot, as after the user has exchanged two. This step writes there."""
@@ -297,29 +278,32 @@ class Replica:
     @contextmanager
     def uneven(self, follow: Callable[[], Any] | None) -> Iterator[None]:
         """Within it ranks may take different numbers of steps; see `DistributedDataParallel.uneven`."""
-
-        def followed(reduction: Reduction) -> None:
-            if follow is not None:
-                self._store(reduction)
-                for name, parameter in self.parameters.items():
-                    if not reduction.used(name):
-                        parameter.grad = None  # as on the ranks that took the step, and not as in this rank's last one
-                self._check_weights_if_due(reduction.number)
-                follow()
-
         check_follow(follow)
-        first = self.steps_begun
-        with self.reducer.uneven(followed):
+        first = self.reducer.begun
+        with self.reducer.uneven():
             self._weights_differ = follow is None
             try:
                 yield
             finally:
                 self._weights_differ = False
-        counts = self.group.all_gather(np.int64(self.steps_begun - first))
+            own = self.reducer.begun - first
+            for reduction in self.reducer.followed():
+                if follow is not None:
+                    self._take_step(reduction)
+                    follow()
+        counts = self.group.all_gather(np.int64(own))
         root = int(np.argmax([int(count) for count in counts]))
         weights = self._weights_now() if follow is None else {}
         buffers = {} if self._buffers.mode == "local" else self._buffers_now()
         broadcast_arrays(weights | buffers, self.group, root)
+
+    def _take_step(self, reduction: Reduction) -> None:
+        """Leaves gradients as on the ranks that took this step, and compares weights where they do."""
+        self._store(reduction)
+        for name, parameter in self.parameters.items():
+            if not reduction.used(name):
+                parameter.grad = None  # and not as in this rank's last step
+        self._check_weights_if_due(reduction.number)
 
 
 def _checked_interval(check_every: Any) -> int:

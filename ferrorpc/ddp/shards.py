@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +29,10 @@ from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.ddp.placement import current_device
 from ferrorpc.ddp.reducer import cap_bytes, check_means
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import Guard
 from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.work import Work
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 
 class Shard:

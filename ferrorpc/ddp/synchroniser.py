@@ -181,14 +181,12 @@ class GradientSynchronizer(Generic[Tree]):
         Raises:
             UsageError: as the block begins: another one, with some of the same other ranks, is open in this thread.
         """
-
-        def followed(reduction: Reduction) -> None:
-            if follow is not None:
-                follow(rebuild(self._like, self._means(reduction, self._kinds)))
-
         check_follow(follow)
-        with self._reducer.uneven(followed):
+        with self._reducer.uneven():
             yield
+            for reduction in self._reducer.followed():
+                if follow is not None:
+                    follow(rebuild(self._like, self._means(reduction, self._kinds)))
 
     @property
     def sent_bytes(self) -> int:

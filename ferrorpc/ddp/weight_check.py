@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ferrorpc.arrays.kinds import spec_of, view_on_host
 from ferrorpc.consistency import require_same
 from ferrorpc.errors import CollectiveMismatchError
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
+from ferrorpc.group import ProcessGroup
 
 HASH_BYTES: Final = 16
 GROUPS_MAX: Final = 128

@@ -65,6 +65,6 @@ def test_a_module_that_is_frozen_in_a_step_sends_nothing() -> None:
         second.requires_grad_(False)
         for step in range(2):
             second(first(batch(group.rank, step))).square().sum().backward()
-        return first._replica.steps_begun, second._replica.steps_begun
+        return first._replica.reducer.begun, second._replica.reducer.begun
 
     assert run_world(2, body) == [(2, 0)] * 2
