@@ -40,6 +40,9 @@ _INFINITY_OF_HALF: Final = 0x7C00
 class Converter(ABC):
     """Converts blocks of one half type through two float32 buffers, called slots. Each thread has its own converter.
 
+    Args:
+        wide: another converter's slots; None for new ones.
+
     Attributes:
         block_elements: the most elements in a block.
         wide: the two slots, float32 of shape (block_elements,).
@@ -48,8 +51,8 @@ class Converter(ABC):
     dtype: ClassVar[DType]
     block_elements: ClassVar[int] = BLOCK_ELEMENTS
 
-    def __init__(self) -> None:
-        self.wide = (aligned(self.block_elements, _FLOAT32), aligned(self.block_elements, _FLOAT32))
+    def __init__(self, wide: tuple[Array, Array] | None = None) -> None:
+        self.wide = wide or (aligned(self.block_elements, _FLOAT32), aligned(self.block_elements, _FLOAT32))
 
     def blocks(self, narrow: Array) -> Sequence[Any]:
         """Splits a storage array of any length into blocks for `widen` and `narrow`. The blocks must not outlive the array."""
@@ -223,8 +226,8 @@ class NumpyBFloat16(Converter):
     _LESS_THAN_HALF_OF_IT: Final = np.array(0x7FFF, np.uint32)
     _QUIET: Final = 0x0040
 
-    def __init__(self, ml_dtypes: Any = None) -> None:
-        super().__init__()
+    def __init__(self, ml_dtypes: Any = None, wide: tuple[Array, Array] | None = None) -> None:
+        super().__init__(wide)
         self._logical: np.dtype[Any] | None = None if ml_dtypes is None else np.dtype(ml_dtypes.bfloat16)
         self._rounded = aligned(BLOCK_ELEMENTS, _UINT32)
 

@@ -122,8 +122,7 @@ class TorchBFloat16(TorchFloat16):
 
     def __init__(self, torch: Any, ml_dtypes: Any = None) -> None:
         super().__init__(torch)
-        self._numpy = NumpyBFloat16(ml_dtypes)
-        self._numpy.wide = self.wide
+        self._numpy = NumpyBFloat16(ml_dtypes, self.wide)
 
     def blocks(self, narrow: Array) -> Sequence[Array]:
         return Converter.blocks(self, narrow)

@@ -107,7 +107,9 @@ class Pipeline:
         self._output_rows: list[int] | None = None
         """Of the outputs of the last `forward`, on the rank of the last stage; None unless a backward may follow."""
         if tied_names:
-            self._broadcast_tied_weights()
+            expected = self._tied.broadcast_receives()
+            with others_told(group), self._exchange(expected, group.timeout, {}, {}) as exchange:
+                self._tied.broadcast(exchange)
 
     @property
     def peak_activations(self) -> float:
@@ -299,11 +301,6 @@ class Pipeline:
             finally:
                 self._spans += executor.spans
                 self._peak = max(self._peak, executor.peak)
-
-    def _broadcast_tied_weights(self) -> None:
-        receives = self._tied.broadcast_receives()
-        with others_told(self._group), self._exchange(receives, self._group.timeout, {}, {}) as exchange:
-            self._tied.broadcast(exchange)
 
     @contextmanager
     def _exchange(

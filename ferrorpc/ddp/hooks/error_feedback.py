@@ -78,10 +78,8 @@ class ErrorFeedback(Hook):
         waiting = [(residue[start:stop], residue[start:stop].copy()) for start, stop in part.unused]
         for place, _ in waiting:
             place[...] = 0
-        given = None
-        if part.wants_delivered:  # all of it, sooner or later: an outer hook must not remember it as well
-            given = ops.zeros(part.values.size)
-            ops.assign(given, part.values)
+        # All is delivered, sooner or later: an outer hook must not remember it as well.
+        given = part.values.copy() if part.wants_delivered else None
         ops.add(part.values, residue)
         ops.assign(residue, part.values)
         try:
