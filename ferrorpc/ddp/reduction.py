@@ -205,10 +205,10 @@ class Reduction:
         return totals
 
     def _record(self, wait_began: float, reductions: list[BucketReduction]) -> None:
-        ended, steps = self._buckets.clock.now(), self._buckets.steps
-        began = self._began if steps.last_end is None else steps.last_end
+        ended, before = self._buckets.clock.now(), self._buckets.steps.last_end
+        began = self._began if before is None else before
         buckets = tuple((each.bucket.index, each.started, each.ended) for each in reductions)
-        steps.add(Step(self.number, began, wait_began, ended, buckets))
+        self._buckets.steps.add(Step(self.number, began, wait_began, ended, buckets))
 
     def _advance(self, reduction: BucketReduction) -> bool:
         return self._tried(reduction, reduction.advance)
