@@ -349,20 +349,16 @@ class Connection:
 
     def _went_down(self, failure: FerroError) -> bool:
         """Notes that the stream has ended or could not be opened. Returns whether it was up."""
-        told = ""
         with self._condition.lock:
-            was_up = self._down_since is None
+            was_up, is_news = self._down_since is None, failure.code is not self._failure.code
             if was_up:
                 self._down_since = self._clock.now()
-                if self.ended_by is None and self.leave_error is None:
-                    self._loss_logged = True
-                    told = "lost the coordinator at %s: %s"
-            elif self._loss_logged and failure.code is not self._failure.code:
-                told = "still without the coordinator at %s: %s"
+                self._loss_logged = self.ended_by is None and self.leave_error is None
             self._failure = failure
             self._condition.notify_all()
-        if told:  # without the lock, which a log handler that ends the generation needs
-            tell(_log, logging.WARNING, told, self.address, failure.message)
+        if self._loss_logged and (was_up or is_news):  # without the lock, which a log handler that ends the generation needs
+            said = "lost" if was_up else "still without"
+            tell(_log, logging.WARNING, "%s the coordinator at %s: %s", said, self.address, failure.message)
         return was_up
 
     def _handle_frame(self, frame: wire.ServerFrame) -> None:
