@@ -37,7 +37,7 @@ from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
 from ferrorpc.wire.error_detail import detail_of, encodable, restore
-from ferrorpc.wire.limits import PROTOCOL_VERSION
+from ferrorpc.wire.limits import SESSION_PROTOCOL_VERSION
 
 LAST_CALL_SECONDS: Final = 1.0
 """How long an elastic rendezvous stays open for more members once it has enough."""
@@ -94,7 +94,7 @@ class RemoteSession(Session):
         self._hinted_rank = -1 if hinted_rank is None else hinted_rank
         all_labels = dict(labels or {}) | {"pid": str(os.getpid())}
         self._hello = wire.Hello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SESSION_PROTOCOL_VERSION,
             version=own_version(),
             job=job,
             name=name,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-PROTOCOL_VERSION: Final = 1
-"""Of a member's session. Lanes between members have their own."""
+SESSION_PROTOCOL_VERSION: Final = 1
+"""Of a member's session with its coordinator."""
 KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20
 PAYLOAD_BYTES_MAX: Final = 4 << 10

@@ -27,7 +27,7 @@ from ferrorpc.errors import (
 from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc.send_queue import FRAME_BYTES_MAX, FRAMES_MAX
-from ferrorpc.transports.grpc.server import METHOD, PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.grpc.server import METHOD, STREAM_PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.error_detail import restore
@@ -171,7 +171,7 @@ def test_a_stream_of_an_older_generation_is_refused_with_the_newer_one(servers: 
 def refusal_of(server: WorkerServer, **changes: object) -> FerroError:
     """What a stranger is told that opens a stream like rank 0 of generation 1 would, but for these changes."""
     fields = {
-        "protocol_version": PROTOCOL_VERSION,
+        "protocol_version": STREAM_PROTOCOL_VERSION,
         "job": "j",
         "cluster_id": "c",
         "generation": 1,

@@ -14,7 +14,7 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND
 from ferrorpc.errors import ErrorCode, GroupAbortedError
 from ferrorpc.v1 import barrier_pb2, rendezvous_pb2, session_pb2, store_pb2
 from ferrorpc.wire.error_detail import detail_of
-from ferrorpc.wire.limits import PROTOCOL_VERSION
+from ferrorpc.wire.limits import SESSION_PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation, Wire
@@ -72,7 +72,7 @@ class Process:
         if self.wire is not None:
             return
         hello = session_pb2.Hello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SESSION_PROTOCOL_VERSION,
             job="job",
             name=self.name,
             instance_id=self.instance,

@@ -25,7 +25,7 @@ from ferrorpc_coordinator.state.events import (
 from ferrorpc_coordinator.state.settings import SECOND, Settings
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
-from ferrorpc.wire.limits import PROTOCOL_VERSION
+from ferrorpc.wire.limits import SESSION_PROTOCOL_VERSION
 
 BEAT_NS = SECOND // 2
 
@@ -177,7 +177,7 @@ class World:
         client.stream = stream
         self.streams[stream] = client
         said: dict[str, Any] = {
-            "protocol_version": PROTOCOL_VERSION,
+            "protocol_version": SESSION_PROTOCOL_VERSION,
             "job": self.job,
             "name": name,
             "instance_id": client.instance,

@@ -26,7 +26,7 @@ from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire import options, status
 from ferrorpc.wire.error_detail import restore
-from ferrorpc.wire.limits import PROTOCOL_VERSION
+from ferrorpc.wire.limits import SESSION_PROTOCOL_VERSION
 
 BEAT_SECONDS: Final = 1.0
 START_SECONDS: Final = 20.0
@@ -80,7 +80,7 @@ class LoadSession:
 
     async def open(self, job: str, name: str) -> None:
         """Connects, sends Hello and waits for Welcome."""
-        hello = session_pb2.Hello(protocol_version=PROTOCOL_VERSION, job=job, name=name, instance_id=name, host="bench")
+        hello = session_pb2.Hello(protocol_version=SESSION_PROTOCOL_VERSION, job=job, name=name, instance_id=name, host="bench")
         await self._write(session_pb2.ClientFrame(hello=hello))
         while not (frame := await self._read()).HasField("welcome"):
             _raise_if_fenced(frame)

@@ -25,7 +25,7 @@ from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
 from ferrorpc.wire.parse import parse
 
-VERSION: Final = 4
+SHARED_MEMORY_VERSION: Final = 4
 """Version of the messages on the sockets and of the data that ranks read in each other's segments (`collectives/arena`)."""
 GREETING_SECONDS: Final = 5.0
 """How long a rank that has offered its memory may take to send its greeting. Milliseconds are normal."""
@@ -150,7 +150,7 @@ class Handshaker:
     def _greet(self, connection: socket.socket, rank: int) -> None:
         mine = self._assignment
         greeting = shared_memory_pb2.SharedMemoryGreeting(
-            version=VERSION,
+            version=SHARED_MEMORY_VERSION,
             job=mine.job,
             cluster_id=mine.cluster_id,
             generation=mine.generation,
@@ -173,9 +173,10 @@ class Handshaker:
                 rank = self._check(greeting, connection, dialled)
                 if dialled is None:
                     self._greet(connection, rank)  # also where the versions differ: then both name them
-                if greeting.version != VERSION:
+                if greeting.version != SHARED_MEMORY_VERSION:
                     raise VersionMismatchError(
-                        f"it speaks version {greeting.version} of the shared memory's protocol, this rank {VERSION}"
+                        f"it speaks version {greeting.version} of the shared memory's protocol, "
+                        f"this rank {SHARED_MEMORY_VERSION}"
                     )
                 memory = map_peer(descriptor, greeting.segment_bytes, self._offers[rank].nonce)
             finally:

@@ -28,7 +28,7 @@ from ferrorpc.errors import (
 from ferrorpc.v1 import session_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.identity import Role
-from ferrorpc.wire.limits import PROTOCOL_VERSION
+from ferrorpc.wire.limits import SESSION_PROTOCOL_VERSION
 from ferrorpc.wire.refusal_log import RefusalLog
 from ferrorpc_coordinator.state.access import Access, required_role
 from ferrorpc_coordinator.state.admission import check_hello, check_name, unknown_session
@@ -165,10 +165,10 @@ class Coordinator:
             self._shared.effects.close(before)
 
     def _check_hello(self, hello: session_pb2.Hello, caller: Caller) -> None:
-        if hello.protocol_version != PROTOCOL_VERSION:
+        if hello.protocol_version != SESSION_PROTOCOL_VERSION:
             raise VersionMismatchError(
                 f"{hello.name[:128]!r} speaks protocol {hello.protocol_version} (ferrorpc {hello.version[:32] or 'unknown'}), "
-                f"this coordinator {PROTOCOL_VERSION} (ferrorpc {self.settings.version or 'unknown'})"
+                f"this coordinator {SESSION_PROTOCOL_VERSION} (ferrorpc {self.settings.version or 'unknown'})"
             )
         self._authorize(caller, hello.token, hello.job, Role.WORKER, f"member {hello.name[:128]!r}")
         if self._draining:
