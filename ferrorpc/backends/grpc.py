@@ -59,7 +59,7 @@ class GrpcBackend(MessageBackend):
             undo.callback(transport.close, CLOSE_SECONDS)
             control = None
             if len(host_peers.ranks) > 1:
-                near = SharedMemoryTransport(host_peers, assignment, mailbox, latch, told)
+                near = SharedMemoryTransport(host_peers, mailbox, told)
                 transport = RoutedTransport(near, near.peers, transport, session.clock)
                 control = ControlBlocks(host_peers, assignment.rank)
             tuning = Tuning(published(assignment.cost_table), asked, _host_of_each(host_peers.hosts))

@@ -9,6 +9,7 @@ from ferrorpc.transports.grpc.link import Link
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.transports.routed import RoutedTransport
+from ferrorpc.transports.shared_memory.link import Link as HostLink
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 
 
@@ -32,12 +33,30 @@ class LeavingLink(Link):
         return before
 
 
+class LeavingHostLink(HostLink):
+    """The same of a host peer."""
+
+    __slots__ = ("_left",)
+
+    @property
+    def has_left(self) -> bool:
+        before, self._left = self._left, True
+        return before
+
+    @has_left.setter
+    def has_left(self, left: bool) -> None:
+        self._left = left
+
+
 def leave_after_one_look(transport: Transport, peer: int) -> None:
     """What else `transport` does when a peer leaves does not matter to a probe."""
     if isinstance(transport, RoutedTransport):
         transport = transport._lanes[peer]
     if isinstance(transport, SharedMemoryTransport):
-        transport._host_peers._left = Leaving()
+        link = transport._links[peer]
+        leaving = LeavingHostLink(peer, link.socket.connection, link.memory)
+        leaving.slots = link.slots
+        transport._host_peers.links[peer] = leaving
     elif isinstance(transport, InprocTransport):
         transport._departed = Leaving()
     else:

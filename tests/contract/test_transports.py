@@ -369,11 +369,6 @@ def grpc_transport(end: End, servers: list[WorkerServer]) -> GrpcTransport:
     return GrpcTransport(servers[end.rank], assignment, end.mailbox, end.latch, SYSTEM_CLOCK, end.lose)
 
 
-def near_transport(end: End, world: HostWorld) -> SharedMemoryTransport:
-    assignment = world.sessions[end.rank].membership.assignment
-    return SharedMemoryTransport(world[end.rank], assignment, end.mailbox, end.latch, end.lose)
-
-
 class TestGrpc(BoundedTransportContract):
     """Streams between two servers."""
 
@@ -425,7 +420,8 @@ class TestSharedMemory(BoundedTransportContract):
         with HostWorld(2, listening=False) as world:
             first, second = End(0), End(1)
             for end in (first, second):
-                end.transport = near_transport(end, world)
+                end.latch = world[end.rank].latch
+                end.transport = SharedMemoryTransport(world[end.rank], end.mailbox, end.lose)
             yield first, second
 
 
@@ -453,9 +449,10 @@ class Routed(BoundedTransportContract):
             world = stack.enter_context(HostWorld(3, ["auto", "auto", "grpc"], listening=False))
             ends = [End(rank) for rank in range(3)]
             for end in ends:
+                end.latch = world[end.rank].latch
                 end.transport = grpc_transport(end, servers)
             for end in ends[:2]:
-                near = near_transport(end, world)
+                near = SharedMemoryTransport(world[end.rank], end.mailbox, end.lose)
                 end.transport = RoutedTransport(near, near.peers, end.transport, SYSTEM_CLOCK)
             yield ends[self.ranks[0]], ends[self.ranks[1]]
             for end in ends:

@@ -18,9 +18,9 @@ def test_a_script_that_never_closes_says_goodbye_to_its_host_peers(tmp_path: Pat
         assert float(group.recv(1)) == 5.0
         host_peers = group._backend.transport._near._host_peers
         deadline = time.monotonic() + 10
-        while not host_peers.has_left(1) and time.monotonic() < deadline:
+        while not host_peers.links[1].has_left and time.monotonic() < deadline:
             time.sleep(0.01)
-        print(host_peers.has_left(1), host_peers.lost(), group._backend.latch.cause)
+        print(host_peers.links[1].has_left, host_peers.lost(), group._backend.latch.cause)
     else:
         group.send(5.0, 0)
     """

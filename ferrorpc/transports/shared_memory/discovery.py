@@ -15,10 +15,11 @@ from typing import Final, NamedTuple
 
 from ferrorpc.errors import BackendUnavailableError, FerroError, PeerLostError
 from ferrorpc.guard import Clock, Latch
-from ferrorpc.transports.shared_memory.handshake import Handshaker, HostPeer, listen
+from ferrorpc.transports.shared_memory.handshake import Handshaker, listen
 from ferrorpc.transports.shared_memory.host_identity import HostIdentity, own_identity, unsupported_reason
 from ferrorpc.transports.shared_memory.host_peers import HostPeers
 from ferrorpc.transports.shared_memory.hosts import Hosts, Offer, Verdict, candidate_hosts, confirmed_hosts, separation_reason
+from ferrorpc.transports.shared_memory.link import Link
 from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, Segment, default_bytes
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
@@ -76,10 +77,10 @@ def _find(local: _LocalOffer, assignment: Assignment, exchange: Exchange, latch:
     """Runs the two rounds."""
     offers = [_offer_in(data) for data in exchange(_OFFERS, local.offer.SerializeToString())]
     hosts = candidate_hosts(offers)
-    verdicts: dict[int, Verdict] = {}
+    verdicts: list[Verdict] = []
     if any(len(host) > 1 for host in hosts):
         own = local.prove_peers(next(host for host in hosts if assignment.rank in host), offers, latch, clock)
-        verdicts = dict(enumerate(_verdict_in(data) for data in exchange(_VERDICTS, own.SerializeToString())))
+        verdicts = [_verdict_in(data) for data in exchange(_VERDICTS, own.SerializeToString())]
         hosts = confirmed_hosts(hosts, verdicts)
     return _Outcome(offers, hosts, separation_reason(offers, hosts, verdicts))
 
@@ -120,20 +121,19 @@ class _LocalOffer:
         if self._segment is None or self._listener is None or len(host) == 1:
             return shared_memory_pb2.SharedMemoryVerdict()
         try:
-            handshaker = Handshaker(self._assignment, host, dict(enumerate(offers)), self._listener, self._segment)
+            handshaker = Handshaker(self._assignment, host, offers, self._listener, self._segment)
         except OSError as error:
             return _verdict({}, {self._assignment.rank: f"it cannot greet its peers: {error.strerror}"})
         self._handshaker = handshaker
         handshaker.run(latch, clock)
-        return _verdict(handshaker.host_peers, handshaker.failures)
+        return _verdict(handshaker.links, handshaker.failures)
 
-    def keep(self, host: Sequence[int]) -> tuple[Segment | None, list[HostPeer]]:
-        """This rank's segment and its proven peers on `host`. Closes everything else."""
-        proven = [] if self._handshaker is None else list(self._handshaker.host_peers.values())
-        kept = [host_peer for host_peer in proven if host_peer.rank in host]
-        for host_peer in proven:
-            if host_peer not in kept:
-                host_peer.close()
+    def keep(self, host: Sequence[int]) -> tuple[Segment | None, dict[int, Link]]:
+        """This rank's segment and its links to the proven peers on `host`, by rank. Closes everything else."""
+        proven = {} if self._handshaker is None else self._handshaker.links
+        kept = {rank: link for rank, link in proven.items() if rank in host}
+        for rank in proven.keys() - kept:
+            proven[rank].close()
         if self._listener is not None:
             self._listener.close()
         if self._segment is not None and not kept:
@@ -146,9 +146,9 @@ class _LocalOffer:
         self.keep(())
 
 
-def _verdict(host_peers: Mapping[int, HostPeer], failures: Mapping[int, str]) -> shared_memory_pb2.SharedMemoryVerdict:
+def _verdict(links: Mapping[int, Link], failures: Mapping[int, str]) -> shared_memory_pb2.SharedMemoryVerdict:
     reason = "; ".join(failures.values())[:_REASON_CHARACTERS]
-    return shared_memory_pb2.SharedMemoryVerdict(proven=sorted(host_peers), reason=reason)
+    return shared_memory_pb2.SharedMemoryVerdict(proven=sorted(links), reason=reason)
 
 
 def _offer_in(data: bytes) -> Offer:

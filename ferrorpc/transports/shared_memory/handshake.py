@@ -11,16 +11,14 @@ import os
 import selectors
 import socket
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Final
-
-import numpy as np
 
 from ferrorpc.errors import CodecError, FerroError, PermissionDeniedError, VersionMismatchError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.shared_memory.hosts import Offer
-from ferrorpc.transports.shared_memory.segment import Bytes, Segment, map_peer
+from ferrorpc.transports.shared_memory.link import Link
+from ferrorpc.transports.shared_memory.segment import Segment, map_peer
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
 from ferrorpc.wire.parse import parse
@@ -34,20 +32,6 @@ _POLL_SECONDS: Final = 0.1
 _GREETING_BYTES_MAX: Final = 4096
 _CREDENTIALS: Final = struct.Struct("3i")
 _SECONDS_AND_MICROSECONDS: Final = struct.Struct("@ll")
-
-
-@dataclass(slots=True)
-class HostPeer:
-    """A proven peer: its socket (non-blocking) and its segment."""
-
-    rank: int
-    connection: socket.socket
-    memory: Bytes
-
-    def close(self) -> None:
-        """Closes the socket and drops the mapping, which lives on as long as views of it exist."""
-        self.connection.close()
-        self.memory = np.empty(0, np.uint8)
 
 
 def listen(name: str) -> socket.socket:
@@ -68,18 +52,19 @@ class Handshaker:
 
     Args:
         host: world ranks that may share memory, including this one.
-        offers: the offer of each of them, by rank.
+        offers: of all ranks of the world, in rank order.
     """
 
     def __init__(
         self,
         assignment: Assignment,
         host: Sequence[int],
-        offers: Mapping[int, Offer],
+        offers: Sequence[Offer],
         listener: socket.socket,
         segment: Segment,
     ) -> None:
-        self.host_peers: dict[int, HostPeer] = {}
+        self.links: dict[int, Link] = {}
+        """The link to each proven peer, by rank."""
         self.failures: dict[int, str] = {}
         """By rank, why a rank of the host is no host peer."""
         self._assignment = assignment
@@ -107,11 +92,11 @@ class Handshaker:
             self._end()
 
     def _missing(self) -> list[int]:
-        return [rank for rank in self._peers if rank not in self.host_peers and rank not in self.failures]
+        return [rank for rank in self._peers if rank not in self.links and rank not in self.failures]
 
     def _end(self) -> None:
         """Closes the connections that proved no peer."""
-        kept = {host_peer.connection for host_peer in self.host_peers.values()}
+        kept = {link.socket.connection for link in self.links.values()}
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket) and key.fileobj not in kept and key.fileobj is not self._listener:
                 key.fileobj.close()
@@ -124,8 +109,8 @@ class Handshaker:
         except OSError as error:
             self.failures[rank] = f"rank {rank} cannot be dialled: {error.strerror}"
             return
-        patience = _SECONDS_AND_MICROSECONDS.pack(int(seconds) + 1, 0)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+        timeout = _SECONDS_AND_MICROSECONDS.pack(int(seconds) + 1, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         try:
             connection.connect("\0" + self._offers[rank].socket)
             connection.setblocking(False)
@@ -186,7 +171,7 @@ class Handshaker:
             if rank is not None:
                 self.failures[rank] = f"rank {rank}: {error.message if isinstance(error, FerroError) else error.strerror}"
             return
-        self.host_peers[rank] = HostPeer(rank, connection, memory)
+        self.links[rank] = Link(rank, connection, memory)
 
     def _check(self, greeting: shared_memory_pb2.SharedMemoryGreeting, connection: socket.socket, dialled: int | None) -> int:
         """The rank that sent the greeting, once it is known to belong to the generation."""

@@ -11,17 +11,19 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from ferrorpc.errors import GroupClosedError, UsageError
 from ferrorpc.guard import Clock, Latch
-from ferrorpc.transports.shared_memory.handshake import HostPeer
+from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS
 from ferrorpc.transports.shared_memory.hosts import Hosts
+from ferrorpc.transports.shared_memory.link import Link
 from ferrorpc.transports.shared_memory.reader import Reader
 from ferrorpc.transports.shared_memory.segment import Segment
+from ferrorpc.transports.shared_memory.slots import Slots
 
 STOP_SECONDS: Final = 0.5
 """How long the goodbyes of an exiting process may take: it has about two seconds for everything."""
@@ -36,8 +38,11 @@ class HostPeers:
     Attributes:
         ranks: world ranks on this host in ascending order, including this one; only this one where nothing is shared.
         hosts: the ranks of every host of the world; equal on all ranks.
+        links: the link to each host peer, by its world rank.
         separation_reason: why the world is not one host; empty when it is.
-        reader: reads the sockets to the host peers, which it has by rank.
+        latch: of the generation.
+        reader: reads the sockets to the host peers.
+        is_closing: whether `close` was called, so that nothing can be sent any more.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class HostPeers:
         rank: int,
         hosts: Hosts,
         segment: Segment | None,
-        proven: Sequence[HostPeer],
+        links: Mapping[int, Link],
         separation_reason: str,
         latch: Latch,
         clock: Clock,
@@ -53,18 +58,19 @@ class HostPeers:
         self.rank = rank
         self.hosts = hosts
         self.ranks = next(host for host in hosts if rank in host)
+        self.links = links
         self.separation_reason = separation_reason
         self._segment = segment
-        self._host_peers = {host_peer.rank: host_peer for host_peer in proven}
-        self._latch = latch
+        if segment is not None:
+            for link in links.values():
+                link.slots = Slots(segment, len(links))
+        self.latch = latch
         self._clock = clock
         self._lock = threading.Lock()
-        self._lost: dict[int, str] = {}
-        self._left: set[int] = set()
         self._started = False
-        self._closing = False
-        connections = {host_peer.rank: host_peer.connection for host_peer in proven}
-        self.reader = Reader(connections, clock, self._message_received, self._socket_ended)
+        self.is_closing = False
+        sockets = [link.socket for link in links.values()]
+        self.reader = Reader(sockets, clock, self._message_received, self._socket_ended)
         _all.add(self)
 
     @property
@@ -84,47 +90,41 @@ class HostPeers:
         Raises:
             GroupClosedError: after `close`.
         """
-        memory = self.own.memory if rank == self.rank else self._host_peers[rank].memory
+        memory = self.own.memory if rank == self.rank else self.links[rank].memory
         if not memory.size:
             raise GroupClosedError(f"rank {self.rank} has closed its shared memory")
         return memory
 
-    def start(
-        self,
-        on_link_lost: Callable[[int, str], None],
-        on_message: Callable[[int, bytes], None],
-        on_end: Callable[[int], None],
-    ) -> None:
+    def start(self, on_link_lost: Callable[[int, str], None], on_message: Callable[[int, bytes], None]) -> None:
         """Starts the thread that reads the sockets. To be called once. The callbacks must not block.
 
         Args:
-            on_link_lost: called with (peer, reason) at most once per peer; never after `close` or after the latch has tripped.
+            on_link_lost: called with (peer, reason) at most once per peer; never once `is_over`.
             on_message: called with (peer, message) for every message but goodbyes.
-            on_end: called with (peer) when its socket has ended, for whatever reason.
         """
         self._on_link_lost = on_link_lost
         self._on_message = on_message
-        self._on_end = on_end
-        if self.reader.sockets:
+        if self.links:
             self._clock.start(self.reader.run, f"ferrorpc-host-peers-of-{self.rank}")
             self._started = True
 
-    def has_left(self, peer: int) -> bool:
-        """Whether a host peer has said goodbye. Its memory stays mapped, with all that it wrote before."""
-        return peer in self._left
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has closed its links, or the generation has ended, so that no failure is to be reported."""
+        return self.is_closing or self.latch.cause is not None
 
     def report_lost(self, peer: int, reason: str) -> None:
-        """Reports the loss of a host peer, unless one was reported before or the generation is over."""
+        """Reports the loss of a host peer, unless one was reported before or it `is_over`."""
+        link = self.links[peer]
         with self._lock:
-            if self._closing or self._latch.cause is not None or peer in self._lost:
+            if self.is_over or link.loss is not None:
                 return
-            self._lost[peer] = reason
+            link.loss = reason
         self._on_link_lost(peer, reason)
 
     def lost(self) -> dict[int, str]:
         """As `Transport.lost`."""
-        with self._lock:
-            return dict(self._lost)
+        return {peer: link.loss for peer, link in self.links.items() if link.loss is not None}
 
     def close(self, timeout: float) -> None:
         """Says goodbye, stops reading and releases the memory. Idempotent; takes at most `timeout` seconds.
@@ -132,36 +132,50 @@ class HostPeers:
         Arrays in this rank's segment stay valid, and so do views of other segments, although nobody writes them any more.
         """
         with self._lock:
-            if self._closing:
+            if self.is_closing:
                 return
-            self._closing = True
-        for peer_socket in self.reader.sockets.values():
-            peer_socket.send(GOODBYE)
-        self.reader.stop(timeout if self._started else 0.0)  # an interrupt within `start` hides whether there is a thread
+            self.is_closing = True
+        for link in self.links.values():
+            link.end()
+            link.socket.send(GOODBYE)
+        self._stop_reading(timeout)
+        for link in self.links.values():
+            link.close()
         self.reader.close()
-        for host_peer in self._host_peers.values():
-            host_peer.close()
         if self._segment is not None:
             self._segment.close()
+
+    def _stop_reading(self, timeout: float) -> None:
+        """Waits until all that was sent is written. The end of the generation ends that."""
+        if not self._started:
+            timeout = 0.0  # an interrupt within `start` hides whether there is a thread
+        if self.latch.cause is not None:
+            self.reader.stop(min(timeout, BROKEN_CLOSE_SECONDS))
+            return
+        ticket = self.latch.watch(self.reader.discard)
+        self.reader.stop(timeout)
+        self.latch.forget(ticket)
 
     # -- events of the reader ------------------------------------------------------------------------------------------
 
     def _message_received(self, peer: int, message: bytes) -> None:
         if message == GOODBYE:
-            self._left.add(peer)
+            self.links[peer].has_left = True
         else:
             self._on_message(peer, message)
 
     def _socket_ended(self, peer: int) -> None:
-        if peer not in self._left:
+        link = self.links[peer]
+        if not link.has_left:
             self.report_lost(peer, "its process ended without a goodbye")
-        self._on_end(peer)
+        link.end()
 
     def abandon_in_child(self) -> None:
         """In a forked child: closes its copies of the sockets, so that peers see the parent's end while the child lives."""
         self._lock = threading.Lock()
-        self._closing = True
-        self.reader.abandon_in_child()
+        self.is_closing = True
+        for link in self.links.values():
+            link.socket.connection.close()  # takes no lock: a thread of the parent may have held it
 
 
 _all: Final[weakref.WeakSet[HostPeers]] = weakref.WeakSet()

@@ -8,7 +8,7 @@ many fails, that is the one. Each removed rank becomes a host of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from ferrorpc.transports.shared_memory.host_identity import HostIdentity
@@ -48,24 +48,24 @@ def candidate_hosts(offers: Sequence[Offer]) -> Hosts:
     return _with_the_rest(list(willing.values()), len(offers))
 
 
-def confirmed_hosts(tried: Hosts, verdicts: Mapping[int, Verdict]) -> Hosts:
+def confirmed_hosts(tried: Hosts, verdicts: Sequence[Verdict]) -> Hosts:
     """The hosts that share memory, once all ranks have done their handshakes."""
     size = sum(len(host) for host in tried)
     return _with_the_rest([_all_pairs(host, verdicts) for host in tried], size)
 
 
-def separation_reason(offers: Sequence[Offer], hosts: Hosts, verdicts: Mapping[int, Verdict]) -> str:
+def separation_reason(offers: Sequence[Offer], hosts: Hosts, verdicts: Sequence[Verdict]) -> str:
     """Why the world is not one host, as text; empty when it is."""
     if len(hosts) == 1:
         return ""
     unwilling = [f"rank {rank}: {offer.refusal_reason}" for rank, offer in enumerate(offers) if offer.refusal_reason]
-    failed = [f"rank {rank}: {verdict.reason}" for rank, verdict in sorted(verdicts.items()) if verdict.reason]
+    failed = [f"rank {rank}: {verdict.reason}" for rank, verdict in enumerate(verdicts) if verdict.reason]
     places = len({offer.identity for offer in offers if not offer.refusal_reason})
     apart = [f"the ranks are in {places} places (hosts, network namespaces or users)"] if places > 1 else []
     return "; ".join(unwilling + apart + failed)
 
 
-def _all_pairs(host: Sequence[int], verdicts: Mapping[int, Verdict]) -> list[int]:
+def _all_pairs(host: Sequence[int], verdicts: Sequence[Verdict]) -> list[int]:
     """The part of a candidate host in which every pair is proven on both sides: large, but found greedily."""
     members = list(host)
     while True:
@@ -76,7 +76,7 @@ def _all_pairs(host: Sequence[int], verdicts: Mapping[int, Verdict]) -> list[int
         members.remove(worst)
 
 
-def _mutual(one: int, other: int, verdicts: Mapping[int, Verdict]) -> bool:
+def _mutual(one: int, other: int, verdicts: Sequence[Verdict]) -> bool:
     return other in verdicts[one].proven and one in verdicts[other].proven
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from ferrorpc.guard import wake_nobody
 from ferrorpc.transports.control import CONTROL_MAX
 
 MESSAGE_BYTES_MAX: Final = 32 << 10
@@ -25,12 +26,13 @@ class PeerSocket:
 
     Args:
         peer: the peer's world rank.
-        wake: asks the reader thread to check `pending`; must not block.
     """
 
-    def __init__(self, peer: int, connection: socket.socket, wake: Callable[[], None]) -> None:
+    def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer = peer
         self.connection = connection
+        self.wake: Callable[[], None] = wake_nobody
+        """Asks the thread that reads the socket, once there is one, to check `pending`."""
         self.reading = threading.RLock()
         """Held by the thread that reads the socket. It knows its owner, which an interrupted thread does not."""
         self.busy_poller = 0
@@ -39,7 +41,6 @@ class PeerSocket:
         """How many of the next calls of `busy_poll` return at once."""
         self.failed_polls = 0
         """Grows with each call of `busy_poll` in a row that failed; reset by one that succeeds."""
-        self._wake = wake
         self._lock = threading.Lock()
         self._queue: deque[bytes] = deque()
         self._waiting: list[Callable[[], None]] = []
@@ -63,7 +64,7 @@ class PeerSocket:
             self._queue.append(message)
         self.flush()
         if self._queue:
-            self._wake()
+            self.wake()
         return True
 
     def try_send(self, message: bytes, room: Callable[[], None]) -> bool:
@@ -80,7 +81,7 @@ class PeerSocket:
             if self._sent(message):
                 return True
             self._queue.append(message)
-        self._wake()
+        self.wake()
         return True
 
     def flush(self) -> None:

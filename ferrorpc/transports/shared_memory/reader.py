@@ -12,8 +12,7 @@ import contextlib
 import os
 import select
 import threading
-from collections.abc import Callable, Mapping
-from socket import socket
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ferrorpc.guard import Clock
@@ -32,17 +31,16 @@ SKIPPED_POLLS_MAX: Final = 63
 
 
 class Reader:
-    """Owns the sockets to all host peers. `run` is the body of its thread.
+    """Reads the sockets to all host peers. `run` is the body of its thread.
 
     Args:
-        connections: by the peer's world rank.
         on_message: called with (peer, message) for every message, in order; must not block.
         on_end: called with (peer) at the end of its socket; must not block.
     """
 
     def __init__(
         self,
-        connections: Mapping[int, socket],
+        sockets: Sequence[PeerSocket],
         clock: Clock,
         on_message: Callable[[int, bytes], None],
         on_end: Callable[[int], None],
@@ -51,8 +49,10 @@ class Reader:
         self._on_message = on_message
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if connections else -1
-        self.sockets = {peer: PeerSocket(peer, connection, self._wake) for peer, connection in connections.items()}
+        self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if sockets else -1
+        self._sockets = sockets
+        for peer_socket in sockets:
+            peer_socket.wake = self._wake
         self._epoll: select.epoll
         """The reader thread's, while it runs."""
         self._armed: dict[PeerSocket, int] = {}
@@ -77,12 +77,11 @@ class Reader:
                     self._armed.clear()
                 self._over.set()
 
-    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
-        """Reads what a host peer sends on the calling thread, until `over` or for BUSY_POLL_SECONDS.
+    def busy_poll(self, peer_socket: PeerSocket, over: Callable[[], bool]) -> None:
+        """Reads what comes on one socket on the calling thread, until `over` or for BUSY_POLL_SECONDS.
 
         Returns at once where another thread reads that socket, and mostly where polling has failed lately.
         """
-        peer_socket = self.sockets[peer]
         if peer_socket.polls_to_skip:
             peer_socket.polls_to_skip -= 1
             return
@@ -141,9 +140,7 @@ class Reader:
         self._wake()
 
     def close(self) -> None:
-        """Closes sockets and descriptors. The thread has ended or never began."""
-        for peer_socket in self.sockets.values():
-            peer_socket.close()
+        """Closes its descriptor, after the sockets were closed. The thread has ended or never began."""
         with self._lock:
             descriptor, self._wake_descriptor = self._wake_descriptor, -1
         if descriptor >= 0:
@@ -166,7 +163,7 @@ class Reader:
     def _read_all(self, epoll: select.epoll) -> None:
         self._epoll = epoll
         epoll.register(self._wake_descriptor, select.EPOLLIN)
-        sockets = {peer_socket.connection.fileno(): peer_socket for peer_socket in self.sockets.values()}
+        sockets = {peer_socket.connection.fileno(): peer_socket for peer_socket in self._sockets}
         for peer_socket in sockets.values():
             epoll.register(peer_socket.connection, select.EPOLLIN)
         self._armed = dict.fromkeys(sockets.values(), select.EPOLLIN)
@@ -207,8 +204,3 @@ class Reader:
         finally:
             peer_socket.reading.release()
         return True
-
-    def abandon_in_child(self) -> None:
-        """In a forked child: closes its copies of the sockets. Takes no lock: a thread of the parent may have held it."""
-        for peer_socket in self.sockets.values():
-            peer_socket.connection.close()

@@ -38,7 +38,7 @@ def test_what_fails_after_host_peers_have_met_closes_their_sockets(monkeypatch: 
         monkeypatch.setattr(LAST[last], lambda *_: _raise(GroupClosedError("it ends here")))
     outcomes = in_threads(2, lambda rank: GrpcBackend(world.session(rank), servers[rank]))
     assert [type(outcome) for outcome in outcomes] == [GroupClosedError] * 2
-    assert [link.connection.fileno() for peers in made for link in peers.reader.sockets.values()] == [-1, -1]
+    assert [link.socket.connection.fileno() for peers in made for link in peers.links.values()] == [-1, -1]
     for server in servers:
         server.close()
 

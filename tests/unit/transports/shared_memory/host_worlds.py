@@ -50,7 +50,6 @@ class HostWorld:
             found.start(
                 lambda peer, reason: self._lose(rank, peer, reason),
                 lambda peer, data: self._receive(rank, peer, data),
-                lambda peer: None,
             )
         return found
 

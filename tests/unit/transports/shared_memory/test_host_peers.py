@@ -181,7 +181,7 @@ def test_nobody_is_waited_for_once_the_generation_has_ended() -> None:
     latch.trip(PeerLostError(1, "exit code 9"))
     with handshake.listen(f"ferrorpc/test/{uuid.uuid4()}") as listener:
         assignment = LocalWorld(2).session(0).membership.assignment
-        handshaker = handshake.Handshaker(assignment, (0, 1), {}, listener, segment)
+        handshaker = handshake.Handshaker(assignment, (0, 1), [], listener, segment)
         handshaker.run(latch, ManualClock())
     segment.close()
     assert list(handshaker.failures) == [1]
@@ -287,20 +287,20 @@ def test_a_name_that_is_taken_means_no_shared_memory(monkeypatch: pytest.MonkeyP
 
 def test_a_link_that_ends_without_goodbye_is_told_at_once() -> None:
     with HostWorld(3) as ranks:
-        ranks[1].reader.sockets[0].connection.shutdown(socket.SHUT_RDWR)
+        ranks[1].links[0].socket.connection.shutdown(socket.SHUT_RDWR)
         eventually(lambda: len(ranks.lost) >= 2)
         assert ranks[0].lost() == {1: "its process ended without a goodbye"}
         assert sorted(ranks.lost)[:2] == [
             (0, 1, "its process ended without a goodbye"),
             (1, 0, "its process ended without a goodbye"),
         ]
-        assert not ranks[0].has_left(1)
+        assert not ranks[0].links[1].has_left
 
 
 def test_a_goodbye_is_no_loss_until_the_peer_is_needed() -> None:
     with HostWorld(2) as ranks:
         ranks[1].close(1.0)
-        eventually(lambda: ranks[0].has_left(1))
+        eventually(lambda: ranks[0].links[1].has_left)
         assert ranks.lost == []
         ranks[0].report_lost(1, PEER_LEFT)
         ranks[0].report_lost(1, PEER_LEFT)
@@ -320,7 +320,7 @@ def test_messages_arrive_whole_and_in_order_although_nobody_waits_for_room() -> 
     with HostWorld(2) as ranks:
         sent = [bytes([1, number % 256]) * (1 + number % 3000) for number in range(3000)]
         for message in sent:
-            ranks[0].reader.sockets[1].send(message)
+            ranks[0].links[1].socket.send(message)
         eventually(lambda: len(ranks.messages) == len(sent))
         assert [message for _, _, message in ranks.messages] == sent
 
@@ -328,9 +328,9 @@ def test_messages_arrive_whole_and_in_order_although_nobody_waits_for_room() -> 
 def test_what_was_sent_before_close_arrives() -> None:
     with HostWorld(2) as ranks:
         for number in range(2000):
-            ranks[0].reader.sockets[1].send(b"\x01" + number.to_bytes(2, "little") * 200)
+            ranks[0].links[1].socket.send(b"\x01" + number.to_bytes(2, "little") * 200)
         ranks[0].close(SECONDS)
-        eventually(lambda: ranks[1].has_left(0))
+        eventually(lambda: ranks[1].links[0].has_left)
         assert len(ranks.messages) == 2000
         assert ranks.lost == []
 
@@ -340,8 +340,8 @@ def test_a_host_peer_that_says_much_does_not_keep_the_others_from_being_heard() 
     with HostWorld(3, listening=False) as ranks:
         for peer in (0, 1):
             for _ in range(100):
-                ranks[peer].reader.sockets[2].send(b"\x01")
-        ranks[2].start(lambda peer, reason: None, lambda peer, message: heard.append(peer), lambda peer: None)
+                ranks[peer].links[2].socket.send(b"\x01")
+        ranks[2].start(lambda peer, reason: None, lambda peer, message: heard.append(peer))
         eventually(lambda: len(heard) == 200)
     assert set(heard[:60]) == {0, 1}
 
@@ -397,13 +397,13 @@ def test_a_rank_that_dies_meanwhile_leaves_the_others_without_host_peers(monkeyp
 def test_a_forked_child_gives_its_copies_of_the_sockets_back() -> None:
     """So that the end of its parent is seen although the child lives on."""
     with HostWorld(2) as ranks:
-        descriptors = [ranks[rank].reader.sockets[1 - rank].connection.fileno() for rank in range(2)]
+        descriptors = [ranks[rank].links[1 - rank].socket.connection.fileno() for rank in range(2)]
 
         def child() -> bool:
             return not any(os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors)
 
         assert in_a_forked_child(child) == 0
-        ranks[0].reader.sockets[1].send(b"\1 still here")
+        ranks[0].links[1].socket.send(b"\1 still here")
         eventually(lambda: ranks.messages == [(1, 0, b"\1 still here")])
 
 
@@ -422,7 +422,7 @@ def test_an_interrupt_as_the_reading_thread_starts_leaves_no_thread_behind(begin
     with HostWorld(2, listening=False) as ranks:
         ranks[0]._clock = Struck()
         with pytest.raises(KeyboardInterrupt):
-            ranks[0].start(*[lambda *_: None] * 3)
+            ranks[0].start(*[lambda *_: None] * 2)
         ranks[0].close(SECONDS)
         if begins == "after close":
             threads[0].run()

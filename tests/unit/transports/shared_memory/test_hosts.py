@@ -12,11 +12,11 @@ def offer(place: HostIdentity = A, transport: str = "auto", refusal: str = "") -
     return Offer(transport, refusal, place)
 
 
-def all_proven(ranks: Iterable[int], but: Iterable[tuple[int, int]] = ()) -> dict[int, Verdict]:
+def all_proven(ranks: Iterable[int], but: Iterable[tuple[int, int]] = ()) -> list[Verdict]:
     """Verdicts in which every pair is proven, but these (from, of)."""
     ranks, missing = list(ranks), set(but)
     proven = {one: frozenset(two for two in ranks if two != one and (one, two) not in missing) for one in ranks}
-    return {rank: Verdict(proven[rank]) for rank in ranks}
+    return [Verdict(proven[rank]) for rank in ranks]
 
 
 def test_ranks_of_one_place_try_each_other() -> None:
@@ -31,7 +31,7 @@ def test_any_difference_of_place_keeps_ranks_apart() -> None:
 def test_the_unwilling_stay_alone() -> None:
     offers = [offer(), offer(transport="grpc"), offer(refusal="no Linux"), offer()]
     assert candidate_hosts(offers) == ((0, 3), (1,), (2,))
-    reason = separation_reason(offers, candidate_hosts(offers), {})
+    reason = separation_reason(offers, candidate_hosts(offers), [])
     assert "rank 1: it was told to use transport='grpc'" in reason
     assert "rank 2: no Linux" in reason
 

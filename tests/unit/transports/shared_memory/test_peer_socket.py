@@ -22,7 +22,8 @@ class Ends:
             end.setblocking(False)
         self.wakes = 0
         self.told = 0
-        self.peer_socket = PeerSocket(1, mine, self._wake)
+        self.peer_socket = PeerSocket(1, mine)
+        self.peer_socket.wake = self._wake
 
     def _wake(self) -> None:
         self.wakes += 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.transports.shared_memory.peer_socket import PeerSocket
 from ferrorpc.transports.shared_memory.reader import BUSY_POLL_SECONDS, SKIPPED_POLLS_MAX, Reader
 from tests.unit.transports.shared_memory.host_worlds import SECONDS
 
@@ -30,8 +31,8 @@ class Ends:
         self.ends: list[int] = []
         self.on_message: Callable[[bytes], None] = lambda message: None
         self.told = threading.Condition()
-        self.reader = Reader({PEER: mine}, clock, self._hear, self._end)
-        self.peer_socket = self.reader.sockets[PEER]
+        self.peer_socket = PeerSocket(PEER, mine)
+        self.reader = Reader([self.peer_socket], clock, self._hear, self._end)
         self.thread = threading.Thread(target=self.reader.run, daemon=True)
 
     def _hear(self, peer: int, message: bytes) -> None:
@@ -51,12 +52,13 @@ class Ends:
             assert self.told.wait_for(condition, SECONDS)
 
     def busy_poll(self, over: Callable[[], bool]) -> None:
-        self.reader.busy_poll(PEER, over)
+        self.reader.busy_poll(self.peer_socket, over)
 
     def close(self) -> None:
         if self.thread.ident is not None:
             self.reader.stop(SECONDS)
             self.thread.join(SECONDS)
+        self.peer_socket.close()
         self.reader.close()
         self.other.close()
 

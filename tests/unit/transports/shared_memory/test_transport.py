@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, LimitExceededError
-from ferrorpc.guard import Latch
 from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES
 from ferrorpc.transports.mailbox import Mailbox
@@ -48,14 +47,11 @@ class Pair:
         self.lost: list[tuple[int, str]] = []
         self.mailbox = Mailbox(1, self.failures.append)
         self.box = self.mailbox.enter(KEY, "a()", lambda: None)
-        self.latch = Latch()
-        assignment = world.sessions[1].membership.assignment
-        self.transport = SharedMemoryTransport(
-            world[1], assignment, self.mailbox, self.latch, lambda peer, reason: self.lost.append((peer, reason))
-        )
+        self.latch = world[1].latch
+        self.transport = SharedMemoryTransport(world[1], self.mailbox, lambda peer, reason: self.lost.append((peer, reason)))
 
     def tell(self, **body: object) -> None:
-        self.stranger.reader.sockets[1].send(shared_memory_pb2.SharedMemoryMessage(**body).SerializeToString())
+        self.stranger.links[1].socket.send(shared_memory_pb2.SharedMemoryMessage(**body).SerializeToString())
 
 
 @pytest.fixture
@@ -99,12 +95,12 @@ def test_what_cannot_be_ends_the_generation_once_and_nothing_after_it_is_believe
                 parcel["offset"] = pair.stranger.own.size_bytes - 100
         pair.tell(**said)
     else:
-        pair.stranger.reader.sockets[1].send(said)
+        pair.stranger.links[1].socket.send(said)
     eventually(lambda: pair.failures)
-    pair.stranger.reader.sockets[1].send(frame_of(5))
-    pair.stranger.reader.sockets[1].send(b"\xff\xff\xff")
+    pair.stranger.links[1].socket.send(frame_of(5))
+    pair.stranger.links[1].socket.send(b"\xff\xff\xff")
     pair.stranger.close(1.0)
-    eventually(lambda: pair.transport._host_peers.has_left(0))
+    eventually(lambda: pair.transport._links[0].has_left)
     (error,) = pair.failures
     assert isinstance(error, CodecError | LimitExceededError)
     assert not pair.box.frames
@@ -113,7 +109,7 @@ def test_what_cannot_be_ends_the_generation_once_and_nothing_after_it_is_believe
 
 def test_who_asks_and_never_reads_the_answers_is_cut_off(pair: Pair) -> None:
     probe = shared_memory_pb2.SharedMemoryMessage(probe={"number": 1, "signature": "a()"}).SerializeToString()
-    connection = pair.stranger.reader.sockets[1].connection
+    connection = pair.stranger.links[1].socket.connection
     connection.setblocking(True)
     for _ in range(4 * CONTROL_MAX):
         connection.send(probe)
@@ -126,9 +122,9 @@ def test_who_asks_and_never_reads_the_answers_is_cut_off(pair: Pair) -> None:
 
 def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
     pair.latch.trip(FerroError("it is over"))
-    pair.stranger.reader.sockets[1].send(b"\xff\xff\xff")
+    pair.stranger.links[1].socket.send(b"\xff\xff\xff")
     pair.stranger.close(1.0)
-    eventually(lambda: pair.transport._host_peers.has_left(0))
+    eventually(lambda: pair.transport._links[0].has_left)
     assert pair.failures == []
 
 
@@ -140,13 +136,13 @@ def test_what_finds_no_memory_ends_the_generation_and_not_the_thread_that_reads(
 
     with monkeypatch.context() as patched:
         patched.setattr(transport, "scan", full)
-        pair.stranger.reader.sockets[1].send(frame_of(100))
+        pair.stranger.links[1].socket.send(frame_of(100))
         eventually(lambda: pair.failures)
     (failure,) = pair.failures
     assert isinstance(failure, LimitExceededError)
     assert "rank 1 has no memory for what rank 0 sent: 1 MiB" in failure.message
     pair.stranger.close(1.0)
-    eventually(lambda: pair.transport._host_peers.has_left(0))
+    eventually(lambda: pair.transport._links[0].has_left)
 
 
 def test_an_interrupt_while_a_message_is_read_ends_the_generation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +160,9 @@ def test_an_interrupt_while_a_message_is_read_ends_the_generation(pair: Pair, mo
 
 
 def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
-    pair.stranger.reader.sockets[1].send(bytes([15 << 3 | 2, 1, 7]))
-    pair.stranger.reader.sockets[1].send(transport_pb2.DataMessage.FromString(frame_of(4, total=8)).SerializeToString())
-    pair.stranger.reader.sockets[1].send(bytes([15 << 3 | 2, 1, 7]) + frame_of(4, offset=4, total=8))
+    pair.stranger.links[1].socket.send(bytes([15 << 3 | 2, 1, 7]))
+    pair.stranger.links[1].socket.send(transport_pb2.DataMessage.FromString(frame_of(4, total=8)).SerializeToString())
+    pair.stranger.links[1].socket.send(bytes([15 << 3 | 2, 1, 7]) + frame_of(4, offset=4, total=8))
     eventually(lambda: len(pair.box.frames.get((0, 0), ())) == 2)
     assert pair.failures == []
 
