@@ -200,6 +200,11 @@ class TensorSpec(NamedTuple):
         return _spelled(self.dtype, self.shape)
 
 
+def fits(array: Any, spec: TensorSpec) -> bool:
+    """Whether an array in storage dtype, on the host or on a device, has this dtype and shape."""
+    return bool(array.shape == spec.shape and array.dtype == spec.dtype.storage)
+
+
 @lru_cache(1024)
 def _spelled(dtype: DType, shape: tuple[int, ...]) -> str:
     """Cached, because every operation formats its signature."""

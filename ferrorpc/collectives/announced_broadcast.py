@@ -24,7 +24,7 @@ from ferrorpc.collectives.select import bytes_of
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
-from ferrorpc.types import DType, TensorSpec
+from ferrorpc.types import DType, TensorSpec, fits
 from ferrorpc.wire import announcement
 from ferrorpc.wire.frames import ANNOUNCEMENT_SLOT, Key
 
@@ -110,14 +110,14 @@ class AnnouncedExecution(Execution):
                 return True
             spec, data = announcement.unpack(phase.results[0])
             if data is not None:
-                self.results, self.specs = [self._copied(data)], [spec]
+                self.results, self.specs = [self._copied(data, spec)], [spec]
                 return True
             self._phases.append(self._prepared.prepared_for(spec).start(self._key, self._inputs, self._outputs, self.guard))
 
-    def _copied(self, data: Array) -> Array:
+    def _copied(self, data: Array, spec: TensorSpec) -> Array:
         """The array in the caller's memory where that is on the host and fits, else a copy."""
         given: Array | None = self._outputs[0] if self._outputs and is_host(self._outputs[0]) else None
-        if given is None or given.shape != data.shape or given.dtype != data.dtype:
+        if given is None or not fits(given, spec):
             return data.copy()
         given[...] = data
         return given

@@ -31,7 +31,7 @@ from ferrorpc.collectives.executor import Layout, PlanExecution
 from ferrorpc.collectives.fusion import Reduce
 from ferrorpc.collectives.outgoing_message import CODED_VALUES, EncodedMessage
 from ferrorpc.collectives.polling import DevicePolling
-from ferrorpc.collectives.workspace import Rules, Workspace
+from ferrorpc.collectives.workspace import Rules, Workspace, fitting
 from ferrorpc.errors import CodecError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.cuda.codecs import DeviceCodec
@@ -89,10 +89,8 @@ class DeviceWorkspace(Workspace):
         self.mark: Event | None = None
 
     def _room(self, item: int, spec: TensorSpec) -> Any:
-        given = None if self._given is None or item >= len(self._given) else self._given[item]
-        if given is not None and given.shape == spec.shape and given.dtype == spec.dtype.storage:
-            return given
-        return self.device.empty(spec.shape, spec.dtype.storage, self.caller)
+        given = fitting(self._given, item, spec)
+        return self.device.empty(spec.shape, spec.dtype.storage, self.caller) if given is None else given
 
     def is_pending(self) -> bool:
         """Whether it waits for the GPU."""

@@ -28,7 +28,7 @@ from ferrorpc.collectives.fusion import DownloadInput, Task, UploadResult
 from ferrorpc.collectives.polling import DevicePolling
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.guard import Guard
-from ferrorpc.types import TensorSpec
+from ferrorpc.types import TensorSpec, fits
 
 Array = np.ndarray[Any, Any]
 Source: TypeAlias = Any
@@ -118,13 +118,13 @@ class DeviceTransfers:
 
     def host_memory(self, item: int, spec: TensorSpec) -> Array | None:
         """Host memory for a result that is uploaded; None for other results."""
-        upload, storage = self._uploads.get(item), spec.dtype.storage
+        upload = self._uploads.get(item)
         if upload is None:
             return None
         download = self._downloads.get(self._in_place) if item == 0 and self._in_place is not None else None
-        if download is not None and download.data.shape == spec.shape and download.data.dtype == storage:
+        if download is not None and fits(download.data, spec):
             return download.data
-        found: Array = upload.device.staging.host_memory(spec.shape, storage)
+        found: Array = upload.device.staging.host_memory(spec.shape, spec.dtype.storage)
         return found
 
     def advance(self, execution: Execution, on_host: Callable[[], bool]) -> bool:

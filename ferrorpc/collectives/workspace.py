@@ -25,7 +25,7 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.fusion import Reduce, Task, used_work
 from ferrorpc.errors import CodecError
 from ferrorpc.kernels.reduction import Kernel, kernel
-from ferrorpc.types import DType, TensorSpec
+from ferrorpc.types import DType, TensorSpec, fits
 from ferrorpc.wire.codecs import Codec, codec
 
 Array = np.ndarray[Any, Any]
@@ -76,6 +76,18 @@ def _overlap(one: Region, other: Region) -> bool:
     return (other.stop is None or one.start < other.stop) and (one.stop is None or other.start < one.stop)
 
 
+def fitting(outputs: Sequence[Any] | None, item: int, spec: TensorSpec) -> Any:
+    """The caller's array for a result, on the host or on a device; None where there is none, or it does not fit."""
+    given = None if outputs is None or item >= len(outputs) else outputs[item]
+    return given if given is not None and fits(given, spec) else None
+
+
+def room_for(outputs: Sequence[Array | None] | None, item: int, spec: TensorSpec) -> Array:
+    """The array for a result on the host: the caller's where it fits, else a new one."""
+    given: Array | None = fitting(outputs, item, spec)
+    return np.empty(spec.shape, spec.dtype.storage) if given is None else given
+
+
 class Workspace:
     """IN, WORK and OUT of one run.
 
@@ -96,12 +108,7 @@ class Workspace:
         self._encodings: dict[tuple[int, int], tuple[Array, int]] = {}
 
     def _room(self, item: int, spec: TensorSpec) -> Array:
-        """The array for a result: the caller's where it fits, else a new one."""
-        if self._given is not None and item < len(self._given):
-            given = self._given[item]
-            if given is not None and given.shape == spec.shape and given.dtype == spec.dtype.storage:
-                return given
-        return np.empty(spec.shape, spec.dtype.storage)
+        return room_for(self._given, item, spec)
 
     @property
     def results(self) -> tuple[list[Array], list[TensorSpec]]:

@@ -36,6 +36,7 @@ from ferrorpc.backends.device.launch import Launch, results_of
 from ferrorpc.backends.device.launch_queue import NumberedLaunchQueue
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.workspace import fitting
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.guard import Guard, wake_nobody
 from ferrorpc.types import TensorSpec
@@ -235,12 +236,12 @@ class CollectiveExecution(DeviceExecution):
         """Whether it needs new arrays and none can be had, because a graph is being captured from the caller's stream."""
         if not self.context.device.is_captured(self.caller):
             return False
-        return not all(self._fit(results_of(self._prepared.call, self.context.rank, self._everyones)))
+        return any(found is None for found in self._given(results_of(self._prepared.call, self.context.rank, self._everyones)))
 
-    def _fit(self, specs: Sequence[TensorSpec]) -> list[bool]:
-        """For each result whether the caller's output is on the GPU and fits."""
-        wanted = list(self._outputs or ())
-        return [item < len(wanted) and _fits(wanted[item], spec) for item, spec in enumerate(specs)]
+    def _given(self, specs: Sequence[TensorSpec]) -> list[DeviceArray | None]:
+        """For each result the caller's output where it is on the GPU and fits."""
+        found = [fitting(self._outputs, item, spec) for item, spec in enumerate(specs)]
+        return [None if each is None or is_host(each) else each for each in found]
 
     def _place(self) -> bool:
         """Chooses where results go: the caller's outputs where they are on the GPU and fit, else new arrays.
@@ -251,17 +252,17 @@ class CollectiveExecution(DeviceExecution):
         self.specs = results_of(call, context.rank, self._everyones)
         if self._everyones and call.root is not None and not self._sources:
             self._on_host = self._on_host and self._everyones[call.root].on_host
-        wanted, fit = list(self._outputs or ()), self._fit(self.specs)
-        if len(self.specs) > 1 and not any(fit) and len(set(self.specs)) == 1:
+        given = self._given(self.specs)
+        if len(self.specs) > 1 and all(found is None for found in given) and len(set(self.specs)) == 1:
             spec = self.specs[0]
             whole = context.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self.caller)
             self._targets = [whole[item] for item in range(len(self.specs))]
             return True
         self._targets = [
-            wanted[item] if fit[item] else context.device.empty(spec.shape, spec.dtype.storage, self.caller)
-            for item, spec in enumerate(self.specs)
+            context.device.empty(spec.shape, spec.dtype.storage, self.caller) if found is None else found
+            for found, spec in zip(given, self.specs, strict=True)
         ]
-        return not all(fit)
+        return any(found is None for found in given)
 
     def _room(self, size_bytes: int) -> DeviceArray:
         """Scratch memory for the communicator's stream alone."""
@@ -300,14 +301,14 @@ class CollectiveExecution(DeviceExecution):
 
     def _copy_to_host(self) -> None:
         down = self.context.device.staging.to_host
-        wanted = list(self._outputs or ())
         self.results = []
         for item, (target, spec) in enumerate(zip(self._targets, self.specs, strict=True)):
             with self.context.copying_to_host():
                 found = down(target).reshape(spec.shape)
-            if item < len(wanted) and wanted[item].shape == spec.shape and wanted[item].dtype == spec.dtype.storage:
-                copy_into(wanted[item], found)
-                found = wanted[item]
+            given = fitting(self._outputs, item, spec)
+            if given is not None:
+                copy_into(given, found)
+                found = given
             self.results.append(found)
 
     def waiting_on(self) -> list[int]:
@@ -331,7 +332,3 @@ class CollectiveExecution(DeviceExecution):
             self._other.finish()
         self.context.lanes.transport.mailbox.leave(self._key)
         self._sources, self._scratch, self._launch = [], [], None
-
-
-def _fits(wanted: Any, spec: TensorSpec) -> bool:
-    return bool(not is_host(wanted) and wanted.shape == spec.shape and wanted.dtype == spec.dtype.storage)

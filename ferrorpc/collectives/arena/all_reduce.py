@@ -76,7 +76,7 @@ class OneShot(ArenaPrepared):
                 raise self.mismatch(channel, base)
         if checks_pending:
             channel.bank.settle()
-        results = outputs or self.room(None)
+        results = outputs or self.new_results()
         self._fold(sources, results[0] if self._is_flat else results[0].reshape(-1))
         block[LEFT] = done
         found.append((results, self.specs))
@@ -133,7 +133,7 @@ class TwoShot(ArenaPrepared):
         transfers: DeviceTransfers | None = None,
     ) -> Steps:
         yield from channel.enter(before)
-        results = self.room(outputs)
+        results = outputs or self.new_results()
         run = _TwoShotRun(self, channel, inputs[0].reshape(-1), results[0].reshape(-1))
         block, chunks = channel.block, self.chunks
         self.publish_signature(channel, base)

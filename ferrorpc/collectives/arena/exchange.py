@@ -40,6 +40,7 @@ from ferrorpc.collectives.arena.execution import Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.arena.signature_check import SignatureCheck
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.workspace import room_for
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import NDIM_MAX
@@ -268,7 +269,7 @@ class Exchange(ArenaPrepared):
             specs.insert(self._own_place, self.call.inputs[self._mine])
             wholes.insert(self._own_place, inputs[self._mine])
         if self._fold is not None:
-            results = outputs or self.room(None)
+            results = outputs or self.new_results()
             self._fold([_flat(whole) for whole in wholes], _flat(results[0]))
             return results, self.specs
         if outputs is None:
@@ -307,7 +308,7 @@ class Exchange(ArenaPrepared):
         if self._own_place is not None:
             parts.insert(self._own_place, self._own_part(inputs))
         specs = [part.spec for part in parts] if self._fold is None else self.specs
-        results = [self.room_for(item, spec, outputs) for item, spec in enumerate(specs)]
+        results = [room_for(outputs, item, spec) for item, spec in enumerate(specs)]
         flat = [result.reshape(-1) for result in results]
         self._land(parts, flat, 0)
         for number in range(1, max(part.rounds for part in (*parts, *(part for _, part in staged)))):

@@ -115,17 +115,9 @@ class ArenaPrepared(Prepared):
             steps = _after_downloads(transfers, self.steps(channel, before, base, transfers.inputs, outputs, found))
         return ArenaExecution(self.arena, self.call, key, channel, steps, guard, found, transfers)
 
-    def room(self, outputs: Sequence[Array] | None) -> list[Array]:
-        """The arrays for results whose specs follow from the call."""
-        return [self.room_for(item, spec, outputs) for item, spec in enumerate(self.specs)]
-
-    def room_for(self, item: int, spec: TensorSpec, outputs: Sequence[Array] | None) -> Array:
-        """The array for one result: the caller's where it fits, else a new one."""
-        if outputs is not None and item < len(outputs):
-            given = outputs[item]
-            if given.shape == spec.shape and given.dtype == spec.dtype.storage:
-                return given
-        return np.empty(spec.shape, spec.dtype.storage)
+    def new_results(self) -> list[Array]:
+        """Arrays for results whose specs follow from the call."""
+        return [np.empty(spec.shape, spec.dtype.storage) for spec in self.specs]
 
     def publish_signature(self, channel: Channel, base: int) -> bool:
         """Publishes the call's signature in the control block. After `enter`, and before STAGED is raised.
