@@ -57,6 +57,8 @@ class Backend(ABC):
         session: the session with the coordinator; None for a backend without one (no store, no reform).
         latch: trips when the generation ends, and ends it (`latch.end`).
         clock: used by every wait.
+        arena: the shared-memory operations of this group; None where its ranks do not share memory.
+        small_messages: this group's sends and recvs that need no execution; None where it has no such.
     """
 
     name: ClassVar[str] = "custom"
@@ -65,6 +67,8 @@ class Backend(ABC):
     group_id: int = 0
     session: Session | None = None
     clock: Clock = SYSTEM_CLOCK
+    arena: Arena | None = None
+    small_messages: SmallMessages | None = None
 
     @cached_property
     def world_ranks(self) -> tuple[int, ...]:
@@ -128,16 +132,6 @@ class Backend(ABC):
     def explain(self, call: Call) -> str:
         """The algorithm that runs a call, the reason, and the alternatives, a line each. Sends no message."""
         return explain(call, self.size, self.basis)
-
-    @property
-    def arena(self) -> Arena | None:
-        """The shared-memory operations of this group; None where its ranks do not share memory."""
-        return None
-
-    @property
-    def small_messages(self) -> SmallMessages | None:
-        """This group's sends and recvs that need no execution; None where it has no such."""
-        return None
 
     def empty(self, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """A new array in storage dtype, in the memory that this backend's lanes read fastest."""

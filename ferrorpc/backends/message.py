@@ -69,25 +69,16 @@ class MessageBackend(Backend):
         self.rank = self.world_ranks.index(transport.rank)
         self.control = control
         self.basis = basis
-        self._arena: Arena | None = None
         if control is not None and self.size > 1 and set(self.world_ranks) <= set(control.memory.ranks):
-            self._arena = Arena(control, transport, group_id, self.world_ranks, self.describe)
-            transport.mailbox.register_lookup(group_id, self._arena.entered)
+            self.arena = Arena(control, transport, group_id, self.world_ranks, session.described)
+            transport.mailbox.register_lookup(group_id, self.arena.entered)
         self._send_queues = SendQueues()
-        self._small_messages = SmallMessages(transport, group_id, self.world_ranks, self._send_queues, self.latch)
+        self.small_messages = SmallMessages(transport, group_id, self.world_ranks, self._send_queues, self.latch)
         self._barriers = itertools.count(1)
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(device_arrays=True)
-
-    @property
-    def arena(self) -> Arena | None:
-        return self._arena
-
-    @property
-    def small_messages(self) -> SmallMessages:
-        return self._small_messages
 
     def empty(self, spec: TensorSpec) -> Array:
         if self.control is None:
@@ -99,7 +90,7 @@ class MessageBackend(Backend):
         return Guard(self.clock, self.latch, seconds_of(timeout, self.timeout))
 
     def prepare(self, call: Call) -> Prepared:
-        in_memory = None if self._arena is None else arena_select.prepare(self._arena, self.basis.applied(call))
+        in_memory = None if self.arena is None else arena_select.prepare(self.arena, self.basis.applied(call))
         return in_memory or self.prepare_as_messages(call)
 
     def prepare_as_messages(self, call: Call) -> Prepared:
@@ -108,15 +99,11 @@ class MessageBackend(Backend):
 
     def explain(self, call: Call) -> str:
         as_messages = explain(call, self.size, self.basis)
-        shared = None if self._arena is None else arena_select.explain(self.basis.applied(call), self.size)
+        shared = None if self.arena is None else arena_select.explain(self.basis.applied(call), self.size)
         return as_messages if shared is None else f"{shared}\nas messages it would be:\n{as_messages}"
 
     def _run_plan(self, call: Call, plan: Plan) -> Prepared:
-        return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan, self.describe)
-
-    def describe(self, ranks: list[int]) -> str:
-        """What the coordinator knows of these world ranks."""
-        return self.session.described(ranks)
+        return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan, self.session.described)
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         return SendExecution(self.transport, self.group_id, self._send_queues, data, spec, self.world_ranks[dst], tag, guard)
@@ -186,5 +173,5 @@ class _Subgroup(MessageBackend):
 
     def close(self) -> None:
         """Frees what only this group's operations used. The lanes belong to the world."""
-        if self._arena is not None:
-            self._arena.close()
+        if self.arena is not None:
+            self.arena.close()

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.collectives.dependencies import UNBOUNDED
-from ferrorpc.collectives.device_transfers import transfers_for
+from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import hint_about
 from ferrorpc.collectives.outgoing_message import OutgoingMessage
@@ -79,10 +79,16 @@ class SendQueues:
 
 
 class _PointToPoint(EventDrivenExecution):
-    """An execution that can have events before it has a driver. `_peer` is a world rank."""
+    """An execution that can have events before it has a driver. `peer` is a world rank."""
 
-    _transport: Transport
-    _peer: int
+    def __init__(
+        self, transport: Transport, group: int, peer: int, tag: int, guard: Guard, transfers: DeviceTransfers | None
+    ) -> None:
+        super().__init__(guard, transfers)
+        self._transport = transport
+        self._group = group
+        self._peer = peer
+        self._tag = tag
 
     def notify_if_driven(self) -> None:
         """Reports an event. Before it has a driver nothing needs to be done: the first `advance` looks at everything."""
@@ -116,14 +122,11 @@ class SendExecution(_PointToPoint):
         tag: int,
         guard: Guard,
     ) -> None:
-        super().__init__(guard, transfers_for([data], None, 0))
-        self._transport = transport
+        super().__init__(transport, group, peer, tag, guard, transfers_for([data], None, 0))
         self.destination = peer, tag
         """Peer and tag, which have one queue."""
         self._queues: SendQueues | None = queues
         """None once it has begun."""
-        self._peer = peer
-        self._tag = tag
         self._box: Box | None = None
         here = data if self.transfers is None else self.transfers.inputs[0]
         self._outgoing = OutgoingMessage(peer, Header(tag, SEND, spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
@@ -199,11 +202,7 @@ class RecvExecution(_PointToPoint):
     def __init__(
         self, transport: Transport, group: int, peer: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard
     ) -> None:
-        super().__init__(guard, None if out is None else transfers_for([], [out], 1))
-        self._transport = transport
-        self._group = group
-        self._peer = peer
-        self._tag = tag
+        super().__init__(transport, group, peer, tag, guard, None if out is None else transfers_for([], [out], 1))
         self._out: Array | None = out if self.transfers is None else None
         self._spec = spec
         self._taken = np.empty(0, np.uint8)

@@ -113,11 +113,11 @@ class DeviceBackend(RawOperations, Backend):
         return Capabilities(device_arrays=True, device_moves=True, device=self.device.index)
 
     @property
-    def arena(self) -> Arena | None:
+    def arena(self) -> Arena | None:  # type: ignore[override]
         return self.lanes.arena
 
     @property
-    def small_messages(self) -> SmallMessages | None:
+    def small_messages(self) -> SmallMessages | None:  # type: ignore[override]
         return self.lanes.small_messages
 
     def prepare(self, call: Call) -> Prepared:

@@ -74,7 +74,7 @@ class DeviceExecution(InFlightExecution):
         return self.context.explain(self.label)
 
     def timeout_error(self) -> FerroError:
-        return deadline_error(self, self.context.lanes.describe)
+        return deadline_error(self, self.context.lanes.session.described)
 
     def probe_others(self, key: Key, signature: str, number: int) -> None:
         """Asks the other ranks what they call under this key. Where that is something else, the generation ends with both

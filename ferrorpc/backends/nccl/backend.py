@@ -62,7 +62,7 @@ class NcclBackend(OverNccl):
     name = "nccl"
 
     @property
-    def arena(self) -> None:
+    def arena(self) -> None:  # type: ignore[override]
         """None: no collective goes by the host lanes."""
         return None
 
