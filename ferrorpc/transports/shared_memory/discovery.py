@@ -16,13 +16,13 @@ from typing import Final, NamedTuple
 from ferrorpc.errors import BackendUnavailableError, FerroError, PeerLostError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.shared_memory.handshake import Handshaker, listen
-from ferrorpc.transports.shared_memory.host_identity import HostIdentity, own_identity, unsupported_reason
+from ferrorpc.transports.shared_memory.host_identity import own_identity, unsupported_reason
 from ferrorpc.transports.shared_memory.host_peers import HostPeers
-from ferrorpc.transports.shared_memory.hosts import Hosts, Offer, Verdict, candidate_hosts, confirmed_hosts, separation_reason
+from ferrorpc.transports.shared_memory.hosts import Hosts, candidate_hosts, confirmed_hosts, separation_reason
 from ferrorpc.transports.shared_memory.link import Link
 from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, Segment, default_bytes
 from ferrorpc.types import Assignment
-from ferrorpc.v1 import shared_memory_pb2
+from ferrorpc.v1.shared_memory_pb2 import SharedMemoryOffer, SharedMemoryVerdict
 from ferrorpc.wire.parse import parse
 
 Exchange = Callable[[str, bytes], list[bytes]]
@@ -68,19 +68,23 @@ def discover_host_peers(assignment: Assignment, transport: str, exchange: Exchan
 class _Outcome(NamedTuple):
     """What all ranks have sent, and the hosts that follow from it."""
 
-    offers: Sequence[Offer]
+    offers: Sequence[SharedMemoryOffer]
     hosts: Hosts
     reason: str
 
 
 def _find(local: _LocalOffer, assignment: Assignment, exchange: Exchange, latch: Latch, clock: Clock) -> _Outcome:
     """Runs the two rounds."""
-    offers = [_offer_in(data) for data in exchange(_OFFERS, local.offer.SerializeToString())]
+    said = exchange(_OFFERS, local.offer.SerializeToString())
+    offers = [parse(SharedMemoryOffer, data, "a rank's offer of shared memory is no message of ours") for data in said]
     hosts = candidate_hosts(offers)
-    verdicts: list[Verdict] = []
+    verdicts: list[SharedMemoryVerdict] = []
     if any(len(host) > 1 for host in hosts):
         own = local.prove_peers(next(host for host in hosts if assignment.rank in host), offers, latch, clock)
-        verdicts = [_verdict_in(data) for data in exchange(_VERDICTS, own.SerializeToString())]
+        said = exchange(_VERDICTS, own.SerializeToString())
+        verdicts = [
+            parse(SharedMemoryVerdict, data, "a rank's verdict on shared memory is no message of ours") for data in said
+        ]
         hosts = confirmed_hosts(hosts, verdicts)
     return _Outcome(offers, hosts, separation_reason(offers, hosts, verdicts))
 
@@ -93,7 +97,7 @@ class _LocalOffer:
         self._segment: Segment | None = None
         self._listener: socket.socket | None = None
         self._handshaker: Handshaker | None = None
-        self.offer = shared_memory_pb2.SharedMemoryOffer(transport=transport)
+        self.offer = SharedMemoryOffer(transport=transport)
         refusal = unsupported_reason() or ("it is alone" if assignment.size == 1 else "")
         if transport != "grpc" and not refusal:
             refusal = self._prepare()
@@ -115,11 +119,11 @@ class _LocalOffer:
         return ""
 
     def prove_peers(
-        self, host: Sequence[int], offers: Sequence[Offer], latch: Latch, clock: Clock
-    ) -> shared_memory_pb2.SharedMemoryVerdict:
+        self, host: Sequence[int], offers: Sequence[SharedMemoryOffer], latch: Latch, clock: Clock
+    ) -> SharedMemoryVerdict:
         """Does the handshakes with all ranks that may be on this host. Returns the verdict to send."""
         if self._segment is None or self._listener is None or len(host) == 1:
-            return shared_memory_pb2.SharedMemoryVerdict()
+            return SharedMemoryVerdict()
         try:
             handshaker = Handshaker(self._assignment, host, offers, self._listener, self._segment)
         except OSError as error:
@@ -146,20 +150,9 @@ class _LocalOffer:
         self.keep(())
 
 
-def _verdict(links: Mapping[int, Link], failures: Mapping[int, str]) -> shared_memory_pb2.SharedMemoryVerdict:
+def _verdict(links: Mapping[int, Link], failures: Mapping[int, str]) -> SharedMemoryVerdict:
     reason = "; ".join(failures.values())[:_REASON_CHARACTERS]
-    return shared_memory_pb2.SharedMemoryVerdict(proven=sorted(links), reason=reason)
-
-
-def _offer_in(data: bytes) -> Offer:
-    offer = parse(shared_memory_pb2.SharedMemoryOffer, data, "a rank's offer of shared memory is no message of ours")
-    where = HostIdentity(offer.boot_id, offer.network_namespace, offer.user)
-    return Offer(offer.transport, offer.refusal, where, offer.socket, offer.nonce)
-
-
-def _verdict_in(data: bytes) -> Verdict:
-    verdict = parse(shared_memory_pb2.SharedMemoryVerdict, data, "a rank's verdict on shared memory is no message of ours")
-    return Verdict(frozenset(verdict.proven), verdict.reason)
+    return SharedMemoryVerdict(proven=sorted(links), reason=reason)
 
 
 def _check_demands(found: _Outcome) -> None:

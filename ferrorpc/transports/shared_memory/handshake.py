@@ -16,11 +16,10 @@ from typing import Any, Final
 
 from ferrorpc.errors import CodecError, FerroError, PermissionDeniedError, VersionMismatchError
 from ferrorpc.guard import Clock, Latch
-from ferrorpc.transports.shared_memory.hosts import Offer
 from ferrorpc.transports.shared_memory.link import Link
 from ferrorpc.transports.shared_memory.segment import Segment, map_peer
 from ferrorpc.types import Assignment
-from ferrorpc.v1 import shared_memory_pb2
+from ferrorpc.v1.shared_memory_pb2 import SharedMemoryGreeting, SharedMemoryOffer
 from ferrorpc.wire.parse import parse
 
 SHARED_MEMORY_VERSION: Final = 4
@@ -59,7 +58,7 @@ class Handshaker:
         self,
         assignment: Assignment,
         host: Sequence[int],
-        offers: Sequence[Offer],
+        offers: Sequence[SharedMemoryOffer],
         listener: socket.socket,
         segment: Segment,
     ) -> None:
@@ -134,7 +133,7 @@ class Handshaker:
 
     def _greet(self, connection: socket.socket, rank: int) -> None:
         mine = self._assignment
-        greeting = shared_memory_pb2.SharedMemoryGreeting(
+        greeting = SharedMemoryGreeting(
             version=SHARED_MEMORY_VERSION,
             job=mine.job,
             cluster_id=mine.cluster_id,
@@ -173,7 +172,7 @@ class Handshaker:
             return
         self.links[rank] = Link(rank, connection, memory)
 
-    def _check(self, greeting: shared_memory_pb2.SharedMemoryGreeting, connection: socket.socket, dialled: int | None) -> int:
+    def _check(self, greeting: SharedMemoryGreeting, connection: socket.socket, dialled: int | None) -> int:
         """The rank that sent the greeting, once it is known to belong to the generation."""
         mine, rank = self._assignment, greeting.source_rank
         user = _user_of(connection)
@@ -188,7 +187,7 @@ class Handshaker:
         return rank
 
 
-def _receive(connection: socket.socket) -> tuple[shared_memory_pb2.SharedMemoryGreeting, int]:
+def _receive(connection: socket.socket) -> tuple[SharedMemoryGreeting, int]:
     """Receives a greeting and the one descriptor that comes with it."""
     data, descriptors, flags, _ = socket.recv_fds(connection, _GREETING_BYTES_MAX, 2, socket.MSG_CMSG_CLOEXEC)
     try:
@@ -196,7 +195,7 @@ def _receive(connection: socket.socket) -> tuple[shared_memory_pb2.SharedMemoryG
             raise CodecError("it hung up")
         if len(descriptors) != 1 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
             raise CodecError(f"its greeting has {len(descriptors)} descriptors instead of one")
-        return parse(shared_memory_pb2.SharedMemoryGreeting, data, "its greeting is no message of ours"), descriptors.pop()
+        return parse(SharedMemoryGreeting, data, "its greeting is no message of ours"), descriptors.pop()
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -9,75 +9,62 @@ many fails, that is the one. Each removed rank becomes a host of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ferrorpc.transports.shared_memory.host_identity import HostIdentity
+from ferrorpc.v1.shared_memory_pb2 import SharedMemoryOffer, SharedMemoryVerdict
 
 Hosts: TypeAlias = tuple[tuple[int, ...], ...]
 """The ranks of each host. Every rank of the world is in one tuple; ranks ascend, and hosts by their first rank."""
 
 
-class Offer(NamedTuple):
-    """What a rank has sent in the first round."""
-
-    transport: str
-    refusal: str
-    identity: HostIdentity
-    socket: str = ""
-    nonce: bytes = b""
-
-    @property
-    def refusal_reason(self) -> str:
-        """Why this rank shares no memory; empty when it is willing to."""
-        return "it was told to use transport='grpc'" if self.transport == "grpc" else self.refusal
-
-
-class Verdict(NamedTuple):
-    """What a rank has sent in the second round."""
-
-    proven: frozenset[int] = frozenset()
-    reason: str = ""
-
-
-def candidate_hosts(offers: Sequence[Offer]) -> Hosts:
+def candidate_hosts(offers: Sequence[SharedMemoryOffer]) -> Hosts:
     """The hosts by offers alone: ranks that are willing and have equal identities are together, others are alone."""
     willing: dict[HostIdentity, list[int]] = {}
     for rank, offer in enumerate(offers):
-        if not offer.refusal_reason:
-            willing.setdefault(offer.identity, []).append(rank)
+        if not _refusal(offer):
+            willing.setdefault(_identity(offer), []).append(rank)
     return _with_the_rest(list(willing.values()), len(offers))
 
 
-def confirmed_hosts(tried: Hosts, verdicts: Sequence[Verdict]) -> Hosts:
+def confirmed_hosts(tried: Hosts, verdicts: Sequence[SharedMemoryVerdict]) -> Hosts:
     """The hosts that share memory, once all ranks have done their handshakes."""
-    size = sum(len(host) for host in tried)
-    return _with_the_rest([_all_pairs(host, verdicts) for host in tried], size)
+    proven = [frozenset(verdict.proven) for verdict in verdicts]
+    return _with_the_rest([_all_pairs(host, proven) for host in tried], len(proven))
 
 
-def separation_reason(offers: Sequence[Offer], hosts: Hosts, verdicts: Sequence[Verdict]) -> str:
+def separation_reason(offers: Sequence[SharedMemoryOffer], hosts: Hosts, verdicts: Sequence[SharedMemoryVerdict]) -> str:
     """Why the world is not one host, as text; empty when it is."""
     if len(hosts) == 1:
         return ""
-    unwilling = [f"rank {rank}: {offer.refusal_reason}" for rank, offer in enumerate(offers) if offer.refusal_reason]
+    unwilling = [f"rank {rank}: {_refusal(offer)}" for rank, offer in enumerate(offers) if _refusal(offer)]
     failed = [f"rank {rank}: {verdict.reason}" for rank, verdict in enumerate(verdicts) if verdict.reason]
-    places = len({offer.identity for offer in offers if not offer.refusal_reason})
+    places = len({_identity(offer) for offer in offers if not _refusal(offer)})
     apart = [f"the ranks are in {places} places (hosts, network namespaces or users)"] if places > 1 else []
     return "; ".join(unwilling + apart + failed)
 
 
-def _all_pairs(host: Sequence[int], verdicts: Sequence[Verdict]) -> list[int]:
+def _refusal(offer: SharedMemoryOffer) -> str:
+    """Why a rank shares no memory; empty when it is willing to."""
+    return "it was told to use transport='grpc'" if offer.transport == "grpc" else offer.refusal
+
+
+def _identity(offer: SharedMemoryOffer) -> HostIdentity:
+    return HostIdentity(offer.boot_id, offer.network_namespace, offer.user)
+
+
+def _all_pairs(host: Sequence[int], proven: Sequence[frozenset[int]]) -> list[int]:
     """The part of a candidate host in which every pair is proven on both sides: large, but found greedily."""
     members = list(host)
     while True:
-        missing = {rank: sum(not _mutual(rank, other, verdicts) for other in members if other != rank) for rank in members}
+        missing = {
+            rank: sum(not (other in proven[rank] and rank in proven[other]) for other in members if other != rank)
+            for rank in members
+        }
         worst = max(members, key=lambda rank: (missing[rank], rank))
         if missing[worst] == 0:
             return members
         members.remove(worst)
-
-
-def _mutual(one: int, other: int, verdicts: Sequence[Verdict]) -> bool:
-    return other in verdicts[one].proven and one in verdicts[other].proven
 
 
 def _with_the_rest(sets: list[list[int]], size: int) -> Hosts:

@@ -3,20 +3,21 @@
 from collections.abc import Iterable
 
 from ferrorpc.transports.shared_memory.host_identity import HostIdentity
-from ferrorpc.transports.shared_memory.hosts import Offer, Verdict, candidate_hosts, confirmed_hosts, separation_reason
+from ferrorpc.transports.shared_memory.hosts import candidate_hosts, confirmed_hosts, separation_reason
+from ferrorpc.v1.shared_memory_pb2 import SharedMemoryOffer, SharedMemoryVerdict
 
 A, B = HostIdentity("boot-a", 1, 1000), HostIdentity("boot-b", 1, 1000)
 
 
-def offer(place: HostIdentity = A, transport: str = "auto", refusal: str = "") -> Offer:
-    return Offer(transport, refusal, place)
+def offer(place: HostIdentity = A, transport: str = "auto", refusal: str = "") -> SharedMemoryOffer:
+    return SharedMemoryOffer(transport=transport, refusal=refusal, **place._asdict())
 
 
-def all_proven(ranks: Iterable[int], but: Iterable[tuple[int, int]] = ()) -> list[Verdict]:
+def all_proven(ranks: Iterable[int], but: Iterable[tuple[int, int]] = ()) -> list[SharedMemoryVerdict]:
     """Verdicts in which every pair is proven, but these (from, of)."""
     ranks, missing = list(ranks), set(but)
-    proven = {one: frozenset(two for two in ranks if two != one and (one, two) not in missing) for one in ranks}
-    return [Verdict(proven[rank]) for rank in ranks]
+    proven = [[two for two in ranks if two != one and (one, two) not in missing] for one in ranks]
+    return [SharedMemoryVerdict(proven=each) for each in proven]
 
 
 def test_ranks_of_one_place_try_each_other() -> None:
@@ -57,7 +58,7 @@ def test_whoever_lacks_most_leaves() -> None:
 def test_the_reason_names_what_failed() -> None:
     offers = [offer(A), offer(A), offer(B)]
     verdicts = all_proven(range(3), [(0, 1), (1, 0)])
-    verdicts[0] = verdicts[0]._replace(reason="rank 1: it hung up")
+    verdicts[0].reason = "rank 1: it hung up"
     assert separation_reason(offers, ((0,), (1,), (2,)), verdicts) == (
         "the ranks are in 2 places (hosts, network namespaces or users); rank 0: rank 1: it hung up"
     )
