@@ -69,7 +69,7 @@ class MessageBackend(Backend):
         self.rank = self.world_ranks.index(transport.rank)
         self.control = control
         self.basis = basis
-        if control is not None and self.size > 1 and set(self.world_ranks) <= set(control.memory.ranks):
+        if control is not None and self.size > 1 and set(self.world_ranks) <= set(control.host_peers.ranks):
             self.arena = Arena(control, transport, group_id, self.world_ranks, session.described)
             transport.mailbox.register_lookup(group_id, self.arena.entered)
         self._send_queues = SendQueues()
@@ -83,7 +83,7 @@ class MessageBackend(Backend):
     def empty(self, spec: TensorSpec) -> Array:
         if self.control is None:
             return super().empty(spec)
-        return self.control.memory.own.empty(spec.shape, spec.dtype.storage)
+        return self.control.host_peers.own.empty(spec.shape, spec.dtype.storage)
 
     def guard(self, timeout: float | None) -> Guard:
         """Deadline and latch of an operation that begins now. Raises UsageError."""

@@ -18,8 +18,8 @@ from ferrorpc.arrays.device import is_host
 from ferrorpc.arrays.kinds import NUMPY, kind_of, split, to_kind
 from ferrorpc.arrays.numpy_kind import NATIVE
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.control_blocks import Channel
-from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
+from ferrorpc.collectives.arena.control_blocks import Channel, Steps
+from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import Prepared

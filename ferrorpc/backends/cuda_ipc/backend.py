@@ -51,9 +51,9 @@ class CudaIpcBackend(DeviceBackend):
                 "use backend='grpc', or give each rank a GPU of its own and use backend='hybrid'",
             )
         process = this_process() if process is None else process
-        memory = None if lanes.control is None else lanes.control.memory
+        host_peers = None if lanes.control is None else lanes.control.host_peers
         self._slot_bytes = slot_bytes
-        connector = IpcConnector(device, lanes.session, memory, process, slot_bytes)
+        connector = IpcConnector(device, lanes.session, host_peers, process, slot_bytes)
         super().__init__(lanes, device, connector, stream=stream, ending=ending)
 
     def _suits_device(self, call: Call) -> bool:

@@ -19,9 +19,10 @@ from ferrorpc.backends.cuda_ipc.communicator import ABORT_SECONDS, IpcCommunicat
 from ferrorpc.backends.cuda_ipc.control_block import ControlBlock, block_bytes
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer, part
 from ferrorpc.backends.device.communicator import Communicator
-from ferrorpc.collectives.arena.control_blocks import Array, Memory
+from ferrorpc.collectives.arena.control_blocks import Array
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import CollectiveTimeoutError, NcclError
+from ferrorpc.transports.shared_memory.host_peers import HostPeers
 
 CONNECT_SECONDS: Final = 30.0
 SLOT_BYTES: Final = 64 << 20
@@ -42,7 +43,7 @@ class IpcConnector:
     Args:
         device: its GPU.
         session: with the coordinator.
-        memory: the host memory that the ranks share; None in a world of one.
+        host_peers: the ranks, which share memory; None in a world of one.
         process: names this process: memory of ranks in the same process need not be opened.
         slot_bytes: how much of an array is passed at a time, as in `Own`.
     """
@@ -52,10 +53,10 @@ class IpcConnector:
     split = None
     explanation = "by reading each other's GPU memory (CUDA IPC)"
 
-    def __init__(self, device: Device, session: Session, memory: Memory | None, process: str, slot_bytes: int) -> None:
+    def __init__(self, device: Device, session: Session, host_peers: HostPeers | None, process: str, slot_bytes: int) -> None:
         self._device = device
         self._session = session
-        self._memory = memory
+        self._host_peers = host_peers
         self._process = process
         self._asked_bytes = slot_bytes
 
@@ -106,16 +107,16 @@ class IpcConnector:
 
     def _room(self, size_bytes: int) -> tuple[int, Array, Callable[[], None]]:
         """Zeroed memory that the others can read, its offset for them, and a function that frees it."""
-        if self._memory is None:  # a world of one
+        if self._host_peers is None:  # a world of one
             return 0, np.zeros(size_bytes, np.uint8), _nothing
-        block = self._memory.own.allocate(size_bytes)
+        block = self._host_peers.own.allocate(size_bytes)
         block.array[:] = 0
         return block.offset, block.array, block.free
 
     def _block_of(self, rank: int, offset: int, size: int) -> ControlBlock:
-        if self._memory is None:
+        if self._host_peers is None:
             raise AssertionError(f"rank {rank} shares no memory")
-        return ControlBlock(self._memory.memory(rank)[offset : offset + block_bytes(size)], size)
+        return ControlBlock(self._host_peers.memory(rank)[offset : offset + block_bytes(size)], size)
 
     def _meet(self, name: str, ranks: Sequence[int], said: str) -> list[str]:
         """Exchanges texts. Returns those of all ranks, in their order."""

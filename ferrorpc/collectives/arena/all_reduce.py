@@ -17,13 +17,24 @@ copy and n to fold; in registered memory n (p-1)/p to copy and n to fold. Memory
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from ferrorpc.collectives.algorithms.partition import slices
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.control_blocks import LEFT, REDUCED, RESULT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
-from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
+from ferrorpc.collectives.arena.control_blocks import (
+    LEFT,
+    REDUCED,
+    RESULT,
+    RING,
+    SIGNATURE,
+    SOURCE,
+    STAGED,
+    Array,
+    Channel,
+    Steps,
+)
+from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
@@ -163,7 +174,7 @@ class TwoShot(ArenaPrepared):
         yield from channel.await_others(STAGED, base + chunks)
         found.append((results, self.specs))
 
-    def _wait_for_input(self, transfers: DeviceTransfers | None, chunk: int) -> Iterator[int]:
+    def _wait_for_input(self, transfers: DeviceTransfers | None, chunk: int) -> Steps:
         """Waits until a chunk has been copied from a device."""
         while transfers is not None and transfers.downloaded(0) < min((chunk + 1) * self.chunk, self.count):
             yield transfers.position
@@ -178,7 +189,7 @@ class _TwoShotRun:
     """
 
     def __init__(self, prepared: TwoShot, channel: Channel, source: Array, result: Array) -> None:
-        locate = channel.bank.control.memory.own.locate
+        locate = channel.bank.control.host_peers.own.locate
         self.source_offset, result_offset = locate(source) or 0, locate(result) or 0
         self.is_read_in_place = bool(self.source_offset or result_offset)
         if not (self.source_offset and result_offset):

@@ -41,8 +41,8 @@ class Arena:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(control.rank)
         self._group = group
-        self._channels = {0: PROGRAM_CHANNELS}
-        self._banks: dict[int, Bank] = {}
+        self._channels: dict[int, int] = {}
+        """Of streams that are not opened yet, where it is not PROGRAM_CHANNELS."""
 
     def open_stream(self, stream: int, channels: int) -> None:
         """Sets the number of channels of a stream, before its first operation. The default is PROGRAM_CHANNELS."""
@@ -50,35 +50,26 @@ class Arena:
 
     def let_go(self, stream: int) -> None:
         """This rank starts no operation of the stream any more; its memory is freed later. A finaliser may call it."""
-        bank = self._banks.get(stream)
-        if bank is None:
-            self._channels.pop(stream, None)
-        else:
+        self._channels.pop(stream, None)
+        bank = self.control.opened(self._group, stream)
+        if bank is not None:
             self.control.let_go(bank)
 
     def close(self) -> None:
         """This rank starts no operation of this group any more."""
-        for stream in list(self._banks):
+        for stream in self.control.streams_of(self._group):
             self.let_go(stream)
 
     def bank(self, stream: int) -> Bank:
         """The channels of a stream."""
-        found = self._banks.get(stream)
-        if found is None:
-            channels = self._channels.get(stream, PROGRAM_CHANNELS)
-            found = self._banks[stream] = self.control.bank(self._group, stream, self.ranks, channels)
-            for number, bank in list(self._banks.items()):
-                if bank.is_over:
-                    self._banks.pop(number, None)
-                    self._channels.pop(number, None)
-        return found
+        return self.control.bank(self._group, stream, self.ranks, self._channels.get(stream, PROGRAM_CHANNELS))
 
     def entered(self, key: Key) -> CallRecord:
         """The answer to a peer's probe: this rank's call with that key, and the last one it entered.
 
         A call is known until the next one on its channel, which does not begin before every rank has left it.
         """
-        bank = self._banks.get(key.stream)
+        bank = self.control.opened(self._group, key.stream)
         channels = None if bank is None else bank.channels
         if bank is None or not channels:
             return CallRecord(None, 0, "")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.arena.control_blocks import LEFT, SIGNATURE, STAGED, Array, Channel
-from ferrorpc.collectives.arena.execution import Outcome, Steps
+from ferrorpc.collectives.arena.control_blocks import LEFT, SIGNATURE, STAGED, Array, Channel, Steps
+from ferrorpc.collectives.arena.execution import Outcome
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 
 

@@ -26,14 +26,15 @@ import numpy as np
 from ferrorpc.collectives.arena.calls import Calls
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.errors import GroupClosedError, LimitExceededError
-from ferrorpc.transports.shared_memory.segment import CONTROL_OFFSET, Segment
+from ferrorpc.transports.shared_memory.host_peers import HostPeers
+from ferrorpc.transports.shared_memory.segment import CONTROL_OFFSET
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Words: TypeAlias = "memoryview[int]"
 Place: TypeAlias = tuple[Array, Array]
 """The control blocks of a stream's channels, and their slots."""
-Wait: TypeAlias = Generator[int, None, None]
-"""Yields while it has to wait, each time the progress of its rank."""
+Steps: TypeAlias = Generator[int, None, None]
+"""A running operation, or a part of one: yields while it has to wait, each time the progress of its rank."""
 
 BLOCK_WORDS: Final = 16
 """Two cache lines, because processors fetch them in pairs."""
@@ -76,32 +77,19 @@ _TEXT_BYTES: Final = 4096
 _NOTHING: Final[Array] = np.empty(0, np.uint8)
 
 
-class Memory(Protocol):
-    """What this module needs of the memory that ranks of one host share (`transports.shared_memory.host_peers`)."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """World ranks that share it, ascending."""
-
-    @property
-    def own(self) -> Segment:
-        """This rank's segment."""
-
-    def memory(self, rank: int) -> Array:
-        """The whole segment of a world rank as bytes; only this rank's own can be written."""
-
-
 class Signature:
     """The signature of calls, in this rank's segment.
 
     Attributes:
+        text: as ranks write it.
         digest: its hash.
-        offset: of its text.
+        offset: of its text in the segment.
     """
 
-    __slots__ = ("__weakref__", "_place", "digest", "offset")
+    __slots__ = ("__weakref__", "_place", "digest", "offset", "text")
 
-    def __init__(self, digest: int, offset: int, place: Array) -> None:
+    def __init__(self, text: str, digest: int, offset: int, place: Array) -> None:
+        self.text = text
         self.digest = digest
         self.offset = offset
         self._place = place
@@ -118,15 +106,15 @@ class ControlBlocks:
     reads anything else in their place. All else of a stream that has ended on this rank is freed when the next stream opens,
     once its peers have left it too. `close` lets go of everything.
 
-    Args:
-        memory: the shared segments.
+    Attributes:
+        host_peers: the ranks, and their segments.
         rank: own world rank.
     """
 
-    def __init__(self, memory: Memory, rank: int) -> None:
-        self.memory = memory
-        self.rank = rank
-        self.polling = Polling(len(memory.ranks))
+    def __init__(self, host_peers: HostPeers) -> None:
+        self.host_peers = host_peers
+        self.rank = host_peers.rank
+        self.polling = Polling(len(host_peers.ranks))
         self._lock = threading.Lock()
         self._closed = False
         self._banks: dict[tuple[int, int], Bank] = {}
@@ -150,6 +138,9 @@ class ControlBlocks:
             LimitExceededError: there is no room for another stream.
             GroupClosedError: after `close`.
         """
+        found = self._banks.get((group, stream))
+        if found is not None:
+            return found
         with self._lock:
             self._check_open()
             found = self._banks.get((group, stream))
@@ -160,6 +151,14 @@ class ControlBlocks:
                 self._opened.add(found)
         return found
 
+    def opened(self, group: int, stream: int) -> Bank | None:
+        """The channels of a stream that this rank has opened and not freed."""
+        return self._banks.get((group, stream))
+
+    def streams_of(self, group: int) -> list[int]:
+        """The streams of a group that this rank has opened and not freed."""
+        return [stream for opened, stream in list(self._banks) if opened == group]
+
     def let_go(self, bank: Bank) -> None:
         """This rank starts nothing more there. Takes no lock, because a finaliser may run at any point of any thread."""
         self._over.append(bank)
@@ -169,7 +168,7 @@ class ControlBlocks:
 
         Whoever keeps a closed group, or a call that was prepared for it, keeps none of its memory.
         """
-        self.memory.own.close()  # it would reuse what is freed here, although peers may still read it
+        self.host_peers.own.close()  # it would reuse what is freed here, although peers may still read it
         with self._lock:
             self._closed = True
             for bank in list(self._opened):
@@ -192,7 +191,7 @@ class ControlBlocks:
                 self._named.update(*[channel.signatures.values() for channel in bank.channels])
 
     def _open(self, group: int, stream: int, channels: int) -> Place:
-        directory = directory_of(self.memory.memory(self.rank))
+        directory = directory_of(self.host_peers.memory(self.rank))
         count = directory[0]
         if count == DIRECTORY_ENTRIES:
             raise LimitExceededError(
@@ -220,15 +219,15 @@ class ControlBlocks:
 
     def allocate(self, nbytes: int) -> tuple[int, Array]:
         """New memory in this rank's segment: its offset and bytes, free again when nothing refers to them any more."""
-        place = self.memory.own.empty((nbytes,), np.dtype(np.uint8))
-        offset = self.memory.own.locate(place)
+        place = self.host_peers.own.empty((nbytes,), np.dtype(np.uint8))
+        offset = self.host_peers.own.locate(place)
         if offset is None:
             raise AssertionError("a segment does not find what it has just given")
         return offset, place
 
     def find(self, rank: int, stream: tuple[int, int], channels: int) -> Place | None:
         """Control blocks and slots of another rank's (group, stream); None while it has not opened it."""
-        memory, known = self.memory.memory(rank), self._opened_by.setdefault(rank, {})
+        memory, known = self.host_peers.memory(rank), self._opened_by.setdefault(rank, {})
         directory = directory_of(memory)
         for number in range(len(known), min(directory[0], DIRECTORY_ENTRIES)):
             entry = 1 + number * _ENTRY_WORDS
@@ -251,12 +250,12 @@ class ControlBlocks:
                 place[:8].view(np.int64)[0] = len(raw)
                 place[8 : 8 + len(raw)] = np.frombuffer(raw, np.uint8)
                 digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-                found = self._signatures[text] = Signature(digest, offset, place)
+                found = self._signatures[text] = Signature(text, digest, offset, place)
         return found
 
     def read_text(self, rank: int, offset: int) -> str:
         """The text of another rank's signature."""
-        memory = self.memory.memory(rank)
+        memory = self.host_peers.memory(rank)
         if offset % 8 or not 0 < offset <= memory.size - 8:
             return "an operation that it does not name"
         length = min(max(int(memory[offset : offset + 8].view(np.int64)[0]), 0), _TEXT_BYTES)
@@ -285,7 +284,6 @@ class Bank:
         stream: its group and number.
         peers: world ranks of the others, in group order.
         channels: in order; none after `close`.
-        is_over: whether it has ended on every rank, so that its memory is freed.
         pending_checks: operations whose calls have not been compared with those of all peers yet, by the start value of their
             progress words.
     """
@@ -295,9 +293,8 @@ class Bank:
     ) -> None:
         self.control = control
         self.stream = stream
-        self.is_over = False
         self.peers = tuple(rank for rank in ranks if rank != control.rank)
-        memories = [control.memory.memory(peer) for peer in self.peers]
+        memories = [control.host_peers.memory(peer) for peer in self.peers]
         self.channels = [Channel(self, number, memories, _block(own, number)) for number in range(channels)]
         self.pending_checks: dict[int, tuple[Check, Channel]] = {}
         self._ranks = tuple(ranks)
@@ -310,7 +307,7 @@ class Bank:
         self.channels, self._places = [], {}
         self.pending_checks.clear()
 
-    def meet(self) -> Wait:
+    def meet(self) -> Steps:
         """Waits until every peer has opened this stream, then gives the channels the control blocks and slots of all ranks."""
         places, channels = self._places, self.channels  # `close` leaves these as they are
         for peer in self.peers:
@@ -331,7 +328,6 @@ class Bank:
         """
         if not all(channel.last == 0 or channel.is_free(channel.last) for channel in self.channels):
             return False
-        self.is_over = True
         self._places[self.control.rank] = self._places[self.control.rank][0], _NOTHING
         for channel in self.channels:
             channel.slots, channel.ring = [], _NOTHING
@@ -420,14 +416,14 @@ class Channel:
                 return False
         return True
 
-    def enter(self, before: int) -> Wait:
+    def enter(self, before: int) -> Steps:
         """Waits until the channel is free."""
         if not self.others:
             yield from self.bank.meet()
         while not self.is_free(before):
             yield before
 
-    def await_others(self, word: int, goal: int, places: Sequence[int] | None = None) -> Wait:
+    def await_others(self, word: int, goal: int, places: Sequence[int] | None = None) -> Steps:
         """Waits until this word of all other ranks, or of those at these places among them, has reached `goal`."""
         for other in self.others if places is None else [self.others[place] for place in places]:
             while other[word] < goal:

@@ -33,10 +33,10 @@ from ferrorpc.collectives.arena.control_blocks import (
     STAGED,
     Array,
     Channel,
-    Wait,
+    Steps,
     words_of,
 )
-from ferrorpc.collectives.arena.execution import Outcome, Steps
+from ferrorpc.collectives.arena.execution import Outcome
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.arena.signature_check import SignatureCheck
 from ferrorpc.collectives.call import Call, Operation
@@ -122,26 +122,20 @@ class Exchange(ArenaPrepared):
 
     def __init__(self, arena: Arena, call: Call) -> None:
         super().__init__(arena, call)
-        rank, root, operation = arena.rank, call.root, call.operation
-        to_root = operation in (Operation.GATHER, Operation.REDUCE)
-        from_root = operation in (Operation.BROADCAST, Operation.SCATTER)
-        self._sends = rank == root if from_root else not (to_root and rank == root)
-        self._sources: tuple[int, ...] = tuple(range(arena.size))
-        if from_root and root is not None:
-            self._sources = (root,)
-        elif to_root and rank != root:
-            self._sources = ()
-        to_check = self._peers_to_check(from_root)
-        self._check = SignatureCheck(to_check, self._signed, self.signature) if to_check else None
-        self._has_part_for_each = operation in (Operation.SCATTER, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
+        rank = arena.rank
+        self._readers, sources = self._partners()
+        self._sends = bool(self._readers)
+        self._reader_places = [reader - (reader > rank) for reader in self._readers if reader != rank]
+        self._owner_places = [source - (source > rank) for source in sources if source != rank]
+        self._own_place = sources.index(rank) if rank in sources else None
+        # A rank compares the calls of those whose parts it reads with its own. The others must be checked otherwise.
+        unread = [place for place in self._reader_places if place not in self._owner_places]
+        self._check = SignatureCheck(unread, self._signed) if unread else None
+        self._has_part_for_each = call.operation in (Operation.SCATTER, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
         self._mine = rank if self._has_part_for_each else 0
-        self._fold = fold_of(call, arena.size) if call.op is not None and self._sources else None
+        self._fold = fold_of(call, arena.size) if call.op is not None and sources else None
         if self._fold is not None:
             self.specs = [call.inputs[self._mine]]
-        readers = (root,) if to_root and root is not None else range(arena.size)
-        self._readers: frozenset[int] = frozenset(readers if self._sends else ())
-        self._reader_places = [reader - (reader > rank) for reader in self._readers if reader != rank]
-        self._owner_places = [source - (source > rank) for source in self._sources if source != rank]
         parts = max(arena.size - 1, 1) if self._has_part_for_each else 1
         self._chunk_bytes = max(RING_BYTES // (SLOTS * parts), CHUNK_BYTES_MIN) // _ALIGNMENT * _ALIGNMENT
         self._places, self._room_bytes = self._plan() if self._sends else ([], 0)
@@ -150,17 +144,16 @@ class Exchange(ArenaPrepared):
         self._entry_offset = self._mine * _ENTRY_BYTES
         self._parts: dict[tuple[int, bytes], _Part] = {}
         self._table = self._describe()
-        self._own_place = self._sources.index(rank) if rank in self._sources else None
 
-    def _peers_to_check(self, from_root: bool) -> tuple[int, ...]:
-        """The places of the peers whose calls this rank cannot compare with its own by reading their parts.
-
-        Each rank compares with the root that it knows, so all agree if the roots do.
-        """
-        rank, root = self.arena.rank, self.call.root
-        if root is None or (root == rank) != from_root:
-            return ()
-        return tuple(range(self.arena.size - 1)) if from_root else (root - (root > rank),)
+    def _partners(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The ranks that read this rank's parts, and those whose parts it takes; itself is one where it keeps a part."""
+        everyone, root = range(self.arena.size), self.call.root
+        if root is None:
+            return everyone, everyone
+        is_root = root == self.arena.rank
+        if self.call.operation in (Operation.BROADCAST, Operation.SCATTER):
+            return everyone if is_root else (), (root,)
+        return () if is_root else (root,), everyone if is_root else ()
 
     def _plan(self) -> tuple[list[_Place], int]:
         """The places of the parts for other ranks, behind the table; and the size of everything."""
@@ -168,7 +161,7 @@ class Exchange(ArenaPrepared):
         if self._has_part_for_each:
             sizes[self._mine] = 0
         is_large = sum(map(_padded, sizes)) > RING_BYTES
-        offset, places = _padded(len(sizes) * _ENTRY_WORDS * 8), []
+        offset, places = _padded(len(sizes) * _ENTRY_BYTES), []
         for item, nbytes in enumerate(sizes):
             if nbytes:
                 chunk = self._chunk_of(nbytes)
@@ -301,7 +294,7 @@ class Exchange(ArenaPrepared):
         inputs: Sequence[Array],
         outputs: Sequence[Array] | None,
         found: list[Outcome],
-    ) -> Wait:
+    ) -> Steps:
         """Stages and takes round after round. All ranks have staged the first already."""
         block = channel.block
         parts = [self._read(channel, place) for place in self._owner_places]
@@ -336,7 +329,7 @@ class Exchange(ArenaPrepared):
     def _publish(self, channel: Channel, inputs: Sequence[Array]) -> tuple[Sequence[tuple[Array, _Part]], bool]:
         """Publishes in the ring: the table, and of what peers cannot read in place small parts and the first round of large
         ones. Returns as `_begin`."""
-        locate = channel.bank.control.memory.own.locate
+        locate = channel.bank.control.host_peers.own.locate
         channel.widen(self._room_bytes)
         ring, start = channel.ring, channel.block[RING]
         table = words_of(ring[: len(self._table) * 8])
@@ -363,7 +356,7 @@ class Exchange(ArenaPrepared):
     def _lay_out_slot(self, channel: Channel) -> _SlotLayout:
         """The layout of this call's small parts in the slot of a channel."""
         slot = channel.slots[self.arena.rank]
-        start = channel.bank.control.memory.own.locate(slot)
+        start = channel.bank.control.host_peers.own.locate(slot)
         if start is None:
             raise AssertionError("a slot lies in its rank's segment")
         table = words_of(np.array(self._table).view(np.uint8))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.control_blocks import STAGED, Array, Channel
+from ferrorpc.collectives.arena.control_blocks import STAGED, Array, Channel, Steps
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.execution import Execution, deadline_error, describe_absent
@@ -17,8 +17,6 @@ from ferrorpc.wire.frames import Key
 
 Outcome: TypeAlias = tuple[Sequence[Array], list[TensorSpec]]
 """Results and their specs."""
-Steps: TypeAlias = Generator[int, None, None]
-"""A running operation: yields whenever it has to wait."""
 
 
 class ArenaExecution(Execution):

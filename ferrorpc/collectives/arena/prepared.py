@@ -11,8 +11,8 @@ import numpy as np
 
 from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, POISONED, SIGNATURE, STAGED, TEXT, Array, Bank, Channel
-from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, POISONED, SIGNATURE, STAGED, TEXT, Array, Bank, Channel, Steps
+from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome
 from ferrorpc.collectives.arena.signature_check import mismatch
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for

@@ -31,13 +31,11 @@ class SignatureCheck:
     Args:
         peers: their places among the others of a channel.
         signed: the call's signature, in this rank's segment.
-        signature: its text.
     """
 
-    def __init__(self, peers: Sequence[int], signed: Signature, signature: str) -> None:
+    def __init__(self, peers: Sequence[int], signed: Signature) -> None:
         self._peers = peers
         self._signed = signed
-        self._signature = signature
 
     def note(self, channel: Channel, base: int) -> None:
         """Notes the call in the control block of its channel, and leaves the check pending.
@@ -69,7 +67,7 @@ class SignatureCheck:
                     rank = channel.bank.peers[peer]
                     differing[rank] = channel.bank.control.read_text(rank, block[note + _TEXT])
         if differing:
-            raise mismatch({channel.bank.control.rank: self._signature} | differing, ticket - 1)
+            raise mismatch({channel.bank.control.rank: self._signed.text} | differing, ticket - 1)
         return have_come
 
 

@@ -68,16 +68,15 @@ if (
 class Block:
     """Allocated bytes of a segment, until `free`. Their content is undefined at first."""
 
-    __slots__ = ("_segment", "_size_bytes", "array", "nbytes", "offset")
+    __slots__ = ("_segment", "_size_bytes", "array", "offset")
 
-    def __init__(self, segment: Segment, offset: int, nbytes: int, size_bytes: int, array: Bytes) -> None:
+    def __init__(self, segment: Segment, offset: int, size_bytes: int, array: Bytes) -> None:
         self._segment = segment
         self._size_bytes = size_bytes
         self.offset = offset
         """Where it begins in the segment, as peers need to know."""
-        self.nbytes = nbytes
         self.array = array
-        """A writable uint8 view, shape (nbytes,). Not to be used after `free`."""
+        """A writable uint8 view, as long as was asked for. Not to be used after `free`."""
 
     def free(self) -> None:
         """Frees the bytes for other blocks. Idempotent; may be called from any thread and from finalizers."""
@@ -185,7 +184,7 @@ class Segment:
                     hint="let go of arrays made by group.empty() that are no longer needed",
                 )
             memory = self.memory
-        return Block(self, offset, nbytes, size_bytes, memory[offset : offset + nbytes])
+        return Block(self, offset, size_bytes, memory[offset : offset + nbytes])
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """A C-contiguous array in this memory. Its bytes are freed when the last view of it is gone.

@@ -97,5 +97,5 @@ class Slots:
 
     def _allocate(self) -> list[Slot]:
         block = self._segment.allocate(self._count * SLOT_BYTES)
-        places = range(0, block.nbytes, SLOT_BYTES)
+        places = range(0, block.array.size, SLOT_BYTES)
         return [Slot(block.offset + place, block.array[place : place + SLOT_BYTES]) for place in reversed(places)]

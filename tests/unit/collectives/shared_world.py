@@ -25,6 +25,7 @@ class SharedMemory:
     """One rank's view of the segments of all, as neighbours have it: only its own can be written."""
 
     def __init__(self, rank: int, segments: Sequence[Segment], nonce: bytes) -> None:
+        self.rank = rank
         self.ranks = tuple(range(len(segments)))
         self.own = segments[rank]
         self._memories = []
@@ -76,7 +77,7 @@ class SharedWorld:
         self.chance = random.Random(seed)
         self.segments = [Segment(f"test-{rank}", nonce, SEGMENT_BYTES) for rank in range(size)]
         self.memories = [SharedMemory(rank, self.segments, nonce) for rank in range(size)]
-        controls = [ControlBlocks(memory, rank) for rank, memory in enumerate(self.memories)]
+        controls = [ControlBlocks(memory) for memory in self.memories]
         self.arenas = [Arena(control, None, 0, range(size), lambda ranks: "") for control in controls]
         self.number = 0
 

@@ -208,7 +208,7 @@ def test_the_name_of_a_call_is_read_as_far_as_a_name_can_go(length):
         signature = theirs.sign("barrier()")
         offset = signature.offset
         assert mine.read_text(1, offset) == "barrier()"
-        theirs.memory.own.memory[offset : offset + 8].view(np.int64)[0] = length
+        theirs.host_peers.own.memory[offset : offset + 8].view(np.int64)[0] = length
         assert len(mine.read_text(1, offset)) == min(max(length, 0), 4096)
 
 

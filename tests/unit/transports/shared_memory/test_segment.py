@@ -87,7 +87,7 @@ def test_blocks_are_aligned_apart_and_beyond_the_front(segment: Segment) -> None
     assert all(block.offset % 64 == 0 for block in blocks)
     assert blocks[-1].offset % mmap.PAGESIZE == 0
     assert all(block.offset >= CONTROL_OFFSET + CONTROL_BYTES for block in blocks)
-    ranges = sorted((block.offset, block.offset + max(1, block.nbytes)) for block in blocks)
+    ranges = sorted((block.offset, block.offset + max(1, block.array.size)) for block in blocks)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
 
 
@@ -113,11 +113,11 @@ def test_random_allocations_never_overlap_and_are_all_given_back() -> None:
     for number in range(1, 2000):
         if live and random.random() < 0.5:
             block = live.pop(list(live)[random.integers(len(live))])
-            owner[block.offset // 64 : -(-(block.offset + block.nbytes) // 64)] = 0
+            owner[block.offset // 64 : -(-(block.offset + block.array.size) // 64)] = 0
             block.free()
         else:
             block = segment.allocate(int(random.integers(1, 1 << int(random.integers(1, 18)))))
-            cells = owner[block.offset // 64 : -(-(block.offset + block.nbytes) // 64)]
+            cells = owner[block.offset // 64 : -(-(block.offset + block.array.size) // 64)]
             assert not cells.any()
             cells[:] = number
             live[number] = block
@@ -237,14 +237,14 @@ def test_what_is_freed_after_the_end_punches_no_hole_into_a_file_that_has_the_de
 ) -> None:
     block, descriptor = segment.allocate(PUNCH_HOLE_BYTES_MIN), segment._descriptor
     path = tmp_path / "somebody's file"
-    path.write_bytes(b"\1" * (block.offset + block.nbytes))
+    path.write_bytes(b"\1" * (block.offset + block.array.size))
     segment.close()
     opened = os.open(path, os.O_RDWR)
     os.dup2(opened, descriptor)
     block.free()
     for each in {opened, descriptor}:
         os.close(each)
-    assert path.read_bytes().count(b"\1") == block.offset + block.nbytes
+    assert path.read_bytes().count(b"\1") == block.offset + block.array.size
 
 
 def test_a_program_that_is_started_does_not_get_the_memory(segment: Segment) -> None:
