@@ -176,9 +176,9 @@ class NcclConnector:
             own: this rank's problem; "" for none.
         """
         said = own.encode()[:1024] or _GOOD
-        patience = self._verdict_seconds + (0 if own else self._seconds)
+        timeout = self._verdict_seconds + (0 if own else self._seconds)
         try:
-            texts = self._session.barrier(f"ferrorpc/nccl/{name}/{attempt}", said, ranks=ranks, timeout=patience)
+            texts = self._session.barrier(f"ferrorpc/nccl/{name}/{attempt}", said, ranks=ranks, timeout=timeout)
         except BarrierTimeoutError as late:
             known = self._session.described(late.missing)
             who = ", ".join(f"rank {rank}" for rank in late.missing)

@@ -26,7 +26,7 @@ class PendingStreams:
 
     def __init__(self, clock: Clock, timeout_seconds: float) -> None:
         self._clock = clock
-        self._patience_seconds = timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self._parker = clock.parker()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -43,7 +43,7 @@ class PendingStreams:
                 self._watched = True
             number = next(self._numbers)
             evicted = self._pop_oldest() if len(self._waiting) >= PENDING_MAX else None
-            self._waiting[number] = context, self._clock.now() + self._patience_seconds
+            self._waiting[number] = context, self._clock.now() + self._timeout_seconds
         if evicted is not None:
             evicted.cancel()
         try:

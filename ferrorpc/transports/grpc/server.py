@@ -130,7 +130,7 @@ class WorkerServer:
         self.lanes = lanes
         self._tls = tls
         self._dialer = None if tls is None else Dialer(tls)
-        self._patience_seconds = open_timeout_seconds
+        self._open_timeout_seconds = open_timeout_seconds
         self._pending = PendingStreams(SYSTEM_CLOCK, open_timeout_seconds)
         self._refusals = RefusalLog()
         self._changed = threading.Condition()
@@ -287,14 +287,14 @@ class WorkerServer:
 
     def _handler_for(self, opening: transport_pb2.Open, context: Any) -> StreamHandler:
         """The handler of this stream; waits for it where it may still be registered."""
-        deadline = SYSTEM_CLOCK.now() + self._patience_seconds
+        deadline = SYSTEM_CLOCK.now() + self._open_timeout_seconds
         with self._changed:
             while (handler := self._match(opening)) is None:
                 remaining = deadline - SYSTEM_CLOCK.now()
                 if self._closed or remaining <= 0 or not context.is_active():
                     raise StaleGenerationError(
                         f"rank {opening.target_rank} knows nothing of generation {opening.generation} of job "
-                        f"{quoted(opening.job)} after {self._patience_seconds:g} s"
+                        f"{quoted(opening.job)} after {self._open_timeout_seconds:g} s"
                     )
                 self._changed.wait(min(remaining, _POLL_SECONDS))
         return handler
