@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ferrorpc.collectives.algorithms.partition import slices
 from ferrorpc.collectives.arena.arena import Arena
@@ -44,6 +44,9 @@ from ferrorpc.wire.frames import Key
 
 CHUNK_BYTES: Final = 1 << 20
 RING_CHUNKS: Final = 2
+
+_Place: TypeAlias = tuple[Array, bool]
+"""The elements of an array, or of a ring that its chunks come through, and whether it is a ring."""
 
 
 class OneShot(ArenaPrepared):
@@ -198,57 +201,55 @@ class _TwoShotRun:
         self._prepared = prepared
         self._channel = channel
         self._rank = prepared.arena.rank
-        self._source = source
-        self._result = result
-        self._ring = None if result_offset else channel.ring.view(prepared.storage)
-        self._sources: list[tuple[Array, bool]] = []
-        self._results: list[tuple[Array, bool]] = []
+        self._source, self._result = (source, False), (result, False)
+        self._ring = channel.ring.view(prepared.storage), True
+        self._is_result_shared = bool(result_offset)
+        self._sources: list[_Place] = []
+        self._results: list[_Place] = []
 
     def look(self) -> None:
-        """Finds the arrays of the peers, once they have staged. For each: elements, and whether they are in a ring."""
+        """Finds the arrays of the peers, once they have staged."""
         channel, prepared = self._channel, self._prepared
         for peer, block in enumerate(channel.others):
             for places, offset in ((self._sources, block[SOURCE]), (self._results, block[RESULT])):
                 nbytes = prepared.count * prepared.storage.itemsize if offset else RING_CHUNKS * CHUNK_BYTES
-                place = prepared.part(channel, peer, offset or block[RING], nbytes)
-                places.append((place.view(prepared.storage), not offset))
-        self._sources.insert(self._rank, (self._source, False))
+                memory = prepared.part(channel, peer, offset or block[RING], nbytes)
+                places.append((memory.view(prepared.storage), not offset))
+        self._sources.insert(self._rank, self._source)
 
     def stage(self, chunk: int) -> int:
         """Copies to the ring what peers read of a chunk. Returns how many chunks are staged now."""
-        start, cuts = self._cuts(chunk)
-        ring = self._channel.ring.view(self._prepared.storage)[chunk % RING_CHUNKS * self._prepared.chunk :]
-        for rank, (first, last) in enumerate(cuts):
+        source, ring = self._elements(self._source, chunk), self._elements(self._ring, chunk)
+        for rank, (first, last) in enumerate(self._cuts(chunk)):
             if rank != self._rank:
-                ring[first:last] = self._source[start + first : start + last]
+                ring[first:last] = source[first:last]
         return chunk + 1
 
     def reduce(self, chunk: int) -> None:
         """Folds this rank's slice of a chunk, and puts it where the peers read it."""
-        start, cuts = self._cuts(chunk)
-        first, last = cuts[self._rank]
-        sources = [self._piece(place, chunk, start, first, last) for place in self._sources]
-        result = self._result[start + first : start + last]
-        if self._ring is None:
+        first, last = self._cuts(chunk)[self._rank]
+        sources = [self._elements(place, chunk)[first:last] for place in self._sources]
+        result = self._elements(self._result, chunk)[first:last]
+        if self._is_result_shared:
             self._prepared.fold(sources, result)
         else:
-            shared = self._piece((self._ring, True), chunk, start, first, last)
+            shared = self._elements(self._ring, chunk)[first:last]
             self._prepared.fold(sources, shared)
             result[...] = shared
 
     def copy(self, chunk: int) -> None:
         """Copies the slices that the peers have folded."""
-        start, cuts = self._cuts(chunk)
+        result, cuts = self._elements(self._result, chunk), self._cuts(chunk)
         del cuts[self._rank]
         for place, (first, last) in zip(self._results, cuts, strict=True):
-            self._result[start + first : start + last] = self._piece(place, chunk, start, first, last)
+            result[first:last] = self._elements(place, chunk)[first:last]
 
-    def _cuts(self, chunk: int) -> tuple[int, list[tuple[int, int]]]:
-        """First element of a chunk, and each rank's slice of it, counted from there."""
-        start = chunk * self._prepared.chunk
-        return start, slices(min(self._prepared.chunk, self._prepared.count - start), self._prepared.arena.size)
+    def _cuts(self, chunk: int) -> list[tuple[int, int]]:
+        """Each rank's slice of a chunk, counted from its first element."""
+        prepared = self._prepared
+        return slices(min(prepared.chunk, prepared.count - chunk * prepared.chunk), prepared.arena.size)
 
-    def _piece(self, place: tuple[Array, bool], chunk: int, start: int, first: int, last: int) -> Array:
-        elements, in_ring = place
-        begin = chunk % RING_CHUNKS * self._prepared.chunk if in_ring else start
-        return elements[begin + first : begin + last]
+    def _elements(self, place: _Place, chunk: int) -> Array:
+        """The elements from the first one of a chunk on."""
+        elements, is_ring = place
+        return elements[(chunk % RING_CHUNKS if is_ring else chunk) * self._prepared.chunk :]

@@ -51,9 +51,7 @@ class Arena:
     def let_go(self, stream: int) -> None:
         """This rank starts no operation of the stream any more; its memory is freed later. A finaliser may call it."""
         self._channels.pop(stream, None)
-        bank = self.control.opened(self._group, stream)
-        if bank is not None:
-            self.control.let_go(bank)
+        self.control.let_go(self._group, stream)
 
     def close(self) -> None:
         """This rank starts no operation of this group any more."""

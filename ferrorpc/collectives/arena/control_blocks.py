@@ -159,9 +159,11 @@ class ControlBlocks:
         """The streams of a group that this rank has opened and not freed."""
         return [stream for opened, stream in list(self._banks) if opened == group]
 
-    def let_go(self, bank: Bank) -> None:
+    def let_go(self, group: int, stream: int) -> None:
         """This rank starts nothing more there. Takes no lock, because a finaliser may run at any point of any thread."""
-        self._over.append(bank)
+        bank = self._banks.get((group, stream))
+        if bank is not None:
+            self._over.append(bank)
 
     def close(self) -> None:
         """Lets go of all shared memory but what operations in flight here still use. Nothing begins afterwards. Idempotent.

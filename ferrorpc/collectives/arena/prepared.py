@@ -109,10 +109,9 @@ class ArenaPrepared(Prepared):
             outputs = None
         channel, before, base = self.claim(self.arena.bank(key.stream), key.number)
         found: list[Outcome] = []
-        if transfers is None:
-            steps = self.steps(channel, before, base, inputs, outputs, found)
-        else:
-            steps = _after_downloads(transfers, self.steps(channel, before, base, transfers.inputs, outputs, found))
+        steps = self.steps(channel, before, base, inputs if transfers is None else transfers.inputs, outputs, found)
+        if transfers is not None:
+            steps = _after_downloads(transfers, steps)
         return ArenaExecution(self.arena, self.call, key, channel, steps, guard, found, transfers)
 
     def new_results(self) -> list[Array]:
