@@ -35,6 +35,8 @@ class PeerSocket:
         """Asks the thread that reads the socket, once there is one, to check `pending`."""
         self.reading = threading.RLock()
         """Held by the thread that reads the socket. It knows its owner, which an interrupted thread does not."""
+        self.armed: int | None = None
+        """The epoll events that the reader thread has requested; None where it does not read the socket."""
         self.busy_poller = 0
         """The thread in `Reader.busy_poll`, where one reads; else 0."""
         self.polls_to_skip = 0

@@ -55,8 +55,6 @@ class Reader:
             peer_socket.wake = self._wake
         self._epoll: select.epoll
         """The reader thread's, while it runs."""
-        self._armed: dict[PeerSocket, int] = {}
-        """The epoll events that are requested for each socket that has not ended."""
         self._has_begun = False
         self._stopping = False
         self._discard = False
@@ -74,7 +72,8 @@ class Reader:
                 self._read_all(epoll)
             finally:
                 with self._lock:
-                    self._armed.clear()
+                    for peer_socket in self._sockets:
+                        peer_socket.armed = None
                 self._over.set()
 
     def busy_poll(self, peer_socket: PeerSocket, over: Callable[[], bool]) -> None:
@@ -154,11 +153,11 @@ class Reader:
     def _arm(self, peer_socket: PeerSocket) -> None:
         """Updates the epoll events that are requested for a socket. Events that are pending already are reported at once."""
         with self._lock:
-            armed = self._armed.get(peer_socket)
+            armed = peer_socket.armed
             wanted = (0 if peer_socket.busy_poller else select.EPOLLIN) | (select.EPOLLOUT if peer_socket.pending else 0)
             if armed is not None and armed != wanted:
                 self._epoll.modify(peer_socket.connection, wanted)
-                self._armed[peer_socket] = wanted
+                peer_socket.armed = wanted
 
     def _read_all(self, epoll: select.epoll) -> None:
         self._epoll = epoll
@@ -166,7 +165,7 @@ class Reader:
         sockets = {peer_socket.connection.fileno(): peer_socket for peer_socket in self._sockets}
         for peer_socket in sockets.values():
             epoll.register(peer_socket.connection, select.EPOLLIN)
-        self._armed = dict.fromkeys(sockets.values(), select.EPOLLIN)
+            peer_socket.armed = select.EPOLLIN
         while sockets and not self._finished():
             for descriptor, events in epoll.poll():
                 if descriptor == self._wake_descriptor:
@@ -178,11 +177,11 @@ class Reader:
 
     def _finished(self) -> bool:
         """Whether the thread should end: `stop` was called, and all messages are written or given up."""
-        return self._stopping and (self._discard or not any(peer_socket.pending for peer_socket in self._armed))
+        return self._stopping and (self._discard or not any(peer_socket.pending for peer_socket in self._sockets))
 
     def _end(self, peer_socket: PeerSocket) -> None:
         with self._lock:
-            del self._armed[peer_socket]
+            peer_socket.armed = None
             self._epoll.unregister(peer_socket.connection)
         peer_socket.end()
         self._on_end(peer_socket.peer)
