@@ -7,6 +7,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +18,14 @@ from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
+from ferrorpc.transports.grpc import transport as grpc_transport_module
 from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.inproc import InprocTransport, Network
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, SAME, Box, Mailbox
 from ferrorpc.transports.point_to_point import ANY_NUMBER, PostedReceive
 from ferrorpc.transports.routed import RoutedTransport
+from ferrorpc.transports.shared_memory import transport as near_transport_module
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import NDIM_MAX, POINT_TO_POINT, SIGNATURE_BYTES_MAX, Frame, Header, Key
@@ -334,6 +338,28 @@ class BoundedTransportContract(TransportContract):
         eventually(send, "room for one")
         eventually(lambda: len(received(box, first)) == accepted + 1, "every accepted chunk")
         assert [frame.offset for frame in received(box, first)] == [number * size for number in range(accepted + 1)]
+
+    @pytest.mark.parametrize("size", [1, CHUNK_BYTES])
+    def test_what_close_overtakes_is_not_said_to_be_sent(
+        self, pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch, size: int
+    ) -> None:
+        first, second = pair
+        assert first.send_one(second, 1)
+
+        def overtaken(build: Any, *parts: Any) -> bytes:
+            first.transport.close(1.0)
+            built: bytes = build(*parts)
+            return built
+
+        builders = [
+            (grpc_transport_module, "encode"),
+            (near_transport_module, "encode"),
+            (near_transport_module, "frame_prefix"),
+        ]
+        for module, name in builders:
+            monkeypatch.setattr(module, name, partial(overtaken, getattr(module, name)))
+        with pytest.raises(GroupClosedError, match=r"by close\(\) or reform\(\)"):
+            first.transport.send(second.rank, KEY, header_of(size), 0, random_bytes(size), lambda: None)
 
     def test_who_waits_for_room_is_told_when_the_transport_closes(self, pair: tuple[End, End]) -> None:
         first, second = pair

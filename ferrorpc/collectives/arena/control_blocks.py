@@ -25,7 +25,8 @@ import numpy as np
 
 from ferrorpc.collectives.arena.calls import Calls
 from ferrorpc.collectives.polling import Polling
-from ferrorpc.errors import GroupClosedError, LimitExceededError
+from ferrorpc.errors import LimitExceededError
+from ferrorpc.generation_errors import links_closed
 from ferrorpc.transports.shared_memory.host_peers import HostPeers
 from ferrorpc.transports.shared_memory.segment import CONTROL_OFFSET
 
@@ -182,7 +183,7 @@ class ControlBlocks:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise GroupClosedError(f"rank {self.rank} has closed its shared memory")
+            raise links_closed(self.rank)
 
     def _free_ended(self) -> None:
         for _ in range(len(self._over)):

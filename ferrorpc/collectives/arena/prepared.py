@@ -17,7 +17,8 @@ from ferrorpc.collectives.arena.signature_check import mismatch
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.errors import CodecError, CollectiveMismatchError, GroupClosedError, UsageError
+from ferrorpc.errors import CodecError, CollectiveMismatchError, UsageError
+from ferrorpc.generation_errors import links_closed
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.reduction import kernel
 from ferrorpc.types import TensorSpec
@@ -90,7 +91,7 @@ class ArenaPrepared(Prepared):
         """
         channels = bank.channels
         if not channels:
-            raise GroupClosedError(f"rank {self.arena.control.rank} has closed its shared memory")
+            raise links_closed(self.arena.control.rank)
         channel = channels[number % len(channels)]
         base = number + 1 << CHUNK_BITS
         before, last = channel.last, base | self.chunks

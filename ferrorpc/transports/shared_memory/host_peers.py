@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.errors import GroupClosedError, UsageError
+from ferrorpc.errors import UsageError
+from ferrorpc.generation_errors import links_closed
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS
 from ferrorpc.transports.shared_memory.hosts import Hosts
@@ -92,7 +93,7 @@ class HostPeers:
         """
         memory = self.own.memory if rank == self.rank else self.links[rank].memory
         if not memory.size:
-            raise GroupClosedError(f"rank {self.rank} has closed its shared memory")
+            raise links_closed(self.rank)
         return memory
 
     def start(self, on_link_lost: Callable[[int, str], None], on_message: Callable[[int, bytes], None]) -> None:

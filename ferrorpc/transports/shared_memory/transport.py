@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, GroupClosedError, LimitExceededError
-from ferrorpc.generation_errors import PEER_LEFT
+from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, LimitExceededError
+from ferrorpc.generation_errors import PEER_LEFT, links_closed
 from ferrorpc.transports import control
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Mailbox
@@ -63,13 +63,14 @@ class SharedMemoryTransport(Transport):
         link = self._link_to(peer)
         if link is None:
             return True
-        if payload is None:
-            return link.socket.try_send(encode(key, header, offset, b""), room)
-        if payload.size <= INLINE_BYTES:
-            sent = link.socket.try_send(encode(key, header, offset, payload.data), room)
+        size_bytes = 0 if payload is None else payload.size
+        if payload is None or size_bytes <= INLINE_BYTES:
+            sent = link.socket.try_send(encode(key, header, offset, b"" if payload is None else payload.data), room)
         else:
-            sent = self._send_parcel(link, frame_prefix(key, header, offset, payload.size), payload, room)
-        link.sent_bytes += payload.size if sent else 0
+            sent = self._send_parcel(link, frame_prefix(key, header, offset, size_bytes), payload, room)
+        link.sent_bytes += size_bytes if sent else 0
+        if self._host_peers.is_closing:  # it may have been dropped
+            self._link_to(peer)
         return sent
 
     def _send_parcel(self, link: Link, start: bytes, payload: Bytes, room: Callable[[], None]) -> bool:
@@ -114,7 +115,7 @@ class SharedMemoryTransport(Transport):
         """The link to a peer; None where nothing can be sent any more. One that has left is reported as lost where `needed`."""
         self._host_peers.latch.check()
         if self._host_peers.is_closing:
-            raise GroupClosedError(f"rank {self.rank} has closed its links")
+            raise links_closed(self.rank)
         link = self._links[peer]
         if link.has_left and needed:
             self._host_peers.report_lost(peer, PEER_LEFT)

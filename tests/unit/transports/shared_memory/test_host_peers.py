@@ -354,7 +354,7 @@ def test_memory_is_given_back_although_somebody_remembers_the_host_peers() -> No
     gc.collect()
     assert [memory() for memory in mapped] == [None, None]
     for rank in range(2):
-        with pytest.raises(GroupClosedError, match="has closed its shared memory"):
+        with pytest.raises(GroupClosedError, match="has closed its links"):
             ranks[0].memory(rank)
 
 
