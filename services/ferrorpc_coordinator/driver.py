@@ -320,7 +320,8 @@ class Driver:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._held and not self._rows and self._written == self._durable:
+        """Directly after `_flush`: rows that remain, and what is held, wait for a group that is being written."""
+        if self._written == self._durable:
             self._idle.set()
 
     def _stop(self, error: Exception) -> None:

@@ -400,22 +400,24 @@ async def test_an_exception_in_the_state_stops_everything(make):
 
 
 @driven
-async def test_an_exception_while_sending_stops_everything_too(make):
+async def test_an_exception_while_sending_stops_everything_too_but_what_was_sent_before(make):
     class Unwritable(Send):
         def encoded(self):
             raise ValueError("a bug")
 
-    effects = [Persist("t", "a", b"1"), Unwritable(frame("to all"), ((1, b""),)), send(1, frame("never"))]
-    journal = ManualJournal()
-    driver, _ = make(lambda event: effects if isinstance(event, Received) else [], journal)
+    answer, unwritable = session_pb2.UnaryStoreResponse(), Unwritable(frame("to all"), ((1, b""),))
+    effects = [Persist("t", "a", b"1"), Reply(2, answer), unwritable, send(1, frame("never"))]
+    journal, raised = ManualJournal(), []
+    driver, _ = make(lambda event: effects if isinstance(event, Called) else [], journal)
     queue = driver.connect(session_pb2.Hello())
-    driver.receive(1, session_pb2.ClientFrame())
+    answered = asyncio.ensure_future(driver.call(session_pb2.UnaryStoreRequest()))
     await turns()
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
     journal.groups[0][1]()
+    journal.failed(OSError("the disk is gone, too"))
     with pytest.raises(ValueError, match="a bug"):
         await driver.failure
-    assert not texts(queue)
+    assert (await answered, texts(queue), [type(error) for error in raised]) == (answer, [], [ValueError])
 
 
 @driven

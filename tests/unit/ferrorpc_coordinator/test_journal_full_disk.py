@@ -111,6 +111,17 @@ def test_room_is_noticed_though_groups_come_all_the_time(tmp_path, monkeypatch):
     journal.close()
 
 
+def test_what_was_decided_is_written_however_long_the_disk_is_full(tmp_path, monkeypatch):
+    journal, looks = opened(tmp_path), []
+    monkeypatch.setattr(journal, "_take_reserve", lambda: looks.append("no room yet"))
+    journal._mark_full()
+    journal.start(failed=lambda error: None)
+    eventually(lambda: looks)
+    written(journal, [("t", "k", b"v")])
+    assert journal.full
+    journal.close()
+
+
 def test_closing_does_not_wait_for_a_full_disk_for_ever(tmp_path):
     journal = opened(tmp_path)
     journal.start(failed=lambda error: None)
