@@ -15,12 +15,14 @@ from ferrorpc.errors import (
     CoordinatorUnavailableError,
     FerroError,
     PermissionDeniedError,
+    StaleGenerationError,
     StoreTimeoutError,
     VersionMismatchError,
 )
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.testing import ManualClock
 from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.status import Trailers, error_of, to_status
 
 
@@ -30,6 +32,7 @@ def connection(clock: Clock = SYSTEM_CLOCK, join_timeout: float = 1.0) -> Connec
         welcomed=lambda: None,
         result=lambda position, result: None,
         session_ended=lambda cause: None,
+        hello=lambda token: wire.Hello(),
         beat=wire.Beat,
     )
     return Connection(nobody, listener, clock, join_timeout=join_timeout, max_outage=1.0, heartbeat_interval=1.0)
@@ -45,6 +48,7 @@ def welcomed(connection: Connection) -> Connection:
 def test_a_request_on_a_connection_that_has_ended_is_refused() -> None:
     over = connection()
     over.close(AuthenticationError("the token is not one of this coordinator's"))
+    over.close(CoordinatorUnavailableError("it stays away"))
     with pytest.raises(AuthenticationError, match="the token"):
         over.post("a set", store=store_pb2.StoreRequest())
 
@@ -68,6 +72,7 @@ def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monk
     request = back.post("a get", store=store_pb2.StoreRequest())
     back._went_down(CoordinatorUnavailableError("it was killed"))
     clock.advance(60.0)
+    assert back._give_up_at(request, 0.0) > clock.now(), "its time does not run during an outage"
     unanswered, looks = back._requests.unanswered, list[Future[float]]()
     with ThreadPoolExecutor(1) as pool:
 
@@ -92,6 +97,40 @@ def test_an_answer_that_comes_in_the_moment_of_giving_up_counts(monkeypatch: pyt
     monkeypatch.setattr(up._requests, "drop", comes_just_now)
     monkeypatch.setattr(up, "_give_up_at", lambda request, seconds: 0.0)
     assert up.ask("an add", 0.0, StoreTimeoutError, store=store_pb2.StoreRequest()).number == 7
+
+
+def test_a_request_that_was_interrupted_is_not_sent_again_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    up = welcomed(connection(ManualClock()))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(up, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        up.ask("an add", 1.0, StoreTimeoutError, store=store_pb2.StoreRequest())
+    assert not up._requests.unanswered()
+
+
+def test_a_connection_that_ends_while_it_is_dialled_says_nothing_on_the_new_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hello would resume the session of a member that has left, and that sends no heartbeats any more."""
+    ending = connection()
+    done: list[object] = []
+
+    def dial(_: object) -> Any:
+        ending.close(AuthenticationError("it has left"))
+        return SimpleNamespace(send=done.append, frames=list, close=lambda: done.append("closed"))
+
+    monkeypatch.setattr(module, "SessionStream", dial)
+    ending._run_stream()
+    assert done == ["closed"]
+
+
+def test_a_member_that_is_fenced_is_not_told_of_another_cluster() -> None:
+    up = welcomed(connection())
+    fenced = wire.Event(fenced=detail_of(StaleGenerationError("it was declared dead")))
+    with pytest.raises(StaleGenerationError, match="declared dead"):
+        up._handle_frame(wire.ServerFrame(event=fenced))
+    assert up.memory.cause is None
 
 
 def test_the_connection_ends_once_the_coordinator_has_answered_the_leave() -> None:
@@ -137,10 +176,19 @@ def test_a_member_whose_token_is_refused_tries_again_as_one_of_both_files_may_be
     assert ends(connection(), refusal), "who has not joined is told of a wrong token at once"
 
 
-@pytest.mark.parametrize("decision", [VersionMismatchError("speaks protocol 2"), PermissionDeniedError("is of another job")])
+@pytest.mark.parametrize(
+    "decision",
+    [
+        VersionMismatchError("speaks protocol 2"),
+        PermissionDeniedError("is of another job"),
+        ConfigError("the name is another's", retryable=True),
+    ],
+)
 def test_a_decision_of_the_coordinator_ends_a_session(decision: FerroError) -> None:
     status, _, trailers = to_status(decision)
-    assert ends(welcomed(connection()), error_of(Ended(status, trailers)))
+    refusal = error_of(Ended(status, trailers))
+    assert ends(welcomed(connection()), refusal)
+    assert ends(connection(), refusal) != decision.retryable, "who has not joined asks again where that may help"
 
 
 @pytest.mark.parametrize(
@@ -160,13 +208,19 @@ def test_a_refusal_that_may_pass_is_no_outage(failure: FerroError, seconds: floa
     assert isinstance(joining.ended_by, type(failure))
 
 
-def test_heartbeats_that_fail_end_the_connection_at_once() -> None:
-    """Otherwise the lease runs out, and the others hear that this rank is dead."""
+@pytest.mark.parametrize(
+    ("thread", "work", "what"),
+    [("_read", "_stay_connected", "reads from"), ("_send_heartbeats", "_keep_lease", "sends heartbeats to")],
+)
+def test_a_thread_that_fails_ends_the_connection_at_once(
+    thread: str, work: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise nobody reads answers, or the lease runs out and the others hear that this rank is dead."""
     up = welcomed(connection(ManualClock()))
-    causes: list[FerroError] = []
-    up._listener.beat = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    up._listener.session_ended = causes.append  # type: ignore[method-assign]
+    request, causes = up.post("a get", store=store_pb2.StoreRequest()), list[FerroError]()
+    monkeypatch.setattr(up, work, lambda: 1 / 0)
+    monkeypatch.setattr(up._listener, "session_ended", causes.append)
     with pytest.raises(ZeroDivisionError):
-        up._send_heartbeats()
-    assert "sends heartbeats to nowhere:1 failed" in causes[0].message
-    assert up.ended_by is causes[0]
+        getattr(up, thread)()
+    assert f"the thread that {what} nowhere:1 failed" in causes[0].message
+    assert up.ended_by is request.outcome is causes[0]

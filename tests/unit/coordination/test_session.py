@@ -110,6 +110,18 @@ def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same
     assert leave.leave.reason == "FileNotFoundError: caf\\udce9.txt"
 
 
+def test_a_lost_link_to_a_suspect_is_no_end_until_it_has_left() -> None:
+    played = Played()
+    played.welcome()
+    played.join(2)
+    played.session.report_link_lost(1, "reset by peer")
+    for state, reports in [(identity_pb2.MEMBER_STATE_SUSPECT, 1), (identity_pb2.MEMBER_STATE_LEFT, 2)]:
+        member = identity_pb2.Member(rank=1, name="m1", state=state)
+        played.session.event(wire.Event(standings=wire.Standings(members=[member])))
+        assert len(played.streams[0]) == reports
+    assert "reset by peer" in played.streams[0][1].report.failure.message
+
+
 def test_the_last_heartbeat_is_sent_directly_before_the_leave() -> None:
     """Or the job would be shown as of up to half a second before its end."""
     played = Played()
