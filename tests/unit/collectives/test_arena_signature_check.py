@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
+from ferrorpc.collectives.arena.signature_check import SignatureCheck
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CollectiveMismatchError
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -87,17 +88,21 @@ def test_a_rank_that_runs_ahead_learns_it_when_it_comes_back_to_the_channel():
         assert again.error.fields["number"] == 1
 
 
-def test_ranks_that_only_send_learn_it_although_every_channel_knows_the_next_call():
+@pytest.mark.parametrize("after", [BARRIER, ALL_REDUCE], ids=["barrier", "all_reduce"])
+def test_ranks_that_both_look_too_early_learn_it_although_every_channel_knows_the_next_call(after, monkeypatch):
+    """A processor may read the other's note before its own is seen there, also as the next operation begins."""
     with SharedWorld(2) as world:
         for number in range(1, 1 + PROGRAM_CHANNELS):
-            assert world.advance([begin(world, rank, BARRIER, number) for rank in range(2)])
-        calls = [[broadcast(0, 0), BARRIER], [reduce(0), BARRIER]]
-        errors = []
-        for number in range(2):
-            parts = [begin(world, rank, mine[number], 1 + PROGRAM_CHANNELS + number) for rank, mine in enumerate(calls)]
-            world.advance(parts, limit=500)
-            errors += [part.error for part in parts if part.error is not None]
-        assert isinstance(errors[0], CollectiveMismatchError)
+            assert world.advance([begin(world, rank, after, number) for rank in range(2)])
+        number = 1 + PROGRAM_CHANNELS
+        with monkeypatch.context() as early:
+            early.setattr(SignatureCheck, "settle", lambda *_: False)
+            assert world.advance([begin(world, 0, broadcast(0, 0), number), begin(world, 1, reduce(0), number)])
+            parts = [begin(world, rank, after, number + 1) for rank in range(2)]
+            for part in parts:
+                part.advance()
+        assert world.advance(parts)
+        assert isinstance(parts[0].error, CollectiveMismatchError)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
