@@ -3,9 +3,10 @@
 Idea. A small array (`select` has the limit) is copied by every rank to its slot, and every rank folds all of them into its own
 result: one wait. A large one is cut into chunks that fit the cache, and each chunk into a slice a rank: stage a chunk, fold
 one's own slice of it, copy the others' slices. The ring holds two chunks, so that staging runs ahead of copying. An array that
-lies in the segment already (`group.empty`) is not staged but read in place, and a result written to such an array is copied
-from there. Such an operation ends when the others have read what they need, because the caller may then write to its arrays
-again. An array on a GPU is staged as its chunks arrive on the host, and a result for a GPU is copied there chunk by chunk.
+lies in the segment already (`group.empty`) is not staged but read in place, which the others have done when they have folded
+their last slices. A result written to such an array is copied from there, and the operation ends when the others have done so:
+the caller may then write to it again. An array on a GPU is staged as its chunks arrive on the host, and a result for a GPU is
+copied there chunk by chunk.
 
 Source. The symmetric and the distributed form of DeepSpeed's all_reduce for CPUs (2024). Chunking, reading in place and the
 fixed order of the fold are added here.
@@ -171,7 +172,7 @@ class TwoShot(ArenaPrepared):
             block[LEFT] = passed
             if transfers is not None:
                 transfers.allow_upload(0, results[0], chunk * self.chunk, min((chunk + 1) * self.chunk, self.count))
-        if run.is_read_in_place:
+        if run.result_offset:
             yield from channel.await_others(LEFT, base + chunks)
         # What was read in place from a rank that failed meanwhile may not be what it brought: its control block says so.
         yield from channel.await_others(STAGED, base + chunks)
@@ -188,22 +189,20 @@ class _TwoShotRun:
 
     Attributes:
         source_offset: offset of this rank's array in its segment; 0 where it has to be staged.
-        is_read_in_place: whether peers read the caller's own arrays.
+        result_offset: offset of this rank's result; 0 where it goes through the ring.
     """
 
     def __init__(self, prepared: TwoShot, channel: Channel, source: Array, result: Array) -> None:
         locate = channel.bank.control.host_peers.own.locate
-        self.source_offset, result_offset = locate(source) or 0, locate(result) or 0
-        self.is_read_in_place = bool(self.source_offset or result_offset)
-        if not (self.source_offset and result_offset):
+        self.source_offset, self.result_offset = locate(source) or 0, locate(result) or 0
+        if not (self.source_offset and self.result_offset):
             channel.widen(RING_CHUNKS * CHUNK_BYTES)
-        channel.block[SOURCE], channel.block[RESULT] = self.source_offset, result_offset
+        channel.block[SOURCE], channel.block[RESULT] = self.source_offset, self.result_offset
         self._prepared = prepared
         self._channel = channel
         self._rank = prepared.arena.rank
         self._source, self._result = (source, False), (result, False)
         self._ring = channel.ring.view(prepared.storage), True
-        self._is_result_shared = bool(result_offset)
         self._sources: list[_Place] = []
         self._results: list[_Place] = []
 
@@ -230,7 +229,7 @@ class _TwoShotRun:
         first, last = self._cuts(chunk)[self._rank]
         sources = [self._elements(place, chunk)[first:last] for place in self._sources]
         result = self._elements(self._result, chunk)[first:last]
-        if self._is_result_shared:
+        if self.result_offset:
             self._prepared.fold(sources, result)
         else:
             shared = self._elements(self._ring, chunk)[first:last]

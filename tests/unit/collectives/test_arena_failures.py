@@ -92,6 +92,22 @@ def test_a_result_that_others_read_where_it_lies_is_given_out_when_they_have_rea
         assert first.results[0].tolist() == second.results[0].tolist() == [2.0] * 50
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_an_array_that_others_reduce_where_it_lies_is_given_back_before_they_have_read_the_result():
+    with SharedWorld(2) as world:
+        call, ones = all_reduce_call(DType.FLOAT32, 50), np.ones(50, np.float32)
+        array = own(world, 0, ones)
+        first = world.begin(0, call, [array], number=1)
+        second = world.begin(1, call, [ones], number=1)
+        first.advance()
+        second.advance()
+        assert world.advance([first], limit=500)
+        array[:] = 777.0
+        assert not second.over
+        assert world.advance([second])
+        assert first.results[0].tolist() == second.results[0].tolist() == [2.0] * 50
+
+
 def test_an_array_that_others_read_where_it_lies_is_given_back_when_they_have_read_it():
     with SharedWorld(2) as world:
         array = own(world, 1, np.ones(MORE_THAN_A_SLOT, np.float32))
