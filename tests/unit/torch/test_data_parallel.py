@@ -84,6 +84,8 @@ def test_gradients_weighted_by_tokens(dtype: torch.dtype) -> None:
         for _ in range(2):
             ddp.zero_grad()
             with ddp.weighted(weights[group.rank]):
+                with ddp.weighted(1.0):
+                    pass
                 local(ddp, group.rank)
         return gradients(ddp)
 

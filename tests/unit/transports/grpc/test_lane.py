@@ -1,4 +1,4 @@
-"""A lane that dials again sends all of its frames in the new call, whatever the threads of gRPC do for the old one."""
+"""A lane dials again until it is answered, and sends all frames in the new call, whatever gRPC's threads do for the old one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+import pytest
 
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.grpc.lane import Lane
 from ferrorpc.v1 import transport_pb2
+from tests.waiting import eventually
 
 SECONDS = 10.0
 
@@ -39,9 +41,11 @@ class Call:
 
 
 class Channel:
-    """Refuses the first call once its Open was written. gRPC's thread asks for the next message as the second call begins."""
+    """Refuses the first call once its Open was written, and answered with these answers. gRPC's thread asks for the next
+    message as the second call begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, *answers: bytes) -> None:
+        self.answers = answers
         self.calls: list[Iterator[bytes]] = []
         self.of_the_old_call: list[bytes] = []
         self.of_the_new_call: list[bytes] = []
@@ -56,8 +60,8 @@ class Channel:
         return Call(self.refuse() if len(self.calls) == 1 else self.accept())
 
     def refuse(self) -> Iterator[bytes]:
+        yield from self.answers
         raise Refused
-        yield b""
 
     def accept(self) -> Iterator[bytes]:
         old = threading.Thread(target=lambda: self.of_the_old_call.extend(self.calls[0]))
@@ -82,14 +86,32 @@ class Owner:
         self.reasons.append(reason)
 
 
+def dialled(channel: Any, owner: Owner) -> Lane:
+    return Lane(1, 0, "nowhere:1", channel, b"open", lambda: None, owner, SYSTEM_CLOCK, SECONDS)
+
+
 def test_a_call_that_was_given_up_takes_no_frame() -> None:
     channel, owner = Channel(), Owner()
-    link: Any = channel
-    lane = Lane(1, 0, "nowhere:1", link, b"open", lambda: None, owner, SYSTEM_CLOCK, SECONDS)
+    lane = dialled(channel, owner)
     for number in range(3):
         assert lane.queue.reserve(1, lambda: None)
         lane.queue.put_frame(b"%d" % number, 1)
     assert channel.all_sent.wait(SECONDS)
-    lane.wait(SECONDS)
+    assert eventually(lambda: owner.reasons) == ["the stream ended without a goodbye"]
     assert (channel.of_the_old_call, channel.of_the_new_call) == ([], [b"0", b"1", b"2"])
-    assert owner.reasons == ["the stream ended without a goodbye"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"\xff", "its answers are no messages of ours"),
+        (transport_pb2.ControlMessage(opened=transport_pb2.Opened(generation=1)).SerializeToString(), "UNAVAILABLE"),
+    ],
+    ids=["by a stranger", "by the peer"],
+)
+def test_a_lane_that_was_answered_is_not_dialled_again(answer: bytes, reason: str) -> None:
+    channel, owner = Channel(answer), Owner()
+    dialled(channel, owner)
+    (ended,) = eventually(lambda: owner.reasons)
+    assert ended.startswith(reason)
+    assert len(channel.calls) == 1
