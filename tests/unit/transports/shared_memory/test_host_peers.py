@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ferrorpc.coordination.local import LocalWorld
-from ferrorpc.errors import BackendUnavailableError, GroupClosedError, PeerLostError, UsageError
+from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, GroupClosedError, PeerLostError, UsageError
 from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import Latch, SystemClock
 from ferrorpc.testing import ManualClock
@@ -276,13 +276,37 @@ def test_a_process_of_another_user_behind_a_ranks_name_is_not_believed(monkeypat
         assert f"a process of user -1 greeted one of user {os.geteuid()}" in ranks[0].separation_reason
 
 
-def test_a_name_that_is_taken_means_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(name: str) -> socket.socket:
-        raise OSError(98, "Address already in use")
+@pytest.mark.parametrize(
+    ("what", "error", "reason"),
+    [
+        ("listen", OSError(98, "Address already in use"), "it cannot listen on a Unix socket: Address already in use"),
+        ("Segment", BackendUnavailableError("cannot have 64 MiB of memory"), "cannot have 64 MiB of memory"),
+    ],
+    ids=["name", "memory"],
+)
+def test_a_rank_that_gets_no_name_or_no_memory_stays_alone_and_says_so(
+    what: str, error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr(discovery, "listen", taken)
+    monkeypatch.setattr(discovery, what, refused)
     with HostWorld(2) as ranks:
-        assert "it cannot listen on a Unix socket: Address already in use" in ranks[0].separation_reason
+        assert ranks[0].hosts == ((0,), (1,))
+        assert ranks[0].separation_reason == f"rank 0: {reason}; rank 1: {reason}"
+
+
+def test_an_interrupt_while_ranks_meet_leaves_nothing_open() -> None:
+    session = LocalWorld(2).session(0)
+    membership = session.membership
+
+    def interrupted(name: str, value: bytes) -> list[bytes]:
+        raise KeyboardInterrupt
+
+    before = open_descriptors()
+    with pytest.raises(KeyboardInterrupt):
+        discovery.discover_host_peers(membership.assignment, "auto", interrupted, membership.latch, session.clock)
+    assert open_descriptors() == before
 
 
 def test_a_link_that_ends_without_goodbye_is_told_at_once() -> None:
@@ -370,28 +394,37 @@ def test_nothing_is_left_open() -> None:
     eventually(lambda: open_descriptors() <= before)
 
 
-def test_a_rank_that_dies_meanwhile_leaves_the_others_without_host_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("go", "reason"),
+    [
+        (lambda ranks: ranks.world.kill(2, "exit code 9"), "exit code 9"),
+        (lambda ranks: ranks.sessions[2].leave(), "it left the job"),
+        (lambda ranks: ranks.sessions[2].membership.latch.end(GroupAbortedError(2, "Ctrl-C")), "Ctrl-C"),
+    ],
+    ids=["dies", "leaves", "aborts"],
+)
+def test_a_rank_that_goes_meanwhile_leaves_the_others_without_host_peers(
+    go: Callable[[HostWorld], None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first operation tells the cause, as everywhere; making the group does not fail."""
-    original = discovery._LocalOffer.prove_peers
+    prove_peers, meet = discovery._LocalOffer.prove_peers, HostWorld._meet
+    worlds: list[HostWorld] = []
 
-    def die(self: Any, *arguments: Any) -> Any:
+    def note(self: HostWorld, *arguments: Any) -> Any:
+        worlds.append(self)
+        return meet(self, *arguments)
+
+    def go_meanwhile(self: Any, *arguments: Any) -> Any:
         if self._assignment.rank == 2:
-            ranks_world[0].kill(2, "exit code 9")
-        return original(self, *arguments)
+            go(worlds[0])
+        return prove_peers(self, *arguments)
 
-    ranks_world: list[Any] = []
-    made = HostWorld.__init__.__globals__["LocalWorld"]
-
-    def remember(*arguments: Any, **named: Any) -> Any:
-        ranks_world.append(made(*arguments, **named))
-        return ranks_world[0]
-
-    monkeypatch.setitem(HostWorld.__init__.__globals__, "LocalWorld", remember)
-    monkeypatch.setattr(discovery._LocalOffer, "prove_peers", die)
+    monkeypatch.setattr(HostWorld, "_meet", note)
+    monkeypatch.setattr(discovery._LocalOffer, "prove_peers", go_meanwhile)
     with HostWorld(3) as ranks:
-        assert ranks[0].ranks == (0,)
-        assert "exit code 9" in ranks[0].separation_reason
-        assert isinstance(ranks.sessions[0].membership.latch.cause, PeerLostError)
+        for rank in range(2):
+            assert ranks[rank].ranks == (rank,)
+            assert reason in ranks[rank].separation_reason
 
 
 def test_a_forked_child_gives_its_copies_of_the_sockets_back() -> None:
