@@ -24,7 +24,7 @@ from ferrorpc.collectives.select import explain
 from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
-from ferrorpc.errors import BackendUnavailableError, FerroError, UsageError
+from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
 from ferrorpc.shared_property import shared_property
 from ferrorpc.transports.closed_groups import Begun
@@ -205,10 +205,6 @@ class Backend(ABC):
             CollectiveTimeoutError: they had not at clock time `until`.
         """
         return
-
-    def abort(self, cause: FerroError) -> None:
-        """Ends the generation with this cause, on every rank that its session knows. A next one is not affected."""
-        self.latch.end(cause)
 
     def renew(self, timeout: float) -> Backend:
         """The same kind of backend in the next generation (`group.reform`). Only world backends with a session can.

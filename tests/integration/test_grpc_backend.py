@@ -220,7 +220,7 @@ def test_a_rank_that_has_left_is_the_peers_loss_only_where_it_is_needed() -> Non
 
 def test_the_next_generation_works_on_the_same_servers() -> None:
     def renewed(backend: Backend) -> Backend:
-        backend.abort(GroupAbortedError(0, "a test"))
+        backend.latch.end(GroupAbortedError(0, "a test"))
         return backend.renew(SECONDS)
 
     with GrpcWorld(3) as world:

@@ -275,7 +275,7 @@ class DeviceBackend(RawOperations, Backend):
         try:
             return split(self.context.program.communicator, label, world, own)
         except FerroError as error:
-            self.abort(error)  # a communicator whose split failed, or does not end, takes nothing more
+            self.latch.end(error)  # a communicator whose split failed, or does not end, takes nothing more
             raise
 
     def _world(self, ranks: Sequence[int]) -> list[int]:

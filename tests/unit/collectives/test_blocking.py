@@ -13,6 +13,7 @@ from ferrorpc import (
     BarrierTimeoutError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    GroupAbortedError,
     PeerLostError,
     ProcessGroup,
 )
@@ -39,6 +40,22 @@ def test_what_a_backends_send_raises_is_raised_by_the_operation():
             group.all_gather(np.ones(3), timeout=60.0 if group.rank else 0.2)
 
     run_groups([ProcessGroup(backend) for backend in queue_backends(2, CutBackend)], body)
+
+
+def test_a_backend_without_a_session_may_tell_its_peers_of_a_failure():
+    latches: list[Latch] = []
+
+    class Telling(QueueBackend):
+        def __init__(self, *place: Any) -> None:
+            super().__init__(*place)
+            self.latch = Latch(lambda cause, _: [each.trip(cause) for each in latches] and None)
+            latches.append(self.latch)
+
+    groups = [ProcessGroup(backend) for backend in queue_backends(2, Telling)]
+    groups[0].abort("the loss is NaN")
+    for group in groups:
+        with pytest.raises(GroupAbortedError, match="rank 0 ended the group: the loss is NaN"):
+            group.all_gather(np.ones(3))
 
 
 class SocketBackend(Backend):

@@ -264,9 +264,10 @@ def test_nothing_starts_after_the_generation_has_ended(way: str) -> None:
 
 @both
 def test_a_verdict_that_does_not_come_leaves_the_ranks_own_error(way: str, no_verdict: None) -> None:
-    execution = Scripted(Latch(), steps=1, error=PeerLostError(2, "mine"))
+    execution = Scripted(Latch(lambda cause, latch: None), steps=1, error=PeerLostError(2, "mine"))
     with pytest.raises(PeerLostError, match="mine"):
         run(way, execution)
+    assert execution.guard.latch.cause is None
 
 
 def test_a_bug_in_one_operation_does_not_stop_the_others() -> None:
