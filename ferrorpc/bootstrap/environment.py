@@ -59,7 +59,7 @@ class LaunchInfo:
     @property
     def one_node(self) -> bool:
         """Whether all processes are known to run on one node."""
-        return self.local_size is not None and self.local_size == self.world[1]
+        return self.local_size == self.world[1]
 
 
 def detect_launch(environment: Environment, config: Mapping[str, Any]) -> LaunchInfo:

@@ -79,10 +79,18 @@ def launch_of(environment: dict[str, str], **arguments: object) -> LaunchInfo:
             LaunchInfo("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), 6, None, 2, 1, 4, "trainer-0-0", "trainer-0-0.29400"),
         ),
         (
+            PET | {"PET_RDZV_ID": "trial"},
+            LaunchInfo("PET_NNODES and PET_NPROC_PER_NODE", (2, 2), 1, None, 0, 1, 1, "trainer-0-0", "trial"),
+        ),
+        (
             {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"},
             LaunchInfo("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), None, None, None, None, 4),
         ),
         (SLURM, LaunchInfo("SLURM_PROCID and SLURM_STEP_NUM_TASKS", (4, 4), 3, None, 1, 1, None, "gpu07", "4711.0")),
+        (
+            SLURM | {"SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "gpu07-ib"},
+            LaunchInfo("SLURM_PROCID and SLURM_STEP_NUM_TASKS", (4, 4), 3, None, 1, 1, 4, "gpu07-ib", "4711.0"),
+        ),
         (
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711", "ENVIRONMENT": "BATCH"},
             LaunchInfo("nothing", (1, 1)),
@@ -95,6 +103,14 @@ def launch_of(environment: dict[str, str], **arguments: object) -> LaunchInfo:
             LaunchInfo("SLURM_PROCID and SLURM_NTASKS", (16, 16), 2, master="gpu07", run_id="4711"),
         ),
         (OMPI, LaunchInfo("OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE", (2, 2), 1, None, 1, None, 2)),
+        (
+            OMPI | {"MASTER_ADDR": "a", "PMIX_NAMESPACE": "b@1"},
+            LaunchInfo("OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE", (2, 2), 1, None, 1, None, 2, "a", "b@1"),
+        ),
+        (
+            OMPI | {"OMPI_MCA_ess_base_jobid": "47"},
+            LaunchInfo("OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE", (2, 2), 1, None, 1, None, 2, run_id="47"),
+        ),
         (PMI, LaunchInfo("PMI_RANK and PMI_SIZE", (3, 3), 0, None, 0, None, 3, launcher_variable="PMI_RANK")),
         ({"FERRORPC_WORLD_SIZE": "4"}, LaunchInfo("FERRORPC_WORLD_SIZE", (4, 4))),
         ({"FERRORPC_WORLD_SIZE": "2:4", "FERRORPC_RANK_HINT": "3"}, LaunchInfo("FERRORPC_WORLD_SIZE", (2, 4), hinted_rank=3)),
@@ -205,6 +221,7 @@ def test_what_cannot_be_names_the_variable(environment, named):
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "127.0.0.1:29700"),
         (TORCHRUN | {"MASTER_ADDR": "fe80::1"}, "[fe80::1]:29700"),
         (SLURM, "gpu07:29700"),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, "127.0.0.1:29700"),
         (OMPI, "127.0.0.1:29700"),
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 
 import ferrorpc
 from ferrorpc import ConfigError, CoordinatorUnavailableError, UsageError
-from ferrorpc.bootstrap.process_group import _address_now
+from ferrorpc.bootstrap.environment import LaunchInfo
+from ferrorpc.bootstrap.process_group import _address_now, _job_of_run
 from ferrorpc.config import Config
 from ferrorpc.transports.grpc.server import WorkerServer
 
@@ -69,6 +70,23 @@ def test_port_0_is_no_port_that_ranks_could_dial(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:0:(.|\n)*FERRORPC_COORDINATOR.*FERRORPC_PORT"):
         ferrorpc.init_process_group(timeout=0.2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "launch", "job"),
+    [
+        ({}, LaunchInfo("RANK and WORLD_SIZE", (8, 8), local_size=4, run_id="run7"), "run-run7"),
+        ({}, LaunchInfo("RANK and WORLD_SIZE", (8, 8), local_size=8, run_id="run7"), "run-run7"),
+        ({"job": "trial"}, LaunchInfo("RANK and WORLD_SIZE", (8, 8), local_size=4, run_id="run7"), "trial"),
+        ({}, LaunchInfo("PMI_RANK and PMI_SIZE", (4, 4), local_size=4, launcher_variable="PMI_RANK"), "run-4711-PMI_RANK"),
+        ({}, LaunchInfo("PMI_RANK and PMI_SIZE", (4, 4), local_size=2, launcher_variable="PMI_RANK"), "default"),
+    ],
+)
+def test_a_job_that_nobody_named_is_named_after_its_run_where_that_is_known(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], launch: LaunchInfo, job: str
+) -> None:
+    monkeypatch.setattr("ferrorpc.bootstrap.process_group.launcher_process_id", lambda name: f"4711-{name}")
+    assert _job_of_run(Config(settings, {}), launch) == job
 
 
 @pytest.mark.parametrize(("settings", "warned"), [({}, True), ({"world_size": 1}, False)])
