@@ -103,6 +103,18 @@ def test_training_goes_on_from_a_saved_state_with_the_same_bits():
         assert all(weights[name].tobytes() == leaf.tobytes() for name, leaf in expected.items())
 
 
+def test_a_saved_state_stays_as_it_was_while_steps_go_on():
+    def body(group):
+        optimizer = ZeroOptimizer(tree(0), group, Adam())
+        optimizer.step(tree(1))
+        state = optimizer.state()
+        before = {name: array.copy() for name, array in state.items()}
+        optimizer.step(tree(2))
+        return all(np.array_equal(array, before[name]) for name, array in state.items())
+
+    assert run_world(2, body) == [True, True]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_a_gathered_state_goes_on_in_groups_of_any_size_with_the_same_bits(rule):
     """All ranks have the same gradients, so that means of 1, 2 or 4 of them have the same bits."""
@@ -240,6 +252,7 @@ def test_a_gradient_that_is_missing_counts_as_zeros_and_one_that_is_unknown_is_r
         weights = {"a": np.ones(4, np.float32), "b": np.ones(3, np.float32)}
         optimizer = ZeroOptimizer(weights, group, SGD(1.0, momentum=0.0))
         optimizer.step({"a": np.ones(4, np.float32) if group.rank else None, "b": None})
+        optimizer.step({"a": None, "b": None})  # where the buffer holds what the step before has gathered
         with pytest.raises(UsageError, match="see c"):
             optimizer.step({"a": None, "b": None, "c": np.ones(1)})
         with pytest.raises(UsageError, match="see b"):

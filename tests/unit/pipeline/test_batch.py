@@ -53,7 +53,8 @@ def test_outputs_are_joined_along_axis_0():
     with pytest.raises(TensorMismatchError, match="cannot be joined"):
         join([first, np.zeros((1, 4), np.float32)], "outputs")
     one, two = (first,), (first, first)
-    for parts in ([np.array(1.0)], [two, one], [one, two], [one, first], [first, one], [two, (first, None)]):
+    others = [two, one], [one, two], [one, first], [first, one], [two, (first, None)], [two, np.stack(two)]
+    for parts in ([np.array(1.0)], *others):
         with pytest.raises(TensorMismatchError, match="cannot be joined"):
             join(parts, "outputs")
 

@@ -229,6 +229,8 @@ def test_tied_weights_are_one_weight(seed: int):
         ([("0/weight", "1/bias")], r"there is no weight '1/bias' to tie(.|\n)*that stage has 1/weight"),
         ([("0/weight", "2/weight")], "'2/weight' names no weight"),
         ([("0/weight", "0/weight")], "'0/weight' names no weight"),
+        ([("head/weight", "1/weight")], "'head/weight' names no weight"),
+        ([("0/", "1/weight")], "'0/' names no weight"),
         ([("0/weight",)], "ties nothing"),
         (["0/weight"], "ties nothing"),
         ([("0/weight", "1/weight"), ("1/weight", "0/weight")], "'0/weight' is in two ties"),

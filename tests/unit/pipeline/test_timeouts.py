@@ -1,15 +1,16 @@
-"""A rank that is late: one rank's deadline is the first cause, on every rank and from then on."""
+"""A rank that is late: one rank's deadline is the first cause, on every rank and from then on, and says who is waited for."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError
 from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.testing import run_world
-from tests.unit.pipeline.stages import Layer, batch, half_square
+from tests.unit.pipeline.stages import WIDTH, Layer, batch, half_square
 
 
 @pytest.mark.parametrize("late", [0, 3])
@@ -35,3 +36,46 @@ def test_one_rank_raises_the_timeout_and_all_others_name_it(late: int) -> None:
             assert isinstance(error, CollectiveTimeoutError if rank == own else GroupAbortedError)
             assert "waited 7 s for" in error.message
             assert rank == own or error.fields["rank"] == own
+
+
+def test_outputs_that_the_next_stage_never_takes_are_a_timeout_that_names_it() -> None:
+    """The output is more than is sent without credit, so the send is not complete before the receiver expects it."""
+
+    def body(group: Any) -> None:
+        pipe = Pipeline(Layer(group.rank), group, "gpipe", 1)
+        if group.rank == 1:
+            group.recv(0, tag=5)
+        pipe.forward(np.ones((200_000, WIDTH)), timeout=7.0)
+
+    first, _ = run_world(2, body, return_exceptions=True, timeout=100.0)
+    assert isinstance(first, CollectiveTimeoutError)
+    assert first.waiting_on == [1]
+    assert "waited 7 s for rank 1 to take" in first.message
+
+
+def test_a_pass_may_wait_longer_than_its_group_does() -> None:
+    """For its sends, too: the output is more than is sent without credit."""
+
+    def body(group: Any) -> Any:
+        pipe = Pipeline(Layer(group.rank), group, "gpipe", 1)
+        if group.rank == 1:
+            group.session.clock.parker().park(20.0)
+        return pipe.forward(np.ones((200_000, WIDTH)), timeout=60.0)
+
+    _, outputs = run_world(2, body, timeout=5.0)
+    assert len(outputs) == 200_000
+
+
+def test_a_stage_that_never_comes_is_a_timeout_that_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    def body(group: Any) -> None:
+        pipe = Pipeline(Layer(group.rank), group, "1f1b", 4)
+        if group.rank == 1:
+            group.recv(0, tag=5)
+        pipe.step(*batch(8), half_square, timeout=7.0)
+
+    first, second = run_world(2, body, return_exceptions=True, timeout=100.0)
+    assert isinstance(first, CollectiveTimeoutError)
+    assert first.waiting_on == [1]
+    assert "waited 7 s for 1SEND_B0 of rank 1" in str(first)
+    assert "after 5 s, this rank waits for 1SEND_B0 of rank 1" in caplog.text
+    assert isinstance(second, GroupAbortedError)

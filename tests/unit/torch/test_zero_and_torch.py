@@ -70,6 +70,24 @@ def test_a_gathered_state_has_the_memory_order_of_the_parameters():
     assert run_world(2, body)[0] is True
 
 
+def test_a_gathered_state_keeps_its_dtype_where_the_parameter_has_another_memory_order():
+    class Thirds(torch.optim.SGD):
+        def step(self, closure=None):
+            for shard in self.param_groups[0]["params"]:
+                self.state[shard]["third"] = shard.grad.double() / 3
+
+    def body(group):
+        weight = torch.nn.Parameter(torch.zeros(4, 3).t())
+        optimizer = ZeroOptimizer([weight], Thirds, group, lr=1.0)
+        weight.grad = torch.ones(3, 4)
+        optimizer.step()
+        return optimizer.gather_state_dict()
+
+    third = run_world(2, body)[0]["state"][0]["third"]
+    assert third.stride() == (1, 3)
+    assert torch.equal(third, torch.full((3, 4), 1 / 3, dtype=torch.float64))
+
+
 def test_a_graph_from_before_a_step_cannot_be_used_after_it():
     def body(group):
         net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
