@@ -147,11 +147,12 @@ class ProcessGroup(Collectives):
         Raises:
             LimitExceededError: the shared memory is full.
             TensorMismatchError: there is no such dtype; the message lists them.
-            UsageError: the shape is invalid, or too large to be sent.
+            UsageError: the shape is invalid, or too large to be sent; or this is a forked child.
             GroupClosedError: the group was closed.
         """
         spec = TensorSpec(as_dtype(dtype), shape_of(shape))
         check_sendable([spec])
+        self._dispatch.check_not_forked()
         if self._dispatch.closed:
             self._dispatch.check_open()
         try:

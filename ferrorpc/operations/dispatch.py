@@ -439,10 +439,14 @@ class Dispatch:
         for work in list(self._in_flight.values()):
             work.abandon_in_child(self._forked)
 
-    def settle(self) -> None:
-        """Waits until nothing of this group is in flight, on devices too."""
+    def check_not_forked(self) -> None:
+        """Raises UsageError in a forked child."""
         if self._forked is not None:
             raise self._forked.again()
+
+    def settle(self) -> None:
+        """Waits until nothing of this group is in flight, on devices too."""
+        self.check_not_forked()
         self._drain_own(FOREVER)
         try:
             self.backend.synchronize(FOREVER)

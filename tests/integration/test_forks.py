@@ -155,7 +155,7 @@ def test_a_child_that_waits_for_its_parents_operations_is_told_at_once(tmp_path:
         child = os.fork()
         if child == 0:
             signal.alarm(20)
-            for call in (*(work.wait for work in waiting), group.synchronize, subgroup.synchronize):
+            for call in (*(work.wait for work in waiting), group.synchronize, subgroup.synchronize, lambda: group.empty(3)):
                 try:
                     call()
                     os._exit(3)

@@ -82,7 +82,7 @@ def test_host_peers_that_could_not_read_close_all_the_same() -> None:
         for rank in range(2):
             ranks[rank]._clock = FullClock()
             with pytest.raises(LimitExceededError):
-                ranks[rank].start(lambda peer, reason: None, lambda peer, message: None, lambda peer: None)
+                ranks[rank].start(lambda peer, reason: None, lambda peer, message: None)
             ranks[rank].close(0.1)
 
 

@@ -139,12 +139,17 @@ class HostPeers:
         for link in self.links.values():
             link.end()
             link.socket.send(GOODBYE)
-        self._stop_reading(timeout)
-        for link in self.links.values():
-            link.close()
-        self.reader.close()
-        if self._segment is not None:
-            self._segment.close()
+        try:
+            self._stop_reading(timeout)
+        except BaseException:  # an interrupt: no later call goes on with this
+            self.reader.stop(0.0)
+            raise
+        finally:
+            for link in self.links.values():
+                link.close()
+            self.reader.close()
+            if self._segment is not None:
+                self._segment.close()
 
     def _stop_reading(self, timeout: float) -> None:
         """Waits until all that was sent is written. The end of the generation ends that."""
@@ -154,8 +159,10 @@ class HostPeers:
             self.reader.stop(min(timeout, BROKEN_CLOSE_SECONDS))
             return
         ticket = self.latch.watch(self.reader.discard)
-        self.reader.stop(timeout)
-        self.latch.forget(ticket)
+        try:
+            self.reader.stop(timeout)
+        finally:
+            self.latch.forget(ticket)
 
     # -- events of the reader ------------------------------------------------------------------------------------------
 

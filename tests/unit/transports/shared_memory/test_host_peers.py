@@ -349,6 +349,23 @@ def test_messages_arrive_whole_and_in_order_although_nobody_waits_for_room() -> 
         assert [message for _, _, message in ranks.messages] == sent
 
 
+def test_an_interrupt_within_close_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_descriptors()
+    with HostWorld(2) as ranks:
+        reader, latch = ranks[0].reader, ranks.sessions[0].membership.latch
+        stop = reader.stop
+
+        def strike(timeout: float) -> None:
+            monkeypatch.setattr(reader, "stop", stop)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(reader, "stop", strike)
+        with pytest.raises(KeyboardInterrupt):
+            ranks[0].close(SECONDS)
+        assert not latch._watchers
+    assert open_descriptors() == before
+
+
 def test_what_was_sent_before_close_arrives() -> None:
     with HostWorld(2) as ranks:
         for number in range(2000):
