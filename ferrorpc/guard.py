@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 from ferrorpc.errors import FerroError, LimitExceededError, UsageError
-from ferrorpc.types import number_of
 
 FOREVER: Final = float("inf")
 
@@ -222,7 +221,10 @@ def seconds_of(timeout: Any, default: float) -> float:
     """A timeout argument of a caller, in seconds. Raises UsageError."""
     if timeout is None:
         return default
-    seconds = -1.0 if isinstance(timeout, bool) else number_of(timeout)
+    try:
+        seconds = -1.0 if isinstance(timeout, bool) else float(timeout)
+    except (TypeError, ValueError, OverflowError):
+        seconds = -1.0
     if not seconds >= 0:
         raise UsageError(f"timeout={timeout!r} is no number of seconds", hint="pass 0 or more, or None for the default")
     return seconds

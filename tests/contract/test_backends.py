@@ -55,7 +55,7 @@ class TestSharedMemoryMessages(BackendContract):
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with GrpcWorld(size, transport="shared_memory") as world:
             for backend in world.backends:
-                backend.control = backend._arena = None
+                backend.control = backend.arena = None
                 assert (backend.arena, type(backend.transport) is RoutedTransport) == (None, size > 1)
             return run_groups([ProcessGroup(backend) for backend in world.backends], fn)
 

@@ -256,7 +256,7 @@ def test_a_look_at_an_operation_that_comes_after_the_close_ends_nothing_for_the_
     end, state, destroy = meeting.ends[0], meeting.ends[0].state, meeting.ends[0].destroy
     looks, destroyed, looked = threading.Event(), threading.Event(), threading.Event()
     failures: list[FerroError] = []
-    monkeypatch.setattr(ranks.backends[0].lanes, "abort", failures.append)
+    monkeypatch.setattr(ranks.backends[0].latch, "end", failures.append)
 
     def state_of_late() -> State:
         if threading.current_thread().name == "ferrorpc-progress":

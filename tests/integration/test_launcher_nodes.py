@@ -44,7 +44,7 @@ WHO_COMES_LATE = SUM.replace(
 def coordinator():
     """What an exit report ends would last a minute without one."""
     service = subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc", "coordinator", "--listen", "127.0.0.1:0", "--grace", "60"],
+        [sys.executable, "-m", "ferrorpc", "coordinator", "--listen", "127.0.0.1:0", "--grace", "60", "--lease", "10"],
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),
