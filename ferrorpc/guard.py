@@ -143,8 +143,8 @@ class Latch:
     is added later is called at once.
 
     Args:
-        report: tells of a cause that ends the generation, and of the latch, which trips once the first cause is known; must not
-            block. None where no other rank has to know: the latch trips with the cause itself.
+        report: called with a cause that is to end the generation, and this latch; must not block. It sees to it that the latch
+            trips once the first cause is known. None where no other rank has to know: the latch trips with the cause itself.
 
     Attributes:
         cause: the first cause; None while the generation is open.

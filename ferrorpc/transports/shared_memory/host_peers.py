@@ -136,10 +136,10 @@ class HostPeers:
             if self.is_closing:
                 return
             self.is_closing = True
-        for link in self.links.values():
-            link.end()
-            link.socket.send(GOODBYE)
         try:
+            for link in self.links.values():
+                link.end()
+                link.socket.send(GOODBYE)
             self._stop_reading(timeout)
         except BaseException:  # an interrupt: no later call goes on with this
             self.reader.stop(0.0)

@@ -13,6 +13,7 @@ from ferrorpc import (
     BarrierTimeoutError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    FerroError,
     GroupAbortedError,
     PeerLostError,
     ProcessGroup,
@@ -48,8 +49,12 @@ def test_a_backend_without_a_session_may_tell_its_peers_of_a_failure():
     class Telling(QueueBackend):
         def __init__(self, *place: Any) -> None:
             super().__init__(*place)
-            self.latch = Latch(lambda cause, _: [each.trip(cause) for each in latches] and None)
+            self.latch = Latch(self.tell)
             latches.append(self.latch)
+
+        def tell(self, cause: FerroError, _: Latch) -> None:
+            for latch in latches:
+                latch.trip(cause)
 
     groups = [ProcessGroup(backend) for backend in queue_backends(2, Telling)]
     groups[0].abort("the loss is NaN")
