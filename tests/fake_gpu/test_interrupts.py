@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import ferrorpc
-from ferrorpc.backends.device import context
 from ferrorpc.errors import GroupAbortedError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -81,7 +80,6 @@ def calls_of(group: ProcessGroup) -> dict[str, Callable[[Any], object]]:
 @pytest.fixture(params=["at once", "later"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL launches within the call, as it does mostly, or after it."""
-    monkeypatch.setattr(context, "ABORT_SECONDS", 0.05)
     launch = nccl.FakeCommunicator.launch
 
     def launched(end: nccl.FakeCommunicator, *arguments: Any) -> None:
@@ -155,7 +153,6 @@ def test_an_interrupt_leaves_no_operation_in_flight_that_ended_before_its_work_w
 
 def test_memory_of_what_was_being_launched_is_kept_until_the_abort(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python raises what struck during NCCL's call as that returns: the GPU has it then."""
-    monkeypatch.setattr(context, "ABORT_SECONDS", 0.6)
     ranks, may_abort, memories = Ranks(cupy, 2), threading.Event(), list[weakref.ref[Any]]()
     launch = nccl.FakeCommunicator.launch
 

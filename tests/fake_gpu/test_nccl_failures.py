@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.backends.device import context, in_flight
+from ferrorpc.backends.device import in_flight
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.hybrid import HybridBackend
@@ -250,7 +250,6 @@ def test_memory_of_what_nccl_still_launches_when_the_generation_ends_is_kept_unt
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     """Another thread of NCCL's launches, and goes on until the abort joins it. Its stream holds nothing of that before."""
-    monkeypatch.setattr(context, "ABORT_SECONDS", 0.6)
     ranks = Ranks(cupy, 2)
     may_abort, memories = threading.Event(), list[weakref.ref[Any]]()
 

@@ -82,12 +82,10 @@ class DeviceBackend(RawOperations, Backend):
         communicator = connector.connect(WORLD, lanes.world_ranks)
         program = LaunchQueue(communicator, *own)
         ending = Ending(lanes.clock, lanes.latch, device.beside_captures) if ending is None else ending
-        self._set_up(GroupContext(lanes, device, program, Departures(lanes.session)), connector, stream, ending, [])
+        self._set_up(GroupContext(lanes, device, program, Departures(lanes.session), ending), connector, stream, [])
         ending.add(communicator)
 
-    def _set_up(
-        self, context: GroupContext, connector: Connector, stream: Any, ending: Ending, contexts: list[GroupContext]
-    ) -> None:
+    def _set_up(self, context: GroupContext, connector: Connector, stream: Any, contexts: list[GroupContext]) -> None:
         lanes = context.lanes
         self.context = context
         self._contexts = contexts
@@ -104,7 +102,6 @@ class DeviceBackend(RawOperations, Backend):
         self.timeout = lanes.timeout
         self._connector = connector
         self._stream = stream
-        self._ending = ending
         self._closed = False
         self.reductions = {}
 
@@ -248,8 +245,8 @@ class DeviceBackend(RawOperations, Backend):
         lanes = self.lanes.split(ranks, group_id)
         program = LaunchQueue(communicator, *_stream(self.device, self._stream))
         part = object.__new__(type(self))
-        context = GroupContext(lanes, self.device, program, self.context.departures)
-        part._set_up(context, self._connector, self._stream, self._ending, self._contexts)
+        context = GroupContext(lanes, self.device, program, self.context.departures, self.context.ending)
+        part._set_up(context, self._connector, self._stream, self._contexts)
         return part
 
     def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
@@ -266,7 +263,7 @@ class DeviceBackend(RawOperations, Backend):
             found = self._divide(split, label, world, own)
         if found is None:
             raise AssertionError(f"{label} was made without this rank")
-        self._ending.add(found)
+        self.context.ending.add(found)
         return found
 
     def _divide(self, split: Split, label: str, world: list[int], own: int | None) -> Communicator | None:
@@ -308,7 +305,7 @@ class DeviceBackend(RawOperations, Backend):
         contexts = [self.context]
         mine = [queue.communicator for queue in (self.context.program, self.context.numbered) if queue is not None]
         if self.group_id == 0:  # also those of subgroups that were not closed
-            contexts, mine = list(self._contexts), self._ending.communicators()
+            contexts, mine = list(self._contexts), self.context.ending.communicators()
         self._contexts.remove(self.context)
         if self.latch.cause is None:
             with contextlib.suppress(FerroError):  # what is still in flight is aborted with its communicator
@@ -317,7 +314,7 @@ class DeviceBackend(RawOperations, Backend):
                 self.synchronize(until)
             self._depart()
             if self.latch.cause is None:
-                self._ending.close(mine, until)
+                self.context.ending.close(mine, until)
 
     def _finish_joined(self, contexts: Sequence[GroupContext]) -> None:
         """Waits for the operations whose results callers have, until their deadlines. Raises the generation's first cause."""

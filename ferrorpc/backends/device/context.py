@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Final
 
-from ferrorpc.arrays.device import Device, Event
+from ferrorpc.arrays.device import Device
 from ferrorpc.backends.device.completion import CompletionWatcher, WatcherWork
 from ferrorpc.backends.device.departures import Counts, Departures
-from ferrorpc.backends.device.ending import ABORT_SECONDS
+from ferrorpc.backends.device.ending import Ending
 from ferrorpc.backends.device.in_flight import InFlightExecution
-from ferrorpc.backends.device.kept_buffers import KeptBuffers
 from ferrorpc.backends.device.launch_queue import LaunchQueue, NumberedLaunchQueue
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.collectives.driver import drive
@@ -22,7 +20,6 @@ from ferrorpc.collectives.progress import progress_of
 from ferrorpc.errors import FerroError
 from ferrorpc.wire.frames import Key
 
-_log = logging.getLogger("ferrorpc.backends.device")
 PROBE_THREAD: Final = "ferrorpc-device-probe"
 """The name of threads that probe other ranks."""
 
@@ -35,6 +32,7 @@ class GroupContext:
         device: this rank's GPU.
         program: the launch queue of operations in program order.
         departures: those of this rank's generation.
+        ending: that of this rank's generation.
 
     Attributes:
         numbered: the launch queue of operations of streams; None before the first stream is opened.
@@ -43,7 +41,9 @@ class GroupContext:
         remove: removes one that was released.
     """
 
-    def __init__(self, lanes: MessageBackend, device: Device, program: LaunchQueue, departures: Departures) -> None:
+    def __init__(
+        self, lanes: MessageBackend, device: Device, program: LaunchQueue, departures: Departures, ending: Ending
+    ) -> None:
         self.lanes = lanes
         self.device = device
         self.program = program
@@ -58,9 +58,8 @@ class GroupContext:
         self.remove = self._in_flight.discard
         self._watchers: dict[LaunchQueue, CompletionWatcher] = {}
         """The latest watcher of each launch queue."""
-        self._kept: dict[LaunchQueue, KeptBuffers] = {}
-        """The latest kept buffers of each launch queue, once the generation has ended."""
         self.departures = departures
+        self.ending = ending
         departures.register(lanes.group_id, self._counts)
 
     def launch_queue(self, stream: int) -> LaunchQueue:
@@ -122,37 +121,6 @@ class GroupContext:
         watcher = self._watchers.get(execution.launch_queue)
         if watcher is not None:
             watcher.wake()  # it sleeps for the longer interval
-
-    def keep(self, queue: LaunchQueue, event: Event | None, buffers: object) -> None:
-        """Keeps buffers until the GPU has reached an event in the queue's stream.
-
-        Args:
-            event: None where the communicator has not said that all is launched. Its own thread may launch until an abort joins
-                it, which takes at most ABORT_SECONDS; the event is then recorded behind that.
-        """
-        if event is None:
-            clock = self.lanes.clock
-            clock.call_at(clock.now() + ABORT_SECONDS, lambda: self._keep_from_now(queue, buffers))
-        else:
-            self._keep(queue, event, buffers)
-
-    def _keep_from_now(self, queue: LaunchQueue, buffers: object) -> None:
-        try:
-            with self.device.beside_captures():
-                event = queue.stream.record()
-        except Exception as problem:  # noqa: BLE001  a GPU that has failed records no event, and uses nothing any more
-            _log.debug("nothing has to be kept for the GPU: %s", problem)
-        else:
-            self._keep(queue, event, buffers)
-
-    def _keep(self, queue: LaunchQueue, event: Event, buffers: object) -> None:
-        with self._lock:
-            kept = self._kept.get(queue)
-            if kept is None or not kept.keep(event, buffers):
-                clock = self.lanes.clock
-                kept = self._kept[queue] = KeptBuffers(self.device, clock, self.polling)
-                kept.keep(event, buffers)
-                progress_of(clock).submit(kept, _nothing)
 
     def copying_to_host(self) -> AbstractContextManager[None]:
         """A context for copying finished results to the host. Its current stream holds copies alone, so these do not wait for

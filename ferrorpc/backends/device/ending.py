@@ -4,6 +4,10 @@ A rank learns of a generation's end through its latch: a member died, a call did
 do not learn of it and go on spinning, so every communicator is aborted. NCCL's abort has been known to hang. A process in which
 it hangs holds a GPU that nobody can use, and has no way to free it. So the process exits when an abort exceeds its time, with
 the exit code that tells launchers to start it again.
+
+An abort does not take back what was launched: its kernels end sooner or later, and the copies queued behind them still run. If
+the operations' arrays were released at once, the allocator could give their memory to other arrays, and the GPU would overwrite
+those. So they are kept until all aborts are over, and the GPU has come past what they left in the streams.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
+from ferrorpc.arrays.device import Event, Stream
 from ferrorpc.backends.device.communicator import Communicator, State
 from ferrorpc.backends.device.exit_timer import exit_after
 from ferrorpc.errors import FerroError, LimitExceededError
@@ -29,6 +34,8 @@ CLOSE_SECONDS: Final = 0.8
 FROZEN_SECONDS: Final = 2.0
 """How much later the process ends where no thread gets the interpreter."""
 POLL_SECONDS: Final = 1e-3
+THREAD: Final = "ferrorpc-device-end"
+"""The name of threads that wait for what was launched to end."""
 _log = logging.getLogger("ferrorpc.backends.device")
 
 
@@ -62,6 +69,10 @@ class Ending:
         self._lock = threading.Lock()
         self._communicators: list[Communicator] = []
         self._ended = False
+        self._aborts = 0
+        """How many are under way."""
+        self._kept: list[tuple[Stream, Event | None, object]] = []
+        self._lets_go = False
         latch.watch(self._broken)
 
     def add(self, communicator: Communicator) -> None:
@@ -87,6 +98,7 @@ class Ending:
     def _start_abort(self, communicator: Communicator) -> None:
         """Aborts on a thread of its own: an abort waits until the GPU has run past what was launched, and that may wait for
         operations of other communicators, which have to be aborted at the same time."""
+        self._remove(communicator, aborts=1)
         over = threading.Event()
         stay = self._exit_later(self._seconds + FROZEN_SECONDS, EXIT_RETRY)
         with contextlib.suppress(LimitExceededError):  # then the exit above is the only one
@@ -109,6 +121,9 @@ class Ending:
             _log.warning("aborting a communicator: %s", error.message)
         over.set()
         stay()
+        with self._lock:
+            self._aborts -= 1
+        self._let_go_soon()
 
     def _check(self, over: threading.Event) -> None:
         if not over.is_set():
@@ -123,11 +138,17 @@ class Ending:
     def close(self, communicators: Sequence[Communicator], until: float) -> None:
         """Finalizes and destroys communicators. Those that are not finished by clock time `until`, or fail, are aborted."""
         for communicator in communicators:
-            if not self._closed(communicator, until):
+            if self._closed(communicator, until):
+                self._remove(communicator)
+            else:
                 self._start_abort(communicator)
-            with self._lock:
-                if communicator in self._communicators:
-                    self._communicators.remove(communicator)
+        self._let_go_soon()
+
+    def _remove(self, communicator: Communicator, aborts: int = 0) -> None:
+        with self._lock:
+            self._aborts += aborts
+            if communicator in self._communicators:
+                self._communicators.remove(communicator)
 
     def _closed(self, communicator: Communicator, until: float) -> bool:
         """Whether it is destroyed, or is still being destroyed, which waits for the other ranks of its host."""
@@ -151,6 +172,48 @@ class Ending:
             parker.park(self._clock.now() + POLL_SECONDS)
         return state is State.SUCCESS
 
+    def keep(self, stream: Stream, event: Event | None, buffers: object) -> None:
+        """Keeps buffers of an operation that the end of its generation has cut off, as long as the GPU may use them.
+
+        Args:
+            event: recorded in the stream behind the operation; None where a communicator has not said that all is launched. Its
+                own thread may launch until an abort joins it.
+        """
+        with self._lock:
+            self._kept.append((stream, event, buffers))
+        self._let_go_soon()
+
+    def _let_go_soon(self) -> None:
+        """Starts to let go of what is kept, if nothing launches any more."""
+        with self._lock:
+            if self._communicators or self._aborts or self._lets_go or not self._kept:
+                return
+            self._lets_go = True
+        with contextlib.suppress(LimitExceededError):  # then all of it stays
+            self._clock.start(self._let_go, THREAD)
+
+    def _let_go(self) -> None:
+        while True:
+            with self._lock:
+                kept, self._kept = self._kept, []
+                self._lets_go = bool(kept)
+            if not kept:
+                return
+            for stream, event, _ in kept:
+                self._wait_past(stream, event)
+
+    def _wait_past(self, stream: Stream, event: Event | None) -> None:
+        """Waits until the GPU has come past an event in a stream; None: past all that is in it now."""
+        parker = self._clock.parker()
+        try:
+            if event is None:
+                with self._on_device():
+                    event = stream.record()
+            while not event.done:
+                parker.park(self._clock.now() + POLL_SECONDS)
+        except Exception as problem:  # noqa: BLE001  a GPU that has failed records no event, and uses nothing any more
+            _log.debug("nothing has to be kept for the GPU: %s", problem)
+
 
 def on_own_thread(
     clock: Clock, on_device: Callable[[], AbstractContextManager[Any]], work: Callable[[], None], until: float
@@ -168,7 +231,7 @@ def on_own_thread(
         over.append(True)
         parker.unpark()
 
-    clock.start(body, "ferrorpc-device-end")
+    clock.start(body, THREAD)
     while not over and parker.park(until):
         pass
     return bool(over)

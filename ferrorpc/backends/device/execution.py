@@ -130,7 +130,7 @@ class DeviceExecution(InFlightExecution):
             self.launch_queue.discard(self)  # first: it waits for another thread that may just be launching it
         buffers = None if self.end_reached else self.buffers_in_use()
         if buffers is not None:
-            self.context.keep(self.launch_queue, self.end_event, buffers)
+            self.context.ending.keep(self.stream, self.end_event, buffers)
         self.drop_references()
         self.context.remove(self)
 

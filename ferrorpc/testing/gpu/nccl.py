@@ -376,9 +376,9 @@ class _Task:
         """Returns True when every part has been matched on its ranks, or the communicator is aborted."""
         owner = self._owner
         if owner.aborted:
+            owner.launch_ended()
             self._take_back()
             self._spoil()
-            owner.launch_ended()
             return True
         if not self._here:
             self._arrive()
