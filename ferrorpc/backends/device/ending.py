@@ -199,8 +199,9 @@ class Ending:
                 self._lets_go = bool(kept)
             if not kept:
                 return
-            for stream, event, _ in kept:
-                self._wait_past(stream, event)
+            while kept:
+                self._wait_past(*kept[-1][:2])
+                kept.pop()  # without the lock: finalizers run
 
     def _wait_past(self, stream: Stream, event: Event | None) -> None:
         """Waits until the GPU has come past an event in a stream; None: past all that is in it now."""
