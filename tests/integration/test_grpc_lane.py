@@ -19,6 +19,8 @@ from ferrorpc.errors import (
     ConfigError,
     FerroError,
     GroupAbortedError,
+    GroupClosedError,
+    LimitExceededError,
     PeerLostError,
     PermissionDeniedError,
     StaleGenerationError,
@@ -26,6 +28,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.grpc import server as server_module, transport as transport_module
 from ferrorpc.transports.grpc.send_queue import FRAME_BYTES_MAX, FRAMES_MAX
 from ferrorpc.transports.grpc.server import METHOD, STREAM_PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import transport_pb2
@@ -403,3 +406,55 @@ def test_no_link_is_lost_once_the_generation_is_over(pair: list[Rank], how: str)
         pair[1].latch.trip(GroupAbortedError(0, "over"))
     pair[1].transport.incoming_ended(0, 0, "its stream broke")
     assert pair[1].lost == []
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WorkerServer]]:
+    """Servers whose waiting streams look for nothing by themselves."""
+    monkeypatch.setattr(server_module, "_POLL_SECONDS", SECONDS)
+    with two_servers(open_timeout_seconds=SECONDS) as made:
+        send(Rank(0, made[0]).enter(assignment_of(0, made)), 1, Key(0, 0, 1), random_bytes(9))
+        eventually(lambda: made[1]._changed._waiters, "a stream that waits")
+        yield made
+
+
+def test_a_stream_that_waits_is_taken_as_soon_as_its_generation_is_here(patient: list[WorkerServer]) -> None:
+    box = Rank(1, patient[1]).enter(assignment_of(1, patient)).box(Key(0, 0, 1))
+    eventually(lambda: box.frames, "the frame", seconds=SECONDS / 3)
+
+
+def test_the_end_of_a_server_ends_the_wait_of_its_streams(patient: list[WorkerServer]) -> None:
+    patient[1].close()
+    eventually(lambda: not patient[1]._changed._waiters, "the end of the wait", seconds=SECONDS / 3)
+
+
+def test_no_generation_is_entered_on_a_closed_server(servers: list[WorkerServer]) -> None:
+    servers[0].close()
+    with pytest.raises(GroupClosedError, match="server for peers is closed"):
+        Rank(0, servers[0]).enter(assignment_of(0, servers))
+
+
+def test_a_close_does_not_wait_for_streams_that_have_ended(pair: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_module, "ANSWER_SECONDS", SECONDS)
+    box = pair[1].box(Key(0, 0, 1))
+    send(pair[0], 1, Key(0, 0, 1), random_bytes(9))
+    eventually(lambda: box.frames, "the frame")
+    closing = threading.Thread(target=pair[1].transport.close, args=(2 * SECONDS,), daemon=True)
+    closing.start()
+    closing.join(SECONDS / 3)
+    assert not closing.is_alive()
+
+
+def test_a_closed_server_says_nothing_of_streams_that_get_no_thread(
+    servers: list[WorkerServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(body: object, name: str) -> None:
+        raise LimitExceededError("Python starts no more threads")
+
+    for server in servers:
+        monkeypatch.setattr(server._threads, "_clock", SimpleNamespace(start=refused))
+    servers[0].close()
+    servers[0]._threads.submit(lambda: None)
+    assert not caplog.records
+    servers[1]._threads.submit(lambda: None)
+    assert "a peer's stream is not read" in caplog.text

@@ -12,6 +12,7 @@ import pytest
 from ferrorpc.errors import AuthenticationError, CodecError, PermissionDeniedError
 from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.grpc import server as server_module
 from ferrorpc.transports.grpc.pending_streams import PENDING_MAX
 from ferrorpc.transports.grpc.server import METHOD, STREAM_PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import tensor_pb2, transport_pb2
@@ -241,3 +242,36 @@ def test_a_second_stream_is_over_once_it_is_refused_and_the_first_goes_on(
     send(pair[0], 1, Key(0, 0, 9), random_bytes(10))
     eventually(lambda: later.frames, "the next frame of the first stream")
     assert [rank.lost for rank in pair] == [[], []]
+
+
+def test_a_stream_whose_caller_has_gone_waits_for_no_generation() -> None:
+    release = threading.Event()
+
+    def said() -> Iterator[bytes]:
+        yield opening()
+        release.wait(SECONDS)
+
+    with two_servers(open_timeout_seconds=SECONDS) as servers:
+        with grpc.insecure_channel(servers[1].address, options=options.data_channel()) as channel:
+            call = channel.stream_stream(METHOD)(said())
+            eventually(lambda: servers[1]._changed._waiters, "a stream that waits")
+            release.set()
+            call.cancel()
+        eventually(lambda: not servers[1]._changed._waiters, "the end of the wait", seconds=SECONDS / 3)
+
+
+def test_there_are_only_so_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "STREAMS_MAX", 2)
+    release = threading.Event()
+    with (
+        two_servers(open_timeout_seconds=SECONDS) as servers,
+        grpc.insecure_channel(servers[1].address, options=options.data_channel()) as channel,
+    ):
+        calls = [channel.stream_stream(METHOD)(iter(lambda: release.wait(SECONDS), None)) for _ in range(2)]
+        eventually(lambda: len(servers[1]._pending._waiting) == 2, "the streams")
+        with pytest.raises(grpc.RpcError) as raised:
+            list(channel.stream_stream(METHOD)(iter([opening()]), timeout=10))
+        release.set()
+        for call in calls:
+            call.cancel()
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ferrorpc.arrays import base
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, view, view_out
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec
@@ -260,3 +261,11 @@ def test_interleaved_arrays_do_not_overlap():
 def test_empty_arrays_never_overlap():
     base = np.zeros(4)
     assert not view_out(base[2:2], TensorSpec(DType.FLOAT64, (0,))).is_in_place(view(base[1:1]))
+
+
+def test_arrays_of_which_it_takes_long_to_tell_count_as_overlapping(monkeypatch):
+    monkeypatch.setattr(base, "_OVERLAP_WORK", 0)
+    memory = np.zeros(100)
+    x = view(memory[::2])
+    with pytest.raises(UsageError, match="in part"):
+        view_out(memory[1::2], x.spec).is_in_place(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import tracemalloc
@@ -139,3 +140,48 @@ def test_the_expiry_of_a_certificate_is_read_from_its_last_readable_file(tmp_pat
     Path(files.certificate).write_text("half a certif")
     assert certificate.ends_at() == second
     assert server._Certificate(None).ends_at() is None
+
+
+def service(options=OPTIONS):
+    access = Access(())
+    return server._Service(options, server._recovered(options, [], access), access, None)
+
+
+def test_the_gauges_tell_of_the_journal_and_of_the_certificate(tmp_path, monkeypatch):
+    """Alerts are made of them (deploy/prometheus)."""
+    pytest.importorskip("cryptography")
+    from tests.certificates import Issuer
+
+    options = replace(OPTIONS, tls=Issuer(tmp_path).issue(Role.COORDINATOR, "a"))
+    monkeypatch.setattr(server.Driver, "refuses_writes", True)
+
+    async def gauges():
+        return service(options)._gauges()
+
+    found = asyncio.run(gauges())
+    assert found.journal_full
+    assert found.certificate_ends_at == options.tls.ends_at(listening=True)
+
+
+def test_one_that_drains_is_not_healthy(monkeypatch):
+    monkeypatch.setattr(server.HttpServer, "start", lambda view, *_: view)
+
+    async def healthy():
+        made = service(replace(OPTIONS, http_port=0))
+        view = made._start_http()
+        before = view.healthy()
+        made._stopping.set()
+        return before, view.healthy()
+
+    assert asyncio.run(healthy()) == (True, False)
+
+
+def test_the_kernel_ends_one_that_hangs_after_its_starter_has_died():
+    async def seconds_left():
+        readable, writable = os.pipe()
+        os.close(writable)
+        service()._starter_ended(readable)
+        os.close(readable)
+        return signal.setitimer(signal.ITIMER_REAL, 0)[0]
+
+    assert server.LINGER_SECONDS < asyncio.run(seconds_left()) <= server.LINGER_SECONDS + server.STOP_SECONDS

@@ -1,6 +1,7 @@
 """The RPCs over a driver and a call of their own: who calls, and who says nothing."""
 
 import asyncio
+import contextlib
 import os
 import sys
 from functools import partial
@@ -184,3 +185,14 @@ def test_a_session_that_says_nothing_more_keeps_no_memory_of_its_last_frame():
 
     alone = sys.getrefcount(data)
     assert asyncio.run(references()) == alone
+
+
+@pytest.mark.parametrize(("name", "sent"), [("Session", HELLO), ("Store", REQUEST)])
+@pytest.mark.parametrize("code", ["OK", "INVALID_ARGUMENT"])
+def test_calls_are_counted_by_method_and_code(name, sent, code):
+    counters = Counters()
+    servicer = CoordinatorServicer(RememberingDriver(), counters)
+    handle = servicer._session if name == "Session" else servicer._unary(name, session_pb2.UnaryStoreRequest)
+    with contextlib.suppress(AbortedError):
+        asyncio.run(handle(None, Call(*([sent] if code == "OK" else []))))
+    assert counters.handled == {(name, code): 1}

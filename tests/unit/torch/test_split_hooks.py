@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from ferrorpc.errors import UsageError
@@ -167,3 +170,55 @@ class OfDoubled(nn.Module):
 
 def test_a_function_may_keep_something_under_the_name_variable():
     check_same(OfDoubled())
+
+
+def test_a_backward_pass_in_two_leaves_nothing_behind():
+    """A hook that stays at a node refers to the node by what it belongs to, which no collection of garbage finds."""
+    stage = Stage(Changed(lambda hidden: hidden))
+    y, context = stage.forward(torch.ones(ROWS, WIDTH))
+    stage.backward_input(context, torch.ones_like(y))
+    stage.backward_weight(context, torch.ones_like(y))
+    split = weakref.ref(context.split)
+    del context
+    gc.collect()
+    assert split() is None
+
+
+class Stop(torch.autograd.Function):
+    """Through which no gradient flows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class Stopped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(x + Stop.apply(self.first(x)))
+
+
+def test_weights_that_no_gradient_reaches_get_none():
+    stage = Stage(Stopped())
+    y, context = stage.forward(torch.ones(ROWS, WIDTH))
+    stage.backward_input(context, torch.ones_like(y))
+    stage.backward_weight(context, torch.ones_like(y))
+    assert stage.module.first.weight.grad is None
+    assert stage.module.last.bias.grad.tolist() == [ROWS] * WIDTH
+
+
+def test_a_gradient_may_come_from_inference_mode():
+    stage = Stage(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    with torch.inference_mode():
+        grad = torch.ones(ROWS, WIDTH)
+    _, context = stage.forward(torch.ones(ROWS, WIDTH))
+    stage.backward_input(context, grad)
+    stage.backward_weight(context, grad)
+    assert stage.module[1].bias.grad.tolist() == [ROWS] * WIDTH

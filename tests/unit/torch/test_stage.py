@@ -13,6 +13,8 @@ from ferrorpc.testing import FaultPlan, run_world
 torch = pytest.importorskip("torch")
 nn = torch.nn
 stages_of_torch = pytest.importorskip("ferrorpc.torch")
+from ferrorpc.torch import split_backward, stage as stage_module  # noqa: E402
+
 Stage, with_gradient = stages_of_torch.Stage, stages_of_torch.with_gradient
 WIDTH = 8
 STEPS = {2: 4, 3: 4, 4: 8}
@@ -398,3 +400,22 @@ def test_tokens_go_in_where_an_embedding_is_first():
     assert results[2][0].item() == pytest.approx(expected.item(), rel=1e-6)
     for module in (results[0][1], results[2][1]):
         assert (module.weight.grad - table.weight.grad).norm() <= 1e-6 * table.weight.grad.norm()
+
+
+def test_complex_inputs_get_gradients():
+    stage = Stage(nn.Linear(3, 1, dtype=torch.complex64))
+    y, context = stage.forward(torch.ones(2, 3, dtype=torch.complex64) * 1j)
+    assert torch.equal(stage.backward(context, torch.ones_like(y)), stage.module.weight.detach().conj().expand(2, 3))
+
+
+def test_a_loss_keeps_no_graph_and_needs_nobody_who_asks_for_gradients():
+    with torch.no_grad():
+        loss, grad = with_gradient(loss_of)(torch.ones(2), torch.zeros(2))
+    assert (loss, loss.requires_grad, grad.tolist()) == (1.0, False, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+@pytest.mark.parametrize("first", [stage_module._load_autograd, split_backward._continue_from_an_edge])
+def test_what_is_done_first_of_all_may_be_done_in_any_mode(mode, first):
+    with mode():
+        first.__wrapped__()

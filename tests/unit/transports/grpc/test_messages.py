@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.message import Message
 
@@ -171,3 +172,26 @@ def test_an_answer_that_cannot_be_ends_the_generation() -> None:
     answer = transport_pb2.ProbeAnswer(standing=77)  # type: ignore[arg-type]
     transport.lane_answered(lane, transport_pb2.ControlMessage(probe_answer=answer))
     assert [type(each) for each in failures] == [CodecError]
+
+
+def test_a_peer_that_left_before_it_was_asked_is_not_lost() -> None:
+    lost: list[int] = []
+    transport = transport_of([], lost)
+    for peer, sent_frames in ((0, False), (2, True)):
+        lane: Any = SimpleNamespace(peer=peer, sent_frames=sent_frames, opened=False)
+        transport.lane_answered(lane, transport_pb2.ControlMessage(goodbye=transport_pb2.Goodbye()))
+    assert lost == [2]
+
+
+def test_the_loss_of_a_peer_that_left_tells_of_its_stream_that_broke_at_once() -> None:
+    def broken() -> Iterator[bytes]:
+        raise grpc.RpcError
+        yield b""
+
+    reasons: list[str] = []
+    transport = transport_of([], [])
+    transport._on_link_lost = lambda peer, reason: reasons.append(reason)
+    IncomingStream(0, RequestIterator().attach(broken()), transport).read()
+    lane: Any = SimpleNamespace(peer=0, sent_frames=True, opened=False)
+    transport.lane_answered(lane, transport_pb2.ControlMessage(goodbye=transport_pb2.Goodbye()))
+    assert reasons == ["its stream broke"]

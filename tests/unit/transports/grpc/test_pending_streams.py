@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ferrorpc.errors import LimitExceededError
 from ferrorpc.testing import ManualClock
 from ferrorpc.transports.grpc.pending_streams import PENDING_MAX, PendingStreams
 
@@ -83,3 +84,21 @@ def test_the_one_that_has_waited_longest_makes_room(pending: PendingStreams) -> 
         for number, call in enumerate(calls[PENDING_MAX:], 1):
             waiting.enter_context(pending.wait_for_open(call))
             assert [each.cancelled.is_set() for each in calls] == [True] * number + [False] * (len(calls) - number)
+
+
+def test_where_no_thread_could_be_had_the_next_stream_is_watched(
+    pending: PendingStreams, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(body: Callable[[], None], name: str) -> None:
+        monkeypatch.undo()
+        raise LimitExceededError("the system refuses a thread")
+
+    monkeypatch.setattr(clock, "start", refused)
+    with pytest.raises(LimitExceededError), pending.wait_for_open(Call()):  # type: ignore[arg-type]
+        pass
+    stranger = Call()
+    with pending.wait_for_open(stranger):  # type: ignore[arg-type]
+        assert clock.threads, "somebody watches"
+        clock.wait_for_parked(1)
+        clock.advance(OPEN_TIMEOUT_SECONDS)
+        assert stranger.cancelled.wait(20.0)

@@ -1,19 +1,24 @@
 """A rank's shared memory: what is allocated, found, freed and given back, and what others can do with it."""
 
+import faulthandler
 import fcntl
 import gc
 import itertools
 import mmap
 import os
+import resource
 import secrets
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ferrorpc.errors import CodecError, FerroError, GroupClosedError, LimitExceededError
+from ferrorpc.transports.shared_memory import segment as segments
 from ferrorpc.transports.shared_memory.segment import (
     CONTROL_BYTES,
     CONTROL_OFFSET,
@@ -350,3 +355,26 @@ def test_a_forked_child_frees_nothing_of_its_parents(segment: Segment) -> None:
 
     assert in_a_forked_child(child) == 0
     assert (arrays[0] == 9).all()
+
+
+def test_a_forked_child_that_gets_no_memory_of_its_own_cannot_write(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = segment.empty((4,), np.dtype(np.int32))
+    array[:] = 5
+    monkeypatch.setattr(segments, "_libc", SimpleNamespace(mmap=lambda *_: None, mprotect=segments._libc.mprotect))
+    assert in_a_forked_child(lambda: bool((array == 5).all())) == 0
+    assert in_a_forked_child(lambda: (faulthandler.disable(), array.fill(6)) is None) == -signal.SIGSEGV
+    assert (array == 5).all()
+
+
+def test_the_memory_of_a_world_is_in_no_core_dump(segment: Segment) -> None:
+    theirs = seen_by_a_peer(segment)
+    for address in (segment.address, theirs.ctypes.data):
+        _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")
+        assert "dd" in mapping.partition("VmFlags:")[2].partition("\n")[0].split()
+
+
+def test_a_world_takes_half_of_the_address_space_that_a_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 1 << 30
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert default_bytes(8) * 8 <= limit // 2
+    assert default_bytes(4096) == SIZE_BYTES_MIN
