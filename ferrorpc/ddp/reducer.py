@@ -17,7 +17,7 @@ bucket one all_reduce, which carries 2 + gradients elements besides the n bytes.
 
 from __future__ import annotations
 
-import math
+import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,18 +30,22 @@ from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import kind_of, view_on_host
 from ferrorpc.consistency import require_same
-from ferrorpc.ddp.bucket import lay_out
-from ferrorpc.ddp.bucket_memory import is_divisor
-from ferrorpc.ddp.bucket_set import BucketSet
+from ferrorpc.ddp.bucket import Slot, lay_out
+from ferrorpc.ddp.bucket_collectives import BucketCollectives, Traffic
+from ferrorpc.ddp.bucket_memory import BucketMemory, HostBucketMemory
+from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import device_name
-from ferrorpc.ddp.reduction import Reduction
+from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup
-from ferrorpc.types import ReduceOp, TensorSpec, number_of, refusal
+from ferrorpc.types import ReduceOp, TensorSpec, refusal
 
 MEBIBYTE = 1 << 20
+_log = logging.getLogger("ferrorpc.ddp")
+_warned = threading.Lock()
+"""Held once this process has warned that gradients on a GPU go through the host."""
 
 
 class _OpenBlocks(threading.local):
@@ -54,8 +58,10 @@ class _OpenBlocks(threading.local):
 _open_blocks = _OpenBlocks()
 
 
-class Reducer(BucketSet):
-    """Averages a fixed set of named gradients over a group, step after step.
+class Reducer:
+    """Averages a fixed set of named gradients over a group, step after step: each step is one `reduction.begin`.
+
+    The buckets' memory, and the stream in which they are reduced, are used again in every step.
 
     Args:
         parameters: name and spec of each, in order of registration. All ranks give the same; that is checked here.
@@ -63,9 +69,19 @@ class Reducer(BucketSet):
         bucket_cap_mb: how many MiB of gradients a bucket may hold.
         what: what the parameters are, for errors.
         order: names in the order in which gradients are expected; None for the reverse of registration.
-        hook, kind: as for `BucketSet`. With a hook, steps without a weight have the weight 1.
+        hook: how buckets of float32 and of half types are summed; None for a plain all_reduce. With a hook, steps without a
+            weight have the weight 1.
+        kind: of CuPy arrays on the GPU that holds the buckets; None for the host.
 
     Attributes:
+        layout: the same on all ranks.
+        memory: one for each bucket.
+        size: how many ranks there are.
+        keys: of the buckets, under which a hook files what it remembers.
+        traffic: the bytes sent for all buckets.
+        steps: where the time of this rank's last steps went.
+        name: of the buckets' stream.
+        guard: makes the guard of a wait of this rank's own that begins now.
         is_uneven: whether an `uneven` block is open.
         begun: how many reductions have begun.
 
@@ -88,10 +104,75 @@ class Reducer(BucketSet):
         check_means(parameters, what)
         layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
         require_same(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
-        super().__init__(layout, group, hook, kind)
-        self._group = group
-        self.begun = 0
+        self.layout = layout
+        self.size = group.size
+        self.hook = hook
+        self.keys = [bucket.key for bucket in layout.buckets]
+        self.kind = kind
+        self.traffic = Traffic(group.size)
+        self.steps = Steps(group)
         self.is_uneven = False
+        self.begun = 0
+        self._group = group
+        self._operations = 1 if hook is None else 1 + hook.operations
+        # Each of a bucket's operations starts step after step: the ascending order that a channel in shared memory requires.
+        self._stream = group.stream(channels=max(1, len(layout.buckets) * self._operations))
+        if hook is not None:
+            hook.serve(self._stream, self.keys)
+        self.clock = self._stream.clock
+        self.guard = self._stream.guard
+        self.name = self._stream.name
+        self.memory = self._allocate()
+
+    def _allocate(self) -> list[BucketMemory]:
+        group = self._group
+        if self.kind is None:
+            return [HostBucketMemory(bucket, group) for bucket in self.layout.buckets]
+        if group.size > 1 and not group.capabilities.device_moves and _warned.acquire(blocking=False):
+            _log.warning(
+                "gradients are on a GPU, and backend %r takes them through the host; backend='hybrid' has NCCL, which 'auto' "
+                "chooses where the program has imported CuPy, or begun to use a GPU through torch, when it joins",
+                group.backend,
+            )
+        context = DeviceContext(self.kind, self.guard)
+        return [DeviceBucketMemory(bucket, context) for bucket in self.layout.buckets]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether reductions can still begin: the group is neither closed nor broken."""
+        return self._stream.is_open
+
+    def at(self, name: str) -> tuple[BucketMemory, Slot]:
+        """The memory and slot of a gradient. The contents belong to a step until the next one begins."""
+        slot = self.layout.slots[name]
+        return self.memory[slot.bucket], slot
+
+    def elsewhere(self, name: str, gradient: Any) -> BucketMemory | None:
+        """The bucket that an array lies in as a gradient of this name, but not in its own slot, so that another gradient may be
+        written over it. None for any other array."""
+        return None if self.in_place(name, gradient) else self._holding(kind_of(gradient).pointer_of(gradient))
+
+    def name_at(self, gradient: Any) -> str | None:
+        """The name of the gradient in whose slot an array begins. None for an array outside of the buckets."""
+        address = kind_of(gradient).pointer_of(gradient)
+        memory = self._holding(address)
+        if memory is None:
+            return None
+        element = (address - memory.addresses.start) // memory.bucket.dtype.itemsize
+        return next((slot.name for slot in memory.bucket.slots if slot.start <= element < slot.stop), None)
+
+    def _holding(self, address: int) -> BucketMemory | None:
+        return next((memory for memory in self.memory if address in memory.addresses), None)
+
+    def in_place(self, name: str, gradient: Any) -> bool:
+        """Whether an array lies in the slot of a gradient of this name, in whatever order of its elements."""
+        memory, slot = self.at(name)
+        return kind_of(gradient).pointer_of(gradient) == memory.addresses.start + slot.start * slot.spec.dtype.itemsize
+
+    def collectives(self, step: int, bucket: int) -> BucketCollectives:
+        """The collectives of one bucket in one step; with a hook, those of the header and the hook's own."""
+        first = (step * len(self.memory) + bucket) * self._operations
+        return BucketCollectives(self._stream, first, self._operations, self.traffic)
 
     def view(self, gradient: Any, what: str) -> View:
         """A view of a gradient on the device of the buckets.
@@ -115,25 +196,10 @@ class Reducer(BucketSet):
             )
         return kind.view_on_device(gradient)
 
-    def begin(self, weight: float | None = None, follows: bool = False) -> Reduction:
-        """Begins the next step's reduction. All ranks begin it with a weight, or all without.
-
-        Args:
-            follows: this rank has left an `uneven` block and only follows the others.
-
-        Raises:
-            UsageError: the weight is no number, negative or not finite; or a graph is being captured from the current stream,
-                or from that of the last step, and the buckets are on a GPU.
-        """
-        default = None if self.hook is None and not self.is_uneven else 1.0
-        weight = default if weight is None else _checked_weight(weight)
-        reduction = Reduction(self, self.begun, weight, follows)
-        self.begun += 1
-        return reduction
-
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Within it ranks may take different numbers of steps. At its end a rank takes those of the others by `followed`.
+        """Within it ranks may take different numbers of steps. At its end a rank takes those of the others by
+        `reduction.followed`.
 
         An exception that leaves it ends the generation: the other ranks would wait for this one's part in their steps.
 
@@ -157,28 +223,6 @@ class Reducer(BucketSet):
         finally:
             groups.remove(self._group)
             self.is_uneven = False
-
-    def followed(self) -> Iterator[Reduction]:
-        """The finished reductions of the others' steps, in which this rank takes part with weight 0 until all ranks do."""
-        while self.memory:
-            before = [(memory, slot, memory.save(slot)) for memory in self.memory for slot in memory.bucket.slots]
-            reduction = self.begin(0.0, follows=True)
-            if is_divisor(reduction.wait()):
-                yield reduction
-                continue
-            # The step was refused, or all have left. Gradients that lie in the buckets are of the last step, not of this one.
-            for memory, slot, saved in before:
-                memory.restore(slot, saved)
-            if not reduction.is_taken:
-                return
-
-
-def _checked_weight(weight: Any) -> float:
-    """A rank's weight as a number. Raises UsageError."""
-    number = number_of(weight)
-    if not 0 <= number < math.inf:
-        raise UsageError(f"weight={weight!r} is no share", hint="pass a number of samples or tokens, 0 or more")
-    return number
 
 
 def check_means(parameters: Iterable[tuple[str, TensorSpec]], what: str) -> None:

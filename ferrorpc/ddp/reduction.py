@@ -13,14 +13,14 @@ from ferrorpc.arrays.base import Kind, View
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.bucket_memory import BucketMemory, is_divisor
 from ferrorpc.ddp.bucket_reduction import BucketReduction
-from ferrorpc.ddp.bucket_set import BucketSet
 from ferrorpc.ddp.hooks.base import Part
+from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.steps import Step
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import tell_others
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import FOREVER
-from ferrorpc.types import ReduceOp
+from ferrorpc.types import ReduceOp, number_of
 from ferrorpc.work import Work
 
 _NAMES_SHOWN: Final = 4
@@ -34,7 +34,7 @@ class Reduction:
     """One step's reduction. `put` each gradient, or write it to its slot and `put_in_place`; then `finish`.
 
     Args:
-        buckets: used by one reduction at a time.
+        reducer: used by one reduction at a time.
         number: of this step, from 0.
         weight: of this rank in a weighted mean; None for an unweighted one, on all ranks or on none.
         follows: whether this rank has left an `uneven` block and only follows the others.
@@ -44,29 +44,29 @@ class Reduction:
         is_taken: after `wait`: whether any rank does not only follow.
     """
 
-    def __init__(self, buckets: BucketSet, number: int, weight: float | None, follows: bool) -> None:
+    def __init__(self, reducer: Reducer, number: int, weight: float | None, follows: bool) -> None:
         self.number = number
         self.weight = weight
         self.is_refused = False
         self.is_taken = False
-        self._buckets = buckets
-        self._missing = [len(bucket.slots) for bucket in buckets.layout.buckets]
+        self._reducer = reducer
+        self._missing = [len(bucket.slots) for bucket in reducer.layout.buckets]
         self._received: set[str] = set()
         self._in_flight: list[BucketReduction] = []
-        self._parker = buckets.clock.parker()
+        self._parker = reducer.clock.parker()
         self._unused: set[str] = set()
         """Parameters that this rank has not used."""
         self._used: set[str] = set()
         """Parameters that any rank has used."""
         self._kept: list[tuple[BucketMemory, Slot, Any]] = []
-        self._began = buckets.clock.now()
-        for memory in buckets.memory:
+        self._began = reducer.clock.now()
+        for memory in reducer.memory:
             memory.begin(None if weight is None else self._summable(memory, weight), follows)
 
     @property
     def is_complete(self) -> bool:
         """Whether every gradient was put."""
-        return len(self._received) == len(self._buckets.layout.slots)
+        return len(self._received) == len(self._reducer.layout.slots)
 
     def has(self, name: str) -> bool:
         """Whether this gradient was put."""
@@ -82,7 +82,7 @@ class Reduction:
             deferrable: the gradient does not change before the last one of its bucket is put, in the same stream, so all may be
                 copied together.
         """
-        memory, slot = self._buckets.at(name)
+        memory, slot = self._reducer.at(name)
         is_used = used and gradient is not None
         if not is_used:
             self._unused.add(name)
@@ -91,7 +91,7 @@ class Reduction:
 
     def keep(self, name: str) -> None:
         """Has `finish` write back what is in a gradient's slot now, if no rank has used the parameter."""
-        memory, slot = self._buckets.at(name)
+        memory, slot = self._reducer.at(name)
         self._kept.append((memory, slot, memory.save(slot)))
 
     def put_in_place(self, slot: Slot) -> None:
@@ -99,15 +99,15 @@ class Reduction:
         self._received.add(slot.name)
         self._missing[slot.bucket] -= 1
         if self._missing[slot.bucket] == 0:
-            self._start(self._buckets.memory[slot.bucket])
-        if self._buckets.hook is not None:  # only hooks have collectives that follow others
+            self._start(self._reducer.memory[slot.bucket])
+        if self._reducer.hook is not None:  # only hooks have collectives that follow others
             for each in self._in_flight:
                 self._advance(each)
 
     def _start(self, memory: BucketMemory) -> None:
         operations = self._operations(memory, memory.pack())
-        context = nullcontext if self._buckets.hook is None else memory.hook_context
-        self._in_flight.append(BucketReduction(memory.bucket, operations, self._buckets.clock, self._parker, context))
+        context = nullcontext if self._reducer.hook is None else memory.hook_context
+        self._in_flight.append(BucketReduction(memory.bucket, operations, self._reducer.clock, self._parker, context))
 
     def _summable(self, memory: BucketMemory, weight: float) -> float:
         """The weight that a bucket gets: with a hook infinity, where all ranks together might exceed float32.
@@ -115,13 +115,13 @@ class Reduction:
         Then the sum is infinite on every rank and the step is refused, but after the hook. Hooks see that this rank's weight
         or the sum is not finite, and remember nothing of the step's absurd scale.
         """
-        too_large = weight > _FLOAT32_MAX / self._buckets.size
-        hooked = self._buckets.hook is not None and memory.accumulator.dtype == np.float32
+        too_large = weight > _FLOAT32_MAX / self._reducer.size
+        hooked = self._reducer.hook is not None and memory.accumulator.dtype == np.float32
         return math.inf if too_large and hooked else weight
 
     def _operations(self, memory: BucketMemory, array: Any) -> Generator[Work[Any], Any, None]:
-        hook, bucket = self._buckets.hook, memory.bucket
-        collectives = self._buckets.collectives(self.number, bucket.index)
+        hook, bucket = self._reducer.hook, memory.bucket
+        collectives = self._reducer.collectives(self.number, bucket.index)
         if hook is None or array.dtype != np.float32:
             yield collectives.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
             return
@@ -131,7 +131,7 @@ class Reduction:
         weight = self._summable(memory, 1.0 if self.weight is None else self.weight)
         unused = [(slot.start - bucket.header, slot.stop - bucket.header) for slot in bucket.slots if slot.name in self._unused]
         values = array[bucket.header :]
-        part = Part(self._buckets.keys[bucket.index], values, matrices(bucket), weight=weight, unused=tuple(unused))
+        part = Part(self._reducer.keys[bucket.index], values, matrices(bucket), weight=weight, unused=tuple(unused))
         yield from hook.exchange(part, collectives)
         # Where blocks of values are coded together, what is not finite spreads to the gaps, and from there to later steps.
         for start, stop in bucket.gaps:
@@ -163,26 +163,26 @@ class Reduction:
         It is that of one bucket: a weight may be zero, or too large, in one dtype and not in another, and all ranks must decide
         alike.
         """
-        for name in () if self.is_complete else self._buckets.layout.slots:
+        for name in () if self.is_complete else self._reducer.layout.slots:
             if name not in self._received:
                 self.put(name, None)
-        wait_began, reductions = self._buckets.clock.now(), list(self._in_flight)
-        with self._buckets.steps.waiting(wait_began):
+        wait_began, reductions = self._reducer.clock.now(), list(self._in_flight)
+        with self._reducer.steps.waiting(wait_began):
             totals = self._wait_for_buckets()
         self._record(wait_began, reductions)
         return min(totals) if all(map(math.isfinite, totals)) else max(totals)
 
     def _wait_for_buckets(self) -> list[float]:
         """Returns the sum of the weights as each bucket's header has it."""
-        if self._buckets.hook is None and self._buckets.kind is not None:
+        if self._reducer.hook is None and self._reducer.kind is not None:
             return self._wait_for_gpu()
-        totals = [float(self._buckets.size)]
+        totals = [float(self._reducer.size)]
         while self._in_flight:
             # Advances all of them while it waits for any: the order in which they complete differs between ranks.
             pending = [each for each in self._in_flight if not self._advance(each)]
             for each in self._in_flight:
                 if each not in pending:
-                    memory = self._buckets.memory[each.bucket.index]
+                    memory = self._reducer.memory[each.bucket.index]
                     memory.fetch()
                     totals.append(self._finish_bucket(memory))
             if len(pending) == len(self._in_flight):
@@ -196,19 +196,19 @@ class Reduction:
         this thread waits for the GPU."""
         for each in self._in_flight:
             self._tried(each, each.join)
-            self._buckets.memory[each.bucket.index].fetch()
-        totals = [float(self._buckets.size)]
+            self._reducer.memory[each.bucket.index].fetch()
+        totals = [float(self._reducer.size)]
         for each in self._in_flight:
             self._tried(each, each.wait)
-            totals.append(self._finish_bucket(self._buckets.memory[each.bucket.index]))
+            totals.append(self._finish_bucket(self._reducer.memory[each.bucket.index]))
         self._in_flight = []
         return totals
 
     def _record(self, wait_began: float, reductions: list[BucketReduction]) -> None:
-        ended, before = self._buckets.clock.now(), self._buckets.steps.last_end
+        ended, before = self._reducer.clock.now(), self._reducer.steps.last_end
         began = self._began if before is None else before
         buckets = tuple((each.bucket.index, each.started, each.ended) for each in reductions)
-        self._buckets.steps.add(Step(self.number, began, wait_began, ended, buckets))
+        self._reducer.steps.add(Step(self.number, began, wait_began, ended, buckets))
 
     def _advance(self, reduction: BucketReduction) -> bool:
         return self._tried(reduction, reduction.advance)
@@ -232,7 +232,7 @@ class Reduction:
         header = memory.finish()
         self.is_taken = header.is_taken
         self._used.update(header.used)
-        return float(self._buckets.size) if header.total_weight is None else header.total_weight
+        return float(self._reducer.size) if header.total_weight is None else header.total_weight
 
     def used(self, name: str) -> bool:
         """After `finish`: whether any rank has used the parameter. If none has, there is no mean."""
@@ -244,14 +244,53 @@ class Reduction:
         Args:
             as_views: means are views of the buckets, if their kind permits. The next step overwrites them.
         """
-        found: dict[str, Any] = dict.fromkeys(self._buckets.layout.slots)
-        for memory in self._buckets.memory:
+        found: dict[str, Any] = dict.fromkeys(self._reducer.layout.slots)
+        for memory in self._reducer.memory:
             used = [slot for slot in memory.bucket.slots if slot.name in self._used]
             if as_views:
                 found.update({slot.name: memory.alias(slot, kinds[slot.name]) for slot in used})
             rest = [slot for slot in used if found[slot.name] is None]
             found.update(zip([slot.name for slot in rest], memory.copies(rest, kinds), strict=True))
         return found
+
+
+def begin(reducer: Reducer, weight: float | None = None, follows: bool = False) -> Reduction:
+    """Begins a reducer's next reduction. All ranks begin it with a weight, or all without.
+
+    Args:
+        follows: this rank has left an `uneven` block and only follows the others.
+
+    Raises:
+        UsageError: the weight is no number, negative or not finite; or a graph is being captured from the current stream, or
+            from that of the last step, and the buckets are on a GPU.
+    """
+    default = None if reducer.hook is None and not reducer.is_uneven else 1.0
+    reduction = Reduction(reducer, reducer.begun, default if weight is None else _checked_weight(weight), follows)
+    reducer.begun += 1
+    return reduction
+
+
+def _checked_weight(weight: Any) -> float:
+    """A rank's weight as a number. Raises UsageError."""
+    number = number_of(weight)
+    if not 0 <= number < math.inf:
+        raise UsageError(f"weight={weight!r} is no share", hint="pass a number of samples or tokens, 0 or more")
+    return number
+
+
+def followed(reducer: Reducer) -> Iterator[Reduction]:
+    """The finished reductions of the others' steps, in which this rank takes part with weight 0 until all ranks do."""
+    while reducer.memory:
+        before = [(memory, slot, memory.save(slot)) for memory in reducer.memory for slot in memory.bucket.slots]
+        reduction = begin(reducer, 0.0, follows=True)
+        if is_divisor(reduction.wait()):
+            yield reduction
+            continue
+        # The step was refused, or all have left. Gradients that lie in the buckets are of the last step, not of this one.
+        for memory, slot, saved in before:
+            memory.restore(slot, saved)
+        if not reduction.is_taken:
+            return
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 import ferrorpc
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.kinds import kind_of, spec_of
-from ferrorpc.ddp import bucket_set, device_bucket_memory
+from ferrorpc.ddp import device_bucket_memory, reducer
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.device_bucket_memory import DeviceBucketMemory, DeviceContext
 from ferrorpc.errors import UsageError
@@ -461,7 +461,7 @@ def test_ranks_with_and_without_a_gpu_average_over_host_lanes(cupy: StandIn) -> 
 def test_buckets_on_gpus_that_go_through_the_host_are_told_of_once(
     cupy: StandIn, lanes: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_set, "_warned", threading.Lock())
+    monkeypatch.setattr(reducer, "_warned", threading.Lock())
 
     def body(group: ProcessGroup) -> None:
         for _ in range(2):
