@@ -178,9 +178,9 @@ class Workspace:
             return
         target = self._flat(region)[first : first + data.size]
         if isinstance(action, Fold):
-            self._fold(target, data)
+            self._kernel.fold(target, data)
         elif isinstance(action, FoldUnder):
-            (self._kernel.fold_under_work if self._is_work(data) else self._kernel.fold_under)(target, data)
+            self._kernel.fold(target, data, under=True)
         elif region.buffer is Buffer.WORK:
             self._load(target, data)
         else:
@@ -195,22 +195,14 @@ class Workspace:
             self._kernel.reduce(parts, target)
             return
         work = np.empty(last - first, self._kernel.work)
-        self._load(work, parts[0])
+        self._kernel.load(work, parts[0])
         for part in parts[1:]:
-            self._fold(work, part)
+            self._kernel.fold(work, part)
         self._kernel.finish(target, work)
 
-    def _is_work(self, data: Array) -> bool:
-        """Whether values are in the work dtype, as partial results are; those of a half dtype are widened before they are."""
-        return bool(data.dtype == self._rules.work_storage)
-
     def _load(self, work: Array, data: Array) -> None:
-        """work[:] = data, in the storage dtype or in the work dtype."""
-        np.copyto(work, data) if self._is_work(data) else self._kernel.load(work, data)
-
-    def _fold(self, work: Array, data: Array) -> None:
-        """work[:] = work op data, in the storage dtype or in the work dtype."""
-        (self._kernel.fold_work if self._is_work(data) else self._kernel.fold)(work, data)
+        """As `Kernel.load`, also where a plan that only moves data has arrays for it in between, and no kernel."""
+        np.copyto(work, data) if self._rules.kernel is None else self._rules.kernel.load(work, data)
 
     @property
     def _codec(self) -> Codec:
@@ -254,7 +246,7 @@ class Workspace:
         elif isinstance(action, Load):
             self._load(target, source)
         elif isinstance(action, FoldOwn):
-            self._fold(target, source)
+            self._kernel.fold(target, source)
         else:
             self._kernel.finish(target, source)
 

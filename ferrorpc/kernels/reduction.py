@@ -91,25 +91,14 @@ class Kernel:
         if last == 0 or self._mean is not None:
             self.finish(out, left)
 
-    def load(self, work: Array, storage: Array) -> None:
-        """work[:] = storage."""
-        np.copyto(work, storage)
+    def load(self, work: Array, other: Array) -> None:
+        """work[:] = other, which is a storage array or a work array."""
+        np.copyto(work, other)
 
-    def fold(self, work: Array, storage: Array) -> None:
-        """work[:] = work op storage."""
-        self._apply(work, storage, work)
-
-    def fold_under(self, work: Array, storage: Array) -> None:
-        """work[:] = storage op work."""
-        self._apply(storage, work, work)
-
-    def fold_work(self, work: Array, other: Array) -> None:
-        """work[:] = work op other, where `other` also has the work dtype."""
-        self._apply(work, other, work)
-
-    def fold_under_work(self, work: Array, other: Array) -> None:
-        """work[:] = other op work, where `other` also has the work dtype."""
-        self._apply(other, work, work)
+    def fold(self, work: Array, other: Array, under: bool = False) -> None:
+        """work[:] = work op other, or other op work if `under`. `other` is a storage array or a work array."""
+        left, right = (other, work) if under else (work, other)
+        self._apply(left, right, work)
 
     def finish(self, storage: Array, work: Array) -> None:
         """storage[:] = work, divided by `size` for MEAN, rounded once to the dtype. `storage` may be `work` itself."""
@@ -152,18 +141,21 @@ class HalfKernel(Kernel):
                 THREAD_STATE.run(divide, total, size, out=total)
             convert.narrow(target)
 
-    def load(self, work: Array, storage: Array) -> None:
-        converter(self.dtype).widen_all(work, storage)
+    def load(self, work: Array, other: Array) -> None:
+        if other.dtype == self.work:
+            super().load(work, other)
+        else:
+            converter(self.dtype).widen_all(work, other)
 
-    def fold(self, work: Array, storage: Array) -> None:
+    def fold(self, work: Array, other: Array, under: bool = False) -> None:
+        if other.dtype == self.work:
+            super().fold(work, other, under)
+            return
         convert = converter(self.dtype)
-        for block, total in convert.pairs(storage, work):
-            self._apply(total, convert.widen(block, 1), total)
-
-    def fold_under(self, work: Array, storage: Array) -> None:
-        convert = converter(self.dtype)
-        for block, total in convert.pairs(storage, work):
-            self._apply(convert.widen(block, 1), total, total)
+        for block, total in convert.pairs(other, work):
+            wide = convert.widen(block, 1)
+            left, right = (wide, total) if under else (total, wide)
+            self._apply(left, right, total)
 
     def finish(self, storage: Array, work: Array) -> None:
         convert = converter(self.dtype)

@@ -65,30 +65,31 @@ def test_operator_without_meaning_is_refused_with_the_reason(op, dtype):
 
 
 @pytest.mark.parametrize(("op", "dtype"), ALLOWED, ids=lambda value: value.name.lower())
-def test_fold_under_is_fold_with_the_operands_exchanged(op, dtype):
+def test_a_fold_under_is_one_with_the_operands_exchanged(op, dtype):
     low, high = ranks(dtype, 2, 1000)
     chosen = kernel(op, dtype, 2)
     forward, backward = np.empty(1000, chosen.work), np.empty(1000, chosen.work)
     chosen.load(forward, low)
     chosen.fold(forward, high)
     chosen.load(backward, high)
-    chosen.fold_under(backward, low)
+    chosen.fold(backward, low, under=True)
     assert forward.tobytes() == backward.tobytes()
     wide_low, wide_high = np.empty(1000, chosen.work), np.empty(1000, chosen.work)
     chosen.load(wide_low, low)
     chosen.load(wide_high, high)
-    upper = wide_high.copy()
-    chosen.fold_under_work(upper, wide_low)
-    chosen.fold_work(wide_low, wide_high)
+    upper = np.empty(1000, chosen.work)
+    chosen.load(upper, wide_high)
+    chosen.fold(upper, wide_low, under=True)
+    chosen.fold(wide_low, wide_high)
     assert wide_low.tobytes() == upper.tobytes() == forward.tobytes()
 
 
-def test_fold_under_keeps_the_zero_of_the_left_operand():
+def test_a_fold_under_keeps_the_zero_of_the_left_operand():
     chosen = kernel(ReduceOp.MIN, DType.FLOAT32, 2)
     plus, minus = np.zeros(100, np.float32), np.full(100, -0.0, np.float32)
     first, second = plus.copy(), minus.copy()
     chosen.fold(first, minus)
-    chosen.fold_under(second, plus)
+    chosen.fold(second, plus, under=True)
     assert first.tobytes() == second.tobytes()
 
 
