@@ -27,21 +27,19 @@ class View(NamedTuple):
         spec: its dtype and shape.
         data: its elements, C-contiguous, in the storage dtype (bfloat16 as uint16). Read-only by convention.
         borrowed: whether `data` is the caller's own memory, not a copy.
-        origin: the caller's array in its own layout, possibly strided; None if it is not in host memory.
-        device_origin: the caller's array in its own layout if `data` is on its device too (`Kind.view_on_device`); else None.
+        origin: the caller's array in its own layout, possibly strided; None if `data` is on another device than it.
     """
 
     kind: Kind
     spec: TensorSpec
     data: np.ndarray[Any, Any]
     borrowed: bool
-    origin: np.ndarray[Any, Any] | None
-    device_origin: Any | None = None
+    origin: Any | None
 
     @property
     def addresses(self) -> np.ndarray[Any, Any] | None:
         """As `Out.addresses`."""
-        return self.origin if self.device_origin is None else addresses_of(self.device_origin)
+        return None if self.origin is None else addresses_of(self.origin)
 
 
 class Out:
@@ -55,43 +53,38 @@ class Out:
     Args:
         given: the caller's object.
         spec: its dtype and shape.
-        origin: its elements, if they are in host memory.
-        store: copies results from `data` to it; None to copy to `origin`.
-        stored: its elements as a device array, if they are on a GPU.
+        origin: its elements as an array in storage dtype, on the host or a device; None if they can only be stored.
+        store: copies results from `data` to it; None to copy to `origin`, which is on the host then.
     """
 
-    __slots__ = ("_origin", "_store", "_stored", "data", "given", "spec")
+    __slots__ = ("_origin", "_store", "data", "given", "spec")
 
     def __init__(
         self,
         given: Any,
         spec: TensorSpec,
-        origin: np.ndarray[Any, Any] | None,
+        origin: Any,
         store: Callable[[np.ndarray[Any, Any]], None] | None = None,
-        stored: Any = None,
     ) -> None:
         self.given = given
         self.spec = spec
         self._origin = origin
         self._store = store
-        self._stored = stored
-        if origin is not None and origin.flags.c_contiguous:
-            self.data = origin
-        else:
-            self.data = np.empty(spec.shape, spec.dtype.storage)
+        in_place = store is None and origin.flags.c_contiguous
+        self.data = origin if in_place else np.empty(spec.shape, spec.dtype.storage)
 
     def commit(self) -> Any:
         """Copies `data` to the caller's array unless it is that array's memory. Returns the caller's array."""
         if self._store is not None:
             self._store(self.data)
-        elif self._origin is not None and self._origin is not self.data:
+        elif self._origin is not self.data:
             np.copyto(self._origin, self.data)
         return self.given
 
     @property
     def addresses(self) -> np.ndarray[Any, Any] | None:
         """An array at the addresses of the caller's, which may be a GPU's: to compare, never to read. None if not known."""
-        return self._origin if self._stored is None else addresses_of(self._stored)
+        return None if self._origin is None else addresses_of(self._origin)
 
     def may_overlap(self, view: View) -> bool:
         """Whether it shares, or may share, memory with `view`."""
@@ -103,7 +96,7 @@ class Out:
         Raises:
             UsageError: the two overlap in part.
         """
-        if self.given is (view.origin if view.device_origin is None else view.device_origin):
+        if self.given is view.origin:
             return True  # the same object, as most often: addresses take longer to compare
         mine, theirs = self.addresses, view.addresses
         if mine is None or theirs is None or not np.may_share_memory(mine, theirs):

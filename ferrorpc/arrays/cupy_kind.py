@@ -48,12 +48,12 @@ class CupyKind(GpuKind):
         spec = self.spec(x)
         origin = _stored(x, spec.dtype)
         if origin.flags.c_contiguous:
-            return View(self, spec, origin, True, None, x)
+            return View(self, spec, origin, True, x)
         self.device.current()  # raises before the copy would become a part of a graph that is being captured
         with self.device.here():
             copy = x.copy()
         self.staging.keep(x)
-        return View(self, spec, _stored(copy, spec.dtype), False, None, x)
+        return View(self, spec, _stored(copy, spec.dtype), False, x)
 
     def spec(self, x: Any) -> TensorSpec:
         return TensorSpec(dtype_in(x), x.shape)
@@ -65,7 +65,7 @@ class CupyKind(GpuKind):
     def out_through_host(self, given: Any, stored: DeviceArray, spec: TensorSpec) -> Out:
         """As `out`, for an array of the caller's whose memory is `stored`, in storage dtype."""
         check_distinct(stored)
-        return Out(given, spec, None, lambda data: self.assign(stored, self.staging.to_device(data)), stored)
+        return Out(given, spec, stored, lambda data: self.assign(stored, self.staging.to_device(data)))
 
     def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
         check_spec(self.spec(x), spec)
@@ -123,7 +123,7 @@ class DeviceOut(Out):
             check_distinct(stored)
         self.given = given
         self.spec = spec
-        self._origin, self._stored = None, stored
+        self._origin = stored
         self._kind = kind
         self._home = kind.device.current() if is_scratch else None
         """Where `data` is a scratch: the stream that its memory goes back to."""
@@ -132,7 +132,7 @@ class DeviceOut(Out):
     def commit(self) -> Any:
         """Brings what was written to `data` into the caller's array, in the current stream."""
         if self._home is not None:
-            self._kind.assign(self._stored, self.data)
+            self._kind.assign(self._origin, self.data)
         return self.given
 
 

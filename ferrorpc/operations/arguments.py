@@ -129,10 +129,9 @@ def _split(whole: View, size: int) -> list[View]:
         raise TensorMismatchError("a single number cannot be split among ranks", hint="pass a list of arrays")
     datas = split(whole.data, size)
     origins = [None] * size if whole.origin is None else split(whole.origin, size)
-    devices = [None] * size if whole.device_origin is None else split(whole.device_origin, size)
     return [
-        View(whole.kind, TensorSpec(whole.spec.dtype, data.shape), data, whole.borrowed, origin, device)
-        for data, origin, device in zip(datas, origins, devices, strict=True)
+        View(whole.kind, TensorSpec(whole.spec.dtype, data.shape), data, whole.borrowed, origin)
+        for data, origin in zip(datas, origins, strict=True)
     ]
 
 

@@ -43,7 +43,7 @@ def test_every_dtype_survives_the_way_there_and_back(cupy: StandIn) -> None:
 def test_a_near_view_copies_nothing_and_a_strided_one_is_made_contiguous(cupy: StandIn) -> None:
     x = cupy.asarray(values(FLOAT, (6, 4), 0))
     near = view(x, on_device=True)
-    assert (near.data.data.ptr, near.borrowed, near.device_origin is x) == (x.data.ptr, True, True)
+    assert (near.data.data.ptr, near.borrowed, near.origin is x) == (x.data.ptr, True, True)
     strided = view(x[::2, 1:], on_device=True)
     assert not strided.borrowed
     check_same(cupy.asnumpy(strided.data), values(FLOAT, (6, 4), 0)[::2, 1:].copy(), "strided")
