@@ -5,10 +5,10 @@ compromise. Gradients become ready from the last layer to the first, so buckets 
 first bucket is small, so that communication starts early. The last one is halved repeatedly: no computation follows the last
 gradient, so the reduction of its bucket is exposed in full. A bucket holds one dtype.
 
-A bucket is one array. It begins with a header in its own dtype: one element for each gradient, which is not zero if the rank
-has used that parameter, one for the rank's weight, and one that is zero if the rank has left an `uneven` block and only follows
-the others. Header and gradients are reduced by the same call, so the used parameters, the sum of the weights, and whether all
-have left need no message of their own.
+A bucket is one array. Where gradients are averaged, it begins with a header in its own dtype: one element for each gradient,
+which is not zero if the rank has used that parameter, one for the rank's weight, and one that is zero if the rank has left an
+`uneven` block and only follows the others. Header and gradients are reduced by the same call, so the used parameters, the sum
+of the weights, and whether all have left need no message of their own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Bucket:
 
     Attributes:
         index: its number in the order in which buckets are expected to be complete.
-        header: how many elements precede the first gradient.
+        header: how many elements precede the first gradient; 0 where there is no header.
         count: how many elements it has in all.
     """
 
@@ -119,6 +119,7 @@ def lay_out(
     cap_bytes: int,
     first_cap_bytes: int = FIRST_BUCKET_BYTES,
     order: Sequence[str] | None = None,
+    with_header: bool = True,
 ) -> Layout:
     """The layout of parameters, given in order of registration. Names are unique.
 
@@ -126,6 +127,7 @@ def lay_out(
         cap_bytes: how many bytes of gradients a bucket may hold; a larger gradient has one of its own.
         first_cap_bytes: the same for the first and last bucket, if smaller; a larger gradient is not divided.
         order: all names, in the order in which their gradients are expected; None for the reverse of registration.
+        with_header: whether buckets have room for a header. Behind it gradients lie alike with and without one.
 
     Raises:
         UsageError: `order` does not name each parameter once.
@@ -154,7 +156,7 @@ def lay_out(
     facts = [f"bucket cap {cap_bytes} bytes, first and last {min(cap_bytes, first_cap_bytes)}", f"{len(specs)} parameters"]
     facts += [f"{name}: {spec}" for name, spec in specs.items()]
     facts += [] if order is None else [f"expected: {name}" for name in names]
-    return _numbered(full, "\n".join(facts))
+    return _numbered(full, "\n".join(facts), with_header)
 
 
 def _halved(last: _OpenBucket, small_bytes: int) -> list[_OpenBucket]:
@@ -169,12 +171,12 @@ def _halved(last: _OpenBucket, small_bytes: int) -> list[_OpenBucket]:
     return [*pieces, rest]
 
 
-def _numbered(full: Iterable[_OpenBucket], text: str) -> Layout:
+def _numbered(full: Iterable[_OpenBucket], text: str, with_header: bool) -> Layout:
     buckets = []
     slots: dict[str, Slot] = {}
     for index, bucket in enumerate(full):
         unit = ALIGNMENT_BYTES // bucket.dtype.itemsize
-        header = stop = _aligned(len(bucket.members) + 2, unit)
+        header = stop = _aligned(len(bucket.members) + 2, unit) if with_header else 0
         for flag, (name, spec) in enumerate(bucket.members):
             start = _aligned(stop, unit)
             stop = start + spec.elements

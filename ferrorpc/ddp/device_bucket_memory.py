@@ -12,11 +12,9 @@ none for those that were computed in their slots.
 
 from __future__ import annotations
 
-import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +25,7 @@ from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.arrays.staging import wait_within
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.bucket_memory import Array, BucketMemory, ReducedHeader, is_divisor, real_type
-from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.ddp.stream_order import StreamOrder
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.cuda.program import NAMES
 from ferrorpc.shared_property import shared_property
@@ -54,69 +52,6 @@ class DeviceContext:
         return self.device.new_stream()
 
 
-class StreamOrder:
-    """Serialises the uses of some memory by different streams. The current stream is the first.
-
-    Instances are kept alive in a class attribute until `release`: in a reference cycle that becomes garbage, a stream's own
-    finalizer, which destroys it, could run before that of the memory.
-    """
-
-    _alive: ClassVar[set[StreamOrder]] = set()
-    _unreleased: ClassVar[deque[tuple[StreamOrder, Mapping[str, object]]]] = deque()
-    """What was dropped while a graph was captured from one of its streams."""
-
-    def __init__(self, device: Device) -> None:
-        self.release_late()
-        self._device = device
-        self._last = device.current()
-        self._allocators: list[Stream] = []
-        self._alive.add(self)
-
-    def enter(self) -> Stream:
-        """Orders what the current stream is given from now on after all earlier uses. Returns that stream.
-
-        Raises:
-            UsageError: a graph is being captured from the stream of the last use, or from the current one.
-        """
-        stream = self._device.current()
-        if stream.pointer != self._last.pointer:
-            self._device.check_not_captured(self._last, "gradients' last")
-            stream.wait(self._last.record())
-        self._last = stream
-        return stream
-
-    def allocating(self) -> None:
-        """A part of the memory is about to be allocated in the current stream."""
-        self._allocators.append(self.enter())
-
-    def release(self, memory: Mapping[str, object]) -> None:
-        """Orders the memory's return to its pools, in the streams it was allocated in, after all uses. That would become a part
-        of a graph that is captured from one of these streams: then the memory is kept until after the capture."""
-        with suppress(BackendUnavailableError):  # a GPU that has failed uses no memory any more
-            if any(self._device.is_captured(stream) for stream in (self._last, *self._allocators)):
-                self._unreleased.append((self, memory))
-                return
-            used = self._last.record()
-            for stream in self._allocators:
-                if stream.pointer != self._last.pointer:
-                    stream.wait(used)
-            # The header of an abandoned step may still be in transfer, and the memory returns in a stream's order only while
-            # that stream exists.
-            self._device.staging.uploads.keep((memory.get("_pinned"), self), used)
-        self._alive.discard(self)
-
-    @classmethod
-    def release_late(cls) -> None:
-        """Releases what was dropped during captures that are over."""
-        for _ in range(len(cls._unreleased)):
-            try:
-                order, memory = cls._unreleased.popleft()
-            except IndexError:  # another thread took it
-                return
-            with order._device.here():
-                order.release(memory)
-
-
 class DeviceBucketMemory(BucketMemory):
     """A bucket on a GPU."""
 
@@ -127,7 +62,7 @@ class DeviceBucketMemory(BucketMemory):
         self._is_packed = bucket.dtype in NAMES
         """Whether the kernels know the dtype."""
         self._itemsize = bucket.dtype.itemsize
-        self._order = StreamOrder(self._device)
+        self._order = StreamOrder(self._device, "gradients' last")
         self.array: DeviceArray = self._zeros(bucket.dtype)
         self._storage: DeviceArray = self.array.view(bucket.dtype.storage)
         self._address = self._device.pointer(self._storage)
@@ -140,9 +75,8 @@ class DeviceBucketMemory(BucketMemory):
 
     def __del__(self) -> None:
         order = getattr(self, "_order", None)
-        if order is not None and not sys.is_finalizing():
-            with self._device.here():  # any thread may collect garbage
-                order.release(dict(vars(self)))
+        if order is not None:
+            order.release(dict(vars(self)))
 
     def _zeros(self, dtype: DType) -> DeviceArray:
         self._order.allocating()

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ferrorpc.arrays.device import is_host
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, view, view_out
 from ferrorpc.consistency import require_same
@@ -46,7 +47,7 @@ class Packer:
             with ErrorPrefix(f"{what} {name!r}"):
                 specs.append((name, spec_of(array)))
                 view_out(array, specs[-1][1], on_device=True)
-        self.layout = lay_out(specs, MESSAGE_BYTES, MESSAGE_BYTES)
+        self.layout = lay_out(specs, MESSAGE_BYTES, MESSAGE_BYTES, with_header=False)
         self._what = what
         self._kind = common_gpu(arrays, group)
 
@@ -98,10 +99,21 @@ class Packer:
     def unpack(self, bucket: Bucket, packed: Any, arrays: Mapping[str, Any]) -> None:
         """Writes each array from its slot, in place."""
         with current_device(self._kind):
-            for slot in bucket.slots:
-                place = view_out(arrays[slot.name], slot.spec, on_device=self._kind is not None)
-                place.data.reshape(-1)[...] = packed[slot.start : slot.stop]
-                place.commit()
+            unpack(bucket, packed, arrays)
+
+
+def unpack(bucket: Bucket, packed: Any, arrays: Mapping[str, Any]) -> None:
+    """Writes those of a bucket's arrays that are given from their slots, in place and in the current stream.
+
+    Args:
+        packed: shape (bucket.count,) or longer, in storage dtype, on the device of the arrays.
+    """
+    on_device = not is_host(packed)
+    for slot in bucket.slots:
+        if slot.name in arrays:
+            place = view_out(arrays[slot.name], slot.spec, on_device)
+            place.data.reshape(-1)[...] = packed[slot.start : slot.stop]
+            place.commit()
 
 
 def broadcast_arrays(arrays: Mapping[str, Any], group: ProcessGroup, root: int) -> None:

@@ -13,8 +13,8 @@ device of the parameters. Updates run on the host, so a shard of parameters on a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any
 
@@ -24,10 +24,12 @@ from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import copy_into, spec_of, split, view, view_out
 from ferrorpc.consistency import require_same
-from ferrorpc.ddp.bucket import ALIGNMENT_BYTES, Bucket, Slot, lay_out
+from ferrorpc.ddp.bucket import ALIGNMENT_BYTES, Bucket, lay_out
 from ferrorpc.ddp.bucket_memory import Array
+from ferrorpc.ddp.packing import unpack
 from ferrorpc.ddp.placement import current_device
 from ferrorpc.ddp.reducer import cap_bytes, check_means
+from ferrorpc.ddp.stream_order import StreamOrder
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import Guard
@@ -49,20 +51,18 @@ class Shard:
     def __init__(self, bucket: Bucket, group: ProcessGroup, kind: CupyKind | None) -> None:
         self.bucket = bucket
         self._slots = [slot for slot in bucket.slots if slot.stop > slot.start]
-        count = bucket.count - bucket.header
         unit = ALIGNMENT_BYTES // bucket.dtype.itemsize
-        length = -(-count // (group.size * unit)) * unit
+        length = -(-bucket.count // (group.size * unit)) * unit
         self._group = group
         self._first = group.rank * length
-        before = bucket.header + self._first
-        gaps = [*bucket.gaps, (bucket.count, bucket.header + group.size * length)]
-        mine = [(max(start - before, 0), min(stop - before, length)) for start, stop in gaps]
+        gaps = [*bucket.gaps, (bucket.count, group.size * length)]
+        mine = [(max(start - self._first, 0), min(stop - self._first, length)) for start, stop in gaps]
         self._gaps = [slice(start, stop) for start, stop in mine if start < stop]
         """The elements of this rank's part that belong to no parameter."""
         self._kind = kind
-        self._allocator = None if kind is None else kind.device.current()
-        """The stream in which the buffer is allocated, and in whose order its memory is freed. Asked for first: it is refused
-        where an allocation would be a part of a graph."""
+        self._order = None if kind is None else StreamOrder(kind.device, "optimizer's last")
+        if self._order is not None:
+            self._order.allocating()
         shape = (group.size * length,)
         self._flat: Any = group.empty(shape, bucket.dtype) if kind is None else kind.empty(shape, bucket.dtype)
         self._storage: Any = self._flat.view(bucket.dtype.storage)
@@ -72,16 +72,27 @@ class Shard:
         self.gradient: Array = np.zeros(length, bucket.dtype.storage)
         self._typed = [np.ndarray((length,), self._flat.dtype, each.data) for each in (self.weights, self.gradient)]
 
+    def __del__(self) -> None:
+        order = getattr(self, "_order", None)
+        if order is not None:
+            order.release(dict(vars(self)))
+
     def check_not_captured(self) -> None:
-        """Raises UsageError if a CUDA graph is being captured from the stream in which the buffer was allocated."""
-        if self._kind is not None and self._allocator is not None:
-            self._kind.device.check_not_captured(self._allocator, "optimizer's first")
+        """Raises UsageError if a graph is being captured from the current stream, or from that of the buffer's last use."""
+        if self._order is not None:
+            self._order.check()
+
+    def _enter(self) -> AbstractContextManager[Any]:
+        """A context for the buffer's next use, on its device and after all earlier ones."""
+        if self._order is not None:
+            self._order.enter()
+        return current_device(self._kind)
 
     def reduce(self, gradients: Mapping[str, Any]) -> Work[Any]:
         """Starts the reduction, for `finish_reduce`. A gradient that is None counts as zeros."""
-        with self._stream_order():
+        with self._enter():
             for slot in self.bucket.slots:
-                given, place = gradients[slot.name], self._storage[self._part(slot)]
+                given, place = gradients[slot.name], self._storage[slot.start : slot.stop]
                 if given is None:
                     place[...] = 0
                 else:
@@ -105,7 +116,7 @@ class Shard:
     @property
     def places(self) -> list[str]:
         """Each of these parameters with its dtype, its shape and where it begins in the buffer."""
-        return [f"{slot.name}: {slot.spec} at {self._part(slot).start}" for slot in self._slots]
+        return [f"{slot.name}: {slot.spec} at {slot.start}" for slot in self._slots]
 
     def extract(self, arrays: Mapping[str, Any], into: Any, guard: Guard | None = None) -> None:
         """Copies this rank's shard of arrays shaped like the parameters, by name, to a host array of the shard's length.
@@ -116,11 +127,10 @@ class Shard:
         """
         place = view_out(into, spec_of(into))
         for slot in self.bucket.slots:
-            part = self._part(slot)
-            first, last = max(part.start, self._first), min(part.stop, self._first + len(self.weights))
+            first, last = max(slot.start, self._first), min(slot.stop, self._first + len(self.weights))
             if first < last:
                 source = view(arrays[slot.name], on_device=self._kind is not None).data.reshape(-1)
-                found = source[first - part.start : last - part.start]
+                found = source[first - slot.start : last - slot.start]
                 copy_into(place.data[first - self._first : last - self._first], found, guard)
         place.commit()
 
@@ -132,7 +142,7 @@ class Shard:
             return {}
         flat = np.concatenate([view(part).data for part in parts])
         return {
-            slot.name: given.kind.wrap(flat[self._part(slot)], TensorSpec(given.spec.dtype, slot.spec.shape))
+            slot.name: given.kind.wrap(flat[slot.start : slot.stop], TensorSpec(given.spec.dtype, slot.spec.shape))
             for slot in self._slots
         }
 
@@ -147,35 +157,8 @@ class Shard:
 
     def store(self, weights: Mapping[str, Any]) -> None:
         """Writes the gathered weights to those of the parameters that are given."""
-        with self._stream_order():
-            for slot in self.bucket.slots:
-                if slot.name not in weights:
-                    continue
-                place = view_out(weights[slot.name], slot.spec, on_device=self._kind is not None)
-                place.data.reshape(-1)[...] = self._storage[self._part(slot)]
-                place.commit()
-
-    @contextmanager
-    def _stream_order(self) -> Iterator[None]:
-        """Orders the current stream's use of the buffer after all earlier uses and before all later ones."""
-        if self._kind is None or self._allocator is None:
-            yield
-            return
-        device, allocator = self._kind.device, self._allocator
-        stream = device.current()
-        is_same = stream.pointer == allocator.pointer
-        if not is_same:
-            stream.wait(allocator.record())
-        try:
-            with device.here():
-                yield
-        finally:
-            if not is_same:
-                allocator.wait(stream.record())
-
-    def _part(self, slot: Slot) -> slice:
-        """The elements of a parameter in the buffer, which has no header."""
-        return slice(slot.start - self.bucket.header, slot.stop - self.bucket.header)
+        with self._enter():
+            unpack(self.bucket, self._storage, weights)
 
 
 def check_state_rank(group: ProcessGroup, saved: Any, gather: str) -> None:
@@ -248,9 +231,9 @@ class Shards:
         self._group = group
         self._specs = dict(parameters)
         cap = cap_bytes(bucket_cap_mb)
-        layout = lay_out(parameters, cap, cap)
+        layout = lay_out(parameters, cap, cap, with_header=False)
         require_same(group, "optimizer", f"{layout.text}\n{text}")
-        self.shards = [Shard(bucket, group, kind) for bucket in layout.buckets if bucket.count > bucket.header]
+        self.shards = [Shard(bucket, group, kind) for bucket in layout.buckets if bucket.count]
 
     @property
     def layout(self) -> str:

@@ -125,3 +125,8 @@ def test_every_parameter_has_exactly_one_place_and_no_bucket_passes_the_cap(shap
         held = sum(slot.stop - slot.start for slot in bucket.slots)
         assert len(bucket.slots) == 1 or held * bucket.dtype.itemsize <= cap
     assert layout == lay_out(parameters, cap_bytes=cap)
+    for own, bare in zip(layout.buckets, lay_out(parameters, cap_bytes=cap, with_header=False).buckets, strict=True):
+        assert [(slot.start - own.header, slot.stop - own.header) for slot in own.slots] == [
+            (slot.start, slot.stop) for slot in bare.slots
+        ]
+        assert (bare.header, bare.count) == (0, own.count - own.header)
