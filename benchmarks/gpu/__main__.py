@@ -22,7 +22,7 @@ from typing import Final
 
 from benchmarks.gpu.timing import note
 from benchmarks.options import amount
-from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.arrays.devices import open_device
 from ferrorpc.cli.table import table
 from ferrorpc.errors import BackendUnavailableError
 

@@ -20,7 +20,7 @@ import ferrorpc
 from benchmarks.gpu.one_rank import backend_of_one
 from benchmarks.gpu.timing import exit_code, note, seconds_of
 from benchmarks.options import count
-from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.arrays.devices import open_device
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.backends.nccl.choose import open_nccl
 from ferrorpc.cli.table import table

@@ -20,7 +20,8 @@ import numpy as np
 
 from benchmarks.gpu.timing import exit_code, gpu_seconds_of, note, seconds_of
 from benchmarks.options import count
-from ferrorpc.arrays.cupy_device import CupyDevice, open_device
+from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.devices import open_device
 from ferrorpc.cli.table import table
 from ferrorpc.types import DType
 
@@ -32,7 +33,7 @@ ON_DEVICE = (COPY, "pack", "unpack", "pack to bfloat16", "quantise to int8", "su
 BUSY_COPIES = 20
 
 
-def cases(cupy: Any, device: CupyDevice, size_bytes: int) -> dict[str, tuple[Callable[[], object], int]]:
+def cases(cupy: Any, device: Device, size_bytes: int) -> dict[str, tuple[Callable[[], object], int]]:
     """Name -> what is done, and the bytes that it reads and writes on the device (or moves, to or from the host)."""
     count = size_bytes // 4
     x, y = cupy.asarray(np.ones(count, np.float32)), cupy.empty(count, np.float32)
@@ -60,7 +61,7 @@ def cases(cupy: Any, device: CupyDevice, size_bytes: int) -> dict[str, tuple[Cal
     }
 
 
-def measure(cupy: Any, device: CupyDevice, size_bytes: int, turns: int) -> tuple[dict[str, float], dict[str, float]]:
+def measure(cupy: Any, device: Device, size_bytes: int, turns: int) -> tuple[dict[str, float], dict[str, float]]:
     """GB/s of each case as called, and of those on the device by GPU events; medians, taken in turns."""
     found = cases(cupy, device, size_bytes)
     calls = {name: call for name, (call, _) in found.items()}

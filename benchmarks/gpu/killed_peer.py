@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.gpu.timing import exit_code, note
 from benchmarks.options import amount
-from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.arrays.devices import open_device
 from ferrorpc.cli.ports import held_ports
 from ferrorpc.cli.table import table
 from ferrorpc.exit_codes import EXIT_RETRY

@@ -24,7 +24,8 @@ import numpy as np
 
 from benchmarks.gpu.timing import exit_code, note
 from benchmarks.options import amount
-from ferrorpc.arrays.cupy_device import CupyDevice, open_device
+from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.devices import open_device
 from ferrorpc.backends.device.communicator import DataType, Op, State, reduction
 from ferrorpc.backends.nccl.api import NcclApi
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -48,7 +49,7 @@ INIT_MARGIN_SECONDS = 10.0
 """What an initialisation may take beyond its attempts: to tell who did not come, and to abort."""
 
 
-def backend_of_one(device: CupyDevice, api: NcclApi) -> NcclBackend:
+def backend_of_one(device: Device, api: NcclApi) -> NcclBackend:
     """A world of one rank whose operations are NCCL's."""
     session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
     return NcclBackend(SimulatedBackend(session, Networks(SYSTEM_CLOCK, None, 0), 60.0), device, api)
@@ -165,7 +166,7 @@ def of_torch(group: ProcessGroup, calls: int, device: str = "cuda", backend: str
         dist.destroy_process_group()
 
 
-def absent_peer(device: CupyDevice, api: NcclApi, seconds: float) -> float:
+def absent_peer(device: Device, api: NcclApi, seconds: float) -> float:
     """How many seconds it takes to abort an initialisation whose peer has not come for `seconds`."""
     parker = SYSTEM_CLOCK.parker()
     with device.here():
@@ -180,7 +181,7 @@ def absent_peer(device: CupyDevice, api: NcclApi, seconds: float) -> float:
         return SYSTEM_CLOCK.now() - begin
 
 
-def missed_init(device: CupyDevice, api: NcclApi, seconds: float) -> float:
+def missed_init(device: Device, api: NcclApi, seconds: float) -> float:
     """How many seconds it takes to give up an initialisation whose peer never comes, in attempts of `seconds` each."""
     session = LocalWorld(2, clock=SYSTEM_CLOCK).session(0)
     connector = NcclConnector(api, session, device.here, init_seconds=seconds, verdict_seconds=1.0)
@@ -226,7 +227,7 @@ def main() -> None:
     sys.exit(exit_code(targets))
 
 
-def judge_absent_peer(device: CupyDevice, api: NcclApi, seconds: float, path: Path | None) -> dict[str, bool]:
+def judge_absent_peer(device: Device, api: NcclApi, seconds: float, path: Path | None) -> dict[str, bool]:
     """The targets of an initialisation whose peer does not come; none where the binding cannot abort one."""
     if not api.features.non_blocking:
         print("an initialisation cannot be aborted by this binding")

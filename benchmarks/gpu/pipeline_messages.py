@@ -17,7 +17,7 @@ import numpy as np
 import ferrorpc
 from benchmarks.gpu.timing import group_seconds_of, note
 from benchmarks.options import amount, count
-from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.arrays.devices import open_device
 from ferrorpc.cli.table import table
 
 MIB = 1 << 20

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.base import GpuKind, Out, View, check_distinct, check_spec
-from ferrorpc.arrays.cupy_device import CupyDevice, device_of
-from ferrorpc.arrays.device import DeviceArray
+from ferrorpc.arrays.device import Device, DeviceArray
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.numpy_kind import NUMPY, dtype_in
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.types import DType, TensorSpec
@@ -35,14 +35,15 @@ class CupyKind(GpuKind):
         self._index = device
 
     @property
-    def device(self) -> CupyDevice:
+    def device(self) -> Device:
         """Where they are."""
         return device_of(sys.modules["cupy"], self._index)
 
     @property
     def staging(self) -> Staging:
         """As `Kind.staging`."""
-        return self.device.staging
+        found: Staging = self.device.staging
+        return found
 
     def view_on_device(self, x: Any) -> View:
         spec = self.spec(x)

@@ -21,7 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.device import Device, Event, Stream
+from ferrorpc.arrays.device import Device, Stream
+from ferrorpc.arrays.event import Event
 from ferrorpc.errors import BackendUnavailableError
 
 UNIT_BYTES: Final = 4 << 10

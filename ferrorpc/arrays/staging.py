@@ -31,7 +31,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ferrorpc.arrays.device import Device, DeviceArray, Event, Stream
+from ferrorpc.arrays.device import Device, DeviceArray, Stream
+from ferrorpc.arrays.event import Event
 from ferrorpc.arrays.pinned import Pool, Ring
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch

@@ -1,7 +1,7 @@
 """PyTorch tensors in a GPU's memory, seen as CuPy arrays: the same memory in both libraries, so nothing is copied.
 
 Inputs are seen by their address, results are passed on by DLPack. So everything written for CuPy arrays (NCCL, CUDA IPC, pinned
-memory, kernels, buckets) works with these tensors. Streams are torch's: `CupyDevice` follows them. New results are in memory of
+memory, kernels, buckets) works with these tensors. Streams are torch's: `Device` follows them. New results are in memory of
 CuPy's pool, which gets it back when the tensor is deleted.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.arrays.base import GpuKind, Out, View, check_spec
-from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.arrays.cupy_kind import CupyKind, DeviceOut, cupy_kind
 from ferrorpc.arrays.device import DeviceArray
+from ferrorpc.arrays.devices import open_device
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.arrays.torch_cuda import current_of_torch
 from ferrorpc.arrays.torch_kind import TorchKind, check_not_lazy

@@ -19,7 +19,7 @@ from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.types import Peer
 
 if TYPE_CHECKING:
-    from ferrorpc.arrays.cupy_device import CupyDevice
+    from ferrorpc.arrays.device import Device
     from ferrorpc.backends.base import Backend
     from ferrorpc.backends.nccl.backend import OverNccl
 
@@ -30,14 +30,14 @@ _NCCL: Final = "nccl"
 _log = logging.getLogger("ferrorpc.backends")
 
 
-def device_for(asked: int | None, local_rank: int | None) -> CupyDevice:
+def device_for(asked: int | None, local_rank: int | None) -> Device:
     """This rank's GPU: the requested one, else the one set in torch, else the one with this rank's number on its node, else
     CuPy's current device.
 
     Raises:
         BackendUnavailableError: there is no CuPy or no such GPU.
     """
-    from ferrorpc.arrays.cupy_device import open_device
+    from ferrorpc.arrays.devices import open_device
 
     chosen = chosen_in_torch() if asked is None else asked
     device = open_device(chosen)
@@ -123,7 +123,7 @@ def shares_gpu(peers: Sequence[Peer]) -> bool:
     return None not in gpus and len(set(gpus)) < len(gpus) and len({peer.host for peer in peers}) == 1
 
 
-def make_cuda_ipc(lanes: MessageBackend, device: CupyDevice) -> Backend:
+def make_cuda_ipc(lanes: MessageBackend, device: Device) -> Backend:
     """This rank's backend over its host lanes, on its GPU, whose memory it shares with the others.
 
     Raises:
@@ -150,7 +150,7 @@ def ranks_on(uuid: str, peers: Sequence[Peer]) -> list[int]:
     return [peer.rank for peer in peers if dict(peer.labels).get(_GPU) == uuid]
 
 
-def make_nccl(lanes: MessageBackend, device: CupyDevice) -> Backend:
+def make_nccl(lanes: MessageBackend, device: Device) -> Backend:
     """This rank's backend over its host lanes, on its GPU, which becomes CuPy's current one.
 
     Raises:
@@ -162,14 +162,14 @@ def make_nccl(lanes: MessageBackend, device: CupyDevice) -> Backend:
     return _over_nccl(NcclBackend, lanes, device)
 
 
-def make_hybrid(lanes: MessageBackend, device: CupyDevice) -> Backend:
+def make_hybrid(lanes: MessageBackend, device: Device) -> Backend:
     """As `make_nccl`, for GPU arrays alone."""
     from ferrorpc.backends.hybrid import HybridBackend
 
     return _over_nccl(HybridBackend, lanes, device)
 
 
-def _over_nccl(kind: type[OverNccl], lanes: MessageBackend, device: CupyDevice) -> Backend:
+def _over_nccl(kind: type[OverNccl], lanes: MessageBackend, device: Device) -> Backend:
     from ferrorpc.backends.nccl.choose import open_nccl
 
     api = open_nccl()

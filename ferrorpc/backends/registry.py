@@ -19,7 +19,7 @@ from ferrorpc.errors import BackendUnavailableError, ConfigError, NcclError
 from ferrorpc.transports.grpc.server import WorkerServer
 
 if TYPE_CHECKING:
-    from ferrorpc.arrays.cupy_device import CupyDevice
+    from ferrorpc.arrays.device import Device
 
 _log = logging.getLogger("ferrorpc.backends")
 TRANSPORTS: Final = ("auto", "grpc", "shared_memory")
@@ -143,7 +143,7 @@ def _alone(kind: type[SimulatedBackend], place: Place) -> SimulatedBackend:
     return kind(place.session, Networks(place.session.clock, None, 0), place.timeout)
 
 
-def _on_gpus(over: Callable[[MessageBackend, CupyDevice], Backend]) -> Factory:
+def _on_gpus(over: Callable[[MessageBackend, Device], Backend]) -> Factory:
     def make(place: Place) -> Backend:
         device = gpu.device_for(place.device, place.local_rank)  # raises what is missing before lanes are made
         lanes = _grpc(place)

@@ -22,7 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.device import Device, DeviceArray, Event, is_host
+from ferrorpc.arrays.device import Device, DeviceArray, is_host
+from ferrorpc.arrays.event import Event
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.arrays.staging import Download, Upload
 from ferrorpc.collectives.algorithms.plan import Copy, Finish, Fold, FoldOwn, FoldUnder, Load, Receive, Region

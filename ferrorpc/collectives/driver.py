@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.cupy_event import translated
+from ferrorpc.arrays.event import translated
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import BackendUnavailableError, FerroError, LimitExceededError, UsageError, is_own_frame

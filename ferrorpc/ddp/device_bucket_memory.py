@@ -20,7 +20,8 @@ import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.cupy_kind import CupyKind
-from ferrorpc.arrays.device import Device, DeviceArray, Event, Stream
+from ferrorpc.arrays.device import Device, DeviceArray, Stream
+from ferrorpc.arrays.event import Event
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.arrays.staging import wait_within
 from ferrorpc.ddp.bucket import Bucket, Slot

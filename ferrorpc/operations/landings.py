@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from ferrorpc.arrays.device import Device, Event, Stream
+from ferrorpc.arrays.device import Device, Stream
+from ferrorpc.arrays.event import Event
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.arrays.staging import COPY_SECONDS, until_true
 from ferrorpc.errors import CollectiveTimeoutError

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.pinned import Pool, Ring
 from ferrorpc.arrays.staging import POOL_BYTES, Staging
 from ferrorpc.group import ProcessGroup

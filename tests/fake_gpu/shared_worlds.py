@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from tests.integration.test_grpc_backend import GrpcWorld
 from tests.threads import in_threads, results_of

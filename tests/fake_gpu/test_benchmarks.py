@@ -24,7 +24,7 @@ from benchmarks.gpu import (
     timing,
     with_mps,
 )
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.backends.nccl.api import Features
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.group import ProcessGroup

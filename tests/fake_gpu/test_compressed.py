@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import CupyDevice, device_of
+from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.collectives import compressed_on_device
 from ferrorpc.errors import PeerLostError, TensorMismatchError
 from ferrorpc.group import ProcessGroup
@@ -41,10 +42,10 @@ class Traffic:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: dict[tuple[str, int], int] = {}
         for name in ("upload", "download"):
-            monkeypatch.setattr(CupyDevice, name, self._counted(name, getattr(CupyDevice, name)))
+            monkeypatch.setattr(Device, name, self._counted(name, getattr(Device, name)))
 
     def _counted(self, name: str, copy: Callable[..., None]) -> Callable[..., None]:
-        def counted(device: CupyDevice, target: Any, source: Any, stream: Any) -> None:
+        def counted(device: Device, target: Any, source: Any, stream: Any) -> None:
             key = (name, device.index)
             self.bytes[key] = self.bytes.get(key, 0) + source.nbytes
             copy(device, target, source, stream)

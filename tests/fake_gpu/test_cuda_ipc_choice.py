@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.backends import gpu
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import Peer

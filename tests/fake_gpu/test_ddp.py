@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import ferrorpc
-from ferrorpc.arrays.cupy_device import CupyDevice, device_of
+from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.ddp import device_bucket_memory, reducer
 from ferrorpc.ddp.bucket import lay_out
@@ -409,8 +410,8 @@ def test_the_headers_of_all_buckets_are_on_their_way_before_the_host_waits_for_a
     cupy: StandIn, lanes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    download, wait_within = CupyDevice.download, device_bucket_memory.wait_within
-    monkeypatch.setattr(CupyDevice, "download", lambda *given: (told.append("download"), download(*given))[1])
+    download, wait_within = Device.download, device_bucket_memory.wait_within
+    monkeypatch.setattr(Device, "download", lambda *given: (told.append("download"), download(*given))[1])
     monkeypatch.setattr(device_bucket_memory, "wait_within", lambda *given: (told.append("wait"), wait_within(*given))[1])
 
     def body(group: ProcessGroup) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ferrorpc
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.gpu.stand_in import StandIn

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, LimitExceededError, TensorMismatchError
 from ferrorpc.group import ProcessGroup

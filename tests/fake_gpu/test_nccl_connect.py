@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.nccl import connect
 from ferrorpc.backends.nccl.backend import NcclBackend

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import CupyDevice
+from ferrorpc.arrays.device import Device
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -42,7 +42,7 @@ def test_a_refused_operation_leaves_its_rank_in_step_with_the_others(
                 raise MemoryError("out of memory")
 
             with monkeypatch.context() as patch:
-                patch.setattr(CupyDevice, "empty", none)
+                patch.setattr(Device, "empty", none)
                 with pytest.raises(MemoryError):
                     group.reduce_scatter([x, x])
         else:

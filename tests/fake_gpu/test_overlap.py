@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.staging import POOL_BYTES, Staging
 from ferrorpc.collectives.arena.all_reduce import TwoShot
 from ferrorpc.collectives.arena.select import prepare

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.pinned import SEGMENT_BYTES_MIN, UNIT_BYTES, Pool, Ring
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.errors import BackendUnavailableError

@@ -18,7 +18,7 @@ import pytest
 
 from ferrorpc import schedules
 from ferrorpc.arrays import staging
-from ferrorpc.arrays.cupy_device import CupyDevice
+from ferrorpc.arrays.device import Device
 from ferrorpc.arrays.kinds import kind_of, view
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -298,9 +298,9 @@ def test_where_a_backend_moves_arrays_from_gpu_to_gpu_stages_send_nothing_throug
 ) -> None:
     in_step: list[int] = []
     through_host: list[int] = []
-    download = CupyDevice.download
+    download = Device.download
 
-    def noted(self: CupyDevice, target: Any, source: Any, stream: Any) -> None:
+    def noted(self: Device, target: Any, source: Any, stream: Any) -> None:
         through_host.extend(source.nbytes for _ in in_step)
         download(self, target, source, stream)
 
@@ -313,7 +313,7 @@ def test_where_a_backend_moves_arrays_from_gpu_to_gpu_stages_send_nothing_throug
             pipe.step(*(cupy.asarray(each) for each in batch(ROWS)), loss_fn=half_square)
             stream.synchronize()
 
-    monkeypatch.setattr(CupyDevice, "download", noted)
+    monkeypatch.setattr(Device, "download", noted)
     with groups(cupy, lanes) as world:
         run_groups(world, body)
     assert bool(through_host) == (lanes in ("simulated", "grpc"))

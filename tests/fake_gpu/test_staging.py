@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays import staging as staging_module
-from ferrorpc.arrays.cupy_device import CupyDevice, device_of
+from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.staging import Staging, until_true, wait_for
 from ferrorpc.collectives.device_transfers import transfers_for
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError
@@ -117,11 +118,11 @@ def test_a_copy_for_an_operation_ends_with_its_deadline_or_its_generation(cupy: 
 def test_slots_that_could_not_be_pinned_are_not_counted(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     staging, x = small(cupy), cupy.asarray(np.arange(100))
 
-    def refused(device: CupyDevice, size_bytes: int) -> None:
+    def refused(device: Device, size_bytes: int) -> None:
         raise MemoryError("no memory can be pinned")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CupyDevice, "pinned", refused)
+        patch.setattr(Device, "pinned", refused)
         for _ in range(staging.downloads.slots):
             with pytest.raises(MemoryError):
                 staging.to_host(x)
@@ -160,14 +161,14 @@ def test_a_copy_that_is_interrupted_as_it_is_queued_loses_no_slot(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, strikes: str
 ) -> None:
     staging, x, values = small(cupy), cupy.asarray(np.arange(100)), np.arange(100)
-    queue = getattr(CupyDevice, strikes)
+    queue = getattr(Device, strikes)
 
     def interrupted(*arguments: Any) -> None:
         queue(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(CupyDevice, strikes, interrupted)
+        patch.setattr(Device, strikes, interrupted)
         for _ in range(2 * staging.downloads.slots):
             with pytest.raises(KeyboardInterrupt):
                 staging.to_host(x) if strikes == "download" else staging.to_device(values)
@@ -183,14 +184,14 @@ def test_a_slot_to_which_the_gpu_writes_after_an_interrupt_is_not_free_before(
     staging, x, allowed = Staging(device_of(cupy, 0), SLOT, slots=1), cupy.asarray(np.arange(100)), list[bool]()
     cupy.machine.settle()
     cupy.machine.copying = lambda direction, gpu, size_bytes: bool(allowed)
-    download = CupyDevice.download
+    download = Device.download
 
     def interrupted(*arguments: Any) -> None:
         download(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(CupyDevice, "download", interrupted)
+        patch.setattr(Device, "download", interrupted)
         with pytest.raises(KeyboardInterrupt):
             staging.to_host(x)
     assert staging.downloads.take() is None

@@ -12,7 +12,7 @@ import pytest
 
 import ferrorpc.testing
 from ferrorpc.arrays import kinds
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.kinds import gpu_of, kind_of, packed_bytes, to_kind, view, view_out
 from ferrorpc.backends import gpu
 from ferrorpc.backends.hybrid import HybridBackend
@@ -246,7 +246,7 @@ def test_a_broken_cupy_leaves_torchs_tensors_to_torch(
     def broken(name: str) -> None:
         raise ValueError("numpy.dtype size changed")
 
-    monkeypatch.setattr("ferrorpc.arrays.cupy_device.importlib.import_module", broken)
+    monkeypatch.setattr("ferrorpc.arrays.devices.importlib.import_module", broken)
     kinds._torch_kind.cache_clear()
     x = gpus.from_numpy(np.arange(4, dtype=np.float32))
     assert view(x).data.tolist() == [0, 1, 2, 3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.simulated import Networks, SimulatedBackend

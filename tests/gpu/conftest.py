@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.arrays.devices import open_device
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import ferrorpc
-from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.arrays.devices import open_device
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.stand_in import stand_in
 

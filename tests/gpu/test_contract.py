@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.device.communicator import reduction
 from ferrorpc.backends.hybrid import HybridBackend

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.kernels.cuda.folds import ELEMENTS, OPERATORS
 from ferrorpc.types import dtype_named
 from tests.fake_gpu.folding import check_fold, drawn

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.kernels.cuda.codecs import DeviceCodec
 from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, ROWS, DeviceKernels
 from ferrorpc.kernels.cuda.program import NAMES, PAIRS

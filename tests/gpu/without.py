@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.arrays.devices import open_device
 from ferrorpc.errors import BackendUnavailableError
 
 

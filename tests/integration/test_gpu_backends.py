@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.arrays.cupy_device import CupyDevice, device_of
+from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.backends import gpu, registry
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.grpc import GrpcBackend
@@ -75,7 +76,7 @@ class Job:
             for rank, (session, server) in enumerate(zip(self.sessions, self.servers, strict=True))
         ]
 
-        def make(kind: type[DeviceBackend], lanes: Any, device: CupyDevice) -> NcclBackend:
+        def make(kind: type[DeviceBackend], lanes: Any, device: Device) -> NcclBackend:
             return kind(lanes, device, self.nccl.api(lanes.rank))
 
         monkeypatch.setattr(gpu, "_over_nccl", make)

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from ferrorpc.arrays.device import Event, Stream
+from ferrorpc.arrays.device import Stream
+from ferrorpc.arrays.event import Event
 from ferrorpc.backends.device.communicator import Communicator, State
 from ferrorpc.backends.device.exit_timer import exit_after
 from ferrorpc.errors import FerroError, LimitExceededError

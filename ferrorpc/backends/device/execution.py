@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-from ferrorpc.arrays.device import Device, Event, Stream
+from ferrorpc.arrays.device import Device, Stream
+from ferrorpc.arrays.event import Event
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.in_flight import InFlightExecution, first_cause
 from ferrorpc.backends.device.launch_queue import LaunchQueue

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Final, TypeVar
 
-from ferrorpc.arrays.device import Event
+from ferrorpc.arrays.event import Event
 from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.device.launch_queue import LaunchQueue
 from ferrorpc.collectives.execution import Execution

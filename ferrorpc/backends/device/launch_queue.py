@@ -15,7 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from ferrorpc.arrays.device import Event, Stream
+from ferrorpc.arrays.device import Stream
+from ferrorpc.arrays.event import Event
 from ferrorpc.backends.device.communicator import Communicator, State, failed
 from ferrorpc.guard import SYSTEM_CLOCK
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from ferrorpc.arrays.cupy_device import INSTALL
+from ferrorpc.arrays.devices import INSTALL
 from ferrorpc.backends.nccl.api import NcclApi
 from ferrorpc.backends.nccl.cupy_nccl import open_cupy_nccl
 from ferrorpc.backends.nccl.nccl4py import open_nccl4py

@@ -106,7 +106,8 @@ class DeviceVectorOps:
 
     def to_host(self, values: DeviceArray) -> Array:
         with self._device.on(self._stream):
-            return self._device.staging.to_host(values)
+            found: Array = self._device.staging.to_host(values)
+        return found
 
 
 VectorOps: TypeAlias = HostVectorOps | DeviceVectorOps

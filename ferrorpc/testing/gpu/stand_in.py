@@ -21,7 +21,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.lib.stride_tricks import as_strided
 
 from ferrorpc.arrays import capture_mode
-from ferrorpc.arrays.cupy_device import forget
+from ferrorpc.arrays.devices import forget
 from ferrorpc.testing.gpu.cuda import CUDADriverError, Driver, MemoryPointer, cuda
 from ferrorpc.testing.gpu.kernels import raw_module
 from ferrorpc.testing.gpu.machine import FakeStream, Gpu, GpuFault, Machine

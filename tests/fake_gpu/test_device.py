@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays import capture_mode
-from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.cupy_kind import CupyKind, cupy_kind
+from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.kinds import copy_into
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -164,7 +165,7 @@ def test_a_capture_is_not_called_a_failure_of_the_gpu(cupy: StandIn, status: int
 def test_gpus_whose_uuids_begin_alike_up_to_a_zero_are_told_apart(cupy: StandIn) -> None:
     assert len({device_of(cupy, index).uuid for index in range(8)}) == 8
     cupy.machine.gpus[0].uuid = bytes(range(1, 17))
-    assert type(device_of(cupy, 0))(cupy, 0).uuid == "GPU-01020304-0506-0708-090a-0b0c0d0e0f10"
+    assert Device(cupy, 0, Staging).uuid == "GPU-01020304-0506-0708-090a-0b0c0d0e0f10"
 
 
 def test_a_stream_that_is_another_on_every_thread_is_refused(cupy: StandIn) -> None:

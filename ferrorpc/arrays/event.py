@@ -1,4 +1,4 @@
-"""CuPy's events, and CUDA's answers that say that a GPU has failed."""
+"""A GPU's events, through CuPy, and CUDA's answers that say that a GPU has failed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ERRORS: Final = ("CUDARuntimeError", "CUDADriverError")
 """CuPy's classes: that of copies, events and streams, and that of kernels."""
 
 
-class CupyEvent:
-    """An event without timing. Its device records it anew once nobody else refers to it; streams that were told to wait for it
-    still wait for the earlier record.
+class Event:
+    """A mark in a stream, without timing. Its device records it anew once nobody else refers to it; streams that were told to
+    wait for it still wait for the earlier record.
 
     Args:
         runtime: the module `cupy.cuda.runtime`.
@@ -37,7 +37,8 @@ class CupyEvent:
 
     @property
     def done(self) -> bool:
-        """As `Event.done`.
+        """Whether the GPU has reached it. Any thread may ask, also while a CUDA graph is being captured, and whichever device
+        is its current one. A thread that has used no GPU stands on the event's from then on.
 
         Raises:
             BackendUnavailableError: the GPU has failed, and will reach no event any more; or a CUDA graph that is being
