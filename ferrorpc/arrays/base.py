@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -103,7 +102,7 @@ class Out:
             return False
         if mine.ctypes.data == theirs.ctypes.data and mine.shape == theirs.shape and _steps(mine) == _steps(theirs):
             return True
-        if mine.size and theirs.size and _overlap(mine, theirs):
+        if _overlap(mine, theirs):
             raise UsageError("out overlaps the input in part", hint="pass the input itself as out=, or an array of its own")
         return False
 
@@ -255,7 +254,7 @@ def check_distinct(array: Any) -> None:
 
 def check_apart(outs: Sequence[Out]) -> None:
     """Raises UsageError if two arrays that results are written to share memory."""
-    known = [(place, out.addresses) for place, out in enumerate(outs) if math.prod(out.spec.shape)]
+    known = [(place, out.addresses) for place, out in enumerate(outs)]
     for (first, mine), (second, theirs) in combinations(known, 2):
         if mine is not None and theirs is not None and np.may_share_memory(mine, theirs) and _overlap(mine, theirs):
             raise UsageError(f"out[{first}] and out[{second}] overlap", hint="pass arrays that share no memory")
