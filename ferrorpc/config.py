@@ -1,4 +1,4 @@
-"""All settings, in one table, from which environment variables, flags and `ferrorpc config` are derived.
+"""All settings, in one table, from which environment variables, the coordinator's flags and `ferrorpc config` are derived.
 
 Precedence: argument > variable > default. Seconds are floats ("60", "500ms"), sizes have units ("4MiB"), paths become absolute.
 """
@@ -280,10 +280,11 @@ def unknown_settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A setting's value and where it came from: "argument", the variable's name, or "default"."""
+    """A setting's value, where it came from ("argument", the variable's name, or "default"), and the text it was read from."""
 
     value: Any
     source: str
+    text: str = ""
 
 
 class Config(Mapping[str, Any]):
@@ -309,6 +310,10 @@ class Config(Mapping[str, Any]):
     def source(self, name: str) -> str:
         """Where the value came from: "argument", the variable's name, or "default"."""
         return self._values[name].source
+
+    def given(self) -> dict[str, str]:
+        """Variable -> text of the settings that were given as arguments, to pass them on to another process."""
+        return {setting.variable: v.text for setting in SETTINGS if (v := self._values[setting.name]).source == "argument"}
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={v.value!r}" for name, v in self._values.items() if v.source != "default")
@@ -351,12 +356,13 @@ def _resolve(setting: Setting, given: Mapping[str, Any], environment: Mapping[st
         raw, source = environment[setting.variable], setting.variable
     else:
         return Value(setting.default, "default")
+    text = _as_text(raw)
     try:
-        value = setting.parse(_as_text(raw))
+        value = setting.parse(text)
     except ValueError as error:
         if source == "argument":
             raise ConfigError(f"{setting.name}={raw!r}: {error}", hint="give it in this form") from None
         raise ConfigError(f"{setting.variable}={raw!r}: {error}") from None
     if setting.choices and value not in setting.choices:
         raise ConfigError(f"{setting.name}={value!r} (from {source}) is not one of {', '.join(setting.choices)}")
-    return Value(value, source)
+    return Value(value, source, text)

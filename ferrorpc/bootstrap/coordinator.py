@@ -27,20 +27,6 @@ PORT_SECONDS: Final = 8.0
 _BLOCKED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that schedulers send to every process of a job, whose ranks may handle them and go on: they do not end it."""
 _POLL_SECONDS: Final = 0.1
-_FLAGS: Final = (
-    "lease",
-    "grace",
-    "stall",
-    "tls_ca",
-    "tls_cert",
-    "tls_key",
-    "token_file",
-    "cost_table",
-    "data_dir",
-    "http_port",
-    "log_level",
-    "log_format",
-)
 _PROGRAM: Final = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -81,7 +67,7 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
             hint="set FERRORPC_BIND=0.0.0.0 on every node, with FERRORPC_TLS_* or FERRORPC_INSECURE=1",
         )
     _await_port(listen)
-    announced, pipe, process = _spawn(["--listen", listen, *_flags(config)], environment)
+    announced, pipe, process = _spawn(["--listen", listen], {**environment, **config.given()})
     try:
         ready = _first_line(announced)
     except BaseException:
@@ -199,15 +185,6 @@ def _first_line(descriptor: int) -> bytes:
             break
         line += chunk
     return line
-
-
-def _flags(config: Config) -> list[str]:
-    """Flags for settings that were given as arguments; those in the environment are inherited."""
-    flags: list[str] = []
-    for name in _FLAGS:
-        if config.source(name) == "argument":
-            flags += [f"--{name.replace('_', '-')}", str(config[name])]
-    return [*flags, "--insecure"] if config["insecure"] else flags
 
 
 def _forget_in_child() -> None:

@@ -12,18 +12,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from ferrorpc_coordinator import grpc_verbosity  # noqa: F401 (must be the first import)
 
 # isort: split
-from ferrorpc.config import Config
+from ferrorpc.config import SETTINGS, Config, Setting
 from ferrorpc.errors import ConfigError
 from ferrorpc.exit_codes import CONFIGURATION_ERRORS, EXIT_CONFIG, EXIT_FAILED
 from ferrorpc.logs import set_up_logging
@@ -35,7 +34,25 @@ from ferrorpc_coordinator.server import Announcement, Options, serve
 from ferrorpc_coordinator.state.settings import SECOND, Settings
 from ferrorpc_coordinator.tokens import read_token_file
 
-_PROCESS_FLAGS: Final = ("announce_fd", "starter_fd", "transient")
+_METAVARS: Final = {
+    "listen": "HOST:PORT",
+    "data_dir": "DIR",
+    "http_port": "PORT",
+    "cost_table": "FILE",
+    "heartbeat_interval": "SECONDS",
+    "lease": "SECONDS",
+    "grace": "SECONDS",
+    "stall": "SECONDS",
+    "tls_ca": "FILE",
+    "tls_cert": "FILE",
+    "tls_key": "FILE",
+    "token_file": "FILE",
+    "insecure": "",
+    "log_level": "LEVEL",
+    "log_format": "FORMAT",
+}
+"""The settings with a flag, each with what stands for its value in the help; nothing for one that has no value."""
+_PROCESS_FLAGS: Final = ("starter_fd", "transient")
 """Flags that are no settings: they are for who starts this process."""
 logger = logging.getLogger("ferrorpc.coordinator")
 
@@ -50,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = replace(options_from(config), starter_fd=arguments.starter_fd)
         _require_role(options.tls)
         forgets = options.data_dir is None and not arguments.transient
-        asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd, forgets)))
+        asyncio.run(serve(options, lambda announcement: _announce(announcement, forgets)))
     except CONFIGURATION_ERRORS as error:
         sys.stderr.write(f"ferrorpc coordinator: {error}\n")
         return EXIT_CONFIG
@@ -108,30 +125,16 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Each flag has a variable: --data-dir is FERRORPC_DATA_DIR. `ferrorpc config` shows them all.",
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:29700; port 0 takes a free one")
-    parser.add_argument("--data-dir", metavar="DIR", help="keep the journal here; without one a restart forgets everything")
-    parser.add_argument(
-        "--lease", metavar="SECONDS", help="silence after which a member is stalled, or dead once its stream ended"
-    )
-    parser.add_argument("--grace", metavar="SECONDS", help="how long a member whose stream ended has to resume")
-    parser.add_argument("--stall", metavar="SECONDS", help="how long a member may be stalled before it is evicted")
-    parser.add_argument("--tls-ca", metavar="FILE", help="clients must have a certificate of this authority")
-    parser.add_argument("--tls-cert", metavar="FILE", help="this coordinator's certificate")
-    parser.add_argument("--tls-key", metavar="FILE", help="its key")
-    parser.add_argument("--token-file", metavar="FILE", help="clients must bring a token of this file")
-    parser.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS")
-    parser.add_argument("--cost-table", metavar="FILE", help="what ranks choose algorithms by, from `ferrorpc bench --fit`")
-    parser.add_argument("--http-port", metavar="PORT", type=int, help="serve the status page and /metrics here")
-    parser.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
-    parser.add_argument("--log-format", metavar="FORMAT", help="text or json")
+    for setting in SETTINGS:
+        if setting.name in _METAVARS:
+            metavar = _METAVARS[setting.name]
+            form: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
+            parser.add_argument(f"--{setting.name.replace('_', '-')}", help=_help(setting), **form)
     parser.add_argument(
         "--transient",
         action="store_true",
         default=False,
         help="for one that ends with its job: no warning that nothing is kept",
-    )
-    parser.add_argument(
-        "--announce-fd", metavar="N", type=int, default=None, help="also write the ready line to this descriptor"
     )
     parser.add_argument(
         "--starter-fd",
@@ -143,16 +146,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _announce(announcement: Announcement, descriptor: int | None, forgets: bool) -> None:
+def _help(setting: Setting) -> str:
+    choices = f": {', '.join(setting.choices)}" if setting.choices else ""
+    default = f" (default {setting.default})" if setting.default else ""
+    return f"{setting.help}{choices}{default}"
+
+
+def _announce(announcement: Announcement, forgets: bool) -> None:
     http = f" http {announcement.http_address}" if announcement.http_address else ""
     line = f"listening {announcement.address} cluster {announcement.cluster_id}{http}\n"
     try:
         if sys.stdout is not None:  # the process may have no stdout
             sys.stdout.write(line)
             sys.stdout.flush()
-        if descriptor is not None:
-            os.write(descriptor, line.encode())
-            os.close(descriptor)
     except OSError as error:  # its reader is gone, or its disk is full: serve anyway
         logger.warning("%s (could not be announced: %s)", line.strip(), error.strerror)
     page = f"; status page at {announcement.page}" if announcement.page else ""

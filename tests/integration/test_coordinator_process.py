@@ -139,23 +139,6 @@ def test_one_that_is_to_outlive_its_terminal_does():
     assert process.stop()[0] == 0
 
 
-def test_the_ready_line_also_goes_to_a_descriptor():
-    readable, writable = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", "--announce-fd", str(writable)],
-        stdout=subprocess.PIPE,
-        pass_fds=[writable],
-        text=True,
-    )
-    os.close(writable)
-    with os.fdopen(readable) as announced, process:
-        line = announced.read()  # to its end: the coordinator closes it after the line
-        assert line == process.stdout.readline()
-        assert line.startswith("listening 127.0.0.1:")
-        process.terminate()
-        assert process.wait(60) == 0
-
-
 def fetch(url):
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -236,6 +236,19 @@ def test_a_bind_that_would_hide_it_from_other_nodes_is_refused() -> None:
         coordinator.start_coordinator("10.0.0.1:4711", Config({}, {}), {})
 
 
-def test_settings_that_are_given_as_arguments_are_passed_on_and_variables_are_inherited() -> None:
-    config = Config({"http_port": 29701, "data_dir": "/data", "lease": "5s"}, {"FERRORPC_GRACE": "9"})
-    assert coordinator._flags(config) == ["--lease", "5.0", "--data-dir", "/data", "--http-port", "29701"]
+def test_settings_that_are_given_as_arguments_are_passed_on_and_variables_are_inherited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"http_port": 29701, "lease": "5s", "heartbeat_interval": 2, "insecure": False}
+    environment = {"FERRORPC_GRACE": "9", "FERRORPC_LEASE": "8", "FERRORPC_INSECURE": "1"}
+    found = []
+
+    def spawn(arguments: list[str], environment: Mapping[str, str]) -> None:
+        found.append(Config({}, environment))
+        raise Asked
+
+    monkeypatch.setattr(coordinator, "_spawn", spawn)
+    with pytest.raises(Asked):
+        coordinator.start_coordinator("127.0.0.1:4711", Config(settings, environment), environment)
+    expected = {"http_port": 29701, "lease": 5.0, "heartbeat_interval": 2.0, "insecure": False, "grace": 9.0}
+    assert {name: found[0][name] for name in expected} == expected
