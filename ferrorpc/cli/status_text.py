@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ferrorpc.cli.table import table
 from ferrorpc.logs import escape_unprintable
+from ferrorpc.wire.member_states import state_name
 
 if TYPE_CHECKING:
     from ferrorpc.v1.identity_pb2 import Member
@@ -94,14 +95,14 @@ def headline(response: StatusResponse) -> tuple[str, str]:
         return ("The first round is still open" if response.members else "Nobody has joined yet"), waiting
     newest = response.generations[-1]
     if newest.end_reason:
-        if members and all(state_name(member) == "left" for member in members):
+        if members and all(state_name(member.state) == "left" for member in members):
             return "The job is over: all its members left", waiting
         what, _, why = newest.end_reason.partition(": ")
         return what[:1].upper() + what[1:], _joined(why, f"generation {newest.generation} is over", waiting)
-    unwell = [member for member in members if state_name(member) in ("stalled", "suspect")]
+    unwell = [member for member in members if state_name(member.state) in ("stalled", "suspect")]
     if unwell:
         others = f", and {len(unwell) - 1} more" if len(unwell) > 1 else ""
-        return f"Rank {unwell[0].rank} is {state_name(unwell[0])}{others}", _joined(unwell[0].reason, waiting)
+        return f"Rank {unwell[0].rank} is {state_name(unwell[0].state)}{others}", _joined(unwell[0].reason, waiting)
     late = [barrier for barrier in response.barriers if barrier.missing_ranks and barrier.age_ms > BARRIER_HEADLINE_MS]
     if late:
         return _late(late[0], members, waiting)
@@ -140,7 +141,7 @@ def _behind(members: Sequence[Member], waiting: str) -> tuple[str, str] | None:
 
 
 def _healthy(members: Sequence[Member], waiting: str) -> tuple[str, str]:
-    gone = sum(state_name(member) in GONE for member in members)
+    gone = sum(state_name(member.state) in GONE for member in members)
     if gone:
         return f"{len(members) - gone} of {len(members)} ranks work, {gone} left", waiting
     return "The one rank works" if len(members) == 1 else f"All {len(members)} ranks work", waiting
@@ -150,19 +151,10 @@ def _healthy(members: Sequence[Member], waiting: str) -> tuple[str, str]:
 
 
 def _members(members: Sequence[Member], previous: PreviousStatus | None, rows_max: int | None) -> str:
-    present = [member for member in members if member.rank >= 0 or state_name(member) not in GONE]
-    gone = [member for member in members if member.rank < 0 and state_name(member) in GONE]
+    present = [member for member in members if member.rank >= 0 or state_name(member.state) not in GONE]
+    gone = [member for member in members if member.rank < 0 and state_name(member.state) in GONE]
     text = _rows(present, previous, rows_max) if present else "no members"
     return f"{text}\nearlier processes: {_counted(gone)}" if gone else text
-
-
-def state_name(member: Member) -> str:
-    """The member's state as a word; "unknown" for one that only a newer coordinator knows."""
-    from ferrorpc.v1.identity_pb2 import MemberState
-
-    if member.state not in MemberState.values():
-        return "unknown"
-    return MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower()
 
 
 def ms_behind(members: Sequence[Member]) -> dict[str, int]:
@@ -172,7 +164,7 @@ def ms_behind(members: Sequence[Member]) -> dict[str, int]:
     When no rank advances, the others wait for those behind if the ranks work in step. Ranks that do different work, such as
     pipeline stages, drift apart; they are behind only while others advance.
     """
-    ranked = [member for member in members if member.rank >= 0 and state_name(member) not in GONE]
+    ranked = [member for member in members if member.rank >= 0 and state_name(member.state) not in GONE]
     steps = [member.step for member in ranked] or [0]
     furthest = max(steps)
     last_advance = min((member.step_age_ms for member in ranked), default=0)
@@ -186,7 +178,7 @@ def _rows(members: list[Member], previous: PreviousStatus | None, rows_max: int 
     behind = ms_behind(members)
     hidden = 0
     if rows_max is not None and len(ordered) > rows_max:
-        ordered.sort(key=lambda m: (_STATE_ORDER.index(state_name(m)), -behind[m.name]))
+        ordered.sort(key=lambda m: (_STATE_ORDER.index(state_name(m.state)), -behind[m.name]))
         hidden = len(ordered) - rows_max
     before = {member.name: member for member in previous.response.members} if previous else {}
     seconds = previous.seconds if previous else 0.0
@@ -198,7 +190,7 @@ def _rows(members: list[Member], previous: PreviousStatus | None, rows_max: int 
 
 
 def _counted(members: Sequence[Member]) -> str:
-    states = [state_name(member) for member in members]
+    states = [state_name(member.state) for member in members]
     return ", ".join(f"{states.count(state)} {state}" for state in _STATE_ORDER if state in states)
 
 
@@ -207,20 +199,20 @@ _ALWAYS_SHOWN: Final = frozenset({"rank", "name", "state", "host", "step", "last
 
 def _row(member: Member, before: Member | None, seconds: float, behind_ms: int) -> tuple[str, ...]:
     rate = share = ""
-    is_active = member.rank >= 0 and state_name(member) not in GONE
+    is_active = member.rank >= 0 and state_name(member.state) not in GONE
     if before is not None and seconds > 0 and member.step >= before.step and is_active:
         rate = f"{(member.step - before.step) / seconds:.1f}"
         share = f"{min(100.0, (member.operation_ms - before.operation_ms) / seconds / 10):.0f} %"
     return (
         str(member.rank) if member.rank >= 0 else "-",
         member.name,
-        state_name(member),
+        state_name(member.state),
         member.host or "-",
         str(member.step),
         rate,
         share,
         f"{behind_ms / 1000:.1f} s" if behind_ms else "",
-        "-" if state_name(member) in GONE else f"{member.beat_age_ms / 1000:.1f} s",
+        "-" if state_name(member.state) in GONE else f"{member.beat_age_ms / 1000:.1f} s",
         member.activity or "-",
         member.reason,
     )
@@ -286,7 +278,7 @@ def _links(response: StatusResponse, previous: PreviousStatus | None) -> list[st
     if not sent:
         return []
     size = max(max(pair) for pair in sent) + 1
-    present = {member.rank for member in response.members if state_name(member) not in GONE}
+    present = {member.rank for member in response.members if state_name(member.state) not in GONE}
     if previous is None or not any(source in present for source, _ in sent):
         return _busiest({pair: (kind, float(count), "") for pair, (kind, count) in sent.items()})
     before = _sent(previous.response)

@@ -9,6 +9,7 @@ from ferrorpc.coordination.pending_requests import Request
 from ferrorpc.coordination.session_stream import SessionStream
 from ferrorpc.errors import FerroError
 from ferrorpc.v1 import identity_pb2, session_pb2 as wire
+from ferrorpc.wire.member_states import state_name
 
 STATUS_SECONDS: Final = 1.0
 NAMED_MAX: Final = 8
@@ -17,11 +18,8 @@ _UNHEALTHY: Final = ("stalled", "suspect", "dead", "left")
 
 def member_report(member: identity_pb2.Member) -> MemberReport:
     """What the coordinator knows of a member."""
-    known = member.state in identity_pb2.MemberState.values()  # a newer coordinator may send unknown states
-    state = identity_pb2.MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower() if known else "unknown"
-    return MemberReport(
-        member.rank, member.name, member.host, state, member.step, member.beat_age_ms / 1000, member.activity, member.reason
-    )
+    state, beat_age = state_name(member.state), member.beat_age_ms / 1000
+    return MemberReport(member.rank, member.name, member.host, state, member.step, beat_age, member.activity, member.reason)
 
 
 def explain_wait(request: Request, stream: SessionStream | None, status_request: wire.StatusRequest) -> str:

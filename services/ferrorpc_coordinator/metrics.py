@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from ferrorpc.versions import own_version, version_of
+from ferrorpc.wire.member_states import state_name
 from ferrorpc_coordinator.state.effects import Note
 from ferrorpc_coordinator.state.job import Job
 
@@ -56,7 +57,7 @@ class Counters:
     """(method, gRPC status code) -> number of calls."""
     generations_broken: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
     """Error code of the first cause -> number of generations it ended."""
-    member_changes: Counter[str] = field(default_factory=lambda: _zeros(map(state_label, identity_pb2.MemberState.values())))
+    member_changes: Counter[str] = field(default_factory=lambda: _zeros(map(state_name, identity_pb2.MemberState.values())))
     """New state of a member -> number of changes; "active" where one is back."""
     request_errors: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
     """Error code -> number of session requests answered with it."""
@@ -86,11 +87,6 @@ def _zeros(labels: Iterable[str]) -> Counter[str]:
     return Counter(dict.fromkeys((label for label in labels if label != "unspecified"), 0))
 
 
-def state_label(state: identity_pb2.MemberState.ValueType) -> str:
-    """A member's state as a label."""
-    return identity_pb2.MemberState.Name(state).removeprefix("MEMBER_STATE_").lower()
-
-
 def code_label(code: error_pb2.ErrorCode.ValueType) -> str:
     """An error's code as a label. Codes of later versions, which a member may report, share one label."""
     if code not in error_pb2.ErrorCode.values():
@@ -100,7 +96,7 @@ def code_label(code: error_pb2.ErrorCode.ValueType) -> str:
 
 def members_by_state(job: Job) -> Counter[str]:
     """How many members a job has in each state."""
-    return Counter(state_label(job.members.state(member, job.rendezvous.joining(member))) for member in job.members)
+    return Counter(state_name(job.members.state(member, job.rendezvous.joining(member))) for member in job.members)
 
 
 def beat_ages(job: Job) -> dict[int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
+from ferrorpc.wire.member_states import state_name
 
 
 def frame_words(frame: session_pb2.ServerFrame) -> str:
@@ -46,10 +47,9 @@ def _store_event_words(event: session_pb2.Event) -> str:
 
 def member_words(member: identity_pb2.Member) -> str:
     """A member in an event, a description or a status."""
-    state = identity_pb2.MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower()
     rank = f"rank {member.rank} " if member.rank >= 0 else ""
     reason = f" ({member.reason})" if member.reason else ""
-    return f"{rank}{member.name}#{member.incarnation} {state}{reason}"
+    return f"{rank}{member.name}#{member.incarnation} {state_name(member.state)}{reason}"
 
 
 def result_words(result: session_pb2.Result) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ferrorpc.v1 import identity_pb2, session_pb2
-from ferrorpc_coordinator.metrics import state_label
+from ferrorpc.wire.member_states import state_name
 
 _COLUMNS: Final = (
     "name",
@@ -56,7 +56,7 @@ def _members(members: Sequence[identity_pb2.Member]) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {name: [getattr(member, name) for member in members] for name in _COLUMNS}
     if any(member.training.steps for member in members):
         columns["training"] = [_training(member.training) for member in members]
-    columns["state"] = [state_label(member.state) for member in members]
+    columns["state"] = [state_name(member.state) for member in members]
     for name in _LABELS:
         columns[name] = [next((label.value for label in member.labels if label.name == name), "") for member in members]
     return columns
