@@ -38,9 +38,8 @@ Row = tuple[str, str, bytes | None]
 """Table, key and value; a value of None removes the row."""
 
 SCHEMA_VERSION: Final = 2
-"""Format 1 had no checksums; it is converted when it is opened."""
 APPLICATION_ID: Final = int.from_bytes(b"Frpc")
-"""Marks the database as a journal. Those of before the mark have 0."""
+"""Marks the database as a journal."""
 RESERVE_BYTES: Final = 4 << 20
 _DATABASE: Final = "journal.sqlite"
 _RESERVE: Final = "reserve"
@@ -393,9 +392,9 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    if version > SCHEMA_VERSION:
+    if version not in (0, SCHEMA_VERSION):
         raise ConfigError(
-            f"the journal {path} has format {version}, this version reads formats up to {SCHEMA_VERSION}",
+            f"the journal {path} has format {version}, this version reads format {SCHEMA_VERSION}",
             hint="run the version of ferrorpc that wrote it, or give another --data-dir",
         )
     if version == 0 and (path.parent / _RESERVE).exists():  # the reserve is only created beside a database
@@ -406,12 +405,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     if version == SCHEMA_VERSION:
         return
     connection.execute("BEGIN IMMEDIATE")
-    if version == 0:
-        connection.execute("CREATE TABLE IF NOT EXISTS rows (tab, key, value, checksum, PRIMARY KEY (tab, key)) WITHOUT ROWID")
-    else:
-        connection.create_function("checksum_of", 3, _checksum)
-        connection.execute("ALTER TABLE rows ADD COLUMN checksum")
-        connection.execute("UPDATE rows SET checksum = checksum_of(tab, key, value)")
+    connection.execute("CREATE TABLE IF NOT EXISTS rows (tab, key, value, checksum, PRIMARY KEY (tab, key)) WITHOUT ROWID")
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
@@ -424,8 +418,8 @@ def _require_journal(path: Path, connection: sqlite3.Connection, version: int) -
     tables = [name for (name,) in connection.execute(query)]
     columns = [name for _, name, *_ in connection.execute("PRAGMA table_info(rows)")]
     is_new = not tables and not version
-    is_older = tables == ["rows"] and columns[:3] == ["tab", "key", "value"]  # or read from an SQL dump, which has no marks
-    if application != APPLICATION_ID and (application or not (is_new or is_older)):
+    is_unmarked = tables == ["rows"] and columns[:3] == ["tab", "key", "value"]  # read from an SQL dump, which has no marks
+    if application != APPLICATION_ID and (application or not (is_new or is_unmarked)):
         raise ConfigError(f"{path} is not a journal of ferrorpc", hint="give another --data-dir")
 
 

@@ -127,15 +127,17 @@ def test_where_directories_cannot_be_locked_the_lock_file_keeps_others_out(tmp_p
     journal.close()
 
 
-def test_a_journal_of_a_newer_format_is_refused(tmp_path):
+@pytest.mark.parametrize("version", [1, 99])
+def test_a_journal_of_another_format_is_refused_and_left_as_it_was(tmp_path, version):
     journal = opened(tmp_path)
-    journal._connection.execute("PRAGMA user_version = 99")
+    journal.commit([("t", "k", b"v")])
+    journal._connection.execute(f"PRAGMA user_version = {version}")
     journal.close()
-    with pytest.raises(ConfigError, match="format 99"):
-        opened(tmp_path)
-    # The refused open released the lock.
-    with pytest.raises(ConfigError, match="format 99"):
-        opened(tmp_path)
+    for _ in range(2):  # the refused open released the lock
+        with pytest.raises(ConfigError, match=rf"has format {version}, this version reads format 2\ntry: .*another --data-dir"):
+            opened(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "data" / "journal.sqlite")) as kept:
+        assert kept.execute("SELECT tab, key, value FROM rows").fetchall() == [("t", "k", b"v")]
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])
@@ -213,25 +215,6 @@ def test_a_flipped_bit_is_found_and_its_row_named(tmp_path):
         with pytest.raises(ConfigError, match=f"the row '{row}' of 'store' in journal.sqlite is not what was written"):
             again.rows()
         again.close()
-
-
-def test_a_journal_of_the_first_format_is_converted(tmp_path):
-    (tmp_path / "data").mkdir()
-    path = tmp_path / "data" / "journal.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as older:
-        older.execute("CREATE TABLE rows (tab, key, value, PRIMARY KEY (tab, key)) WITHOUT ROWID")
-        older.execute("INSERT INTO rows VALUES ('store', 'a', ?)", (b"written before",))
-        older.execute("PRAGMA user_version = 1")
-        older.commit()
-    for _ in range(2):
-        journal = opened(tmp_path)
-        assert journal.rows() == [("store", "a", b"written before")]
-        journal.close()
-    path.write_bytes(path.read_bytes().replace(b"written before", b"written behind"))
-    journal = opened(tmp_path)
-    with pytest.raises(ConfigError, match="not what was written"):
-        journal.rows()
-    journal.close()
 
 
 def test_a_truncated_journal_is_refused_though_sqlite_can_read_it(tmp_path):
