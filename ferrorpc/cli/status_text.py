@@ -26,15 +26,6 @@ MATRIX_RANKS_MAX: Final = 12
 _STATE_ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "unknown", "left")
 GONE: Final = ("dead", "left")
 """States of members that have ended. Without a rank in the newest generation they belong to an earlier one."""
-BEHIND_MS: Final = 2000
-"""A rank is behind once its step has been behind another's and has not advanced for this long."""
-IN_STEP: Final = 64
-"""Ranks at most this many operations apart are taken to work in step."""
-BEHIND_HEADLINE_MS: Final = 5000
-"""A rank that has been behind for longer gets a headline."""
-BARRIER_HEADLINE_MS: Final = 1000
-"""A barrier that has waited for longer gets a headline."""
-_RANKS_NAMED: Final = 3
 _RIGHT_ALIGNED: Final = frozenset({"rank", "step", "last beat", "behind for", "ops/s", "in ops"})
 
 
@@ -49,7 +40,8 @@ class PreviousStatus:
 def as_text(response: StatusResponse, previous: PreviousStatus | None = None, rows_max: int | None = None) -> str:
     """The whole response. With `rows_max`, at most so many members are listed, those in trouble first; the rest is counted."""
     position = response.position
-    title, details = headline(response)
+    told = response.headline
+    details = "; ".join(told.details) or response.waiting_reason  # which an older coordinator, without a headline, tells alone
     kept = "journal on disk" if response.durable else "in memory"
     head = (
         f"job {response.job}  generation {position.generation}  cluster {position.cluster_id} epoch {position.epoch}  "
@@ -67,12 +59,12 @@ def as_text(response: StatusResponse, previous: PreviousStatus | None = None, ro
     }
     parts = [
         escape_unprintable(head),
-        "\n".join(escape_unprintable(line) for line in (title, details) if line),
+        "\n".join(escape_unprintable(line) for line in (told.title, details) if line),
         f"store: {_plural(response.store_keys, 'key')}, {_plural(response.store_bytes, 'byte')}",
         _members(response.members, previous, rows_max),
         *("\n  ".join([name, *map(escape_unprintable, lines)]) for name, lines in sections.items() if lines),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _first(lines: list[str], most: int) -> list[str]:
@@ -82,69 +74,6 @@ def _first(lines: list[str], most: int) -> list[str]:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-# -- headline ----------------------------------------------------------------------------------------------------------
-
-
-def headline(response: StatusResponse) -> tuple[str, str]:
-    """A job's state in one sentence, and details: the headline of the status page (web/static/model.js), in the same words."""
-    members = [member for member in response.members if member.rank >= 0]
-    waiting = f"Next round: {response.waiting_reason}" if response.waiting_reason else ""
-    if not response.generations:
-        return ("The first round is still open" if response.members else "Nobody has joined yet"), waiting
-    newest = response.generations[-1]
-    if newest.end_reason:
-        if members and all(state_name(member.state) == "left" for member in members):
-            return "The job is over: all its members left", waiting
-        what, _, why = newest.end_reason.partition(": ")
-        return what[:1].upper() + what[1:], _joined(why, f"generation {newest.generation} is over", waiting)
-    unwell = [member for member in members if state_name(member.state) in ("stalled", "suspect")]
-    if unwell:
-        others = f", and {len(unwell) - 1} more" if len(unwell) > 1 else ""
-        return f"Rank {unwell[0].rank} is {state_name(unwell[0].state)}{others}", _joined(unwell[0].reason, waiting)
-    late = [barrier for barrier in response.barriers if barrier.missing_ranks and barrier.age_ms > BARRIER_HEADLINE_MS]
-    if late:
-        return _late(late[0], members, waiting)
-    return _behind(members, waiting) or _healthy(members, waiting)
-
-
-def _joined(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)
-
-
-def _late(barrier: BarrierStatus, members: Sequence[Member], waiting: str) -> tuple[str, str]:
-    missing = list(barrier.missing_ranks)
-    who = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks"
-    told = [
-        f"rank {member.rank} on {member.host or '?'}{f' was last seen in {member.activity}' if member.activity else ''}"
-        for member in members
-        if member.rank in missing[:_RANKS_NAMED]
-    ]
-    return f"Barrier {barrier.name} has waited {barrier.age_ms / 1000:.1f} s for {who}", _joined(*told, waiting)
-
-
-def _behind(members: Sequence[Member], waiting: str) -> tuple[str, str] | None:
-    ages = ms_behind(members)
-    behind = sorted(
-        (member for member in members if ages[member.name] > BEHIND_HEADLINE_MS), key=lambda member: -ages[member.name]
-    )
-    if not behind:
-        return None
-    who = f"Rank {behind[0].rank} has" if len(behind) == 1 else f"{len(behind)} ranks have"
-    told = [
-        f"rank {member.rank} on {member.host or '?'} is at step {member.step}, its last operation: {member.activity or 'none'}"
-        for member in behind[:_RANKS_NAMED]
-    ]
-    front = f"others are at step {max(member.step for member in members)}"
-    return f"{who} been behind for {ages[behind[0].name] / 1000:.0f} s", _joined(front, *told, waiting)
-
-
-def _healthy(members: Sequence[Member], waiting: str) -> tuple[str, str]:
-    gone = sum(state_name(member.state) in GONE for member in members)
-    if gone:
-        return f"{len(members) - gone} of {len(members)} ranks work, {gone} left", waiting
-    return "The one rank works" if len(members) == 1 else f"All {len(members)} ranks work", waiting
 
 
 # -- members -----------------------------------------------------------------------------------------------------------
@@ -157,32 +86,15 @@ def _members(members: Sequence[Member], previous: PreviousStatus | None, rows_ma
     return f"{text}\nearlier processes: {_counted(gone)}" if gone else text
 
 
-def ms_behind(members: Sequence[Member]) -> dict[str, int]:
-    """Member -> milliseconds for which its step has not advanced although another's is ahead; 0 if it keeps up. The status page
-    uses the same rule.
-
-    When no rank advances, the others wait for those behind if the ranks work in step. Ranks that do different work, such as
-    pipeline stages, drift apart; they are behind only while others advance.
-    """
-    ranked = [member for member in members if member.rank >= 0 and state_name(member.state) not in GONE]
-    steps = [member.step for member in ranked] or [0]
-    furthest = max(steps)
-    last_advance = min((member.step_age_ms for member in ranked), default=0)
-    grace = BEHIND_MS + (0 if furthest - min(steps) <= IN_STEP else last_advance)
-    behind = {member.name for member in ranked if member.step < furthest and member.step_age_ms > grace}
-    return {member.name: member.step_age_ms if member.name in behind else 0 for member in members}
-
-
 def _rows(members: list[Member], previous: PreviousStatus | None, rows_max: int | None) -> str:
     ordered = sorted(members, key=lambda m: (m.rank < 0, m.rank, m.name))
-    behind = ms_behind(members)
     hidden = 0
     if rows_max is not None and len(ordered) > rows_max:
-        ordered.sort(key=lambda m: (_STATE_ORDER.index(state_name(m.state)), -behind[m.name]))
+        ordered.sort(key=lambda m: (_STATE_ORDER.index(state_name(m.state)), -m.behind_ms))
         hidden = len(ordered) - rows_max
     before = {member.name: member for member in previous.response.members} if previous else {}
     seconds = previous.seconds if previous else 0.0
-    rows = [_row(member, before.get(member.name), seconds, behind[member.name]) for member in ordered[:rows_max]]
+    rows = [_row(member, before.get(member.name), seconds) for member in ordered[:rows_max]]
     header = ("rank", "name", "state", "host", "step", "ops/s", "in ops", "behind for", "last beat", "last operation", "why")
     kept = [column for column, name in enumerate(header) if name in _ALWAYS_SHOWN or any(row[column] for row in rows)]
     text = table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], right=_RIGHT_ALIGNED)
@@ -197,7 +109,7 @@ def _counted(members: Sequence[Member]) -> str:
 _ALWAYS_SHOWN: Final = frozenset({"rank", "name", "state", "host", "step", "last beat", "last operation", "why"})
 
 
-def _row(member: Member, before: Member | None, seconds: float, behind_ms: int) -> tuple[str, ...]:
+def _row(member: Member, before: Member | None, seconds: float) -> tuple[str, ...]:
     rate = share = ""
     is_active = member.rank >= 0 and state_name(member.state) not in GONE
     if before is not None and seconds > 0 and member.step >= before.step and is_active:
@@ -211,7 +123,7 @@ def _row(member: Member, before: Member | None, seconds: float, behind_ms: int) 
         str(member.step),
         rate,
         share,
-        f"{behind_ms / 1000:.1f} s" if behind_ms else "",
+        f"{member.behind_ms / 1000:.1f} s" if member.behind_ms else "",
         "-" if state_name(member.state) in GONE else f"{member.beat_age_ms / 1000:.1f} s",
         member.activity or "-",
         member.reason,

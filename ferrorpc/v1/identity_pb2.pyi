@@ -127,6 +127,7 @@ class Member(google.protobuf.message.Message):
     OPERATION_MS_FIELD_NUMBER: builtins.int
     LINKS_FIELD_NUMBER: builtins.int
     TRAINING_FIELD_NUMBER: builtins.int
+    BEHIND_MS_FIELD_NUMBER: builtins.int
     name: builtins.str
     incarnation: builtins.int
     """Numbered by the coordinator: the n-th process of this name."""
@@ -148,6 +149,8 @@ class Member(google.protobuf.message.Message):
     """Milliseconds since its step counter last changed."""
     operation_ms: builtins.int
     """Total milliseconds spent in operations, including waiting."""
+    behind_ms: builtins.int
+    """In a status: milliseconds for which its step has not advanced although another's is ahead; 0 if it keeps up."""
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Label]: ...
     @property
@@ -176,9 +179,10 @@ class Member(google.protobuf.message.Message):
         operation_ms: builtins.int = ...,
         links: collections.abc.Iterable[Global___Link] | None = ...,
         training: Global___Training | None = ...,
+        behind_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["training", b"training"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["activity", b"activity", "address", b"address", "beat_age_ms", b"beat_age_ms", "host", b"host", "incarnation", b"incarnation", "labels", b"labels", "links", b"links", "name", b"name", "operation_ms", b"operation_ms", "rank", b"rank", "reason", b"reason", "state", b"state", "step", b"step", "step_age_ms", b"step_age_ms", "training", b"training"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "address", b"address", "beat_age_ms", b"beat_age_ms", "behind_ms", b"behind_ms", "host", b"host", "incarnation", b"incarnation", "labels", b"labels", "links", b"links", "name", b"name", "operation_ms", b"operation_ms", "rank", b"rank", "reason", b"reason", "state", b"state", "step", b"step", "step_age_ms", b"step_age_ms", "training", b"training"]) -> None: ...
 
 Global___Member: typing_extensions.TypeAlias = Member
 

@@ -595,6 +595,7 @@ class StatusResponse(google.protobuf.message.Message):
     OCCURRENCES_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
+    HEADLINE_FIELD_NUMBER: builtins.int
     job: builtins.str
     store_keys: builtins.int
     store_bytes: builtins.int
@@ -620,6 +621,10 @@ class StatusResponse(google.protobuf.message.Message):
     def stragglers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Straggler]:
         """The ranks that came last to the script's recently released named barriers, the longest waited-for first."""
 
+    @property
+    def headline(self) -> Global___Headline:
+        """On the first page."""
+
     def __init__(
         self,
         *,
@@ -636,11 +641,37 @@ class StatusResponse(google.protobuf.message.Message):
         occurrences: collections.abc.Iterable[Global___Occurrence] | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         more: builtins.bool = ...,
+        headline: Global___Headline | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["position", b"position"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["barriers", b"barriers", "durable", b"durable", "generations", b"generations", "job", b"job", "members", b"members", "more", b"more", "occurrences", b"occurrences", "position", b"position", "store_bytes", b"store_bytes", "store_keys", b"store_keys", "stragglers", b"stragglers", "version", b"version", "waiting_reason", b"waiting_reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["headline", b"headline", "position", b"position"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["barriers", b"barriers", "durable", b"durable", "generations", b"generations", "headline", b"headline", "job", b"job", "members", b"members", "more", b"more", "occurrences", b"occurrences", "position", b"position", "store_bytes", b"store_bytes", "store_keys", b"store_keys", "stragglers", b"stragglers", "version", b"version", "waiting_reason", b"waiting_reason"]) -> None: ...
 
 Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
+
+@typing.final
+class Headline(google.protobuf.message.Message):
+    """A job's state in one sentence."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: builtins.int
+    TITLE_FIELD_NUMBER: builtins.int
+    DETAILS_FIELD_NUMBER: builtins.int
+    level: builtins.str
+    """"good", "warn", "bad" or "idle"."""
+    title: builtins.str
+    @property
+    def details(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        level: builtins.str = ...,
+        title: builtins.str = ...,
+        details: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["details", b"details", "level", b"level", "title", b"title"]) -> None: ...
+
+Global___Headline: typing_extensions.TypeAlias = Headline
 
 @typing.final
 class Occurrence(google.protobuf.message.Message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from signal import Signals
 from typing import Any, Final
@@ -24,6 +24,7 @@ from ferrorpc_coordinator.state.admission import Admission, Admitted
 from ferrorpc_coordinator.state.barriers import Barriers
 from ferrorpc_coordinator.state.context import JobContext, Requester, SharedState
 from ferrorpc_coordinator.state.generations import Generation, Generations, Refused
+from ferrorpc_coordinator.state.headline import behind, headline
 from ferrorpc_coordinator.state.leases import Leases
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import REASON_CHARACTERS_MAX, Members
@@ -364,8 +365,10 @@ class Job:
 
     def status(self, after: int = 0, room: float = math.inf) -> session_pb2.StatusResponse:
         """The job's status, or its page that begins after this many barriers and members and has `room` bytes for more."""
-        page = session_pb2.StatusResponse(job=self.context.job) if after else self._status_without_lists()
-        members = self._members_status(max(0, after - len(self.barriers)))
+        by_rank = sorted(self.members, key=lambda member: member.rank if member.rank >= 0 else math.inf)
+        late = behind(by_rank, self.context.now)
+        page = session_pb2.StatusResponse(job=self.context.job) if after else self._status_without_lists(by_rank, late)
+        members = self._members_status(by_rank, late, max(0, after - len(self.barriers)))
         parts: Iterator[session_pb2.BarrierStatus | identity_pb2.Member] = chain(self.barriers.status(after), members)
         for part in parts:
             room -= part.ByteSize()
@@ -378,9 +381,10 @@ class Job:
                 page.barriers.append(part)
         return page
 
-    def _status_without_lists(self) -> session_pb2.StatusResponse:
+    def _status_without_lists(self, by_rank: Sequence[Member], late: Mapping[str, int]) -> session_pb2.StatusResponse:
         """The status without barriers and members."""
-        keyspace, settings = self.store.keyspace, self.context.settings
+        keyspace, settings, waiting = self.store.keyspace, self.context.settings, self.rendezvous.waiting_reason()
+        newest = next(reversed(self.generations.history.values()), None)
         return session_pb2.StatusResponse(
             job=self.context.job,
             generations=self.generations.status(),
@@ -388,18 +392,20 @@ class Job:
             store_bytes=keyspace.bytes,
             durable=settings.durable,
             version=settings.version,
-            waiting_reason=self.rendezvous.waiting_reason(),
+            waiting_reason=waiting,
             occurrences=self.context.occurrences.status(),
             stragglers=self.barriers.stragglers(),
+            headline=headline(by_rank, late, newest, self.barriers.status(0), waiting),
         )
 
-    def _members_status(self, after: int) -> Iterator[identity_pb2.Member]:
-        """The members in rank order without the first `after`, each with an equal share of the links that fit into a status."""
-        by_rank = sorted(self.members, key=lambda member: (member.rank < 0, member.rank))
+    def _members_status(self, by_rank: Sequence[Member], late: Mapping[str, int], after: int) -> Iterator[identity_pb2.Member]:
+        """The members without the first `after`, each with an equal share of the links that fit into a status."""
         most = max(1, self.context.limits.status_links // max(1, len(by_rank)))
         for member in by_rank[after:]:
             description = self.members.describe(member, self.rendezvous.joining(member))
             description.links.extend(member.busiest_links(most))
+            if member.name in late:
+                description.behind_ms = late[member.name] // MILLISECOND
             yield description
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, unique
+from typing import Final
 
 from ferrorpc.v1 import identity_pb2, journal_pb2, session_pb2
 from ferrorpc_coordinator.state.effects import Answer
@@ -22,6 +23,9 @@ class Liveness(Enum):
     """Its stream ended without a Leave; it may resume."""
     DEAD = "dead"
     LEFT = "left"
+
+
+_GONE: Final = (Liveness.DEAD, Liveness.LEFT)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +90,7 @@ class Member:
     @property
     def alive(self) -> bool:
         """Neither dead nor departed; perhaps suspect."""
-        return self.liveness not in (Liveness.DEAD, Liveness.LEFT)
+        return self.liveness not in _GONE
 
     @property
     def connected(self) -> bool:

@@ -16,6 +16,7 @@ TABLE: Final = "member"
 MEMBERS_PER_EVENT: Final = 256
 """Members described in one event."""
 REASON_CHARACTERS_MAX: Final = 4096
+_PRESENT: Final = Liveness.PRESENT
 _STATES: Final = {
     Liveness.STALLED: identity_pb2.MEMBER_STATE_STALLED,
     Liveness.SUSPECT: identity_pb2.MEMBER_STATE_SUSPECT,
@@ -103,9 +104,8 @@ class Members:
 
     def state(self, member: Member, joining: bool = False) -> identity_pb2.MemberState.ValueType:
         """The member's state, as reported to others."""
-        state = _STATES.get(member.liveness)
-        if state is not None:
-            return state
+        if member.liveness is not _PRESENT:
+            return _STATES[member.liveness]
         if member.rank >= 0:
             return identity_pb2.MEMBER_STATE_ACTIVE
         return identity_pb2.MEMBER_STATE_JOINING if joining else identity_pb2.MEMBER_STATE_WAITING

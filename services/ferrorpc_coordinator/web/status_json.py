@@ -14,8 +14,8 @@ _COLUMNS: Final = (
     "host",
     "address",
     "step",
-    "step_age_ms",
     "beat_age_ms",
+    "behind_ms",
     "operation_ms",
     "activity",
     "reason",
@@ -36,7 +36,11 @@ def status_json(status: session_pb2.StatusResponse, at_ms: int) -> dict[str, Any
         "cluster_id": position.cluster_id,
         "epoch": position.epoch,
         "generation": position.generation,
-        "waiting": status.waiting_reason,
+        "headline": {
+            "level": status.headline.level,
+            "title": status.headline.title,
+            "details": list(status.headline.details),
+        },
         "store": {"keys": status.store_keys, "bytes": status.store_bytes},
         "members": _members(status.members),
         "links": [

@@ -11,7 +11,7 @@ import pytest
 
 from ferrorpc.cli import status
 from ferrorpc.cli.status import as_json_text
-from ferrorpc.cli.status_text import PreviousStatus, as_text, headline
+from ferrorpc.cli.status_text import PreviousStatus, as_text
 from ferrorpc.cli.table import table
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
@@ -67,7 +67,6 @@ def test_the_page_names_who_is_missing_at_a_barrier_and_why_generations_began_an
     assert "epoch #3 of generation 5: 1 arrived, missing ranks 1, open for 1.5 s" in text
     assert "4: 3 members, 3 of 3 joined; ended: rank 2 was lost" in text
     assert "5: 2 members, replaces generation 4: rank 2 was lost" in text
-    assert "Next round: 1 of 2 joined" in text
     assert "journal on disk" in text
 
 
@@ -77,17 +76,17 @@ def test_what_the_coordinator_says_of_itself_is_shown_with_escapes():
     assert "\x1b" not in as_text(session_pb2.StatusResponse(job=clear, version=clear, position=position))
 
 
-def test_the_headline_says_how_the_job_is_in_the_words_of_the_status_page():
-    def shown(**more):
-        told = answer()
-        told.MergeFrom(session_pb2.StatusResponse(**more))
-        return headline(told)
+def test_the_headline_is_the_coordinators():
+    told = answer()
+    told.headline.MergeFrom(session_pb2.Headline(level="warn", title="Rank 1 is \x1b[2J", details=["silent", "Next round: x"]))
+    assert "\n\nRank 1 is \\x1b[2J\nsilent; Next round: x\n\n" in as_text(told)
+    told.headline.ClearField("details")
+    told.waiting_reason = ""
+    assert "\n\nRank 1 is \\x1b[2J\n\nstore: " in as_text(told)
 
-    assert shown() == ("Rank 1 is stalled", "no beat for 4.2 s; Next round: 1 of 2 joined")
-    lost = session_pb2.GenerationStatus(generation=6, size=2, end_reason="rank 1 (a-1 on a) was lost: SIGKILL")
-    told = shown(generations=[lost])
-    assert told == ("Rank 1 (a-1 on a) was lost", "SIGKILL; generation 6 is over; Next round: 1 of 2 joined")
-    assert headline(session_pb2.StatusResponse(job="x")) == ("Nobody has joined yet", "")
+
+def test_an_older_coordinators_status_without_a_headline_says_what_the_round_waits_for():
+    assert "\n\n1 of 2 joined\n\nstore: " in as_text(answer())
 
 
 def healthy(*steps, state="MEMBER_STATE_ACTIVE", **more):
@@ -102,19 +101,6 @@ def healthy(*steps, state="MEMBER_STATE_ACTIVE", **more):
         generations=[session_pb2.GenerationStatus(generation=1, size=len(steps))],
         **more,
     )  # fmt: skip
-
-
-def test_the_headline_of_jobs_that_are_well_late_and_over():
-    assert headline(healthy(5, 5)) == ("All 2 ranks work", "")
-    assert headline(healthy(5)) == ("The one rank works", "")
-    late = "others are at step 21; rank 1 on h is at step 20, its last operation: all_reduce #20"
-    assert headline(healthy(21, 20, 21)) == ("Rank 1 has been behind for 13 s", late)
-    barrier = session_pb2.BarrierStatus(name="epoch", generation=1, arrived_ranks=[0], missing_ranks=[1], age_ms=1500)
-    told = ("Barrier epoch has waited 1.5 s for rank 1", "rank 1 on h was last seen in all_reduce #20")
-    assert headline(healthy(5, 5, barriers=[barrier])) == told
-    over = healthy(5, 5, state="MEMBER_STATE_LEFT")
-    over.generations[0].end_reason = "all its members left"
-    assert headline(over) == ("The job is over: all its members left", "")
 
 
 def test_of_a_job_that_is_over_no_rate_is_shown():
@@ -172,7 +158,7 @@ def later():
             step=33, operation_ms=1500, links=[identity_pb2.Link(peer_rank=1, kind="grpc", sent_bytes=9_000_000)]
         )
     )
-    response.members[1].step_age_ms = 4000
+    response.members[1].behind_ms = 4000
     return response
 
 
@@ -183,22 +169,6 @@ def test_rates_come_from_two_answers():
     assert zero.split()[:7] == ["0", "a-0", "active", "a", "33", "10.0", "75"]
     assert one.split()[5:9] == ["0.0", "0", "%", "4.0"], "its step has not moved for 4 s while that of rank 0 did"
     assert "ops/s" not in as_text(later())
-
-
-def test_where_all_stand_the_one_behind_is_late_if_the_ranks_work_in_step():
-    def late(*steps, state="MEMBER_STATE_ACTIVE"):
-        members = [
-            identity_pb2.Member(name=f"w{rank}", rank=rank, state=identity_pb2.MemberState.Value(state), step=step)
-            for rank, step in enumerate(steps)
-        ]
-        for member in members:
-            member.step_age_ms = 13_000
-        return as_text(session_pb2.StatusResponse(members=members)).count("13.0 s")
-
-    assert late(21, 20, 21) == 1
-    assert late(21, 20, 21, state="MEMBER_STATE_LEFT") == 0, "nobody waits for those who said goodbye"
-    assert late(21, 21, 21) == 0, "all compute"
-    assert late(900, 450, 900) == 0, "stages of a pipeline drift apart, and all compute"
 
 
 def test_the_pages_of_a_status_are_put_together(monkeypatch):
@@ -256,6 +226,7 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
 
 def test_on_a_terminal_what_does_not_fit_is_cut_from_the_bottom_and_at_the_width(monkeypatch, capsys):
     response = answer()
+    response.headline.title = "Rank 1 is stalled"
     for number in range(30):
         response.occurrences.add(kind="back", text=f"number {number}: {'long ' * 20}", age_ms=1000)
     answers = [response]

@@ -115,9 +115,25 @@ def test_a_status_comes_in_pages_that_make_up_the_whole() -> None:
         pages += 1
     assert pages > 2
     expected = status_of(world)
+    assert whole.headline == expected.headline
     assert whole.barriers == expected.barriers
     assert whole.members == expected.members
     assert whole.generations == expected.generations
+
+
+def test_the_first_page_tells_of_whoever_is_behind_on_a_later_one() -> None:
+    world = world_of(9, status_page_bytes=60)
+    for seconds in (20, 1):
+        for rank in range(9):
+            beat(world, rank, step=3 if rank < 8 else 2, generation=1)
+            world.clients[f"m{rank}"].frozen = True
+        world.tick(seconds * SECOND)
+    first, last = (world.replies[world.call(session_pb2.StatusRequest(job=world.job, after=after))] for after in (0, 8))
+    assert isinstance(first, session_pb2.StatusResponse)
+    assert isinstance(last, session_pb2.StatusResponse)
+    assert (first.headline.title, first.more) == ("Rank 8 has been behind for 21 s", True)
+    assert [(member.name, member.behind_ms) for member in last.members] == [("m8", 21_000)]
+    assert not last.HasField("headline")
 
 
 def test_a_member_larger_than_a_page_has_one_of_its_own() -> None:

@@ -3,8 +3,6 @@
 const WINDOW_MS = 8_000;
 const SPARK_MAX = 60;
 const LATE_MS = 2_000;
-const BEHIND_MS = 5_000;
-const IN_STEP = 64;
 const SLOW_FACTOR = 1.3;
 
 export const SEVERITY = { dead: 0, suspect: 1, stalled: 2, joining: 3, waiting: 4, active: 5, left: 6 };
@@ -64,7 +62,6 @@ export class Model {
   #rates() {
     const before = this.past[0];
     const seconds = (this.state.at_ms - before.at) / 1000;
-    const late = this.#lateRanks();
     for (const member of this.members) {
       const earlier = before.members.get(member.name);
       const known = seconds > 0.2 && earlier && member.step >= earlier.step && !gone(member);
@@ -76,7 +73,7 @@ export class Model {
       member.ownMs = steps > 0 ? member.stepMs * (1 - operationShare) : null;
       member.training = stepTimes(member.training, earlier && earlier.training);
       const barrierMs = member.missing && member.missing.age_ms > LATE_MS ? member.missing.age_ms : 0;
-      member.lateMs = Math.max(barrierMs, late.has(member) ? member.step_age_ms : 0);
+      member.lateMs = Math.max(barrierMs, member.behind_ms);
     }
     const there = new Set(this.ranked().filter((member) => !gone(member)).map((member) => member.rank));
     this.links = [...this.past.at(-1).links.entries()].map(([key, link]) => {
@@ -84,17 +81,6 @@ export class Model {
       const known = seconds > 0.2 && (earlier || before !== this.past.at(-1)) && there.has(link.from);
       return { ...link, bytesPerSecond: known ? Math.max(0, link.sent - (earlier ? earlier.sent : 0)) / seconds : null };
     });
-  }
-
-  // Members whose step has not changed for a while although another member is ahead. If all members stand still, this counts only
-  // while their steps are close together: then the others wait for the ones behind. Ranks that do different things, such as stages
-  // of a pipeline, drift apart, and nobody waits for anybody while all of them compute.
-  #lateRanks() {
-    const there = this.ranked().filter((member) => !gone(member));
-    const steps = there.map((member) => member.step);
-    const front = Math.max(0, ...steps);
-    const grace = front - Math.min(...steps) <= IN_STEP ? 0 : Math.min(...there.map((member) => member.step_age_ms));
-    return new Set(there.filter((member) => member.step < front && member.step_age_ms - grace > LATE_MS));
   }
 
   #spark(at) {
@@ -140,48 +126,9 @@ export class Model {
 
   // The state of the job in a sentence: [good | warn | bad | idle, headline, details].
   summary() {
-    const ranked = this.ranked();
-    const newest = this.newest();
-    const unresponsive = ranked.filter((member) => member.state === "stalled" || member.state === "suspect");
-    const working = ranked.filter((member) => member.state === "active").length;
-    const waiting = this.state.waiting ? `Next round: ${this.state.waiting}` : "";
-    const late = this.state.barriers.filter((barrier) => barrier.missing.length && barrier.age_ms > 1000);
-    if (!newest) return ["idle", this.members.length ? "The first round is still open" : "Nobody has joined yet", waiting];
-    if (newest.end_reason) {
-      const over = ranked.length && ranked.every((member) => member.state === "left");
-      if (over) return ["idle", "The job is over: all its members left", waiting];
-      const [, what, why] = newest.end_reason.match(/^(.*?)(?:: (.*))?$/s);
-      const more = [why, `generation ${newest.generation} is over`, waiting];
-      return ["bad", what.charAt(0).toUpperCase() + what.slice(1), more.filter(Boolean).join(" · ")];
-    }
-    if (unresponsive.length) {
-      const [first] = unresponsive;
-      const others = unresponsive.length > 1 ? `, and ${unresponsive.length - 1} more` : "";
-      return ["warn", `Rank ${first.rank} is ${first.state}${others}`, [first.reason, waiting].filter(Boolean).join(" · ")];
-    }
-    if (late.length) return ["warn", ...this.#barrierWarning(late[0], waiting)];
-    const behind = ranked.filter((member) => member.lateMs > BEHIND_MS).sort((a, b) => b.lateMs - a.lateMs);
-    if (behind.length) return ["warn", ...this.#behindWarning(behind, waiting)];
-    const left = ranked.length - working;
-    const head = left ? `${working} of ${ranked.length} ranks work, ${left} left` : `All ${ranked.length} ranks work`;
-    return ["good", ranked.length === 1 && !left ? "The one rank works" : head, [waiting, this.slowest()].filter(Boolean).join(" · ")];
-  }
-
-  #barrierWarning(barrier, waiting) {
-    const seconds = (barrier.age_ms / 1000).toFixed(1);
-    const few = barrier.missing.slice(0, 3).map((rank) => this.ranked().find((member) => member.rank === rank)).filter(Boolean);
-    const told = few.map((member) => `rank ${member.rank} on ${member.host || "?"}${member.activity ? ` was last seen in ${member.activity}` : ""}`);
-    const who = barrier.missing.length === 1 ? `rank ${barrier.missing[0]}` : `${barrier.missing.length} ranks`;
-    return [`Barrier ${barrier.name} has waited ${seconds} s for ${who}`, [told.join(" · "), waiting].filter(Boolean).join(" · ")];
-  }
-
-  // `behind`: the members that are behind, the longest first.
-  #behindWarning(behind, waiting) {
-    const front = Math.max(...this.ranked().map((member) => member.step));
-    const told = behind.slice(0, 3).map((member) => `rank ${member.rank} on ${member.host || "?"} is at step ${member.step}, its last operation: ${member.activity || "none"}`);
-    const who = behind.length === 1 ? `Rank ${behind[0].rank} has` : `${behind.length} ranks have`;
-    const head = `${who} been behind for ${(behind[0].lateMs / 1000).toFixed(0)} s`;
-    return [head, [`others are at step ${front}`, ...told, waiting].filter(Boolean).join(" · ")];
+    const { level, title, details } = this.state.headline;
+    const slowest = level === "good" ? this.slowest() : "";
+    return [level, title, [...details, slowest].filter(Boolean).join(" · ")];
   }
 }
 

@@ -1,0 +1,115 @@
+"""A job's state in one sentence, and which ranks are behind: what the status page and `ferrorpc status` show first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from ferrorpc.logs import escape_unprintable
+from ferrorpc.v1 import session_pb2
+from ferrorpc_coordinator.state.generations import Summary
+from ferrorpc_coordinator.state.member import Liveness, Member
+from ferrorpc_coordinator.state.members import REASON_CHARACTERS_MAX
+from ferrorpc_coordinator.state.settings import SECOND
+
+BEHIND_NS: Final = 2 * SECOND
+"""A rank is behind once its step has been behind another's and has not advanced for this long."""
+IN_STEP: Final = 64
+"""Ranks at most this many operations apart are taken to work in step."""
+BEHIND_HEADLINE_NS: Final = 5 * SECOND
+"""A rank that has been behind for longer gets a headline."""
+BARRIER_HEADLINE_MS: Final = 1000
+"""A barrier that has waited for longer gets a headline."""
+_RANKS_NAMED: Final = 3
+_UNWELL: Final = (Liveness.STALLED, Liveness.SUSPECT)
+
+
+def behind(members: Iterable[Member], now: int) -> dict[str, int]:
+    """The members whose step does not advance although another's is ahead, by name, each with the nanoseconds for which it has
+    not advanced.
+
+    When no rank advances, the others wait for those behind if the ranks work in step. Ranks that do different work, such as
+    pipeline stages, drift apart; they are behind only while others advance.
+    """
+    ranked = [member for member in members if member.rank >= 0 and member.alive]
+    steps = [member.step for member in ranked] or [0]
+    furthest, apart = max(steps), max(steps) - min(steps)
+    if not apart:
+        return {}
+    grace = BEHIND_NS + (0 if apart <= IN_STEP else now - max(member.step_since for member in ranked))
+    before = now - grace
+    return {m.name: now - m.step_since for m in ranked if m.step_since < before and m.step < furthest}
+
+
+def headline(
+    members: Sequence[Member],
+    late: Mapping[str, int],
+    newest: Summary | None,
+    barriers: Iterable[session_pb2.BarrierStatus],
+    waiting: str,
+) -> session_pb2.Headline:
+    """A job's state in one sentence, with details.
+
+    Args:
+        members: those with a rank first, in rank order.
+        late: those that are `behind`.
+        newest: the newest generation.
+        barriers: the open ones, the oldest first.
+        waiting: why the open round has not closed; empty if there is none.
+    """
+    level, title, *details = _told(members, late, newest, barriers)
+    details += [f"Next round: {waiting}"] if waiting else []
+    texts = [escape_unprintable(text)[:REASON_CHARACTERS_MAX] for text in details if text]
+    return session_pb2.Headline(level=level, title=escape_unprintable(title), details=texts)
+
+
+def _told(
+    members: Sequence[Member], late: Mapping[str, int], newest: Summary | None, barriers: Iterable[session_pb2.BarrierStatus]
+) -> Sequence[str]:
+    """Level, title and details."""
+    if newest is None:
+        return "idle", "The first round is still open" if members else "Nobody has joined yet"
+    ranked = [member for member in members if member.rank >= 0]
+    if newest.end_reason:
+        if ranked and all(member.liveness is Liveness.LEFT for member in ranked):
+            return "idle", "The job is over: all its members left"
+        what, _, why = newest.end_reason.partition(": ")
+        return "bad", what[:1].upper() + what[1:], why, f"generation {newest.number} is over"
+    unwell = [member for member in ranked if member.liveness in _UNWELL]
+    if unwell:
+        more = f", and {len(unwell) - 1} more" if len(unwell) > 1 else ""
+        return "warn", f"Rank {unwell[0].rank} is {unwell[0].liveness.value}{more}", unwell[0].reason
+    for barrier in barriers:
+        if barrier.age_ms <= BARRIER_HEADLINE_MS:
+            break
+        if barrier.missing_ranks:
+            return _barrier(barrier, ranked)
+    longest = sorted((m for m in ranked if m.name in late and late[m.name] > BEHIND_HEADLINE_NS), key=lambda m: -late[m.name])
+    if longest:
+        return _behind(longest, late[longest[0].name], max(member.step for member in ranked))
+    gone = sum(not member.alive for member in ranked)
+    if gone:
+        return "good", f"{len(ranked) - gone} of {len(ranked)} ranks work, {gone} left"
+    return "good", "The one rank works" if len(ranked) == 1 else f"All {len(ranked)} ranks work"
+
+
+def _barrier(barrier: session_pb2.BarrierStatus, ranked: Iterable[Member]) -> Sequence[str]:
+    missing = barrier.missing_ranks
+    who = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks"
+    named = [member for member in ranked if member.rank in missing[:_RANKS_NAMED]]
+    told = [f"{_place(member)}{f' was last seen in {member.activity}' if member.activity else ''}" for member in named]
+    return "warn", f"Barrier {barrier.name} has waited {barrier.age_ms / 1000:.1f} s for {who}", *told
+
+
+def _behind(longest: Sequence[Member], duration_ns: int, furthest: int) -> Sequence[str]:
+    """`longest`: the members that are behind, the longest first."""
+    who = f"Rank {longest[0].rank} has" if len(longest) == 1 else f"{len(longest)} ranks have"
+    told = [
+        f"{_place(member)} is at step {member.step}, its last operation: {member.activity or 'none'}"
+        for member in longest[:_RANKS_NAMED]
+    ]
+    return "warn", f"{who} been behind for {duration_ns / SECOND:.0f} s", f"others are at step {furthest}", *told
+
+
+def _place(member: Member) -> str:
+    return f"rank {member.rank} on {member.host or '?'}"

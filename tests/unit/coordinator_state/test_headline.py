@@ -1,0 +1,119 @@
+"""A job's headline, and which ranks are behind."""
+
+from __future__ import annotations
+
+import pytest
+from ferrorpc_coordinator.state.generations import Summary
+from ferrorpc_coordinator.state.headline import behind, headline
+from ferrorpc_coordinator.state.member import Liveness, Member
+from ferrorpc_coordinator.state.settings import SECOND
+
+from ferrorpc.v1.session_pb2 import BarrierStatus
+
+NOW = 100 * SECOND
+GOING_ON = Summary(number=1, size=3, reason="3 of 3 joined", end_reason="")
+
+
+def ranks(*steps: int, age: float = 13.0, liveness: Liveness = Liveness.PRESENT) -> list[Member]:
+    """Members by rank, whose steps have not advanced for `age` seconds."""
+    return [
+        Member(
+            name=f"w{rank}", incarnation=1, instance_id="", token_hash=b"", lease_ns=SECOND, host="h", rank=rank, step=step,
+            step_since=NOW - round(age * SECOND), activity="all_reduce #20", liveness=liveness,
+        )
+        for rank, step in enumerate(steps)
+    ]  # fmt: skip
+
+
+def shown(
+    members: list[Member], newest: Summary | None = GOING_ON, barriers: tuple[BarrierStatus, ...] = (), waiting: str = ""
+) -> tuple[str, ...]:
+    found = headline(members, behind(members, NOW), newest, barriers, waiting)
+    return found.level, found.title, *found.details
+
+
+def ended(why: str) -> Summary:
+    return Summary(number=1, size=3, reason="", end_reason=why)
+
+
+def test_of_a_job_that_is_well() -> None:
+    assert shown(ranks(5, 5)) == ("good", "All 2 ranks work")
+    assert shown(ranks(5), waiting="1 of 2 joined") == ("good", "The one rank works", "Next round: 1 of 2 joined")
+    members = ranks(5, 5, 5)
+    members[1].liveness = Liveness.LEFT
+    assert shown(members) == ("good", "2 of 3 ranks work, 1 left")
+
+
+def test_of_a_job_that_has_not_begun_or_is_over() -> None:
+    assert shown([], None) == ("idle", "Nobody has joined yet")
+    spare = ranks(0)
+    spare[0].rank = -1
+    assert shown(spare, None, waiting="1 of 2 joined") == (
+        "idle",
+        "The first round is still open",
+        "Next round: 1 of 2 joined",
+    )
+    over = ranks(5, 5, liveness=Liveness.LEFT)
+    assert shown(over, ended("all its members left")) == ("idle", "The job is over: all its members left")
+
+
+def test_of_a_generation_that_was_broken() -> None:
+    lost = ended("rank 1 (w1 on h) was lost: SIGKILL: at once")
+    expected = ("bad", "Rank 1 (w1 on h) was lost", "SIGKILL: at once", "generation 1 is over", "Next round: 1 of 2 joined")
+    assert shown(ranks(5, 5), lost, waiting="1 of 2 joined") == expected
+
+
+def test_of_ranks_that_are_silent() -> None:
+    members = ranks(5, 5, 5)
+    members[1].liveness, members[1].reason = Liveness.STALLED, "no beat\nfor 4.2 s"
+    assert shown(members) == ("warn", "Rank 1 is stalled", r"no beat\nfor 4.2 s")
+    members[2].liveness = Liveness.SUSPECT
+    assert shown(members)[1] == "Rank 1 is stalled, and 1 more"
+
+
+def test_of_ranks_that_are_missing_at_a_barrier() -> None:
+    def barrier(*missing: int, age_ms: int = 1500) -> BarrierStatus:
+        return BarrierStatus(name="epoch", generation=1, missing_ranks=missing, age_ms=age_ms)
+
+    told = ("rank 1 on h was last seen in all_reduce #20", "rank 2 on h was last seen in all_reduce #20")
+    expected = ("warn", "Barrier epoch has waited 1.5 s for rank 1", told[0])
+    assert shown(ranks(5, 5, 5), barriers=(barrier(), barrier(1))) == expected
+    expected = ("warn", "Barrier epoch has waited 1.5 s for 2 ranks", *told)
+    assert shown(ranks(5, 5, 5), barriers=(barrier(1, 2),)) == expected
+    assert shown(ranks(5, 5, 5), barriers=(barrier(1, age_ms=1000),)) == ("good", "All 3 ranks work")
+
+
+def test_of_ranks_that_are_behind() -> None:
+    members = ranks(21, 20, 20)
+    members[2].step_since += SECOND
+    told = [f"rank {rank} on h is at step 20, its last operation: all_reduce #20" for rank in (1, 2)]
+    assert shown(members) == ("warn", "2 ranks have been behind for 13 s", "others are at step 21", *told)
+    members[2].step = 21
+    assert shown(members) == ("warn", "Rank 1 has been behind for 13 s", "others are at step 21", told[0])
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "liveness", "late", "level"),
+    [
+        ((21, 20, 21), (13.0, 13.0, 13.0), Liveness.PRESENT, 13.0, "warn"),  # all stand: the others wait for rank 1
+        ((21, 20, 21), (0.01, 13.0, 0.01), Liveness.PRESENT, 13.0, "warn"),
+        ((21, 20, 21), (3.0, 3.0, 3.0), Liveness.PRESENT, 3.0, "good"),  # shown, but not yet worth an alarm
+        ((21, 20, 21), (2.0, 2.0, 2.0), Liveness.PRESENT, None, "good"),
+        ((21, 21, 21), (13.0, 13.0, 13.0), Liveness.PRESENT, None, "good"),  # all compute
+        ((900, 450, 900), (13.0, 13.0, 13.0), Liveness.PRESENT, None, "good"),  # a pipeline whose stages all compute
+        ((900, 450, 900), (0.01, 13.0, 1.0), Liveness.PRESENT, 13.0, "warn"),
+        ((21, 20, 21), (13.0, 13.0, 13.0), Liveness.LEFT, None, "good"),  # nobody waits for those who said goodbye
+    ],
+)
+def test_who_is_behind(
+    steps: tuple[int, ...], seconds: tuple[float, ...], liveness: Liveness, late: float | None, level: str
+) -> None:
+    members = ranks(*steps, liveness=liveness)
+    for member, age in zip(members, seconds, strict=True):
+        member.step_since = NOW - round(age * SECOND)
+    assert behind(members, NOW) == ({} if late is None else {"w1": late * SECOND})
+    assert shown(members)[0] == level
+
+
+def test_nobody_is_behind_where_nobody_has_a_rank() -> None:
+    assert behind([], NOW) == {}
