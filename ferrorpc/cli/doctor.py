@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ferrorpc.cli.client import call, channel, connect, token
+from ferrorpc.cli.parameters import job_option
 from ferrorpc.config import SETTINGS, Config, split_invalid, unknown_settings
 from ferrorpc.errors import ConfigError, FerroError
 from ferrorpc.logs import escape_unprintable
@@ -59,7 +60,7 @@ Check = Callable[[Config, Mapping[str, str]], Findings]
 
 @click.command("doctor")
 @click.option("--coordinator", "--addr", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR.")
-@click.option("--job", help="The job's name; default FERRORPC_JOB.")
+@job_option
 def command(address: str | None, job: str | None) -> int:
     """Check for what would keep a job from working here. Exit code 1 where something would."""
     config = Config({"coordinator": address, "job": job}, split_invalid(os.environ)[0])

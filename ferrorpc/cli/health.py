@@ -7,7 +7,7 @@ from typing import Final
 import click
 
 from ferrorpc.cli.client import CALL_SECONDS, address_of
-from ferrorpc.cli.parameters import Seconds
+from ferrorpc.cli.parameters import Seconds, coordinator_option
 from ferrorpc.config import Config
 
 _SECONDS_MAX: Final = 1e6
@@ -17,7 +17,7 @@ _HINT_SERVICE: Final = "leave --service out to ask about the whole server, or gi
 
 
 @click.command("health")
-@click.option("--addr", "--coordinator", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700.")
+@coordinator_option
 @click.option("--service", default="", help="A service's full name; empty for the whole server.")
 @click.option(
     "--timeout", "timeout_seconds", type=Seconds(0.01, _SECONDS_MAX), default=CALL_SECONDS, show_default=True, help="Seconds."

@@ -1,4 +1,4 @@
-"""Types of the commands' flags that click does not have."""
+"""Flags that several commands have, and types of flags that click does not have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+coordinator_option = click.option(
+    "--coordinator", "--addr", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700."
+)
+job_option = click.option("--job", help="The job's name; default FERRORPC_JOB.")
 
 
 class Seconds(click.FloatRange):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import click
 
 from ferrorpc.cli.client import report
+from ferrorpc.cli.parameters import coordinator_option, job_option
 from ferrorpc.config import Config
 
 
 @click.command("remove")
 @click.argument("name")
 @click.option("--reason", default="", help="Told to the other members.")
-@click.option("--coordinator", "--addr", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700.")
-@click.option("--job", help="The job's name; default FERRORPC_JOB.")
+@coordinator_option
+@job_option
 def command(name: str, reason: str, address: str | None, job: str | None) -> None:
     """Take the member NAME out of its job: the others treat it as dead from now on, whatever its process does.
 

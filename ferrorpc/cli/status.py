@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from ferrorpc.cli.client import address_of, call, connect, token
+from ferrorpc.cli.parameters import coordinator_option, job_option
 from ferrorpc.cli.status_text import PreviousStatus, as_text
 from ferrorpc.config import Config
 from ferrorpc.errors import AuthenticationError, ConfigError, CoordinatorUnavailableError, FerroError
@@ -30,8 +31,8 @@ _MEMBER_ROWS_MIN = 8
 
 
 @click.command("status")
-@click.option("--coordinator", "--addr", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700.")
-@click.option("--job", help="The job's name; default FERRORPC_JOB.")
+@coordinator_option
+@job_option
 @click.option("--watch", is_flag=True, help="Show it again every second, with rates, until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="The coordinator's response as JSON, one object a line.")
 def command(address: str | None, job: str | None, watch: bool, as_json: bool) -> None:
