@@ -12,11 +12,12 @@ Cost: each action depends at most on the last writer of each of its elements and
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Finish, FoldOwn, Load, Region, Send
-from ferrorpc.collectives.call import Operation, overwritable
 from ferrorpc.collectives.fusion import Reduce, Task, UploadResult
 
 UNBOUNDED: Final = 1 << 62
@@ -59,10 +60,13 @@ def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
     return furthest
 
 
-def dependencies_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[Dependencies, ...]:
-    """The dependencies of each task of a rank, in their order."""
+def dependencies_of(tasks: Sequence[Task], own: int | None) -> tuple[Dependencies, ...]:
+    """The dependencies of each task of a rank, in their order.
+
+    Args:
+        own: the input whose memory the first result may be; None where none may.
+    """
     histories: dict[tuple[Buffer, int], _History] = {}
-    own = overwritable(operation, rank)
     waits: list[tuple[Wait, ...]] = []
     last_fence = -1
     for index, action in enumerate(tasks):
@@ -120,8 +124,11 @@ class _Run(NamedTuple):
             yield from self.readers
 
 
+_LOW: Final = attrgetter("low")
+
+
 class _History:
-    """The accesses to one array, as runs of elements."""
+    """The accesses to one array, as runs of elements, each run where the one before it ends."""
 
     def __init__(self) -> None:
         self._runs: list[_Run] = [_Run(0, UNBOUNDED, None, ())]
@@ -132,15 +139,16 @@ class _History:
         own = _Access(index, low)
         extents: dict[_Access, tuple[int, int]] = {}
         runs: list[_Run] = []
-        for run in self._runs:
+        overlapping = slice(bisect_right(self._runs, low, key=_LOW) - 1, bisect_left(self._runs, high, key=_LOW))
+        for run in self._runs[overlapping]:
             first, last = max(run.low, low), min(run.high, high)
-            if first >= last:
-                runs.append(run)
-                continue
             for earlier in run.before(writes):
                 if earlier.action != index:
                     extents[earlier] = extents.get(earlier, (first, last))[0], last
-            touched = _Run(first, last, own, ()) if writes else _Run(first, last, run.writer, (*run.readers, own))
-            runs += [piece for piece in (run._replace(high=first), touched, run._replace(low=last)) if piece.low < piece.high]
-        self._runs = runs
+            if run.low < low:
+                runs.append(run._replace(high=low))
+            runs.append(_Run(first, last, own, ()) if writes else _Run(first, last, run.writer, (*run.readers, own)))
+            if high < run.high:
+                runs.append(run._replace(low=high))
+        self._runs[overlapping] = runs
         return [Wait(*earlier, *extent, low) for earlier, extent in extents.items()]

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, overwritable
 from ferrorpc.collectives.dependencies import UNBOUNDED, bound, dependencies_of
 from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.event_driven import EventDrivenExecution
@@ -54,7 +54,7 @@ class Layout:
         self.ranks = ranks
         self.tasks = tasks
         self.rules = Rules(call, plan, tasks, rank, len(ranks))
-        self.steps = dependencies_of(tasks, call.operation, rank)
+        self.steps = dependencies_of(tasks, overwritable(call.operation, rank))
         self.sources = [_sources(task, ranks) for task in tasks]
         """For each task, the messages it awaits, as (world rank, slot)."""
         self.takers = {place: index for index, places in enumerate(self.sources) for place in places}

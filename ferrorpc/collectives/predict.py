@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from ferrorpc.collectives.algorithms.algorithm import Algorithm
@@ -41,6 +42,7 @@ from ferrorpc.collectives.algorithms.plan import (
     Send,
 )
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.dependencies import Wait, dependencies_of
 from ferrorpc.collectives.select import bytes_of, seconds
 from ferrorpc.collectives.step_simulation import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, StepSimulation
 from ferrorpc.errors import UsageError
@@ -140,13 +142,12 @@ InTransit = dict[tuple[int, int, int], list[_Chunk]]
 """Messages in transit, by source, destination and slot."""
 
 
-class _Piece(NamedTuple):
-    """Elements [start, stop) of an array: the steps that wrote them, and those that have read them since."""
+class _Done(NamedTuple):
+    """Elements [start, stop) of an action's region, and the step in which it has done them."""
 
     start: int
     stop: int
-    writers: tuple[int, ...]
-    readers: tuple[int, ...]
+    step: int
 
 
 class _Rank:
@@ -161,12 +162,14 @@ class _Rank:
         dtype = call.inputs[0].dtype if call.inputs else None
         self._itemsize = 1 if dtype is None else dtype.itemsize
         self._work_itemsize = max(self._itemsize, _WORK_BYTES) if dtype is not None and dtype.is_half else self._itemsize
-        self._pieces: dict[tuple[Buffer, int], list[_Piece]] = {}
+        self._done: list[list[_Done]] = [[] for _ in plan.actions]
         self._counts = {(Buffer.IN, item): math.prod(spec.shape) for item, spec in enumerate(call.inputs)}
         self._counts |= {(Buffer.WORK, item): count for item, count in enumerate(plan.work_items)}
-        self._fence: tuple[int, ...] = ()
-        self._since: list[int] = []
-        """Steps since the last action that moved nothing, that one's included."""
+
+    @cached_property
+    def _needs(self) -> list[tuple[Wait, ...]]:
+        """What each action waits for; found only where the plan is followed."""
+        return [each.waits for each in dependencies_of(self.plan.actions, None)]
 
     def advance(self, steps: StepSimulation, in_transit: InTransit) -> bool:
         """Turns actions into steps as far as possible. Returns whether there were any."""
@@ -181,9 +184,6 @@ class _Rank:
                 in_transit[self.rank, action.peer, action.slot] = self._send(steps, action)
             else:
                 self._compute(steps, action)
-            if action.region.is_empty and self._since:
-                self._fence = (self._since[-1],)
-                self._since = [self._since[-1]]
             self.at += 1
         return self.at > began
 
@@ -197,27 +197,32 @@ class _Rank:
         begun: int | None = None,
         lag_seconds: float = 0.0,
     ) -> int:
-        index = steps.add(Step(self.rank, lane, took, tuple(needs), begun, lag_seconds, peer, self.at))
-        self._since.append(index)
-        return index
+        return steps.add(Step(self.rank, lane, took, tuple(needs), begun, lag_seconds, peer, self.at))
 
-    def _order(self, region: Region) -> tuple[int, ...]:
-        """The steps an action needs because of fences: all before it if it is one, else the last fence."""
-        return tuple(self._since) if region.is_empty else self._fence
+    def _after_fences(self) -> list[int]:
+        """The steps this action waits for because they, or it, move nothing."""
+        return [done.step for wait in self._needs[self.at] if not wait.high for done in self._done[wait.action]]
+
+    def _before(self, first: int, last: int) -> set[int]:
+        """The steps that must end before elements [first, last) of this action's region are touched."""
+        found: set[int] = set()
+        for action, began, low, high, start in self._needs[self.at]:
+            low, high = max(start + first, low) - began, min(start + last, high) - began
+            found.update(done.step for done in self._done[action] if done.start < high and low < done.stop)
+        return found
 
     def _send(self, steps: StepSimulation, action: Send) -> list[_Chunk]:
         start, stop = self._bounds(action.region)
         itemsize = self._work_itemsize if action.region.buffer is Buffer.WORK else self._itemsize
         costs = steps.costs
         chunks = []
-        after = self._order(action.region)
-        for first, last in _runs(start, stop, max(CHUNK_BYTES // itemsize, 1)):
+        after = self._after_fences()
+        for first, last in _runs(stop - start, max(CHUNK_BYTES // itemsize, 1)):
             nbytes = (last - first) * itemsize
-            needs = [*after, *self._writers(action.region, first, last)]
-            busy = nbytes * costs.beta_seconds_per_byte + (costs.message_seconds if first == start else 0.0)
-            sent = self._add(steps, OUTWARDS, busy, needs, action.peer)
-            self._read(action.region, first, last, sent)
-            chunks.append(_Chunk(first - start, last - start, nbytes, sent))
+            busy = nbytes * costs.beta_seconds_per_byte + (0.0 if first else costs.message_seconds)
+            sent = self._add(steps, OUTWARDS, busy, (*after, *self._before(first, last)), action.peer)
+            self._done[self.at].append(_Done(first, last, sent))
+            chunks.append(_Chunk(first, last, nbytes, sent))
             self.sent_bytes += nbytes
         self.messages += 1
         return chunks
@@ -226,10 +231,9 @@ class _Rank:
         region, costs = action.region, steps.costs
         if region.stop is None:
             self._counts[region.buffer, region.item] = chunks[-1].stop
-        after = self._order(region)
+        after = self._after_fences()
         for chunk in chunks:
-            first, last = region.start + chunk.start, region.start + chunk.stop
-            before = self._before(region, first, last)
+            before = self._before(chunk.start, chunk.stop)
             busy = chunk.nbytes * costs.beta_seconds_per_byte + (0.0 if chunk.start else costs.message_seconds)
             # An empty message may arrive at any time; only the wait for it is ordered.
             needs = () if region.is_empty else after
@@ -239,23 +243,18 @@ class _Rank:
                 made = self._add(steps, FOLDING, folding, (made, *before), action.peer)
             elif before or region.is_empty:
                 made = self._add(steps, None, 0.0, (made, *before, *after), action.peer)
-            self._write(region, first, last, (made,))
+            self._done[self.at].append(_Done(chunk.start, chunk.stop, made))
 
     def _compute(self, steps: StepSimulation, action: Load | FoldOwn | Finish | Copy | Quantise) -> None:
         """An action without a message: only folding its own array takes time."""
-        if isinstance(action, Quantise):
-            return
-        source = action.source
-        start, stop = self._bounds(source)
-        offset = action.region.start - start
-        if action.region.stop is None:
-            self._counts[action.region.buffer, action.region.item] = stop + offset
-        after = self._order(action.region)
+        region = action.region
+        start, stop = self._bounds(region if isinstance(action, Quantise) else action.source)
+        if region.stop is None:
+            self._counts[region.buffer, region.item] = region.start + stop - start
+        after = self._after_fences()
         itemsize = self._work_itemsize
-        for first, last in _runs(start, stop, max(CHUNK_BYTES // itemsize, 1)):
-            ready = self._writers(source, first, last)
-            before = self._before(action.region, first + offset, last + offset)
-            needs = (*after, *ready, *before)
+        for first, last in _runs(stop - start, max(CHUNK_BYTES // itemsize, 1)):
+            needs = (*after, *self._before(first, last))
             if isinstance(action, FoldOwn):
                 folding = (last - first) * itemsize * steps.costs.gamma_seconds_per_byte
                 made = self._add(steps, FOLDING, folding, needs, self.rank)
@@ -263,55 +262,14 @@ class _Rank:
                 made = self._add(steps, None, 0.0, needs, self.rank)
             else:
                 continue
-            self._read(source, first, last, made)
-            self._write(action.region, first + offset, last + offset, (made,))
+            self._done[self.at].append(_Done(first, last, made))
 
     def _bounds(self, region: Region) -> tuple[int, int]:
         stop = self._counts[region.buffer, region.item] if region.stop is None else region.stop
         return region.start, stop
 
-    def _over(self, region: Region, first: int, last: int) -> list[_Piece]:
-        pieces = self._pieces.get((region.buffer, region.item), ())
-        return [piece for piece in pieces if piece.start < last and first < piece.stop]
 
-    def _writers(self, region: Region, first: int, last: int) -> set[int]:
-        return {writer for piece in self._over(region, first, last) for writer in piece.writers}
-
-    def _before(self, region: Region, first: int, last: int) -> set[int]:
-        """The steps that must end before these elements are written again."""
-        return {step for piece in self._over(region, first, last) for step in (*piece.writers, *piece.readers)}
-
-    def _read(self, region: Region, first: int, last: int, step: int) -> None:
-        key = region.buffer, region.item
-        pieces: list[_Piece] = []
-        for piece in self._pieces.get(key, ()):
-            if piece.start < last and first < piece.stop:
-                inside = piece._replace(start=max(piece.start, first), stop=min(piece.stop, last))
-                pieces += [*_outside(piece, first, last), inside._replace(readers=(*piece.readers, step))]
-            else:
-                pieces.append(piece)
-        if pieces:
-            self._pieces[key] = pieces
-
-    def _write(self, region: Region, first: int, last: int, writers: tuple[int, ...]) -> None:
-        if first == last:
-            return
-        key = region.buffer, region.item
-        kept = [part for piece in self._pieces.get(key, ()) for part in _outside(piece, first, last)]
-        self._pieces[key] = [*kept, _Piece(first, last, writers, ())]
-
-
-def _outside(piece: _Piece, first: int, last: int) -> list[_Piece]:
-    """The parts of a piece before and after [first, last)."""
-    if piece.stop <= first or last <= piece.start:
-        return [piece]
-    parts = (piece._replace(stop=first), piece._replace(start=last))
-    return [part for part in parts if part.start < part.stop]
-
-
-def _runs(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) in runs of `step`; one empty run where there is nothing."""
-    if start == stop:
-        yield start, stop
-    for first in range(start, stop, step):
-        yield first, min(first + step, stop)
+def _runs(count: int, step: int) -> Iterator[tuple[int, int]]:
+    """[0, count) in runs of `step`; one empty run where there is nothing."""
+    for first in range(0, max(count, 1), step):
+        yield first, min(first + step, count)

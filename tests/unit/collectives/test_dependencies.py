@@ -23,7 +23,7 @@ from ferrorpc.collectives.algorithms.plan import (
     Region,
     Send,
 )
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, overwritable
 from ferrorpc.collectives.dependencies import UNBOUNDED, bound, dependencies_of
 from tests.unit.collectives.test_algorithms import case, rooted
 
@@ -45,7 +45,7 @@ class Rank:
     def __init__(self, number: int, call: Call, plan: Plan, in_place: bool) -> None:
         self.number = number
         self.plan = plan
-        self.steps = dependencies_of(plan.actions, call.operation, number)
+        self.steps = dependencies_of(plan.actions, overwritable(call.operation, number))
         self.done = [0] * len(plan.actions)
         self.arrays: dict[tuple[Buffer, int], list[str]] = {}
         self.counts: dict[Region, int] = {}
@@ -187,8 +187,8 @@ def results(ranks: list[dict[tuple[Buffer, int], list[str]]]) -> list[list[list[
     return [[array for (buffer, _), array in arrays.items() if buffer is OUT] for arrays in ranks]
 
 
-def steps(*actions, operation=Operation.ALL_REDUCE):
-    return dependencies_of(actions, operation, 0)
+def steps(*actions):
+    return dependencies_of(actions, 0)
 
 
 def test_what_was_reduced_may_be_sent_on_element_by_element():
@@ -219,12 +219,12 @@ def test_a_writer_lets_readers_go_first_and_readers_pass_each_other():
 )
 def test_results_may_be_the_memory_of_what_was_brought(operation, item):
     moves = (Send(1, 0, Region(IN, item, 0, 8)), Receive(1, 1, Region(OUT, 0, 0, 8)))
-    assert bound(dependencies_of(moves, operation, 2)[1].waits, [3, 0]) == 3
-    assert bound(dependencies_of(moves, Operation.ALL_TO_ALL, 2)[1].waits, [3, 0]) == UNBOUNDED
+    assert bound(dependencies_of(moves, overwritable(operation, 2))[1].waits, [3, 0]) == 3
+    assert bound(dependencies_of(moves, overwritable(Operation.ALL_TO_ALL, 2))[1].waits, [3, 0]) == UNBOUNDED
 
 
 def test_nothing_overtakes_an_action_that_only_stands_for_an_order_in_time():
-    flow = dependencies_of(barrier.dissemination(0, 8).actions, Operation.BARRIER, 0)
+    flow = dependencies_of(barrier.dissemination(0, 8).actions, None)
     done = [0] * len(flow)
     for index, step in enumerate(flow):
         assert bound(step.waits, done) == UNBOUNDED

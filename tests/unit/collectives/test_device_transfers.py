@@ -6,7 +6,6 @@ import numpy as np
 
 from ferrorpc.collectives.algorithms import direct
 from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Plan, Receive, Region, Send
-from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.dependencies import UNBOUNDED, bound, dependencies_of
 from ferrorpc.collectives.device_transfers import transfers_for, with_transfers
 from ferrorpc.collectives.fusion import DownloadInput, UploadResult, fused
@@ -37,7 +36,7 @@ def test_parts_that_overlap_are_uploaded_as_one() -> None:
 
 def test_a_send_goes_as_far_as_its_input_is_downloaded_and_a_part_is_uploaded_as_far_as_it_is_written() -> None:
     tasks = with_transfers(fused(direct.all_reduce_two_shot(COUNT, 0, 3)), 1)
-    steps = dependencies_of(tasks, Operation.ALL_REDUCE, 0)
+    steps = dependencies_of(tasks, 0)
     done = [0] * len(tasks)
     sends = [index for index, task in enumerate(tasks) if isinstance(task, Send) and task.region.buffer is Buffer.IN]
     starts = {index: tasks[index].region.start for index in sends}

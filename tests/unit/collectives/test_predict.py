@@ -8,10 +8,11 @@ import pytest
 
 from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, CHUNK_BYTES
-from ferrorpc.collectives.algorithms.plan import Buffer, Plan, Receive, Region, Send
+from ferrorpc.collectives.algorithms.plan import Buffer, FoldOwn, Load, Plan, Quantise, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.collectives.predict import CHUNKS_MAX, predict
 from ferrorpc.collectives.select import DEFAULT_TUNING, seconds
+from ferrorpc.collectives.step_simulation import OUTWARDS
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -42,13 +43,42 @@ def test_where_there_is_nothing_to_do_it_takes_no_time(name):
     assert time_of("all_reduce", name, 0, 8) == 0
 
 
-def test_a_plan_that_waits_for_ever_is_an_error_and_not_a_wait_for_ever():
-    def build(call, rank, size):
-        return Plan((Receive(1 - rank, 0, Region(Buffer.OUT, 0, 0, 4)), Send(1 - rank, 0, Region(Buffer.IN, 0, 0, 4))))
+def made(*plans: Plan) -> Algorithm:
+    """An algorithm of one plan for each rank."""
+    return Algorithm("made", lambda call, rank, size: plans[rank], lambda size, nbytes: Cost(1, nbytes))
 
-    made = Algorithm("made", build, lambda size, nbytes: Cost(1, nbytes))
+
+def test_a_plan_that_waits_for_ever_is_an_error_and_not_a_wait_for_ever():
+    brought, got = Region(Buffer.IN, 0, 0, 4), Region(Buffer.OUT, 0, 0, 4)
+    plans = (Plan((Receive(1 - rank, 0, got), Send(1 - rank, 0, brought))) for rank in range(2))
     with pytest.raises(UsageError, match="made never ends: 2 ranks wait"):
-        predict(made, example("all_reduce", 16, 2), 2, COSTS)
+        predict(made(*plans), example("all_reduce", 16, 2), 2, COSTS)
+
+
+def test_an_array_is_written_again_only_after_it_has_left():
+    n, costs = 1000, Costs(0.0, MESSAGE, BETA, GAMMA)
+    brought, work = Region(Buffer.IN, 0, 0, n), Region(Buffer.WORK, 0, 0, n)
+    sends = Plan((Load(brought, work), Send(1, 0, work), FoldOwn(brought, work)), (n,))
+    receives = Plan((Receive(0, 0, Region(Buffer.OUT, 0, 0, n)),))
+    found = predict(made(sends, receives), example("all_reduce", 4 * n, 2), 2, costs).seconds
+    assert found == pytest.approx(MESSAGE + 4 * n * (BETA + GAMMA))
+
+
+def test_a_bundle_is_packed_again_only_after_it_has_left():
+    steps = predict(entry(Operation.ALL_TO_ALL, "bruck"), example("all_to_all", 4000, 3), 3, COSTS).steps
+    assert steps is not None
+    first, second = (index for index, step in enumerate(steps.all) if (step.rank, step.lane) == (0, OUTWARDS))
+    (packed,) = steps.all[second].needs
+    assert first in steps.all[packed].needs
+
+
+def test_what_is_quantised_is_sent_only_after_it_has_arrived():
+    n = 1000
+    brought, got = Region(Buffer.IN, 0, 0, n), Region(Buffer.OUT, 0, 0, n)
+    begins = Plan((Send(1, 0, brought), Receive(1, 1, got)))
+    returns = Plan((Receive(0, 0, got), Quantise(got), Send(0, 1, got)))
+    found = predict(made(begins, returns), example("all_reduce", 4 * n, 2), 2, COSTS).seconds
+    assert found == pytest.approx(2 * (ALPHA + MESSAGE + 4 * n * BETA))
 
 
 def test_links_are_shared_one_message_after_the_other():
