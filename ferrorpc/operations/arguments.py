@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, copy_of, kind_of, spec_of, split, view
 from ferrorpc.collectives.ranks_and_tags import rank_of
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.operations.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
+from ferrorpc.operations.results import NOTHING, Into, New, Result, into_list, into_one, into_whole
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX
-
-OutResult: TypeAlias = Into | IntoList | IntoWhole
 
 
 def ranks_of(ranks: Iterable[Any], size: int) -> list[int]:
@@ -111,15 +109,15 @@ class Arguments:
         """
         if out is None:
             return New(kind)
-        into = Into(out, spec, self._device_arrays)
+        into = into_one(out, spec, self._device_arrays)
         copy_overlaps(sources, into, in_place=len(sources) == 1)
         return into
 
     def list_result(self, out: Any, kind: Kind, size: int, sources: list[View]) -> Result:
         """The destination of a list of results: a list of arrays, or one split along axis 0. Raises as `one_result`."""
         if out is None:
-            return NewList(kind)
-        into = (IntoList if isinstance(out, list | tuple) else IntoWhole)(out, size, self._device_arrays)
+            return New(kind, is_list=True)
+        into = (into_list if isinstance(out, list | tuple) else into_whole)(out, size, self._device_arrays)
         copy_overlaps(sources, into, in_place=False)
         return into
 
@@ -142,7 +140,7 @@ def no_result(out: Any) -> Result:
     return NOTHING
 
 
-def copy_overlaps(sources: list[View], into: OutResult, *, in_place: bool) -> None:
+def copy_overlaps(sources: list[View], into: Into, *, in_place: bool) -> None:
     """Replaces sources that share memory with results by copies, because a plan may write one before it reads the other.
 
     With one item on each side that cannot happen, and the operation works in place.

@@ -25,7 +25,7 @@ from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import Prepared
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
-from ferrorpc.operations.results import Into, IntoWhole, Result
+from ferrorpc.operations.results import Result, into_one, into_whole
 from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 
@@ -214,7 +214,7 @@ class FastPath:
             return to_kind(NUMPY, result, spec)
         if result is out and spec.dtype is NATIVE[out.dtype]:
             return out
-        return Into(out, None).give([result], [spec], f"{prepared.signature} #{number}")
+        return into_one(out, None).give([result], [spec], f"{prepared.signature} #{number}")
 
     # By result.
 
@@ -245,7 +245,7 @@ class FastPath:
         number = self._run(prepared, inputs, targets, timeout, found)
         if found[0][0] is targets:
             return out
-        return IntoWhole(out, self._size).give(*found[0], f"{prepared.signature} #{number}")
+        return into_whole(out, self._size).give(*found[0], f"{prepared.signature} #{number}")
 
     def _run(
         self,

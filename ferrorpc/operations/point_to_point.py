@@ -110,7 +110,7 @@ class PointToPoint:
         result = self._arguments.one_result(out, NUMPY, None, [])
         seconds = seconds_of(timeout, self.timeout)
         self._dispatch.check_open()
-        target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
+        target, spec = (result.outs[0].data, result.outs[0].spec) if isinstance(result, Into) else (None, None)
         messages = None if async_op or not (target is None or is_host(target)) else self._small_messages
         polled_in_vain = False
         if messages is not None:

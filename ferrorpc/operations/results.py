@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -90,151 +90,110 @@ class DeviceResult(Result):
 
 
 class New(Result):
-    """A new array, of the kind that went in."""
+    """New arrays of the kind that went in: one, or a list of them in rank order."""
 
-    __slots__ = ("_kind",)
+    __slots__ = ("_is_list", "_kind")
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, is_list: bool = False) -> None:
         self.targets, self.on_device, self.landing_device = None, kind.on_device, None
-        self._kind = kind
+        self._kind, self._is_list = kind, is_list
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
-        """The array."""
+        """The array, or the list."""
+        if self._is_list:
+            return [to_kind(self._kind, array, spec) for array, spec in zip(arrays, specs, strict=True)]
         return to_kind(self._kind, arrays[0], specs[0])
 
 
-class NewList(Result):
-    """A list of new arrays in rank order."""
-
-    __slots__ = ("_kind",)
-
-    def __init__(self, kind: Kind) -> None:
-        self.targets, self.on_device, self.landing_device = None, kind.on_device, None
-        self._kind = kind
-
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> list[Any]:
-        """The arrays."""
-        return [to_kind(self._kind, array, spec) for array, spec in zip(arrays, specs, strict=True)]
-
-
 class Into(Result):
-    """One result, into the caller's array.
+    """Results, into the caller's arrays.
 
     Args:
-        out: the array.
-        spec: of the result; None where only the message describes it.
-        device_arrays: whether the operation writes GPU arrays itself.
+        given: what the caller passed as `out`, and gets back.
+        outs: its arrays, whose libraries learn that they are written.
+        targets: a storage array for each result.
+        specs: dtype and shape of each result.
+        is_split: whether the targets are the parts of a single array.
     """
 
-    __slots__ = ("_follow_call", "out")
+    __slots__ = ("_follow_call", "_given", "_is_split", "_specs", "outs")
 
-    def __init__(self, out: Any, spec: TensorSpec | None, device_arrays: bool = False) -> None:
-        self.out = _written_out(out, spec_of(out) if spec is None else spec, device_arrays)
-        self.targets, self.landing_device = [self.out.data], device_among([out])
+    def __init__(
+        self, given: Any, outs: list[Out], targets: list[Array], specs: list[TensorSpec], is_split: bool = False
+    ) -> None:
+        self.outs, self.targets, self.landing_device = outs, targets, None
+        for out in outs:
+            kind = kind_of(out.given)
+            kind.will_write(out.given)
+            if kind.on_device and self.landing_device is None:
+                self.landing_device = kind.staging.device
         self.on_device = self.landing_device is not None
-        self._follow_call = Landing(out).follow if self.on_device else _nothing
+        self._given, self._specs, self._is_split = given, specs, is_split
+        self._follow_call = Landing(given).follow if self.on_device else _nothing
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
-        """The caller's array."""
+        """The caller's `out`."""
+        if list(specs) != self._specs:
+            raise _misfit(specs, self._specs, label)
         self._follow_call()
-        _land(arrays[0], specs[0], self.out.data, self.out.spec, label)
-        return self.out.commit()
-
-    def is_in_place(self, source: View) -> bool:
-        """Whether it is the very memory of `source`. Raises UsageError when it overlaps it in part."""
-        return self.out.is_in_place(source)
-
-
-class IntoList(Result):
-    """A list of results, each into one of the caller's arrays. `out`: a list of arrays in rank order."""
-
-    __slots__ = ("_follow_call", "_given", "_outs")
-
-    def __init__(self, out: Sequence[Any], size: int, device_arrays: bool = False) -> None:
-        if len(out) != size:
-            raise TensorMismatchError(f"out has {len(out)} arrays for {size} ranks", hint="pass one array for each rank")
-        if len(set(map(id, out))) != size:
-            raise TensorMismatchError("out has one array several times", hint="pass a list of arrays, not [array] * group.size")
-        self._given = out
-        self._outs: list[Out] = [_written_out(part, spec_of(part), device_arrays) for part in out]
-        check_apart(self._outs)
-        self.targets = [part.data for part in self._outs]
-        self.landing_device = device_among(out)
-        self.on_device = self.landing_device is not None
-        self._follow_call = Landing(out).follow if self.on_device else _nothing
-
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
-        """The caller's list."""
-        for spec, out in zip(specs, self._outs, strict=True):
-            _check(spec, out.spec, label)
-        self._follow_call()
-        for array, out in zip(arrays, self._outs, strict=True):
-            _land(array, out.spec, out.data, out.spec, label)
+        for array, target in zip(arrays, self.targets or (), strict=True):
+            if array is not target:
+                copy_into(target, array)
+        for out in self.outs:
             out.commit()
         return self._given
 
     def is_in_place(self, source: View) -> bool:
-        """Whether one of them is the very memory of `source`. Raises UsageError when one overlaps it in part."""
-        shared = [out.is_in_place(source) for out in self._outs]
+        """Whether a result is the very memory of `source`, or may be some of it where the targets are parts of one array.
+
+        Raises:
+            UsageError: an array that is not split overlaps it in part.
+        """
+        if self._is_split:
+            return self.outs[0].may_overlap(source)
+        shared = [out.is_in_place(source) for out in self.outs]
         return any(shared)
 
 
-class IntoWhole(Result):
-    """A list of results, into one array of the caller's that is split along axis 0 as by np.array_split."""
+def into_one(out: Any, spec: TensorSpec | None, device_arrays: bool = False) -> Into:
+    """One result, into an array.
 
-    __slots__ = ("_follow_call", "_out", "_specs")
-
-    def __init__(self, out: Any, size: int, device_arrays: bool = False) -> None:
-        spec = spec_of(out)
-        if not spec.shape:
-            raise TensorMismatchError("out is a single number, which cannot be split among ranks", hint="pass a list of arrays")
-        self._out = _written_out(out, spec, device_arrays)
-        self.targets, self.landing_device = split(self._out.data, size), device_among([out])
-        self.on_device = self.landing_device is not None
-        self._specs = [TensorSpec(spec.dtype, part.shape) for part in self.targets]
-        self._follow_call = Landing(out).follow if self.on_device else _nothing
-
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
-        """The caller's array."""
-        for found, wanted in zip(specs, self._specs, strict=True):
-            _check(found, wanted, label)
-        self._follow_call()
-        for array, spec, target in zip(arrays, self._specs, self.targets or (), strict=True):
-            _land(array, spec, target, spec, label)
-        return self._out.commit()
-
-    def is_in_place(self, source: View) -> bool:
-        """Whether it is, or holds, memory of `source`."""
-        return self._out.may_overlap(source)
+    Args:
+        spec: of the result; None where only the message describes it.
+        device_arrays: whether the operation writes GPU arrays itself.
+    """
+    found = view_out(out, spec_of(out) if spec is None else spec, device_arrays)
+    return Into(out, [found], [found.data], [found.spec])
 
 
-def _written_out(out: Any, spec: TensorSpec, device_arrays: bool) -> Out:
-    """As `view_out`, of an array whose library learns that it is written."""
-    found = view_out(out, spec, device_arrays)
-    kind_of(out).will_write(out)
-    return found
+def into_list(out: Sequence[Any], size: int, device_arrays: bool = False) -> Into:
+    """A result of each rank, into a list of arrays in rank order. Raises TensorMismatchError or UsageError."""
+    if len(out) != size:
+        raise TensorMismatchError(f"out has {len(out)} arrays for {size} ranks", hint="pass one array for each rank")
+    if len(set(map(id, out))) != size:
+        raise TensorMismatchError("out has one array several times", hint="pass a list of arrays, not [array] * group.size")
+    outs = [view_out(part, spec_of(part), device_arrays) for part in out]
+    check_apart(outs)
+    return Into(out, outs, [part.data for part in outs], [part.spec for part in outs])
 
 
-def device_among(arrays: Iterable[Any]) -> Device | None:
-    """The GPU of the first array that is on one; None if all are on the host."""
-    kinds = (kind for kind in map(kind_of, arrays) if kind.on_device)
-    return next((kind.staging.device for kind in kinds), None)
+def into_whole(out: Any, size: int, device_arrays: bool = False) -> Into:
+    """A result of each rank, into one array that is split along axis 0 as by np.array_split. Raises TensorMismatchError."""
+    spec = spec_of(out)
+    if not spec.shape:
+        raise TensorMismatchError("out is a single number, which cannot be split among ranks", hint="pass a list of arrays")
+    whole = view_out(out, spec, device_arrays)
+    targets = split(whole.data, size)
+    return Into(out, [whole], targets, [TensorSpec(spec.dtype, part.shape) for part in targets], is_split=True)
 
 
 def _nothing() -> None:
     """As `Landing.follow`, for arrays on the host."""
 
 
-def _check(found: TensorSpec, wanted: TensorSpec, label: object) -> None:
-    if found == wanted:
-        return
+def _misfit(specs: Sequence[TensorSpec], outs: Sequence[TensorSpec], label: object) -> TensorMismatchError:
+    found, out = next(pair for pair in zip(specs, outs, strict=True) if pair[0] != pair[1])
     hint = "pass one that fits, or leave out= away"
-    if wanted == (found.dtype, (1, *found.shape)):
+    if out == (found.dtype, (1, *found.shape)):
         hint = "an array is split along axis 0 like the input; for a row of each rank pass out=list(rows)"
-    raise TensorMismatchError(f"{label} gave {found}, but out is {wanted}", hint=hint)
-
-
-def _land(array: Array, spec: TensorSpec, target: Array, wanted: TensorSpec, label: object) -> None:
-    _check(spec, wanted, label)
-    if array is not target:
-        copy_into(target, array)
+    return TensorMismatchError(f"{label} gave {found}, but out is {out}", hint=hint)
