@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import ferrorpc
+from ferrorpc.backends.device import launch_queue
 from ferrorpc.errors import GroupAbortedError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -88,6 +89,8 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     if request.param == "at once":
         monkeypatch.setattr(nccl.FakeCommunicator, "launch", launched)
+    else:  # the call that waits for it for a moment would come by the same places again and again
+        monkeypatch.setattr(launch_queue, "LAUNCH_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("launches")
