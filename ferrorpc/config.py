@@ -219,7 +219,10 @@ SETTINGS: Final = (
     Setting("data_dir", None, path, "directory of a coordinator's journal; without one a restart forgets everything"),
     Setting("http_port", None, port, "port of a coordinator's status page, /metrics and /healthz; none without it"),
     Setting(
-        "cost_table", None, path, "file with the cost table a coordinator publishes to its jobs; none for the packaged one"
+        "cost_table",
+        None,
+        path,
+        "file from `ferrorpc bench --fit`, which a coordinator publishes to its jobs; none for the packaged cost table",
     ),
     Setting(
         "algorithm",
@@ -228,7 +231,7 @@ SETTINGS: Final = (
         "algorithms by operation, as all_reduce=ring,broadcast=tree, for calls that name none; the same on every rank",
     ),
     Setting("timeout", 60.0, seconds, "seconds for a rendezvous and for each operation"),
-    Setting("heartbeat_interval", 0.5, interval, "seconds between beats"),
+    Setting("heartbeat_interval", 0.5, interval, "seconds between beats, at most a quarter of the lease"),
     Setting(
         "lease",
         3.0,
@@ -238,11 +241,16 @@ SETTINGS: Final = (
     Setting("grace", 2.0, seconds, "seconds a member whose stream ended has to resume"),
     Setting("stall", 60.0, seconds, "seconds after which a stalled member is evicted"),
     Setting("max_outage", 300.0, seconds, "seconds without a coordinator before that is an error"),
-    Setting("tls_ca", None, path, "file with the job's certificate authority"),
+    Setting("tls_ca", None, path, "file with the job's certificate authority; every process needs a certificate of it"),
     Setting("tls_cert", None, path, "file with this process's certificate"),
     Setting("tls_key", None, path, "file with this process's key"),
-    Setting("token_file", None, token_path, "file with the job's bearer token"),
-    Setting("insecure", False, boolean, "listen, and send tokens, beyond loopback without TLS"),
+    Setting(
+        "token_file",
+        None,
+        token_path,
+        "file with the job's bearer token; a coordinator's may have a line for each token that clients may bring",
+    ),
+    Setting("insecure", False, boolean, "listen beyond loopback, and send a token there, without TLS"),
     Setting("log_level", "WARNING", str, "of the loggers ferrorpc.*", ("DEBUG", "INFO", "WARNING", "ERROR")),
     Setting("log_format", "text", str, "how log lines look", ("text", "json")),
     Setting(

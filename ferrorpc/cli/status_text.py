@@ -41,7 +41,6 @@ def as_text(response: StatusResponse, previous: PreviousStatus | None = None, ro
     """The whole response. With `rows_max`, at most so many members are listed, those in trouble first; the rest is counted."""
     position = response.position
     told = response.headline
-    details = "; ".join(told.details) or response.waiting_reason  # which an older coordinator, without a headline, tells alone
     kept = "journal on disk" if response.durable else "in memory"
     head = (
         f"job {response.job}  generation {position.generation}  cluster {position.cluster_id} epoch {position.epoch}  "
@@ -59,7 +58,7 @@ def as_text(response: StatusResponse, previous: PreviousStatus | None = None, ro
     }
     parts = [
         escape_unprintable(head),
-        "\n".join(escape_unprintable(line) for line in (told.title, details) if line),
+        "\n".join(escape_unprintable(line) for line in (told.title, "; ".join(told.details)) if line),
         f"store: {_plural(response.store_keys, 'key')}, {_plural(response.store_bytes, 'byte')}",
         _members(response.members, previous, rows_max),
         *("\n  ".join([name, *map(escape_unprintable, lines)]) for name, lines in sections.items() if lines),

@@ -61,7 +61,17 @@ def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
 
 
 def dependencies_of(tasks: Sequence[Task], own: int | None) -> tuple[Dependencies, ...]:
-    """The dependencies of each task of a rank, in their order.
+    """The dependencies of each task of a rank, in their order. Arguments as for `waits_of`."""
+    waits = waits_of(tasks, own)
+    wakes: list[list[int]] = [[] for _ in waits]
+    for index, each in enumerate(waits):
+        for wait in each:
+            wakes[wait.action].append(index)
+    return tuple(Dependencies(each, tuple(dict.fromkeys(woken))) for each, woken in zip(waits, wakes, strict=True))
+
+
+def waits_of(tasks: Sequence[Task], own: int | None) -> list[tuple[Wait, ...]]:
+    """What each task of a rank waits for, in their order.
 
     Args:
         own: the input whose memory the first result may be; None where none may.
@@ -80,11 +90,7 @@ def dependencies_of(tasks: Sequence[Task], own: int | None) -> tuple[Dependencie
                 place = (Buffer.IN, own) if region.buffer is Buffer.OUT and own is not None else (region.buffer, region.item)
                 found += histories.setdefault(place, _History()).touch(index, region, writes)
         waits.append(tuple(found))
-    wakes: list[list[int]] = [[] for _ in waits]
-    for index, each in enumerate(waits):
-        for wait in each:
-            wakes[wait.action].append(index)
-    return tuple(Dependencies(each, tuple(dict.fromkeys(woken))) for each, woken in zip(waits, wakes, strict=True))
+    return waits
 
 
 def _whole(index: int) -> Wait:

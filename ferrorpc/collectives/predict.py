@@ -42,7 +42,7 @@ from ferrorpc.collectives.algorithms.plan import (
     Send,
 )
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.dependencies import Wait, dependencies_of
+from ferrorpc.collectives.dependencies import Wait, waits_of
 from ferrorpc.collectives.select import bytes_of, seconds
 from ferrorpc.collectives.step_simulation import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, StepSimulation
 from ferrorpc.errors import UsageError
@@ -169,7 +169,7 @@ class _Rank:
     @cached_property
     def _needs(self) -> list[tuple[Wait, ...]]:
         """What each action waits for; found only where the plan is followed."""
-        return [each.waits for each in dependencies_of(self.plan.actions, None)]
+        return waits_of(self.plan.actions, None)
 
     def advance(self, steps: StepSimulation, in_transit: InTransit) -> bool:
         """Turns actions into steps as far as possible. Returns whether there were any."""

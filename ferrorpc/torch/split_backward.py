@@ -153,7 +153,7 @@ def _continue_from_an_edge() -> None:
     In the first one PyTorch makes a type, behind a lock of C++. If garbage is collected meanwhile, the interpreter may go to
     another thread that needs the type too: it then waits for the lock and keeps the interpreter, for ever.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False):  # in which gradients are on, too
         start = torch.zeros((), requires_grad=True, device="cpu")
         edge = get_gradient_edge(start * 1)
     torch.autograd.backward((edge,), (torch.zeros((), device="cpu"),), inputs=[start])

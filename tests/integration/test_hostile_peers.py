@@ -267,7 +267,7 @@ def test_there_are_only_so_many_streams(monkeypatch: pytest.MonkeyPatch) -> None
         two_servers(open_timeout_seconds=SECONDS) as servers,
         grpc.insecure_channel(servers[1].address, options=options.data_channel()) as channel,
     ):
-        calls = [channel.stream_stream(METHOD)(iter(lambda: release.wait(SECONDS), None)) for _ in range(2)]
+        calls = [channel.stream_stream(METHOD)(iter(lambda: not release.wait(SECONDS), False)) for _ in range(2)]
         eventually(lambda: len(servers[1]._pending._waiting) == 2, "the streams")
         with pytest.raises(grpc.RpcError) as raised:
             list(channel.stream_stream(METHOD)(iter([opening()]), timeout=10))

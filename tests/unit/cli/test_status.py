@@ -81,12 +81,7 @@ def test_the_headline_is_the_coordinators():
     told.headline.MergeFrom(session_pb2.Headline(level="warn", title="Rank 1 is \x1b[2J", details=["silent", "Next round: x"]))
     assert "\n\nRank 1 is \\x1b[2J\nsilent; Next round: x\n\n" in as_text(told)
     told.headline.ClearField("details")
-    told.waiting_reason = ""
     assert "\n\nRank 1 is \\x1b[2J\n\nstore: " in as_text(told)
-
-
-def test_an_older_coordinators_status_without_a_headline_says_what_the_round_waits_for():
-    assert "\n\n1 of 2 joined\n\nstore: " in as_text(answer())
 
 
 def healthy(*steps, state="MEMBER_STATE_ACTIVE", **more):
@@ -311,7 +306,7 @@ def test_training_steps_tell_who_computes_longest():
 def test_what_members_say_of_themselves_stays_in_its_place():
     response = answer()
     evil = "\x1b[2J\n0     good  active"
-    response.members[0].host = response.members[1].activity = response.waiting_reason = evil
+    response.members[0].host = response.members[1].activity = response.headline.title = evil
     response.barriers[0].name = response.generations[0].end_reason = evil
     response.occurrences.add(kind="dead", text=evil)
     text = as_text(response)
