@@ -127,12 +127,14 @@ def test_what_is_compressed_on_one_rank_alone_is_a_mismatch_on_both():
 
 
 def test_a_barriers_timeout_is_one_of_a_barrier_and_names_who_is_missing():
+    both = threading.Barrier(2)
     for wrapped in (lambda queues: queues, SocketBackend):
 
         def body(group: ProcessGroup) -> None:
             if group.rank < 2:
+                both.wait(30.0)
                 with pytest.raises(BarrierTimeoutError) as raised:
-                    group.barrier(timeout=0.05)
+                    group.barrier(timeout=0.5)
                 assert raised.value.missing == [2]
 
         run_groups([ProcessGroup(wrapped(queues)) for queues in queue_backends(3)], body)
