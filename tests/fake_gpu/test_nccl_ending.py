@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ferrorpc.backends.device import ending as ending_module
 from ferrorpc.backends.device.communicator import DataType, Op, State
 from ferrorpc.backends.device.ending import CLOSE_SECONDS, FROZEN_SECONDS, Ending
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError
@@ -117,6 +120,24 @@ def test_an_abort_in_time_ends_nothing_else(cupy: StandIn) -> None:
 
     clock.run([("rank 0", body)])
     assert (end.aborted, codes) == (True, [])
+
+
+def test_what_a_gpu_never_comes_past_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending_module, "KEPT_SECONDS", 0.05)
+    clock, event, found = VirtualClock(), SimpleNamespace(done=False), []
+
+    def body() -> None:
+        ending = Ending(clock, Latch(), nullcontext, exit_later=never)
+        buffers = threading.Event()
+        kept = weakref.ref(buffers)
+        ending.keep(None, event, buffers)  # type: ignore[arg-type]
+        del buffers
+        for seconds in (0.04, 0.04):
+            clock.parker().park(clock.now() + seconds)
+            found.append(kept() is not None)
+
+    clock.run([("rank 0", body)])
+    assert found == [True, False]
 
 
 def test_a_communicator_that_comes_about_after_the_end_is_aborted(cupy: StandIn) -> None:

@@ -35,6 +35,8 @@ CLOSE_SECONDS: Final = 0.8
 FROZEN_SECONDS: Final = 2.0
 """How much later the process ends where no thread gets the interpreter."""
 POLL_SECONDS: Final = 1e-3
+KEPT_SECONDS: Final = 3600.0
+"""A GPU that has not come past a mark for so long is taken for one that has failed."""
 THREAD: Final = "ferrorpc-device-end"
 """The name of threads that wait for what was launched to end."""
 _log = logging.getLogger("ferrorpc.backends.device")
@@ -206,12 +208,12 @@ class Ending:
 
     def _wait_past(self, stream: Stream, event: Event | None) -> None:
         """Waits until the GPU has come past an event in a stream; None: past all that is in it now."""
-        parker = self._clock.parker()
+        parker, until = self._clock.parker(), self._clock.now() + KEPT_SECONDS
         try:
             if event is None:
                 with self._on_device():
                     event = stream.record()
-            while not event.done:
+            while not event.done and self._clock.now() < until:
                 parker.park(self._clock.now() + POLL_SECONDS)
         except Exception as problem:  # noqa: BLE001  a GPU that has failed records no event, and uses nothing any more
             _log.debug("nothing has to be kept for the GPU: %s", problem)

@@ -25,7 +25,7 @@ class Liveness(Enum):
     LEFT = "left"
 
 
-_GONE: Final = (Liveness.DEAD, Liveness.LEFT)
+_GONE: Final = (Liveness.DEAD, Liveness.LEFT)  # here, because a status asks for each member: an enum's names are slow to find
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ TABLE: Final = "member"
 MEMBERS_PER_EVENT: Final = 256
 """Members described in one event."""
 REASON_CHARACTERS_MAX: Final = 4096
-_PRESENT: Final = Liveness.PRESENT
+_PRESENT: Final = Liveness.PRESENT  # what most are; a status asks for each, and an enum's names and hashes are slow
 _STATES: Final = {
     Liveness.STALLED: identity_pb2.MEMBER_STATE_STALLED,
     Liveness.SUSPECT: identity_pb2.MEMBER_STATE_SUSPECT,
