@@ -10,9 +10,18 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import eventually
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Skips where one of these is not installed. They are not imported: only the processes that a test starts use them."""
+    missing = [module for module in modules if find_spec(module) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
 def write_script(directory: Path, body: str, name: str = "script.py") -> str:

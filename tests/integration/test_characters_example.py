@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.launching import needs
+
 ROOT = Path(__file__).resolve().parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 torch = pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
+pytestmark = needs("matplotlib")
 
 
 def test_it_learns_holds_equal_weights_and_draws_its_loss(tmp_path: Path) -> None:

@@ -8,19 +8,12 @@ import signal
 import subprocess
 import sys
 import termios
-from importlib.util import find_spec
-
-import pytest
 
 from ferrorpc.cli.demo import check_packages
-from tests.integration.launching import environment
+from tests.integration.launching import environment, needs
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-pytestmark = pytest.mark.skipif(
-    not all(map(find_spec, ("sklearn", "tqdm", "matplotlib"))), reason="the extra `examples` is not installed"
-)
+pytestmark = needs("sklearn", "tqdm", "matplotlib")
 
 
 def test_the_demo_learns_holds_equal_weights_and_draws_its_loss(tmp_path):

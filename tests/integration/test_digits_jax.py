@@ -7,12 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.integration.launching import needs
 
 ROOT = Path(__file__).resolve().parents[2]
-pytest.importorskip("jax")
-pytest.importorskip("optax")
-pytest.importorskip("sklearn")
+pytestmark = needs("jax", "optax", "sklearn")
 
 
 def test_it_learns_and_holds_equal_weights() -> None:

@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.integration.launching import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
+pytestmark = needs("sklearn", "tqdm", "matplotlib")
 
 
 def test_it_learns_holds_equal_weights_and_draws_its_loss(tmp_path: Path) -> None:

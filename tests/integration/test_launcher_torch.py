@@ -1,12 +1,8 @@
 """Scripts written for torchrun run unchanged: torch.distributed with Gloo finds all it reads in the environment."""
 
-from importlib.util import find_spec
+from tests.integration.launching import needs, run, write_script
 
-import pytest
-
-from tests.integration.launching import run, write_script
-
-pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+pytestmark = needs("torch")
 
 SCRIPT = """
     import os, sys, torch, torch.distributed as dist

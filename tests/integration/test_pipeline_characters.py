@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.integration.launching import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
+pytestmark = needs("torch", "matplotlib")
 
 
 def test_it_learns_holds_equal_replicas_and_draws_its_last_step(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.launching import needs
+
 ROOT = Path(__file__).resolve().parents[2]
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
+pytestmark = needs("sklearn", "tqdm", "matplotlib")
 
 
 @pytest.mark.parametrize(("processes", "schedule", "name"), [(2, "zbv", "pipeline.svg"), (3, "1f1b", "pipeline.png")])
