@@ -113,8 +113,8 @@ def sent_bytes(call: Call, size: int) -> int:
     plain = select(call, size).cost(size, bytes_of(call)).sent_bytes
     if call.wire is None or not plain:
         return int(plain)
-    count = math.prod(call.inputs[0].shape)
-    return int(plain * codec(call.wire).encoded_bytes(count) / bytes_of(call))
+    encoded = sum(codec(call.wire).encoded_bytes(math.prod(spec.shape)) for spec in call.inputs)
+    return int(plain * encoded / bytes_of(call))
 
 
 def explain(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> str:

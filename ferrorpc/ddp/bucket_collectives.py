@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ferrorpc.arrays.numpy_kind import dtype_in
@@ -24,13 +25,13 @@ class Traffic:
     def __init__(self, size: int) -> None:
         self.size = size
         self.sent_bytes = 0
-        self._bytes_of: dict[tuple[Operation, TensorSpec, ReduceOp | None, str | None], int] = {}
+        self._bytes_of: dict[tuple[Operation, tuple[TensorSpec, ...], ReduceOp | None, str | None], int] = {}
 
-    def count(self, operation: Operation, array: Array, op: ReduceOp | None = None, wire: str | None = None) -> None:
+    def count(self, operation: Operation, arrays: Sequence[Array], op: ReduceOp | None = None, wire: str | None = None) -> None:
         """Adds one operation's bytes."""
-        key = operation, TensorSpec(dtype_in(array), array.shape), op, wire
+        key = operation, tuple([TensorSpec(dtype_in(array), array.shape) for array in arrays]), op, wire
         if key not in self._bytes_of:
-            self._bytes_of[key] = sent_bytes(Call(operation, (key[1],), op, wire=wire), self.size)
+            self._bytes_of[key] = sent_bytes(Call(operation, key[1], op, wire=wire), self.size)
         self.sent_bytes += self._bytes_of[key]
 
 
@@ -41,9 +42,13 @@ class BucketCollectives:
         first: number of the first one in the stream. Every rank starts the same ones in the same order.
         count: how many there may be; the next number is the next bucket's.
         traffic: counts each of them.
+
+    Attributes:
+        rank: of this process among the `size` ranks.
     """
 
     def __init__(self, stream: Stream, first: int, count: int, traffic: Traffic) -> None:
+        self.rank = stream.rank
         self.size = traffic.size
         self._stream = stream
         self._next = first
@@ -52,13 +57,19 @@ class BucketCollectives:
 
     def all_reduce(self, array: Array, op: ReduceOp = ReduceOp.SUM, wire: str | None = None) -> Work[Any]:
         """Reduces an array over all ranks, in place."""
-        self._traffic.count(Operation.ALL_REDUCE, array, op, wire)
+        self._traffic.count(Operation.ALL_REDUCE, [array], op, wire)
         work: Work[Any] = self._stream.all_reduce(array, self._number(), op=op, out=array, wire=wire)
+        return work
+
+    def reduce_scatter(self, parts: Sequence[Array], op: ReduceOp = ReduceOp.SUM, wire: str | None = None) -> Work[Any]:
+        """Reduces parts[r] over all ranks, for rank r. With a `wire`, the result is float32 that was not rounded again."""
+        self._traffic.count(Operation.REDUCE_SCATTER, parts, op, wire)
+        work: Work[Any] = self._stream.reduce_scatter(parts, self._number(), op=op, wire=wire)
         return work
 
     def all_gather(self, array: Array) -> Work[list[Array]]:
         """Gathers every rank's array, in rank order."""
-        self._traffic.count(Operation.ALL_GATHER, array)
+        self._traffic.count(Operation.ALL_GATHER, [array])
         work: Work[list[Array]] = self._stream.all_gather(array, self._number())
         return work
 

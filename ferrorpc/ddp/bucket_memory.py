@@ -40,8 +40,8 @@ class BucketMemory(ABC):
 
     A step calls `begin`, `write` for each gradient, and `pack`; after the reduction `finish`; then the means can be read.
 
-    Weighted gradients of half types are accumulated in a second array, in float32, so that they are not rounded before the
-    division. That array is allocated at its first use.
+    Weighted gradients of half types, and the parts of such gradients, are accumulated in a second array, in float32, so that
+    they are not rounded before the division. That array is allocated at its first use.
 
     Attributes:
         bucket: the layout.
@@ -54,6 +54,8 @@ class BucketMemory(ABC):
         self.bucket = bucket
         self._weight: float | None = None
         self._float32: Any = None
+        self._summed: set[str] = set()
+        """Gradients, of a half type, whose parts are summed in the accumulator in this step."""
 
     @cached_property
     def addresses(self) -> range:
@@ -166,6 +168,7 @@ class HostBucketMemory(BucketMemory):
         self._group = group
         self.array: Array = self._zeros(bucket.dtype)
         self.storage: Array = self.array.view(bucket.dtype.storage)
+        self._fold = kernel(ReduceOp.SUM, bucket.dtype, 1)
 
     def _zeros(self, dtype: DType) -> Array:
         found: Array = self._group.empty((self.bucket.count,), dtype)
@@ -174,6 +177,7 @@ class HostBucketMemory(BucketMemory):
 
     def begin(self, weight: float | None, follows: bool) -> None:
         self._weight = weight
+        self._summed.clear()
         self._operand[: self.bucket.weight] = 1
         self._operand[self.bucket.takers] = not follows
 
@@ -183,20 +187,31 @@ class HostBucketMemory(BucketMemory):
         if gradient is None:
             self._operand[slot.start : slot.stop] = 0
             return
+        is_summed = slot.name in self._summed
         if self._weight is None:
             target = self.place(slot)
-            if not is_same_memory(gradient.data, target):
+            if is_summed:
+                self._fold.finish(target, self.accumulator[slot.start : slot.stop])
+            elif not is_same_memory(gradient.data, target):
                 source = gradient.data if gradient.origin is None else gradient.origin
                 np.copyto(target.reshape(slot.spec.shape), source)
             return
         target = self.accumulator[slot.start : slot.stop]
-        if not is_same_memory(gradient.data, target):
-            kernel(ReduceOp.SUM, slot.spec.dtype, 1).load(target, gradient.data.reshape(-1))
+        if not is_summed and not is_same_memory(gradient.data, target):
+            self._fold.load(target, gradient.data.reshape(-1))
         if self._weight != 1:
             with np.errstate(all="ignore"):
-                np.multiply(target, real_type(target.dtype)(self._weight), out=target)
+                target = reals_of(target)
+                np.multiply(target, target.dtype.type(self._weight), out=target)
 
     def add(self, slot: Slot, part: View, is_first: bool) -> None:
+        if self.bucket.dtype.is_half and not is_first:
+            sums = self.accumulator[slot.start : slot.stop]
+            if slot.name not in self._summed:
+                self._fold.load(sums, self.place(slot))
+                self._summed.add(slot.name)
+            self._fold.fold(sums, part.data.reshape(-1))
+            return
         total, given = (NUMPY.typed(data.reshape(slot.spec.shape), slot.spec) for data in (self.place(slot), part.data))
         if is_first:
             np.copyto(total, given)
@@ -212,11 +227,11 @@ class HostBucketMemory(BucketMemory):
         header = self._reduced(self._operand)
         if is_divisor(header.total_weight):
             body = slice(self.bucket.header, None)
-            sums = self.accumulator[body]
+            sums = reals_of(self.accumulator[body])
             with np.errstate(all="ignore"):
-                np.divide(sums, real_type(sums.dtype)(header.total_weight), out=sums)
+                np.divide(sums, sums.dtype.type(header.total_weight), out=sums)
             if self.bucket.dtype.is_half:
-                kernel(ReduceOp.SUM, self.bucket.dtype, 1).finish(self.storage[body], sums)
+                self._fold.finish(self.storage[body], sums)
         return header
 
     def place(self, slot: Slot) -> Array:
@@ -244,6 +259,7 @@ def is_divisor(total_weight: float | None) -> TypeGuard[float]:
     return total_weight is not None and total_weight != 0 and bool(np.isfinite(total_weight))
 
 
-def real_type(dtype: np.dtype[Any]) -> type[np.floating[Any]]:
-    """The real type of a dtype's precision. Weights are real also where gradients are complex."""
-    return np.float32 if dtype in (np.float32, np.complex64) else np.float64
+def reals_of(array: Any) -> Any:
+    """An array of floats or complex numbers as the floats that it consists of. Weights are real also where gradients are
+    complex, and NumPy's product and quotient of the two make NaN of infinities."""
+    return array.view(np.float32 if array.dtype in (np.float32, np.complex64) else np.float64)

@@ -25,7 +25,7 @@ from ferrorpc.arrays.event import Event
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.arrays.staging import wait_within
 from ferrorpc.ddp.bucket import Bucket, Slot
-from ferrorpc.ddp.bucket_memory import Array, BucketMemory, ReducedHeader, is_divisor, real_type
+from ferrorpc.ddp.bucket_memory import Array, BucketMemory, ReducedHeader, is_divisor, reals_of
 from ferrorpc.ddp.stream_order import StreamOrder
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.cuda.program import NAMES
@@ -111,6 +111,7 @@ class DeviceBucketMemory(BucketMemory):
         self._order.release_late()
         self._weight = weight
         self._deferred = []
+        self._summed.clear()
         header, _ = self._header
         header[...] = 0
         header[: self.bucket.weight] = 1
@@ -136,6 +137,14 @@ class DeviceBucketMemory(BucketMemory):
 
     def _write_now(self, slot: Slot, data: DeviceArray, stream: Stream) -> None:
         """Copies one gradient to its slot, times the weight."""
+        if slot.name in self._summed:
+            sums = self.accumulator[slot.start : slot.stop]
+            with self._device.here():
+                if self._weight is None:
+                    self._kernels.pack([sums], [slot.start], self._storage, DType.FLOAT32, self.bucket.dtype)
+                elif self._weight != 1:
+                    self._multiply(sums, self._weight)
+            return
         if self._weight is not None and self._is_packed:
             with self._device.here():
                 self._pack([(slot, data)])
@@ -162,13 +171,22 @@ class DeviceBucketMemory(BucketMemory):
             if is_first:
                 total[...] = given
             elif dtype.is_half:
-                self._kernels.sum_peers([total, given], total, dtype)
-            elif real_type(dtype.storage) == np.float32:
-                total, given = total.view(np.float32), given.view(np.float32)
+                self._add_in_float32(slot, given)
+            elif dtype in (DType.FLOAT32, DType.COMPLEX64):
+                total, given = reals_of(total), reals_of(given)
                 self._kernels.sum_peers([total, given], total, DType.FLOAT32)
             else:
                 total += given
             self._device.staging.keep(part.data)
+
+    def _add_in_float32(self, slot: Slot, given: DeviceArray) -> None:
+        sums, dtype = self.accumulator[slot.start : slot.stop], self.bucket.dtype
+        if slot.name not in self._summed:
+            self._kernels.unpack([sums], [slot.start], self._storage, dtype, DType.FLOAT32)
+            self._summed.add(slot.name)
+        term = self._device.empty(sums.shape, sums.dtype)
+        self._kernels.unpack([term], [0], given, dtype, DType.FLOAT32)
+        self._kernels.sum_peers([sums, term], sums, DType.FLOAT32)
 
     def pack(self) -> DeviceArray:
         header, flat = self._header
@@ -239,20 +257,17 @@ class DeviceBucketMemory(BucketMemory):
     # float32 goes through the library's own kernels: CuPy's flush subnormal numbers to zero.
 
     def _multiply(self, array: DeviceArray, factor: float) -> None:
-        """array *= factor, with NumPy's bits: complex numbers by their parts."""
-        real = real_type(array.dtype)
-        reals = array.view(real)
-        if real is np.float32:
+        """array *= factor."""
+        reals = reals_of(array)
+        if reals.dtype == np.float32:
             self._kernels.pack([reals], [0], reals, DType.FLOAT32, DType.FLOAT32, factor)
         else:
-            reals *= real(factor)
+            reals *= reals.dtype.type(factor)
 
     def _divide(self, array: DeviceArray, divisor: float) -> None:
-        """array /= divisor, with NumPy's bits: it multiplies complex numbers by the reciprocal."""
-        real = real_type(array.dtype)
-        if array.dtype != real:
-            self._multiply(array, float(real(1) / real(divisor)))
-        elif real is np.float32:
-            self._kernels.sum_peers([array], array, DType.FLOAT32, divisor)
+        """array /= divisor."""
+        reals = reals_of(array)
+        if reals.dtype == np.float32:
+            self._kernels.sum_peers([reals], reals, DType.FLOAT32, divisor)
         else:
-            array /= real(divisor)
+            reals /= reals.dtype.type(divisor)

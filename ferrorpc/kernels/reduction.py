@@ -5,7 +5,8 @@ and rounded once, at the end; MEAN divides before that rounding. Every fold in t
 every transport. One exception comes from the processor: if two operands are NaN, the result is NaN, but either may be kept.
 
 Kernels follow NumPy's arithmetic: integers wrap, SUM of bool is a logical or, MIN and MAX propagate NaN. They emit no warnings,
-change no global state, and allocate only one cache-sized scratch buffer per thread.
+change no global state, and allocate only one cache-sized scratch buffer per thread. MEAN divides the parts of complex numbers:
+NumPy's division by the number size + 0j makes NaN of infinities.
 
 `reduce` reduces arrays that are all available, block by block: it reads every source from memory once and writes the result
 once, and intermediate values stay in the cache. `load`, `fold` and `finish` do the same one array at a time.
@@ -57,7 +58,7 @@ class Kernel:
     _mean: tuple[np.ufunc, Array] | None = field(repr=False, compare=False)
     """How MEAN divides a sum: np.divide and `size` (an array of shape (), much faster than a scalar). None for other operators.
 
-    For real floats and a `size` that is a power of two: np.multiply and 1 / `size`, with the same bits in half the time.
+    For a `size` that is a power of two: np.multiply and 1 / `size`, with the same bits in half the time.
     """
 
     def reduce(self, sources: Sequence[Array], out: Array) -> None:
@@ -115,6 +116,15 @@ class Kernel:
             work[:] = THREAD_STATE.run(self._ufunc, left, right)
         else:
             THREAD_STATE.run(self._ufunc, left, right, out=work)
+
+
+@dataclass(frozen=True)
+class ComplexKernel(Kernel):
+    """A kernel for complex numbers, which finishes their parts."""
+
+    def finish(self, storage: Array, work: Array) -> None:
+        real = work.real.dtype
+        super().finish(storage.view(real), work.view(real))
 
 
 @dataclass(frozen=True)
@@ -180,13 +190,15 @@ def kernel(op: ReduceOp, dtype: DType, size: int) -> Kernel:
         raise TensorMismatchError(why_not.reason, hint=why_not.hint)
     work = np.dtype(np.float32) if dtype.is_half else dtype.storage
     mean = _mean_of(size, work) if op is ReduceOp.MEAN else None
-    return (HalfKernel if dtype.is_half else Kernel)(op, dtype, size, work, _UFUNCS[op], mean)
+    chosen = HalfKernel if dtype.is_half else ComplexKernel if dtype.is_complex else Kernel
+    return chosen(op, dtype, size, work, _UFUNCS[op], mean)
 
 
 def _mean_of(size: int, work: np.dtype[Any]) -> tuple[np.ufunc, Array]:
-    if work.kind == "f" and size & (size - 1) == 0:
-        return np.multiply, np.array(1 / size, work)
-    return np.divide, np.array(size, work)
+    real = np.empty(0, work).real.dtype
+    if size & (size - 1) == 0:
+        return np.multiply, np.array(1 / size, real)
+    return np.divide, np.array(size, real)
 
 
 def is_same_memory(one: Array, other: Array) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Unpack, overload
 
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from ferrorpc.guard import Clock, Guard, seconds_of
 from ferrorpc.operations.arguments import Arguments
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Result
-from ferrorpc.operations.type_hints import A, Op, Readable, Reducing, Timed
+from ferrorpc.operations.type_hints import A, Op, Parts, Readable, Reducing, Timed
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.work import Work
 
@@ -37,6 +38,11 @@ class Stream:
         self._unordered = channels is None and arena is not None
         if arena is not None:
             weakref.finalize(self, _let_go, weakref.ref(arena), self._number).atexit = False
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._dispatch.backend.rank
 
     @property
     def number(self) -> int:
@@ -88,6 +94,33 @@ class Stream:
         source, chosen = self._arguments.view(x), ReduceOp.named(op)
         result = self._arguments.one_result(out, source.kind, source.spec, [source])
         return self._start(Operation.ALL_REDUCE, [source], result, number, timeout, op=chosen, wire=wire, algorithm=algorithm)
+
+    @overload
+    def reduce_scatter(
+        self, parts: Parts[A], number: int, *, op: Op = ..., out: A | None = ..., **options: Unpack[Reducing]
+    ) -> Work[A]: ...
+    @overload
+    def reduce_scatter(
+        self, parts: Sequence[Readable], number: int, *, op: Op = ..., out: None = ..., **options: Unpack[Reducing]
+    ) -> Work[NDArray[Any]]: ...
+    def reduce_scatter(
+        self,
+        parts: Any,
+        number: int,
+        *,
+        op: ReduceOp | str = "sum",
+        out: Any = None,
+        timeout: float | None = None,
+        wire: str | None = None,
+        algorithm: str | None = None,
+    ) -> Work[Any]:
+        """As `ProcessGroup.reduce_scatter(async_op=True)`."""
+        backend, chosen = self._dispatch.backend, ReduceOp.named(op)
+        sources = self._arguments.parts(parts, backend.size)
+        result = self._arguments.one_result(out, sources[0].kind, sources[backend.rank].spec, sources)
+        return self._start(
+            Operation.REDUCE_SCATTER, sources, result, number, timeout, op=chosen, wire=wire, algorithm=algorithm
+        )
 
     def broadcast(self, x: A, number: int, *, root: int, timeout: float | None = None) -> Work[A]:
         """As `ProcessGroup.broadcast(x, out=x, async_op=True)`: x is read on rank `root` and written on the others."""

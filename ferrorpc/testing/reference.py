@@ -73,8 +73,17 @@ def reduced(arrays: Sequence[Array], op: ReduceOp, dtype: DType) -> Array:
     with np.errstate(all="ignore"):
         total = reduce(_FOLDS[op], work)
         if op is ReduceOp.MEAN:
-            total = total / total.dtype.type(len(arrays))
+            total = divided(total, len(arrays))
         return np.asarray(total).astype(numpy_dtype(dtype))
+
+
+def divided(total: Array, divisor: float) -> Array:
+    """total / divisor; of complex numbers the parts, as NumPy would make the divisor complex, and NaN of infinities."""
+    if total.dtype.kind != "c":
+        return np.asarray(total / total.dtype.type(divisor))
+    parts = np.empty_like(total)
+    parts.real, parts.imag = (part / part.dtype.type(divisor) for part in (total.real, total.imag))
+    return parts
 
 
 def operators(dtype: DType) -> list[ReduceOp]:

@@ -24,6 +24,7 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.testing.reference import divided
 from tests.fake_gpu.ddp_worlds import LANES, Array, at_home, on_gpu, world
 from tests.unit.ddp.model import Plain
 
@@ -48,11 +49,11 @@ def mean(arrays: list[Array], weights: list[float] | None) -> Array:
     """In one process, in rank order: half types in float32, rounded once."""
     dtype = arrays[0].dtype
     wide = [array.astype(np.float32) if dtype.itemsize == 2 else array for array in arrays]
-    real = np.zeros((), wide[0].dtype).real.dtype.type
     if weights is None:
-        return np.asarray(reduce(np.add, wide) / real(len(wide))).astype(dtype)
+        return divided(np.asarray(reduce(np.add, wide)), len(wide)).astype(dtype)
+    real = np.zeros((), wide[0].dtype).real.dtype.type
     shares = [array * real(weight) for array, weight in zip(wide, weights, strict=True)]
-    return np.asarray(reduce(np.add, shares) / real(sum(weights))).astype(dtype)
+    return divided(np.asarray(reduce(np.add, shares)), sum(weights)).astype(dtype)
 
 
 def check(found: list[dict[str, Array]], per_rank: list[dict[str, Array]], weights: list[float] | None) -> None:
@@ -266,21 +267,24 @@ def test_a_gradient_computed_in_its_place_is_not_copied(cupy: StandIn, dtype: An
     assert world(cupy, "hybrid", 2, body) == [[[[1.5] * 3] * 2, [[2.5] * 3] * 2]] * 2
 
 
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0]], ids=["even", "weighted"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_parts_of_a_gradient_add_up_as_in_numpy(cupy: StandIn, dtype: Any) -> None:
+def test_parts_of_a_gradient_add_up_as_in_numpy(cupy: StandIn, dtype: Any, weights: list[float] | None) -> None:
+    """Those of half types in float32; they are rounded once, where they are averaged in their type or as their mean."""
     parts = [np.random.default_rng(part).standard_normal(9).astype(dtype) for part in range(3)]
 
     def body(group: ProcessGroup) -> Any:
         sync = ferrorpc.GradientSynchronizer({"a": cupy.asarray(parts[0])}, group)
-        with sync.step(weight=1.0 + group.rank) as step:
+        with sync.step(weight=None if weights is None else weights[group.rank]) as step:
             step.add("a", cupy.asarray(parts[0]))
             step.add("a", cupy.asarray(parts[1]))
             step.ready("a", cupy.asarray(parts[2]))
         return cupy.asnumpy(step.grads["a"])
 
-    whole = parts[0] + parts[1] + parts[2]
+    whole = reduce(np.add, [part.astype(np.float32) if part.dtype.itemsize == 2 else part for part in parts])
+    whole = whole.astype(dtype) if weights is None else whole
     for found in world(cupy, "hybrid", 2, body):
-        assert found.tobytes() == mean([whole, whole], [1.0, 2.0]).tobytes()
+        assert found.tobytes() == mean([whole, whole], weights).astype(dtype).tobytes()
 
 
 @pytest.mark.parametrize("lanes", LANES)

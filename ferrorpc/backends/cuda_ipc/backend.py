@@ -12,9 +12,7 @@ from ferrorpc.backends.cuda_ipc.connect import SLOT_BYTES, IpcConnector, this_pr
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.device.ending import Ending
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.collectives.call import Call
 from ferrorpc.errors import BackendUnavailableError
-from ferrorpc.types import ReduceOp
 
 
 class CudaIpcBackend(DeviceBackend):
@@ -55,11 +53,6 @@ class CudaIpcBackend(DeviceBackend):
         self._slot_bytes = slot_bytes
         connector = IpcConnector(device, lanes.session, host_peers, process, slot_bytes)
         super().__init__(lanes, device, connector, stream=stream, ending=ending)
-
-    def _suits_device(self, call: Call) -> bool:
-        """As its base, but means of complex numbers go by the host: NumPy's division has other bits than the GPU's."""
-        is_mean = call.op is ReduceOp.MEAN and call.inputs[0].dtype.is_complex
-        return not is_mean and super()._suits_device(call)
 
     def _renewed(self, lanes: MessageBackend) -> Self:
         return type(self)(lanes, self.device, stream=self._stream, slot_bytes=self._slot_bytes)

@@ -31,7 +31,8 @@ class Part:
         values: float32 of shape (n,), on the host, or for a hook with `on_device` a CuPy array; becomes the sum.
         matrices: (start, rows, columns) of each run of values that is a matrix in C order.
         wants_delivered: whether the exchange returns how much of this rank's original `values` was delivered: float32 of shape
-            (n,), on the device of `values`. Otherwise it returns None.
+            (n,), on the device of `values`. What is left out of the sum itself counts as not delivered by one of the ranks.
+            Otherwise it returns None.
         weight: of this rank in the mean: `values` are its gradients times the weight.
         unused: [start, stop) of each run of values whose parameter this rank has not used; they are zero.
     """

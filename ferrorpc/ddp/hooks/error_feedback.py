@@ -37,7 +37,8 @@ class ErrorFeedback(Hook):
     step is interrupted, as when a member dies, buckets that were exchanged before count as delivered, although no optimizer
     gets their means, and all values of the others are added to the next step. To repeat such a step, load the `state()` from
     before it, or these count twice. The residue of a parameter waits for a step in which this rank uses it: if no rank does,
-    its sum is dropped. Where a module is wrapped again, the residues of buckets that do not come again with the same parameters
+    its sum is dropped. What a second rounding leaves out of a sum is a residue of the rank that added it up, if that uses the
+    parameter. Where a module is wrapped again, the residues of buckets that do not come again with the same parameters
     are dropped, too.
     """
 

@@ -52,9 +52,13 @@ class HostVectorOps:
         if not np.isfinite(total).all():
             values[...] = 0
 
-    def rounded(self, codec: Codec, values: Array) -> Array:
-        """A new array of values after encoding and decoding by a codec."""
-        return codec.decode(codec.encode(values), values.size)
+    def encoded(self, codec: Codec, values: Array) -> Array:
+        """A new array of the bytes of values."""
+        return codec.encode(values)
+
+    def decode(self, codec: Codec, encoded: Array, values: Array) -> None:
+        """values[:] = what the bytes hold."""
+        np.copyto(values, codec.decode(encoded, values.size))
 
     def from_host(self, source: Array) -> Array:
         """A copy of a host array."""
@@ -94,12 +98,13 @@ class DeviceVectorOps:
         with np.errstate(all="ignore"):
             self._kernels.residue(values, total - total)  # of zeros, where all are finite; the host does not wait to know
 
-    def rounded(self, codec: Codec, values: DeviceArray) -> DeviceArray:
-        device_codec, found = DeviceCodec(self._kernels, codec.name), self._device.empty(values.shape, _SINGLE)
-        encoded = self._device.empty((codec.encoded_bytes(values.size),), np.dtype(np.uint8))
-        device_codec.encode(values, encoded)
-        device_codec.decode(encoded, found)
+    def encoded(self, codec: Codec, values: DeviceArray) -> DeviceArray:
+        found = self._device.empty((codec.encoded_bytes(values.size),), np.dtype(np.uint8))
+        DeviceCodec(self._kernels, codec.name).encode(values, found)
         return found
+
+    def decode(self, codec: Codec, encoded: DeviceArray, values: DeviceArray) -> None:
+        DeviceCodec(self._kernels, codec.name).decode(encoded, values)
 
     def from_host(self, source: Array) -> DeviceArray:
         return self._device.staging.to_device(np.array(source, _SINGLE))

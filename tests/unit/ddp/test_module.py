@@ -12,6 +12,7 @@ from ferrorpc.ddp.module import PASSES_UNTIL_WARNED, DistributedDataParallel
 from ferrorpc.ddp.parameter import Parameter
 from ferrorpc.ddp.replica import named_parameters
 from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError, UsageError
+from ferrorpc.testing.reference import divided
 from tests.unit.ddp.model import Plain, gradients
 from tests.unit.ddp.world import run_world
 
@@ -19,8 +20,7 @@ SHAPES = {"first": (3, 4), "scalar": (), "none": (0, 2), "last": (5,)}
 
 
 def mean_in_rank_order(per_rank: list[np.ndarray]) -> np.ndarray:
-    total = reduce(np.add, per_rank)
-    return total / total.dtype.type(len(per_rank))
+    return divided(reduce(np.add, per_rank), len(per_rank))
 
 
 def plain(rank: int, dtype=np.float32) -> Plain:

@@ -19,6 +19,7 @@ from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
 from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError, TensorMismatchError, UsageError
+from ferrorpc.testing.reference import divided
 from ferrorpc.types import DType, TensorSpec
 from tests.unit.ddp.model import Plain
 from tests.unit.ddp.world import run_world
@@ -76,7 +77,7 @@ def test_the_weighted_mean_has_the_bits_of_one_process(dtype):
     for result in run_world(3, body):
         for place, leaf in enumerate(leaves(result)):
             weighted = [leaves(tree(rank, dtype))[place] * real(weight) for rank, weight in enumerate(weights)]
-            assert leaf.tobytes() == np.asarray(reduce(np.add, weighted) / real(sum(weights))).tobytes()
+            assert leaf.tobytes() == divided(np.asarray(reduce(np.add, weighted)), sum(weights)).tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -14,6 +14,7 @@ import pytest
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.kernels.half import BLOCK_ELEMENTS
 from ferrorpc.kernels.reduction import kernel
+from ferrorpc.testing.reference import divided
 from ferrorpc.types import DType, ReduceOp
 from tests.unit.kernels.values import ALLOWED, REFUSED, fold_of, logical, ranks
 
@@ -36,7 +37,7 @@ def expected_of(op: ReduceOp, dtype: DType, arrays: list[np.ndarray]) -> np.ndar
     wide = [a.view(logical(dtype)).astype(np.float32) if dtype.is_half else a for a in arrays]
     total = reduce(NUMPY[op], wide)
     if op is ReduceOp.MEAN:
-        total = total / total.dtype.type(len(arrays))
+        total = divided(total, len(arrays))
     return total.astype(logical(dtype)).view(dtype.storage)
 
 
@@ -124,6 +125,15 @@ def test_overflow_and_infinities_are_silent_and_leave_no_state(dtype):
     assert np.geterr() == before
     assert np.isinf(np.real(total[0]).astype(np.float64))
     assert np.isnan(np.real(total[1]).astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", [d for d in DType if d.is_complex], ids=lambda d: d.label)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_mean_of_complex_numbers_has_the_quotients_of_their_parts(count, dtype):
+    arrays = [np.array([complex(np.inf, 1), complex(5, -0.0), complex(0.1, -np.inf)], dtype.storage) for _ in range(count)]
+    found, total = (fold_of(op, dtype, arrays).view(f"f{dtype.itemsize // 2}") for op in (ReduceOp.MEAN, ReduceOp.SUM))
+    assert found.tobytes() == (total / total.dtype.type(count)).tobytes()
+    assert not np.isnan(found).any()
 
 
 @pytest.mark.parametrize("dtype", [d for d in DType if d.is_float], ids=lambda d: d.label)
