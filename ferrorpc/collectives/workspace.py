@@ -238,7 +238,7 @@ class Workspace:
             self._compute(action, target, self._flat(action.source)[first:last])
 
     def _quantise(self, index: int, first: int, last: int, target: Array) -> None:
-        target[...] = self._codec.decode(self.encoded(index, first, last), last - first)
+        self._codec.decode_to(target, self.encoded(index, first, last))
 
     def _compute(self, action: Load | FoldOwn | Finish | Copy, target: Array, source: Array) -> None:
         if isinstance(action, Copy):

@@ -63,13 +63,16 @@ class Codec(ABC):
         Raises:
             CodecError: the bytes are not those of `count` values.
         """
-        if encoded.size != self.encoded_bytes(count):
-            raise CodecError(
-                f"{encoded.size} bytes are not {count} values as {self.name}, which take {self.encoded_bytes(count)}"
-            )
         values = np.empty(count, np.float32)
-        self._decode(encoded, values)
+        self.decode_to(values, encoded)
         return values
+
+    def decode_to(self, values: Array, encoded: Array) -> None:
+        """values[:] = what the bytes hold. Raises as `decode`."""
+        count, needed = values.size, self.encoded_bytes(values.size)
+        if encoded.size != needed:
+            raise CodecError(f"{encoded.size} bytes are not {count} values as {self.name}, which take {needed}")
+        self._decode(encoded, values)
 
     @abstractmethod
     def _encode(self, values: Array, encoded: Array) -> None:

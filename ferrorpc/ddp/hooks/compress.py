@@ -56,19 +56,19 @@ class Compress(Hook):
         codec, size, count = self._codec, collectives.size, values.size
         # Slices of whole blocks: rounding the values again on the wire changes nothing.
         length = -(-count // (size * BLOCK_VALUES)) * BLOCK_VALUES
-        padded, delivered = ops.zeros(size * length), ops.zeros(count)
+        padded = ops.zeros(size * length)
         slices = [padded[rank * length : (rank + 1) * length] for rank in range(size)]
-        ops.decode(codec, ops.encoded(codec, values), delivered)
-        ops.assign(padded[:count], delivered)
+        ops.decode(codec, ops.encoded(codec, values), padded[:count])
+        delivered = padded[:count].copy()
         mean = yield collectives.reduce_scatter(slices, ReduceOp.MEAN, codec.name)
         gathered = yield collectives.all_gather(ops.encoded(codec, mean))
         for each, encoded in zip(slices, gathered, strict=True):
             ops.decode(codec, encoded, each)
         ops.scale(mean, -1.0)
         ops.add(mean, slices[collectives.rank])
-        for each in (padded, mean):
-            ops.scale(each, size)
         ops.assign(values, padded[:count])
+        for each in (values, mean):
+            ops.scale(each, size)
         own = delivered[collectives.rank * length : (collectives.rank + 1) * length]
         ops.add(own, mean[: own.size])
         return delivered

@@ -58,7 +58,7 @@ class HostVectorOps:
 
     def decode(self, codec: Codec, encoded: Array, values: Array) -> None:
         """values[:] = what the bytes hold."""
-        np.copyto(values, codec.decode(encoded, values.size))
+        codec.decode_to(values, encoded)
 
     def from_host(self, source: Array) -> Array:
         """A copy of a host array."""
