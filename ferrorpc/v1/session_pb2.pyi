@@ -782,6 +782,7 @@ class GenerationStatus(google.protobuf.message.Message):
     END_REASON_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     LASTED_MS_FIELD_NUMBER: builtins.int
+    BROKEN_FIELD_NUMBER: builtins.int
     generation: builtins.int
     size: builtins.int
     reason: builtins.str
@@ -791,6 +792,8 @@ class GenerationStatus(google.protobuf.message.Message):
     """Time since it began; unset if that was before the coordinator's last start."""
     lasted_ms: builtins.int
     """How long it lasted; unset while it is open, or if unknown."""
+    broken: builtins.bool
+    """Whether an error ended it; else it was replaced by another, or all its members left."""
     def __init__(
         self,
         *,
@@ -800,9 +803,10 @@ class GenerationStatus(google.protobuf.message.Message):
         end_reason: builtins.str = ...,
         age_ms: builtins.int | None = ...,
         lasted_ms: builtins.int | None = ...,
+        broken: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_age_ms", b"_age_ms", "_lasted_ms", b"_lasted_ms", "age_ms", b"age_ms", "lasted_ms", b"lasted_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_age_ms", b"_age_ms", "_lasted_ms", b"_lasted_ms", "age_ms", b"age_ms", "end_reason", b"end_reason", "generation", b"generation", "lasted_ms", b"lasted_ms", "reason", b"reason", "size", b"size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_age_ms", b"_age_ms", "_lasted_ms", b"_lasted_ms", "age_ms", b"age_ms", "broken", b"broken", "end_reason", b"end_reason", "generation", b"generation", "lasted_ms", b"lasted_ms", "reason", b"reason", "size", b"size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_age_ms", b"_age_ms"]) -> typing.Literal["age_ms"] | None: ...
     @typing.overload

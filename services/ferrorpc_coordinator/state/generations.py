@@ -83,13 +83,15 @@ class Summary:
     size: int
     reason: str
     end_reason: str
+    broken: bool = False
     began: int | None = None
     ended: int | None = None
 
     def status(self, now: int) -> session_pb2.GenerationStatus:
         """As a message."""
-        number, reason, end_reason = self.number, self.reason, self.end_reason
-        status = session_pb2.GenerationStatus(generation=number, size=self.size, reason=reason, end_reason=end_reason)
+        status = session_pb2.GenerationStatus(
+            generation=self.number, size=self.size, reason=self.reason, end_reason=self.end_reason, broken=self.broken
+        )
         if self.began is not None:
             status.age_ms = (now - self.began) // MILLISECOND
             if self.ended is not None:
@@ -165,6 +167,7 @@ class Generations:
         summary.end_reason, summary.ended = reason, self._context.now
         kind, origin, code = "ended", -1, error_pb2.ERROR_CODE_UNSPECIFIED
         if generation.broken is not None:
+            summary.broken = True
             kind, origin, code = "broken", generation.broken.origin_rank, generation.broken.cause.code
         text = f"generation {generation.number} {kind}: {reason}"
         self._context.occurrences.add(kind, text, rank=origin, generation=generation.number, code=code)
@@ -246,8 +249,9 @@ class Generations:
         self._context.put(TABLE, str(generation.number), generation.row())
 
     def _remember(self, generation: Generation, began: int | None = None) -> None:
-        size = len(generation.members)
-        self.history[generation.number] = Summary(generation.number, size, generation.reason, generation.end_reason, began)
+        number, reason, end_reason = generation.number, generation.reason, generation.end_reason
+        summary = Summary(number, len(generation.members), reason, end_reason, generation.broken is not None, began)
+        self.history[number] = summary
         while len(self.history) > self._context.limits.generations:
             forgotten = next(iter(self.history))
             del self.history[forgotten]

@@ -91,6 +91,7 @@ def _generation(generation: session_pb2.GenerationStatus) -> dict[str, Any]:
         "size": generation.size,
         "reason": generation.reason,
         "end_reason": generation.end_reason,
+        "broken": generation.broken,
         "age_ms": generation.age_ms if generation.HasField("age_ms") else None,
         "lasted_ms": generation.lasted_ms if generation.HasField("lasted_ms") else None,
     }

@@ -177,9 +177,10 @@ def test_the_status_of_a_generation_has_the_times_that_this_coordinator_saw() ->
     world.cut("m1")
     world.tick(5 * SECOND)
     (line,) = status_of(world).generations
-    assert (line.age_ms, line.lasted_ms) == (8000, 5000)
+    assert (line.age_ms, line.lasted_ms, line.broken) == (8000, 5000, True)
     world.restart()
     (line,) = status_of(world).generations
+    assert line.broken
     assert not line.HasField("age_ms")
     assert not line.HasField("lasted_ms")
 
@@ -193,5 +194,5 @@ def test_ages_in_the_status_grow_while_no_member_is_there() -> None:
     world.step(Tick())
     status = status_of(world)
     (line,) = status.generations
-    assert (line.age_ms, line.lasted_ms) == (603_000, 3000)
+    assert (line.age_ms, line.lasted_ms, line.broken) == (603_000, 3000, False)
     assert status.occurrences[-1].age_ms == 600_000

@@ -43,7 +43,7 @@ STATUS = session_pb2.StatusResponse(
         }
     ],
     generations=[
-        {"generation": 22, "size": 23, "reason": "r", "end_reason": "e", "age_ms": 24, "lasted_ms": 25},
+        {"generation": 22, "size": 23, "reason": "r", "end_reason": "e", "broken": True, "age_ms": 24, "lasted_ms": 25},
         {"generation": 26, "size": 27, "reason": "s", "age_ms": 0},
     ],
     occurrences=[{"number": 28, "kind": "dead", "text": "t", "rank": 29, "generation": 30, "age_ms": 31}],
@@ -51,8 +51,8 @@ STATUS = session_pb2.StatusResponse(
 )
 """No two numbers are alike, so that none can stand for another."""
 
-ENDED = {"generation": 22, "size": 23, "reason": "r", "end_reason": "e", "age_ms": 24, "lasted_ms": 25}
-GOING_ON = {"generation": 26, "size": 27, "reason": "s", "end_reason": "", "age_ms": 0, "lasted_ms": None}
+ENDED = {"generation": 22, "size": 23, "reason": "r", "end_reason": "e", "broken": True, "age_ms": 24, "lasted_ms": 25}
+GOING_ON = {"generation": 26, "size": 27, "reason": "s", "end_reason": "", "broken": False, "age_ms": 0, "lasted_ms": None}
 SHOWN = {
     "at_ms": 35,
     "job": "j",

@@ -107,11 +107,6 @@ function ageText(generation) {
   return generation.age_ms === null ? "" : `, ${duration(generation.age_ms)} old`;
 }
 
-// Whether a generation ended without an error: its members asked for another, or all left.
-function endedNormally(generation) {
-  return /^replaced by|^all its members/.test(generation.end_reason);
-}
-
 function drawRanks() {
   const members = model.present();
   memberAt = tiles(find("tiles"), members);
@@ -216,8 +211,7 @@ function drawGenerations() {
   const lines = model.state.generations;
   fill(find("timeline"), lines.map((line) => {
     const long = line.lasted_ms ?? line.age_ms ?? 0;
-    const broken = line.end_reason && !endedNormally(line);
-    const span = element("span", broken ? "broken" : line.end_reason ? "ended" : "", `${line.generation}`);
+    const span = element("span", line.broken ? "broken" : line.end_reason ? "ended" : "", `${line.generation}`);
     span.style.flexGrow = `${1 + Math.log1p(long / 1000)}`;
     return span;
   }));
@@ -225,7 +219,7 @@ function drawGenerations() {
     const since = line.age_ms === null ? "before this coordinator started" : `since ${clock(line.age_ms)}`;
     const lasted = line.lasted_ms === null ? "" : `, lasted ${duration(line.lasted_ms)}`;
     const item = element("li", "", element("strong", "", `${line.generation}`), ` · ${plural(line.size, "rank")} · ${since}${lasted} · ${line.reason}`);
-    if (line.end_reason) item.append(element("span", endedNormally(line) ? "end" : "end broken", `ended: ${line.end_reason}`));
+    if (line.end_reason) item.append(element("span", line.broken ? "end broken" : "end", `ended: ${line.end_reason}`));
     return item;
   }));
 }
