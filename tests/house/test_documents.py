@@ -23,10 +23,14 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert missing == []
 
 
+def without_code(path: Path) -> str:
+    """This document without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def anchors(path: Path) -> set[str]:
     """What a link to a heading of this document may say after its #."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", without_code(path), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -52,6 +56,15 @@ def test_errors_and_variables_that_are_mentioned_exist(path: Path) -> None:
     assert [name for name in mentioned if not any(hasattr(home, name) for home in homes)] == []
     variables = {setting.variable for setting in SETTINGS} | {"FERRORPC_IMAGE", "FERRORPC_GPU_IMAGE"}  # Compose's own
     assert set(re.findall(r"\bFERRORPC_[A-Z_]*[A-Z]\b", text)) <= variables
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_row_is_in_a_table_and_has_as_many_cells_as_its_head(path: Path) -> None:
+    for table in re.findall(r"(?:^ *\|.*\n)+", without_code(path), re.MULTILINE):
+        head, *rows = table.splitlines()
+        assert re.fullmatch(r"[ |:-]+", "".join(rows[:1])), f"a row outside of a table: {head}"
+        cells = [len(re.findall(r"(?<!\\)\|", row)) for row in (head, *rows)]
+        assert [row for row, count in zip(rows, cells[1:], strict=True) if count != cells[0]] == []
 
 
 def test_every_decision_is_listed() -> None:
