@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,8 +48,8 @@ def command(processes: int, epochs: int, seed: int, out: Path) -> int:
     script = find_script()
     check_packages()
     check_picture(out)
-    click.echo(f"{own_command()} run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
     flags = ("--epochs", str(epochs), "--seed", str(seed), "--out", str(out))
+    click.echo(f"{own_command()} run -n {processes} {shlex.join((_SCRIPT, *flags))}")
     # SIGTERM instead of SIGINT: on Ctrl-C the demo should not print a traceback for each rank.
     code = run_alone((str(script), *flags), processes, policy=FailurePolicy(interrupt_number=signal.SIGTERM))
     if code == 0:

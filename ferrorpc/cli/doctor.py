@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import shlex
 import socket
 import sys
 import time
@@ -299,7 +300,7 @@ def tls(config: Config, environment: Mapping[str, str]) -> Findings:
         yield Finding("note", "TLS", what, "set FERRORPC_TLS_CA for any other process")
     else:
         mine = [one for one in found if one.covers(config["job"])]
-        fix = "" if mine else f"`ferrorpc certs issue` with --job {config['job']}, or set FERRORPC_JOB"
+        fix = "" if mine else f"`ferrorpc certs issue` with --job {shlex.quote(config['job'])}, or set FERRORPC_JOB"
         other = "" if mine else f", not of {compared(config['job'])}"
         yield Finding("ok" if mine else "bad", "TLS", f"the certificate is that of {described(found)}{other}", fix)
     _private(files)

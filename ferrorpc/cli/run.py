@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -267,7 +268,7 @@ def _show(plan: Plan, base: Mapping[str, str]) -> None:
     apart = "; this is a worker of another launcher, whose job it does not join" if base.get(LAUNCH_VARIABLE) else ""
     whose = f"started by the launcher{apart}" if plan.owns_coordinator else "given"
     click.echo(f"coordinator {plan.coordinator} ({whose})")
-    click.echo(f"command {' '.join(plan.command)}")
+    click.echo(f"command {shlex.join(plan.command)}")
     for worker in range(plan.processes):
         environment = worker_environment(plan, worker, 0, base, Path("(temporary)"))
         click.echo(f"\nrank {plan.label(worker)}")

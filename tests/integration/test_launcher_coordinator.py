@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -96,17 +97,19 @@ def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
 
 def test_a_job_that_lives_a_while_is_told_of_how_to_watch_it(tmp_path):
     pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
-    launcher = start("-n", "1", "--job", "night", "--http-port", "0", write_script(tmp_path, WAITER), str(tmp_path))
+    name = "night's;$(1)"
+    launcher = start("-n", "1", "--job", name, "--http-port", "0", write_script(tmp_path, WAITER), str(tmp_path))
     try:
         line = launcher.stderr.readline()
         told = re.fullmatch(
-            r"ferrorpc: to watch this job: \S*ferrorpc (status) --watch (--coordinator) (\S+) (--job) (night), "
-            r"or (http://\S+)/\n",
-            line,
+            r"ferrorpc: to watch this job: \S*ferrorpc (status --watch --coordinator \S+ --job \S+), or (http://\S+)/\n", line
         )
         assert told, line
-        assert ferrorpc(*told.groups()[:5]).returncode in (0, 64), "reached; the job is known once somebody joins"
-        assert urllib.request.urlopen(f"{told[6]}/healthz", timeout=10).read() == b"ok\n"
+        words = shlex.split(told[1])
+        assert words[-1] == name
+        words.remove("--watch")
+        assert ferrorpc(*words).returncode in (0, 64), "reached; the job is known once somebody joins"
+        assert urllib.request.urlopen(f"{told[2]}/healthz", timeout=10).read() == b"ok\n"
     finally:
         (tmp_path / "go").touch()
         _, err = launcher.communicate(timeout=60)

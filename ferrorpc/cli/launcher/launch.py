@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -243,11 +244,11 @@ class _Launch:
             self._announce = False
             if self._group.interrupted:
                 return
-            where, job, page = self._plan.coordinator, self._plan.job, self._coordinator.page_address
+            page = self._coordinator.page_address
+            words = ("status", "--watch", "--coordinator", self._plan.coordinator, "--job", self._plan.job)
             scheme = "https" if self._environment.get("FERRORPC_TLS_CERT") else "http"
             self._console.say(
-                f"to watch this job: {own_command()} status --watch --coordinator {where} --job {job}"
-                + (f", or {scheme}://{page}/" if page else "")
+                f"to watch this job: {own_command()} {shlex.join(words)}" + (f", or {scheme}://{page}/" if page else "")
             )
 
     def _carry_out(self, actions: list[Action]) -> None:

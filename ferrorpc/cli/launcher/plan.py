@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -154,7 +155,7 @@ def process_count(text: str, following: Sequence[str] = ()) -> int:
         ConfigError: anything else, or "gpu" without a device.
     """
     if text[:1] == "p" and (count := text[1:] or next(iter(following), "")).isdecimal():
-        script = " ".join(following if text[1:] else following[1:]) or "train.py"
+        script = shlex.join(following if text[1:] else following[1:]) or "train.py"
         raise ConfigError(f"-np {count} is mpirun's; there is no flag -np here", hint=f"ferrorpc run -n {count} {script}")
     devices = _visible_devices()
     if text == "gpu" and not devices:

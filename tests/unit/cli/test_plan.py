@@ -1,6 +1,7 @@
 """Flags become a plan, or an error that says what is wrong with them."""
 
 import os
+import shlex
 import socket
 import sys
 
@@ -133,10 +134,17 @@ def test_a_missing_script_is_told_of_where_the_working_directory_is_gone_too(tmp
         command_of(["train.py"], module=False, no_python=False)
 
 
+def test_what_would_run_is_shown_as_a_shell_takes_it(script, capfd):
+    words = [script, "--note=it's", "a b", "$(c);", ""]
+    assert run(["run", "--dry-run", *words]) == 0
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("command "))
+    assert shlex.split(line) == ["command", sys.executable, *words]
+
+
 @pytest.mark.parametrize("arguments", [("-np", "4"), ("-np4",)])
 def test_the_flag_of_mpirun_is_answered_with_ours(arguments, script, capfd):
-    assert run(["run", *arguments, script, "--fast"]) == 64
-    assert capfd.readouterr().err.endswith(f"\ntry: ferrorpc run -n 4 {script} --fast\n")
+    assert run(["run", *arguments, script, "--fast", "a b"]) == 64
+    assert capfd.readouterr().err.endswith(f"\ntry: ferrorpc run -n 4 {script} --fast 'a b'\n")
 
 
 @pytest.mark.parametrize("option", ["-n", "-n2", "--nproc-per-node", "--nproc_per_node=2", "--http-port"])
