@@ -16,7 +16,10 @@ from ferrorpc.exit_codes import EXIT_CONFIG
 @click.command("config")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def command(as_json: bool) -> int:
-    """Show each setting's value and where it came from: a variable or the default. Exit code 64 if one is wrong."""
+    """Show each setting's value and where it came from: a variable or the default.
+
+    Exit code 64 if one has a wrong form. `ferrorpc doctor` looks at what they name, too.
+    """
     environment, wrong = split_invalid(os.environ)
     config = Config(environment=environment)
     if as_json:

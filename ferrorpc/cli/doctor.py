@@ -13,6 +13,7 @@ import platform
 import shlex
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -246,6 +247,47 @@ def backend(config: Config, environment: Mapping[str, str]) -> Findings:
         yield Finding("note", "backend", f"{chosen!r} is not one of {', '.join(known)}", fix)
 
 
+def algorithm(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Whether the operations and algorithms that are asked for exist."""
+    from ferrorpc.collectives.tuning import parse_algorithms
+
+    asked = parse_algorithms(config["algorithm"] or (), config.source("algorithm"))
+    if asked:
+        yield Finding("ok", "algorithm", ", ".join(f"{operation.value} by {name}" for operation, name in asked))
+
+
+def cost_table(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Whether a coordinator that a job starts here can publish the cost table. One that is named has its own."""
+    from ferrorpc.wire.cost_table import read
+
+    path = config["cost_table"]
+    if path is not None and config["coordinator"] is None:
+        yield Finding("ok", "cost table", f"{read(path).name}, of {path}")
+
+
+def trace(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Whether a trace could be written: a nameless file is, to its directory or to the one in which that would be made."""
+    directory = config["trace_dir"]
+    if directory is None:
+        return
+    try:
+        present = next(each for each in (Path(directory), *Path(directory).parents) if each.exists())
+        tempfile.TemporaryFile(dir=present).close()
+    except OSError as error:
+        yield Finding("bad", "trace", f"FERRORPC_TRACE_DIR={directory}: {error.strerror}", "name a directory to write to")
+    else:
+        yield Finding("ok", "trace", f"can be written to {directory}")
+
+
+def opentelemetry(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Whether OpenTelemetry's API is installed, where it is asked for."""
+    from ferrorpc.telemetry import OpenTelemetryObserver
+
+    if config["otel"]:
+        OpenTelemetryObserver()
+        yield Finding("ok", "OpenTelemetry", "its API is installed")
+
+
 _GPU_PACKAGES: Final = "pip install 'ferrorpc[gpu]'"
 
 
@@ -324,6 +366,10 @@ CHECKS: Final[dict[str, Check]] = {
     "clock": clock,
     "shared memory": shared_memory,
     "backend": backend,
+    "algorithm": algorithm,
+    "cost table": cost_table,
+    "trace": trace,
+    "OpenTelemetry": opentelemetry,
     "GPU": gpu,
 }
 """Topic -> its check, in the order in which they are shown."""

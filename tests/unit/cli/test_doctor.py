@@ -2,6 +2,7 @@
 
 import datetime
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from ferrorpc.cli import doctor
 from ferrorpc.cli.doctor import run_checks
 from ferrorpc.cli.main import run
+from ferrorpc.collectives.tuning import packaged_table
 from ferrorpc.config import Config
 from ferrorpc.wire.identity import Role
 
@@ -170,6 +172,43 @@ def test_a_coordinator_whose_clients_bring_tokens_has_a_certificate_and_no_autho
     assert (one.state, "a certificate without an authority" in one.text) == ("note", True)
     Path(given["tls_key"]).chmod(0o644)
     assert states("TLS", **(given | {"tls_ca": None})) == ["note", "bad"]
+
+
+@pytest.mark.parametrize(
+    ("topic", "settings", "said"),
+    [
+        ("algorithm", {"algorithm": "foo=ring"}, "there is no operation 'foo'"),
+        ("algorithm", {"algorithm": "all_reduce=zzz"}, "all_reduce has no algorithm 'zzz'"),
+        ("cost table", {"cost_table": "/nowhere"}, "No such file"),
+        ("cost table", {"cost_table": __file__}, "not JSON"),
+        ("trace", {"trace_dir": "/proc/nowhere"}, "No such file"),
+        ("trace", {"trace_dir": __file__}, "Not a directory"),
+    ],
+)
+def test_settings_that_name_what_is_not_there_are_bad(topic, settings, said):
+    """Every job would end with 64."""
+    (one,) = found(topic, **settings)
+    assert (one.state, said in one.text) == ("bad", True)
+
+
+def test_settings_that_name_what_is_there_are_ok_and_nothing_is_made_to_see_that(tmp_path):
+    table = tmp_path / "costs.json"
+    table.write_text(packaged_table().text())
+    given = {"algorithm": "all_reduce=ring", "cost_table": str(table), "trace_dir": str(tmp_path / "a" / "b")}
+    assert [states(topic, **given) for topic in ("algorithm", "cost table", "trace")] == [["ok"]] * 3
+    assert list(tmp_path.iterdir()) == [table]
+    assert [states(topic) for topic in ("algorithm", "cost table", "trace")] == [[]] * 3
+
+
+def test_opentelemetry_is_looked_for_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    assert states("OpenTelemetry") == []
+    (one,) = found("OpenTelemetry", otel=True)
+    assert (one.state, "ferrorpc[otel]" in one.fix) == ("bad", True)
+
+
+def test_the_cost_table_of_a_coordinator_that_is_named_may_be_on_its_host_only(nobody):
+    assert states("cost table", cost_table="/nowhere", coordinator=nobody) == []
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,13 @@ def test_config_shows_everything_also_where_values_are_wrong(capfd, monkeypatch)
     assert "error" not in found["grace"]
 
 
+def test_config_looks_at_the_form_of_values_alone_and_says_who_looks_further(capfd, monkeypatch):
+    monkeypatch.setenv("FERRORPC_COST_TABLE", "/nowhere")
+    assert run(["config"]) == 0
+    assert run(["config", "--help"]) == 0
+    assert "`ferrorpc doctor`" in capfd.readouterr().out
+
+
 def test_version_says_what_is_installed(capfd):
     assert run(["version", "-v"]) == 0
     out = capfd.readouterr().out
