@@ -180,7 +180,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
                 are views of buckets are lost then, and are to be computed again.
             TensorMismatchError: a gradient's dtype, shape or GPU is not its parameter's. Nothing was sent then.
         """
-        self._replica.check_weight(weight)
+        self._replica.check_weight(weight, how="with the last one")
         if not self._replica.syncs:
             return
         self._replica.check_parameters()

@@ -84,7 +84,7 @@ class Replica:
     def check_weights(self, when: str) -> None:
         """Raises CollectiveMismatchError if ranks hold different weights. Collective."""
         arrays = {name: parameter.data for name, parameter in self._all_parameters.items()}
-        check_weights(arrays, self.group, self.reducer.name, when)
+        check_weights(arrays, self.group, self.reducer.name, when, "broadcast_parameters()")
 
     def _check_weights_if_due(self, step: int) -> None:
         if self._check_every and (step + 1) % self._check_every == 0:
@@ -143,13 +143,16 @@ class Replica:
                 self._accumulation = None
         yield count - 1
 
-    def check_weight(self, weight: float | None) -> None:
-        """Raises UsageError if it is that of a part that is not averaged: parts are added, and only their sum has a weight."""
+    def check_weight(self, weight: float | None, how: str) -> None:
+        """Raises UsageError if it is that of a part that is not averaged: parts are added, and only their sum has a weight.
+
+        Args:
+            how: for the error: the caller's way to give that one.
+        """
         if weight is not None and not self.syncs:
             raise UsageError(
                 f"weight {weight} would have no effect: this part of a step is not averaged",
-                hint="give the weight of all parts together, with the last one or by weighted() around all parts, and scale "
-                "each part's loss by its share",
+                hint=f"give the weight of all parts together, {how}, and scale each part's loss by its share",
             )
 
     # One step: begin, contribute each gradient that is ready, finish.

@@ -24,12 +24,13 @@ GROUPS_MAX: Final = 128
 """How many hashes one barrier carries: 2 KiB of the 4 KiB that its payload may have."""
 
 
-def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: str, when: str) -> None:
+def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: str, when: str, remedy: str) -> None:
     """Compares arrays between all ranks, bit for bit, with their names, dtypes and shapes. Collective.
 
     Args:
         owner: distinguishes the callers, also those on other groups of the same ranks; the same on all ranks.
         when: for the error, such as "in step 200".
+        remedy: for the error: the caller's way to make them equal.
 
     Raises:
         CollectiveMismatchError: they differ. It names the ranks that differ from the majority, and the first array that
@@ -52,10 +53,10 @@ def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: str, wh
         place = next(index for index in range(len(starts)) if len({each[index] for each in found}) > 1)
         first, last = starts[place], min(starts[place] + step, last)
         if step == 1:
-            raise _error(group, names[first], [each[place] for each in found], when)
+            raise _error(group, names[first], [each[place] for each in found], when, remedy)
 
 
-def _error(group: ProcessGroup, name: str, hashes: Sequence[bytes], when: str) -> CollectiveMismatchError:
+def _error(group: ProcessGroup, name: str, hashes: Sequence[bytes], when: str, remedy: str) -> CollectiveMismatchError:
     """The hash that most ranks have counts as the right one; in a tie, that of the lower rank."""
     right = max(hashes, key=lambda each: (hashes.count(each), -hashes.index(each)))
     odd = [rank for rank, each in enumerate(hashes) if each != right]
@@ -65,7 +66,7 @@ def _error(group: ProcessGroup, name: str, hashes: Sequence[bytes], when: str) -
     return CollectiveMismatchError(
         signatures,
         f"ranks hold different weights {when}: {who} differ{'s' * (len(odd) == 1)} from rank {like}, first in {name!r}",
-        hint="was an update skipped there, or random numbers drawn apart? broadcast_parameters() makes them equal again",
+        hint=f"was an update skipped there, or random numbers drawn apart? {remedy} makes them equal again",
     )
 
 

@@ -120,7 +120,7 @@ class BackwardHooks:
     @contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
         """Within it means count this rank with this weight. Raises as `Replica.check_weight`."""
-        self._replica.check_weight(weight)
+        self._replica.check_weight(weight, how="by weighted() around all parts")
         before, self._weight = self._weight, weight
         try:
             yield

@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[Callable[[ferrorpc.ProcessGroup], object], str]] = {
     "ddp: bucket_cap_mb is a flag": (lambda g: DistributedDataParallel(Model(), g, True), "bucket_cap_mb=True"),
     "ddp: bucket_cap_mb is beyond floats": (lambda g: DistributedDataParallel(Model(), g, 10**400), "bucket_cap_mb=1000"),
     "ddp: bucket_cap_mb is beyond bytes": (lambda g: DistributedDataParallel(Model(), g, 1e308), r"bucket_cap_mb=1e\+308"),
-    "ddp: the weight of a part": (weigh_a_part, r"weight 3.*is not averaged.*\ntry: .*with the last one"),
+    "ddp: the weight of a part": (weigh_a_part, r"weight 3.*is not averaged.*\ntry: .*together, with the last one, and"),
     "ddp: check_every is text": (lambda g: DistributedDataParallel(Model(), g, check_every="x"), "check_every='x'"),
     "ddp: check_every is None": (lambda g: DistributedDataParallel(Model(), g, check_every=None), "check_every=None"),
     "ddp: check_every is a half": (lambda g: DistributedDataParallel(Model(), g, check_every=0.5), "check_every=0.5"),

@@ -37,6 +37,20 @@ def test_the_first_parameter_that_differs_is_named_however_many_there_are(count,
     run_world(4, body)
 
 
+def test_what_makes_weights_equal_again_is_what_the_caller_has():
+    def body(group):
+        sync = GradientSynchronizer({}, group)
+        weights = {"w": np.full(2, group.rank, np.float32)}
+        with pytest.raises(CollectiveMismatchError, match=r"\ntry: .*group\.broadcast\(weight, out=weight\)") as caught:
+            sync.check_weights(weights)
+        assert "broadcast_parameters" not in caught.value.hint
+        for weight in weights.values():
+            group.broadcast(weight, out=weight)
+        sync.check_weights(weights)
+
+    run_world(2, body)
+
+
 def test_what_most_ranks_hold_is_taken_for_right():
     def body(group):
         sync = GradientSynchronizer({}, group)
@@ -89,7 +103,7 @@ def test_a_module_is_checked_every_so_many_steps():
             module["a"].data -= module["a"].grad
         with pytest.raises(CollectiveMismatchError, match="in step 6: rank 1 differs from rank 0, first in 'b'"):
             ddp.sync_gradients()
-        with pytest.raises(CollectiveMismatchError, match="hold different weights now"):
+        with pytest.raises(CollectiveMismatchError, match=r"hold different weights now.*\ntry: .*broadcast_parameters\(\)"):
             ddp.check_weights()
         ddp.broadcast_parameters()
         ddp.check_weights()

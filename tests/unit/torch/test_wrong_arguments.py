@@ -44,7 +44,10 @@ WRONG: dict[str, tuple[Callable[[ferrorpc.ProcessGroup], object], str]] = {
     "ddp: a class": (lambda g: DistributedDataParallel(nn.Linear, g), r"is no torch module\ntry: .*an instance"),
     "ddp: a list": (lambda g: DistributedDataParallel([layer()], g), r"is no torch module\ntry: .*nn\.ModuleList"),
     "ddp: a NumPy model": (lambda g: DistributedDataParallel(Model(), g), "ferrorpc.DistributedDataParallel"),
-    "ddp: the weight of a part": (weigh_a_part, r"weight 3.*is not averaged.*\ntry: .*around all parts"),
+    "ddp: the weight of a part": (
+        weigh_a_part,
+        r"weight 3.*is not averaged.*\ntry: .*together, by weighted\(\) around all parts, and",
+    ),
     "ddp: check_every": (lambda g: DistributedDataParallel(layer(), g, check_every="x"), "check_every='x'"),
     "ddp: wrapped": (lambda g: DistributedDataParallel(DistributedDataParallel(layer(), g), g), "wrapped already"),
     "ddp: wrapped by NumPy's": (
