@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from ferrorpc_coordinator.health import WATCHES_MAX
 from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX
+from ferrorpc_coordinator.state.nccl_ids import COMMUNICATORS_MAX
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 from ferrorpc_coordinator.unread import ANSWERS_BYTES_MAX, UNREAD_BYTES_MAX
+from ferrorpc_coordinator.web.event_streams import VIEWERS_MAX
 
 from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES
 from ferrorpc.config import SETTINGS
+from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.grpc.server import STREAMS_MAX
 from ferrorpc.wire import frames, options
+from ferrorpc.wire.limits import WRITES_MAX
 from tests.house.tree import ROOT
 
 LIMITS = Limits()
@@ -36,6 +42,8 @@ ROWS = (
     ("members of a job; jobs of a coordinator", f"{LIMITS.members:,}; {LIMITS.jobs}"),
     ("members that have gone, whose names and last ranks a job still knows", f"{LIMITS.gone_members:,}"),
     ("unanswered requests of a session", f"{LIMITS.requests:,}"),
+    ("unanswered writes of a session to the store", f"{WRITES_MAX}; others wait for their turn until their timeout"),
+    ("replies that a peer leaves unread (`CONTROL_MAX`)", f"{CONTROL_MAX:,}"),
     ("bytes that a session leaves unread", f"{size(SEND_QUEUE_BYTES_MAX)}; then its stream is closed, and it resumes"),
     (
         "bytes that the clients of a job leave unread of answers to calls; on streams that have ended",
@@ -47,10 +55,14 @@ ROWS = (
     ("watches of a job; changes a watch can look back on", f"{LIMITS.watches:,}; {LIMITS.history_events:,}"),
     ("keys for which requests of a job wait, counted once for each request", f"{LIMITS.waited_keys:,}"),
     ("open named barriers of a job", f"{LIMITS.open_barriers:,}"),
+    ("NCCL communicators of a generation, each attempt counted", f"{COMMUNICATORS_MAX:,}"),
     (
         "a message a coordinator, a worker receives",
         f"{size(options.CONTROL_MESSAGE_BYTES_MAX)}; {size(options.DATA_MESSAGE_BYTES_MAX)}",
     ),
+    ("streams over gRPC to a worker, up to `FERRORPC_LANES` from each peer", f"{STREAMS_MAX:,}"),
+    ("open Watch calls of a coordinator's health service", f"{WATCHES_MAX:,}"),
+    ("open status pages of a coordinator", f"{VIEWERS_MAX}; further ones get status 503"),
     ("a chunk of an array", f"{size(CHUNK_BYTES)}; arrays themselves may be as large as memory"),
     ("streams and subgroups of a generation, where ranks share memory", f"{DIRECTORY_ENTRIES:,}"),
     (
