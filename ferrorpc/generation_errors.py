@@ -19,6 +19,10 @@ from ferrorpc.errors import (
 REFORMED_HINT: Final = (
     "use the group that reform() returned, and make again what belonged to this one: subgroups, wrapped modules, pipelines"
 )
+SPAWN_HINT: Final = (
+    "start a process that is to join with the spawn method (multiprocessing.get_context('spawn')), or before "
+    "init_process_group(); and without a launcher's variables, which give it its parent's place"
+)
 NOT_REACHED: Final = "it could not be reached"
 """Begins the reason of a lost link that never was: a peer that has left answers no dial."""
 PEER_LEFT: Final = ""
@@ -95,7 +99,7 @@ def used_in_child() -> UsageError:
     """A child that was forked from a member uses what belongs to its parent."""
     return UsageError(
         f"this process ({os.getpid()}) was forked from a member; a session does not survive a fork",
-        hint="start worker processes that are to be members with the spawn method",
+        hint=SPAWN_HINT,
     )
 
 

@@ -86,8 +86,8 @@ def init_process_group(
 
     Raises:
         ConfigError: a setting or a variable is wrong; the message names it.
-        UsageError: this process has an open group already, was forked from one that had been a member, or is a helper that
-            imports the main script (which needs `if __name__ == "__main__":`).
+        UsageError: this process has an open group already; or, where there is a coordinator, was forked from one that had been
+            a member, or is a helper that imports the main script (which needs `if __name__ == "__main__":`).
         CoordinatorUnavailableError: no coordinator answered at its address in time.
         RendezvousTimeoutError: naming the missing members.
         BackendUnavailableError: the backend cannot work here.

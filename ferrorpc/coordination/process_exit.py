@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from ferrorpc.errors import FerroError, UsageError, is_own_frame
 from ferrorpc.exit_codes import exit_code_of
-from ferrorpc.generation_errors import reason_of
+from ferrorpc.generation_errors import SPAWN_HINT, reason_of
 
 LEAVE_ALL_SECONDS: Final = 2.0
 _PACKAGE: Final = __name__.partition(".")[0]
@@ -202,7 +202,7 @@ def refuse_in_child() -> None:
     if _forked_from_member:
         raise UsageError(
             f"this process ({os.getpid()}) was forked from one that had been a member, where gRPC does not survive",
-            hint="start it with the spawn method (multiprocessing.get_context('spawn')), or before init_process_group()",
+            hint=SPAWN_HINT,
         )
 
 

@@ -41,23 +41,45 @@ def test_a_child_of_a_member_is_refused_a_seat_of_its_own_at_once(tmp_path: Path
     import sys
     import ferrorpc
 
-    def child_is_refused(**settings):
+    def child_is_refused(call, **arguments):
         child = os.fork()
         if child == 0:
             try:
-                ferrorpc.init_process_group(**settings)
+                call(**arguments)
             except ferrorpc.UsageError as error:
-                os._exit(7 if "forked" in error.message and "spawn" in error.hint else 8)
+                advice = "spawn" in error.hint and "without a launcher's variables" in error.hint
+                os._exit(7 if "forked" in error.message and advice else 8)
             os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
     with ferrorpc.init_process_group() as group:
-        child_is_refused(job="another", world_size=1)
+        child_is_refused(ferrorpc.init_process_group, job="another", world_size=1)
+        child_is_refused(group.barrier)
         group.barrier()
-    child_is_refused()
+    child_is_refused(ferrorpc.init_process_group)
     """
     result = run("-n", "2", write_script(tmp_path, body))
     assert result.returncode == 0, result.stderr
+
+
+def test_a_child_of_a_world_without_a_coordinator_uses_its_group_and_makes_one_of_its_own(tmp_path: Path) -> None:
+    body = """
+    import os
+    import ferrorpc
+
+    def in_child(call):
+        child = os.fork()
+        if child == 0:
+            os._exit(7 if float(call().all_reduce(1.0)) == 1.0 else 8)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    with ferrorpc.init_process_group() as group:
+        in_child(lambda: group)
+    in_child(ferrorpc.init_process_group)
+    """
+    script = write_script(tmp_path, body)
+    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
