@@ -36,12 +36,10 @@ def free_port(besides: str = "") -> int:
     """A loopback port that nobody has now, other than that of the address `besides`.
 
     Raises:
-        ConfigError: this machine has no loopback address.
+        ConfigError: this machine has no loopback address, or no ports are left.
     """
-    while True:
-        with held_ports(0) as [port]:
-            if not besides.endswith(f":{port}"):
-                return port
+    with held_ports(0, 0) as ports:  # asked again, the kernel may offer a port that was given back
+        return next(port for port in ports if not besides.endswith(f":{port}"))
 
 
 def _bind(holder: socket.socket, number: int) -> int:
