@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.wire.address import cannot_listen
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -49,9 +50,9 @@ def _bind(holder: socket.socket, number: int) -> int:
         with socket.socket(type=socket.SOCK_DGRAM) as route:
             route.connect(holder.getsockname())  # sends nothing, but fails if the interface is down
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            what = f"somebody has just taken port {number}" if number else "every port is in use"
-            raise ConfigError(f"{LOOPBACK}: {what}", hint="start it again", retryable=True) from None
+        if number and error.errno == errno.EADDRINUSE:
+            what = f"{LOOPBACK}: somebody has just taken port {number}"
+            raise ConfigError(what, hint="start it again", retryable=True) from None
         hint = "bring the loopback interface up (ip link set lo up), with its IPv4 address"
-        raise ConfigError(f"nothing can listen on {LOOPBACK}: {error.strerror}", hint=hint) from None
+        raise cannot_listen(LOOPBACK, error, hint) from None
     return int(holder.getsockname()[1])

@@ -8,6 +8,8 @@ import ipaddress
 import socket
 from typing import Any
 
+from ferrorpc.errors import ConfigError
+
 
 def split_address(address: str) -> tuple[str, int]:
     """host:port as host and port, an IPv6 host without its brackets."""
@@ -75,3 +77,12 @@ def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def cannot_listen(host: str, error: OSError, hint: str = "set FERRORPC_BIND to an address of this machine") -> ConfigError:
+    """What to raise where any free port of this host was asked for, in vain. The hint is not for ports that are used up."""
+    if error.errno == errno.EADDRINUSE:
+        others = "start it again when others have ended, or allow more ports (net.ipv4.ip_local_port_range)"
+        return ConfigError(f"{host}: every port is in use", hint=others, retryable=True)
+    why = "it is no address of this machine" if error.errno == errno.EADDRNOTAVAIL else error.strerror
+    return ConfigError(f"cannot listen on {host}: {why}", hint=hint)

@@ -16,7 +16,6 @@ import pytest
 from ferrorpc.errors import (
     AuthenticationError,
     CodecError,
-    ConfigError,
     FerroError,
     GroupAbortedError,
     GroupClosedError,
@@ -347,11 +346,6 @@ def test_a_new_generation_on_the_same_servers_hears_nothing_of_the_old_one(
         (frame,) = box.frames[1 - rank.rank, 0]
         assert frame.header.total == 21 - rank.rank
     assert [rank.lost + rank.failures for rank in pair] == [[], []]
-
-
-def test_an_address_that_is_not_of_this_machine_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"203\.0\.113\.1"):
-        WorkerServer("203.0.113.1", "203.0.113.1")
 
 
 def test_an_ipv6_host_is_written_in_brackets() -> None:

@@ -24,7 +24,6 @@ import grpc
 from ferrorpc.errors import (
     AuthenticationError,
     CodecError,
-    ConfigError,
     FerroError,
     GroupClosedError,
     PermissionDeniedError,
@@ -40,7 +39,7 @@ from ferrorpc.transports.grpc.threads import ThreadPerCall
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
-from ferrorpc.wire.address import join_address
+from ferrorpc.wire.address import cannot_listen, join_address, listen
 from ferrorpc.wire.identity import Role, compared, described, peer_identities
 from ferrorpc.wire.parse import parse
 from ferrorpc.wire.refusal_log import RefusalLog, quoted
@@ -110,7 +109,8 @@ class WorkerServer:
         open_timeout_seconds: how long a stream may take to send its Open, and how long it may wait for a newer generation.
 
     Raises:
-        ConfigError: `bind_host` is no address of this machine, or a file of `tls` cannot be used.
+        ConfigError: `bind_host` is no address of this machine, every port is in use (then it is retryable), or a file of `tls`
+            cannot be used.
         AuthenticationError: the certificate of `tls` has expired, or is not of its authority.
     """
 
@@ -188,15 +188,18 @@ class WorkerServer:
             started.set_result(None)
 
     def _listen(self, bind_host: str) -> int:
-        listen = join_address(bind_host, 0)
+        address = join_address(bind_host, 0)
         try:
             if self._tls is None:
-                return self._server.add_insecure_port(listen)
-            return self._server.add_secure_port(listen, self._tls.server_credentials())
-        except RuntimeError:
-            raise ConfigError(
-                f"cannot listen on {bind_host}: it is no address of this machine", hint="set FERRORPC_BIND to one that is"
-            ) from None
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, self._tls.server_credentials())
+        except RuntimeError as refusal:  # which does not say why
+            reason = OSError(0, str(refusal))
+            try:
+                listen(bind_host, 0).close()
+            except OSError as error:
+                reason = error
+            raise cannot_listen(bind_host, reason) from None
 
     def advertise(self, host: str) -> None:
         """Sets `address`, where peers dial this server, to its port on this host."""

@@ -81,5 +81,5 @@ def test_a_free_port_differs_also_where_the_kernel_offers_the_same_one_for_as_lo
 
 def test_a_machine_without_a_loopback_is_told_so(monkeypatch):
     monkeypatch.setattr("ferrorpc.cli.ports.LOOPBACK", "192.0.2.1")  # of the documentation's network: nobody has it
-    with pytest.raises(ConfigError, match=r"nothing can listen on 192\.0\.2\.1"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         free_port()

@@ -1,10 +1,12 @@
 """Addresses as people write them."""
 
+import errno
+import os
 import socket
 
 import pytest
 
-from ferrorpc.wire.address import is_loopback, is_taken, is_wildcard, join_address, split_address
+from ferrorpc.wire.address import cannot_listen, is_loopback, is_taken, is_wildcard, join_address, split_address
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,17 @@ def test_what_others_reach(host):
 def test_a_family_of_addresses_that_the_host_lacks_is_not_taken(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(99, 1, 6, "", ("::1", 1, 0, 0))])
     assert not is_taken("localhost", 1)
+
+
+@pytest.mark.parametrize(
+    ("reason", "said", "retryable"),
+    [
+        (errno.EADDRINUSE, "203.0.113.1: every port is in use", True),
+        (errno.EADDRNOTAVAIL, "cannot listen on 203.0.113.1: it is no address of this machine", False),
+        (errno.EMFILE, f"cannot listen on 203.0.113.1: {os.strerror(errno.EMFILE)}", False),
+    ],
+)
+def test_a_host_on_which_nothing_can_listen_is_told_from_one_whose_ports_are_used_up(reason, said, retryable):
+    error = cannot_listen("203.0.113.1", OSError(reason, os.strerror(reason)), "try another")
+    assert (error.message, error.retryable) == (said, retryable)
+    assert (error.hint == "try another") is not retryable
