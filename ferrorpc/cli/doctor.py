@@ -24,12 +24,13 @@ import click
 
 from ferrorpc.cli.client import call, channel, connect, token
 from ferrorpc.cli.parameters import job_option
+from ferrorpc.cli.ports import LOOPBACK, free_port
 from ferrorpc.config import SETTINGS, Config, split_invalid, unknown_settings
 from ferrorpc.errors import ConfigError, FerroError
 from ferrorpc.logs import escape_unprintable
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire import options as wire_options
-from ferrorpc.wire.address import listen, split_address
+from ferrorpc.wire.address import cannot_listen, listen, split_address
 
 if TYPE_CHECKING:
     from ferrorpc.wire.tls import TlsFiles
@@ -151,20 +152,8 @@ def ports(config: Config, environment: Mapping[str, str]) -> Findings:
 
     require_authentication(config, TlsFiles.of(config))
     bind = str(config["bind"])
-    host = advertised_host(config["coordinator"] or "127.0.0.1:1", {**config, "timeout": DIAL_SECONDS})
-    try:
-        with listen(bind, 0) as listening:
-            port = listening.getsockname()[1]
-            socket.create_connection((host, port), DIAL_SECONDS).close()
-    except OSError as error:
-        yield Finding(
-            "bad",
-            "ports in",
-            f"a worker on {bind} cannot be reached as {host}: {error}",
-            "set FERRORPC_BIND or FERRORPC_ADVERTISE",
-        )
-    else:
-        yield Finding("ok", "ports in", f"a worker on {bind} can be reached as {host} from here; workers use any free port")
+    address = config["coordinator"] or f"{LOOPBACK}:{free_port()}"  # as that of the coordinator of `ferrorpc run`
+    yield _ports_in(bind, advertised_host(address, {**config, "timeout": DIAL_SECONDS}))
     if not config["coordinator"]:
         yield Finding("note", "ports out", "no coordinator is named", "give --coordinator or FERRORPC_COORDINATOR to check one")
         return
@@ -178,6 +167,21 @@ def ports(config: Config, environment: Mapping[str, str]) -> Findings:
     else:
         yield Finding("ok", "ports out", f"{target} port {number} can be dialled")
         yield from _coordinator(config)
+
+
+def _ports_in(bind: str, host: str) -> Finding:
+    try:
+        listening = listen(bind, 0)
+    except OSError as error:
+        told = cannot_listen(bind, error)
+        return Finding("bad", "ports in", told.message, told.hint)
+    with listening:
+        try:
+            socket.create_connection((host, listening.getsockname()[1]), DIAL_SECONDS).close()
+        except OSError as error:
+            what = f"a worker on {bind} cannot be reached as {host}: {error}"
+            return Finding("bad", "ports in", what, "set FERRORPC_BIND or FERRORPC_ADVERTISE")
+    return Finding("ok", "ports in", f"a worker on {bind} can be reached as {host} from here; workers use any free port")
 
 
 def _coordinator(config: Config) -> Findings:

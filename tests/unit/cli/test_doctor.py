@@ -1,6 +1,8 @@
 """The findings of `ferrorpc doctor`, on healthy and unhealthy machines."""
 
 import datetime
+import errno
+import os
 import socket
 import sys
 from pathlib import Path
@@ -112,6 +114,24 @@ def test_a_worker_that_would_listen_in_the_clear_is_bad():
 @pytest.mark.parametrize(("bind", "advertise"), [("::", "127.0.0.1"), ("0.0.0.0", "::1")])
 def test_a_worker_that_listens_everywhere_is_reached_by_both_families(bind, advertise):
     assert states("ports in", bind=bind, advertise=advertise, insecure=True) == ["ok"]
+
+
+def test_ports_that_are_used_up_are_no_wrong_setting(monkeypatch, nobody):
+    def create_server(*_, **__):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    (one,) = found("ports in", coordinator=nobody)
+    assert (one.state, one.text) == ("bad", "127.0.0.1: every port is in use")
+    assert "FERRORPC_BIND" not in one.fix
+
+
+def test_without_a_coordinator_a_loopback_that_is_down_is_what_is_told(monkeypatch):
+    monkeypatch.setattr("ferrorpc.cli.ports.LOOPBACK", "192.0.2.1")  # of the documentation's network: nobody has it
+    (one,) = found("ports")
+    assert one.state == "bad"
+    assert "192.0.2.1" in one.text
+    assert "bring the loopback interface up" in one.fix
 
 
 @pytest.mark.parametrize(("reason", "state"), [("", "ok"), ("shared memory needs Linux", "note")])
