@@ -223,7 +223,7 @@ def make_plan(
         raise ConfigError(f"--http-port with a coordinator at {address}", hint="give --http-port to `ferrorpc coordinator`")
     single = node_span == (1, 1)
     master = master_addr or (LOOPBACK if single else split_address(address)[0])
-    port = master_port or (free_port(besides=address) if single else DEFAULT_MASTER_PORT)
+    port = master_port or (_master_port(address) if single else DEFAULT_MASTER_PORT)
     chosen_ports = [split_address(address)[1]] * owns + [port] * (single and not master_port)
     return Plan(
         command=command_line,
@@ -243,6 +243,14 @@ def make_plan(
         shown=None if shown is None else _local_ranks(shown, count),
         role=role,
     )
+
+
+def _master_port(coordinator: str) -> int:
+    """A port for torch.distributed, for which alone a machine needs IPv4's loopback if its coordinator is known."""
+    try:
+        return free_port(besides=coordinator)
+    except ConfigError as error:
+        raise ConfigError(error.message, hint=f"{error.hint}; or give --master-port", retryable=error.retryable) from None
 
 
 def _tell_of_misplaced(target: tuple[str, ...], options: set[str]) -> None:

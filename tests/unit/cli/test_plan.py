@@ -240,6 +240,17 @@ def test_the_coordinator_and_torchs_store_get_different_ports(script):
     assert plan.label(1) == "1"
 
 
+def test_a_machine_without_a_loopback_whose_coordinator_is_named_needs_but_torchs_port(script, monkeypatch):
+    """As one with IPv6 alone."""
+    monkeypatch.setattr("ferrorpc.cli.ports.LOOPBACK", "192.0.2.1")  # of the documentation's network: nobody has it
+    with pytest.raises(ConfigError, match=r"bring the loopback interface up.*; or give --master-port"):
+        make_plan(target=(script,), coordinator="[::1]:29700")
+    assert make_plan(target=(script,), coordinator="[::1]:29700", master_port=29500).master[1] == 29500
+    with pytest.raises(ConfigError, match="bring the loopback interface up") as raised:
+        make_plan(target=(script,), master_port=29500)
+    assert "--master-port" not in raised.value.hint
+
+
 def test_labels_name_the_node_where_there_are_several(script):
     plan = make_plan(target=(script,), processes="2", nodes="2", node_rank=1, coordinator="h:1")
     assert plan.label(1) == "node1:3"
