@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = Config({name: value for name, value in vars(arguments).items() if name not in _PROCESS_FLAGS})
         set_up_logging(config)
         _raise_descriptor_limit()
-        options = replace(options_from(config), starter_fd=arguments.starter_fd)
+        # A directory that a user set for a transient one comes by its variable.
+        dispensable = arguments.transient and hasattr(arguments, "data_dir")
+        options = replace(options_from(config), dispensable=dispensable, starter_fd=arguments.starter_fd)
         _require_role(options.tls)
         forgets = options.data_dir is None and not arguments.transient
         asyncio.run(serve(options, lambda announcement: _announce(announcement, forgets)))
@@ -92,7 +94,6 @@ def options_from(config: Config) -> Options:
             grace_ns=round(config["grace"] * SECOND),
             stall_ns=round(config["stall"] * SECOND),
             heartbeat_ns=round(config["heartbeat_interval"] * SECOND),
-            durable=data_dir is not None,
             version=own_version(),
             cost_table=_cost_table(config["cost_table"]),
         ),
@@ -134,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         "--transient",
         action="store_true",
         default=False,
-        help="for one that ends with its job: no warning that nothing is kept",
+        help="for one that ends with its job: no warning that nothing is kept; without room for a new --data-dir it has none",
     )
     parser.add_argument(
         "--starter-fd",

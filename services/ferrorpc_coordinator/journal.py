@@ -83,11 +83,12 @@ class Journal:
         """Groups written since opening."""
 
     @classmethod
-    def open(cls, directory: Path, *, reserve_bytes: int = RESERVE_BYTES) -> Journal:
+    def open(cls, directory: Path, *, reserve_bytes: int = RESERVE_BYTES, room_bytes: int = 0) -> Journal:
         """Opens or creates the journal in `directory`, with a reserve of `reserve_bytes` for a full disk.
 
         Raises:
-            ConfigError: another coordinator has it open, it cannot be written, or it is damaged.
+            ConfigError: another coordinator has it open, it cannot be written, it is damaged, or less than `room_bytes` of room
+                are left.
         """
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,6 +105,9 @@ class Journal:
             locks.close()
             raise
         journal = cls(directory, locks, connection, reserve_bytes)
+        if room_bytes and not _has_room(directory, room_bytes):
+            journal.close()
+            raise ConfigError(f"{directory} has no room for {room_bytes >> 20} MiB", hint="give another --data-dir")
         if not journal._take_reserve():
             journal._mark_full()
         return journal
@@ -259,11 +263,11 @@ class Journal:
         return self._reserve_bytes == 0 or _has_room_for(self._reserve, self._reserve_bytes)
 
 
-def _has_room(directory: Path) -> bool:
-    """Whether a small file finds room there."""
+def _has_room(directory: Path, size_bytes: int = _PROBE_BYTES) -> bool:
+    """Whether a file of this size finds room there."""
     probe = directory / _PROBE
     try:
-        return _has_room_for(probe, _PROBE_BYTES)
+        return _has_room_for(probe, size_bytes)
     finally:
         probe.unlink(missing_ok=True)
 

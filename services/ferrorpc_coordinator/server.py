@@ -11,10 +11,11 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +49,8 @@ LINGER_SECONDS: Final = 5.0
 """After the death of the process that started this one: how long it runs on, to notice that and tell the other members."""
 STOP_SECONDS: Final = 5.0
 """How long the end may take after that, before the kernel ends this process."""
+ROOM_BYTES: Final = 16 << 20
+"""Room without which a dispensable journal is not begun: more than its reserve for a full disk and a few rows."""
 _POLL_SECONDS: Final = 0.1
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -63,6 +66,8 @@ class Options:
     """host:port; port 0 for a free one."""
     settings: Settings
     data_dir: Path | None = None
+    dispensable: bool = False
+    """Whether it serves without a journal where `data_dir` is not there yet, and none can be begun in it."""
     tls: TlsFiles | None = None
     """If it has an authority, every client needs a certificate of it."""
     grants: tuple[Grant, ...] = ()
@@ -139,7 +144,8 @@ async def serve(options: Options, announce: Callable[[Announcement], None]) -> N
     """
     require_safe(options)
     warn_of_floods(options, grpc.__version__)
-    journal = Journal.open(options.data_dir) if options.data_dir is not None else None
+    journal = _open_journal(options)
+    options = replace(options, settings=replace(options.settings, durable=journal is not None))
     try:
         access = Access(options.grants)
         coordinator = _recovered(options, journal.rows() if journal is not None else [], access)
@@ -147,6 +153,23 @@ async def serve(options: Options, announce: Callable[[Announcement], None]) -> N
     finally:
         if journal is not None:
             journal.close()
+
+
+def _open_journal(options: Options) -> Journal | None:
+    """The journal; None where there is to be none, or where it is dispensable and cannot be begun."""
+    directory = options.data_dir
+    if directory is None:
+        return None
+    may_do_without = options.dispensable and not directory.exists()
+    try:
+        return Journal.open(directory, room_bytes=ROOM_BYTES if may_do_without else 0)
+    except ConfigError as error:
+        if not may_do_without:
+            raise
+        shutil.rmtree(directory, ignore_errors=True)  # else one started in its place would take this for a journal with rows
+        told = "no journal: %s; should the coordinator end, so does the job (TMPDIR can name a disk with room)"
+        _log.warning(told, error.message)
+        return None
 
 
 class _Service:

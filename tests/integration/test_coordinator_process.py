@@ -106,6 +106,17 @@ def test_the_command_without_flags_follows_its_variables(tmp_path):
     assert (tmp_path / "journal").is_dir()
 
 
+def test_a_transient_one_does_without_the_journal_of_its_starter_and_not_without_that_of_its_user(tmp_path):
+    (tmp_path / "file").touch()
+    below = str(tmp_path / "file" / "journal")
+    with coordinator("--transient", "--data-dir", below) as process:
+        assert "no journal: " in process.log()
+    for flags, variables in (["--transient"], {"FERRORPC_DATA_DIR": below}), (["--data-dir", below], {}):
+        code, errors = refused_start("--listen", "127.0.0.1:0", *flags, environment=variables)
+        assert code == 64
+        assert f"the data directory {below} cannot be used" in errors
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_end_of_a_terminal_drains_it_like_other_stop_signals(number):
     process = CoordinatorProcess()

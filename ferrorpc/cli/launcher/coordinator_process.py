@@ -26,7 +26,8 @@ class CoordinatorProcess:
     """Keeps one coordinator running on one address. Thanks to its journal, workers do not notice a restart.
 
     Args:
-        data_dir: a temporary directory that `children` removes; None for no journal: members do not survive a restart.
+        data_dir: where it begins its journal; in a temporary directory that `children` removes. Where there is no room for one,
+            the coordinator says so, and members do not survive a restart.
         http_port: of its status page; None leaves that to the environment.
     """
 
@@ -34,14 +35,14 @@ class CoordinatorProcess:
         self,
         children: ChildProcesses,
         address: str,
-        data_dir: Path | None,
+        data_dir: Path,
         environment: Mapping[str, str],
         http_port: int | None = None,
     ) -> None:
         self._children = children
         # -P: the user's directory must not shadow what the coordinator imports.
-        self._command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--transient", "--listen", address]
-        self._command += [] if data_dir is None else ["--data-dir", str(data_dir)]
+        self._command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--transient"]
+        self._command += ["--listen", address, "--data-dir", str(data_dir)]
         self._command += [] if http_port is None else ["--http-port", str(http_port)]
         # A directory that the user set is for a coordinator that outlives its jobs.
         self._environment = {name: value for name, value in environment.items() if name != "FERRORPC_DATA_DIR"}

@@ -11,7 +11,6 @@ import itertools
 import os
 import secrets
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -55,8 +54,6 @@ _EXPLAIN_SECONDS: Final = 5.0
 """After this time in one phase the user is told whom the launcher waits for."""
 _GROUP_POLL_SECONDS: Final = 0.05
 """Between two checks whether a process group has ended."""
-_JOURNAL_BYTES: Final = 16 << 20
-"""Room without which the launcher's coordinator has no journal: more than its reserve for a full disk and a few rows."""
 _READY_SECONDS: Final = 10.0
 """How long the launcher's end waits for the exit reporter to be ready, where it has a report to make."""
 _ANSWER_SECONDS: Final = 1.0
@@ -167,7 +164,7 @@ class _Launch:
         self._carry_out(self._group.begin())
         if self._plan.owns_coordinator:
             self._coordinator = CoordinatorProcess(
-                self._children, self._plan.coordinator, self._journal(), self._environment, self._plan.http_port
+                self._children, self._plan.coordinator, self._directory / "journal", self._environment, self._plan.http_port
             )
             self._listen_to_coordinator(self._coordinator)
         while self._code is None:
@@ -175,17 +172,6 @@ class _Launch:
         self._deliver_reports()
         self._pipes.close()
         return self._code
-
-    def _journal(self) -> Path | None:
-        """Where the coordinator keeps its journal; None on a disk without room, where it would only refuse to write."""
-        disk = shutil.disk_usage(self._directory)
-        if disk.free >= _JOURNAL_BYTES or disk.total == 0:  # a file system without a limit, or that does not say
-            return self._directory / "journal"
-        self._console.say(
-            f"{self._directory.parent} has {disk.free >> 10} KiB left, too little for the coordinator's journal: should the "
-            "coordinator end, so does the job (TMPDIR can name a disk with room)"
-        )
-        return None
 
     def _run_once(self) -> None:
         """Waits for the next event or deadline and handles everything that is due."""

@@ -53,12 +53,11 @@ def test_one_that_gives_up_three_times_cannot_start_and_one_that_is_killed_can(c
     assert children.discarded == children.started[:-1], "nothing is left of those that ended"
 
 
-@pytest.mark.parametrize("data_dir", [Path("journal"), None])
-def test_its_journal_is_the_launchers_or_none_whatever_the_variable_says(children, data_dir):
-    CoordinatorProcess(children, "127.0.0.1:29700", data_dir, {"FERRORPC_DATA_DIR": "elsewhere", "PATH": "/bin"})
+def test_its_journal_is_the_launchers_whatever_the_variable_says(children):
+    CoordinatorProcess(children, "127.0.0.1:29700", Path("journal"), {"FERRORPC_DATA_DIR": "elsewhere", "PATH": "/bin"})
     (child,) = children.started
     assert child.environment == {"PATH": "/bin"}
-    assert child.command[-2:] == (["--listen", "127.0.0.1:29700"] if data_dir is None else ["--data-dir", "journal"])
+    assert child.command[-2:] == ["--data-dir", "journal"]
 
 
 def test_one_that_listened_is_started_again_however_often_it_ends(children):

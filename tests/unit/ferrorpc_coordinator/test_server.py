@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -36,6 +37,36 @@ def test_an_error_with_an_empty_journal_is_not_reported_as_damage(monkeypatch):
     monkeypatch.setattr(server, "_mint", mint)
     with pytest.raises(OSError, match="no entropy"):
         server._recovered(OPTIONS, [], Access(()))
+
+
+@pytest.mark.parametrize("reason", ["its folder is a file", "no room"])
+def test_a_dispensable_journal_that_cannot_be_begun_is_done_without(tmp_path, monkeypatch, caplog, reason):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if reason == "no room":
+        monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    else:
+        (tmp_path / "folder").touch()
+    directory = tmp_path / "folder" / "journal"
+    assert server._open_journal(replace(OPTIONS, data_dir=directory, dispensable=True)) is None
+    (line,) = caplog.messages
+    assert line.startswith(f"no journal: {'the data directory ' * (reason != 'no room')}{directory} ")
+    assert "; should the coordinator end, so does the job" in line
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("dispensable", [False, True])
+def test_a_journal_that_was_begun_or_asked_for_is_not_done_without(tmp_path, dispensable):
+    directory = tmp_path / "journal"
+    if dispensable:
+        directory.mkdir()
+        (directory / "journal.sqlite").write_bytes(b"of a coordinator that ended")
+    else:
+        directory.touch()
+    with pytest.raises(ConfigError):
+        server._open_journal(replace(OPTIONS, data_dir=directory, dispensable=dispensable))
+    assert directory.exists()
 
 
 def test_recovered_rows_are_in_memory_once():
