@@ -117,7 +117,8 @@ def thread_needed(name: str) -> Iterator[None]:
             ) from None
         raise LimitExceededError(
             f"the system refuses a thread ({name}) beside the {threading.active_count()} of this process: {refusal}",
-            hint="raise the limit of processes (`ulimit -u`, a container's pids limit), or give the host fewer ranks",
+            hint="raise the limit of processes (`ulimit -u`, a container's pids limit) or, for threads' stacks, that of memory "
+            "(`ulimit -v`, `-d`), or give the host fewer ranks",
         ) from None
 
 

@@ -41,6 +41,7 @@ def test_the_error_says_how_many_there_are_and_what_to_raise(monkeypatch: pytest
     with pytest.raises(LimitExceededError, match=r"a thread \(ferrorpc-test\) beside the \d+ of this process") as raised:
         SYSTEM_CLOCK.start(lambda: None, "ferrorpc-test")
     assert "ulimit -u" in raised.value.hint
+    assert "ulimit -v" in raised.value.hint, "a stack that cannot be mapped is told in the same words"
     with pytest.raises(LimitExceededError):
         SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now(), lambda: None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import signal
@@ -17,6 +18,8 @@ from ferrorpc.cli.launcher.signals import STOP_SIGNALS
 from ferrorpc.errors import ConfigError
 
 _CLEANUP_SECONDS = 10.0
+_SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of a limit that fewer processes would keep to."""
 
 
 class Child:
@@ -149,10 +152,11 @@ class ChildProcesses:
         try:
             yield
         except OSError as error:
-            raise ConfigError(
-                f"beside {len(self._children)} processes no other can be started: {error.strerror}",
-                hint="ask for fewer workers, or allow more descriptors and processes (ulimit -n, ulimit -u)",
-            ) from None
+            hint = f"see that {sys.executable} can be run, and give it fewer or shorter arguments and variables"
+            if error.errno in _SCARCE:
+                hint = "ask for fewer workers, or allow more descriptors and processes (ulimit -n, ulimit -u)"
+            what = f"beside {len(self._children)} processes no other can be started: {error.strerror}"
+            raise ConfigError(what, hint=hint) from None
 
     def _tell_cleanup(self, line: str) -> None:
         assert self._cleanup.stdin is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from ferrorpc.cli.launcher import cleanup
 from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses
+from ferrorpc.errors import ConfigError
 from tests.waiting import eventually
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -59,6 +61,18 @@ def test_children_come_and_go_after_someone_killed_the_cleanup_process(monkeypat
         started[0].kill()
         started[0].wait(timeout=30)
         children.discard(children.start(SLEEP, os.environ))
+
+
+@pytest.mark.parametrize("reason", [errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.E2BIG])
+def test_the_limits_are_named_only_where_they_are_why_nothing_can_be_started(monkeypatch, reason):
+    def refuse(*_, **__):
+        raise OSError(reason, os.strerror(reason))
+
+    with ChildProcesses() as children:
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(ConfigError, match=f"no other can be started: {os.strerror(reason)}") as raised:
+            children.start(SLEEP, os.environ)
+    assert ("ulimit" in raised.value.hint) is (reason != errno.E2BIG)
 
 
 def test_a_group_that_became_another_users_is_told_of(monkeypatch):
