@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -131,7 +132,9 @@ class Reduction:
         weight = self._summable(memory, 1.0 if self.weight is None else self.weight)
         unused = [(slot.start - bucket.header, slot.stop - bucket.header) for slot in bucket.slots if slot.name in self._unused]
         values = array[bucket.header :]
-        part = Part(self._reducer.keys[bucket.index], values, matrices(bucket), weight=weight, unused=tuple(unused))
+        total_weight = partial(_element, header, bucket.weight)
+        key, found = self._reducer.keys[bucket.index], matrices(bucket)
+        part = Part(key, values, found, weight=weight, unused=tuple(unused), total_weight=total_weight)
         yield from hook.exchange(part, collectives)
         # Where blocks of values are coded together, what is not finite spreads to the gaps, and from there to later steps.
         for start, stop in bucket.gaps:
@@ -304,6 +307,11 @@ def abort_on_failure(reduction: Reduction, group: ProcessGroup) -> Iterator[None
             reduction.abandon()
             tell_others(group, error)
         raise
+
+
+def _element(work: Work[Any], place: int) -> Generator[Work[Any], Any, float]:
+    """Waits for a collective. Returns one element of its result."""
+    return float((yield work)[place])
 
 
 def matrices(bucket: Bucket) -> tuple[tuple[int, int, int], ...]:

@@ -262,9 +262,13 @@ class SynchronizerStep(Generic[Tree]):
         `ready(name)`, is never copied. An array of the kind in `like`; None if the bucket is on another device.
 
         Raises:
-            UsageError: an unknown name, one that was ready before, or a step that is over.
+            UsageError: an unknown name, one that was ready before or has parts, or a step that is over.
         """
         memory, slot = self._check(name)
+        if name in self._added:
+            raise UsageError(
+                f"gradient {name!r} has parts already", hint="compute its first part in its place, and add() others"
+            )
         found = memory.alias(slot, self._kinds[name])
         if found is not None:
             self._placed.add(name)

@@ -6,12 +6,13 @@ import copy
 import gc
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, TypeVar
 
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
+from ferrorpc.ddp.hooks.residues import Residues
 from ferrorpc.errors import UsageError
 from ferrorpc.operations.stream import Stream
 from ferrorpc.work import Work
@@ -31,10 +32,11 @@ class Part:
         values: float32 of shape (n,), on the host, or for a hook with `on_device` a CuPy array; becomes the sum.
         matrices: (start, rows, columns) of each run of values that is a matrix in C order.
         wants_delivered: whether the exchange returns how much of this rank's original `values` was delivered: float32 of shape
-            (n,), on the device of `values`. What is left out of the sum itself counts as not delivered by one of the ranks.
-            Otherwise it returns None.
+            (n,), on the device of `values`. Otherwise it returns None.
         weight: of this rank in the mean: `values` are its gradients times the weight.
         unused: [start, stop) of each run of values whose parameter this rank has not used; they are zero.
+        residues: where the hook keeps what it leaves out of the mean itself, for its next step; None if nobody wants that.
+        total_weight: waits for the sum of all ranks' weights; None if that is not known.
     """
 
     key: str
@@ -43,6 +45,8 @@ class Part:
     wants_delivered: bool = False
     weight: float = 1.0
     unused: tuple[tuple[int, int], ...] = ()
+    residues: Residues | None = None
+    total_weight: Callable[[], Generator[Work[Any], Any, float]] | None = None
 
 
 class Hook(ABC):

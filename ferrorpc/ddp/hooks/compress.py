@@ -1,8 +1,8 @@
 """Sends narrower numbers: bf16, f16, or int8 in blocks of 256 with one scale each.
 
 Idea. Each value is rounded once before it is sent to the rank that adds it up, and the mean once before it is sent back: unlike
-the sum, it fits float16 where all ranks' values do. Sums are float32; nothing is added in the narrow type. What the second
-rounding leaves out, the rank that added up counts as not delivered of its own values, so that error feedback sends it too.
+the sum, it fits float16 where all ranks' values do. Sums are float32; nothing is added in the narrow type. With
+error feedback, the rank that added up keeps what the second rounding left out, and adds it to its next mean.
 
 Source. The quantised all-reduce of ZeRO++ (Wang et al., 2023) in two phases; the feedback of both roundings is that of
 DoubleSqueeze (Tang et al., 2019); codecs are those of `wire=` (wire/codecs.py).
@@ -12,8 +12,8 @@ Cost, relative to float32: bf16 and f16 half, int8 1/4 + 1/256.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any
 
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part
@@ -46,29 +46,39 @@ class Compress(Hook):
     def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
         ops = vector_ops_for(part.values)
         if part.wants_delivered:
-            return (yield from self._in_two_halves(part.values, collectives, ops))
+            return (yield from self._in_two_halves(part, collectives, ops))
         yield collectives.all_reduce(part.values, ReduceOp.MEAN, self._codec.name)
         ops.scale(part.values, collectives.size)
         return None
 
-    def _in_two_halves(self, values: Any, collectives: BucketCollectives, ops: VectorOps) -> Exchange:
-        """As all_reduce does it. Between them, this rank sees the mean of its slice before and after the second rounding."""
-        codec, size, count = self._codec, collectives.size, values.size
+    def _in_two_halves(self, part: Part, collectives: BucketCollectives, ops: VectorOps) -> Exchange:
+        """As all_reduce does it; between them the mean of this rank's slice gets what its last rounding left out."""
+        codec, size, count = self._codec, collectives.size, part.values.size
         # Slices of whole blocks: rounding the values again on the wire changes nothing.
         length = -(-count // (size * BLOCK_VALUES)) * BLOCK_VALUES
         padded = ops.zeros(size * length)
         slices = [padded[rank * length : (rank + 1) * length] for rank in range(size)]
-        ops.decode(codec, ops.encoded(codec, values), padded[:count])
+        ops.decode(codec, ops.encoded(codec, part.values), padded[:count])
         delivered = padded[:count].copy()
+        rest = None
+        if part.residues is not None and part.total_weight is not None:
+            rest = part.residues.of(f"{part.key}/mean", length, ops)
         mean = yield collectives.reduce_scatter(slices, ReduceOp.MEAN, codec.name)
+        if rest is not None and part.total_weight is not None:
+            # It is kept as of the gradients' mean, not of what is summed here: so it fits the next step, whatever its weights.
+            total = yield from part.total_weight()
+            term = rest.copy()
+            ops.scale(term, total / size)
+            ops.add(mean, term)
         gathered = yield collectives.all_gather(ops.encoded(codec, mean))
         for each, encoded in zip(slices, gathered, strict=True):
             ops.decode(codec, encoded, each)
-        ops.scale(mean, -1.0)
-        ops.add(mean, slices[collectives.rank])
-        ops.assign(values, padded[:count])
-        for each in (values, mean):
-            ops.scale(each, size)
-        own = delivered[collectives.rank * length : (collectives.rank + 1) * length]
-        ops.add(own, mean[: own.size])
+        if rest is not None:
+            ops.assign(rest, mean)
+            ops.subtract_delivered(rest, slices[collectives.rank])
+            ops.scale(rest, size / total if total else math.inf)
+            for each in (rest, *slices):
+                ops.forget_unless_finite(rest, each)
+        ops.assign(part.values, padded[:count])
+        ops.scale(part.values, size)
         return delivered

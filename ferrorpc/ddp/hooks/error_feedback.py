@@ -13,15 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, check_hook
-from ferrorpc.ddp.hooks.vector_ops import HOST, VectorOps, vector_ops_for
-from ferrorpc.errors import UsageError
+from ferrorpc.ddp.hooks.residues import Residues
+from ferrorpc.ddp.hooks.vector_ops import vector_ops_for
 from ferrorpc.operations.stream import Stream
 
 _PREFIX: Final = "residue/"
@@ -37,45 +35,32 @@ class ErrorFeedback(Hook):
     step is interrupted, as when a member dies, buckets that were exchanged before count as delivered, although no optimizer
     gets their means, and all values of the others are added to the next step. To repeat such a step, load the `state()` from
     before it, or these count twice. The residue of a parameter waits for a step in which this rank uses it: if no rank does,
-    its sum is dropped. What a second rounding leaves out of a sum is a residue of the rank that added it up, if that uses the
-    parameter. Where a module is wrapped again, the residues of buckets that do not come again with the same parameters
-    are dropped, too.
+    its sum is dropped. What `Compress` leaves out of a mean, which it rounds as well, waits on the rank that added up, and is
+    added to the next mean, whatever that rank's weight then. Where a module is wrapped again, the residues of buckets that do
+    not come again with the same parameters are dropped, too.
     """
 
     def __init__(self, hook: Hook) -> None:
         self._hook = check_hook(hook)
         self.operations = hook.operations
         self.on_device = hook.on_device
-        self._residues: dict[str, tuple[VectorOps, Any, float]] = {}
-        """Residues, and the weight they are multiplied by, on the device of their buckets; those from `load_state` are on
-        the host until their bucket's first step."""
+        self._residues = Residues()
 
     def serve(self, stream: Stream, keys: Iterable[str]) -> None:
         self._hook.serve(stream, keys)  # which may refuse
         super().serve(stream, keys)
-        self._residues = self._current(self._residues)
+        self._residues.kept = self._current(self._residues.kept)
 
     @property
     def text(self) -> str:
         return f"error feedback({self._hook.text})"
 
     def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
-        inner = replace(part, wants_delivered=True)
+        inner = replace(part, wants_delivered=True, residues=self._residues)
         if not _WEIGHT_MIN <= part.weight < math.inf:  # hardly anything of this rank is in the mean, or there is none
             return (yield from self._hook.exchange(inner, collectives))
         ops = vector_ops_for(part.values)
-        if part.key not in self._residues:
-            self._residues[part.key] = ops, ops.zeros(part.values.size), part.weight
-        before, residue, weight = self._residues[part.key]
-        if residue.shape != part.values.shape:
-            message = f"the residue of {part.key} has {residue.size} values for {part.values.size}"
-            raise UsageError(message, hint="is it another hook's?")
-        if type(before) is not type(ops):
-            residue = ops.from_host(before.to_host(residue))
-        if weight != part.weight:
-            ops.scale(residue, 1 / weight)  # and not by the quotient, which may be beyond float32
-            ops.scale(residue, part.weight)
-        self._residues[part.key] = ops, residue, part.weight
+        residue = self._residues.of(part.key, part.values.size, ops, part.weight)
         waiting = [(residue[start:stop], residue[start:stop].copy()) for start, stop in part.unused]
         for place, _ in waiting:
             place[...] = 0
@@ -93,15 +78,9 @@ class ErrorFeedback(Hook):
         return given
 
     def state(self) -> dict[str, Array]:
-        residues = {}
-        for key, (ops, residue, weight) in self._residues.items():
-            residues[_PREFIX + key] = ops.to_host(residue)
-            if weight != 1:
-                HOST.scale(residues[_PREFIX + key], 1 / weight)
-        return residues | self._hook.state()
+        return {_PREFIX + key: residue for key, residue in self._residues.state().items()} | self._hook.state()
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         own = {name for name in state if name.startswith(_PREFIX)}
         self._hook.load_state({name: array for name, array in state.items() if name not in own})
-        loaded = {name.removeprefix(_PREFIX): (HOST, np.array(state[name], np.float32), 1.0) for name in own}
-        self._residues = self._current(loaded)
+        self._residues.load(self._current({name.removeprefix(_PREFIX): state[name] for name in own}))

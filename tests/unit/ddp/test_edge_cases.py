@@ -125,6 +125,18 @@ def test_parts_of_half_types_are_added_in_float32(weight):
     assert run_watched(2, body) == [[[1000.0, 40000.0]] * 2] * 2
 
 
+def test_the_place_of_a_gradient_that_has_parts_is_refused():
+    def body(group):
+        sync = GradientSynchronizer({"g": np.zeros(1)}, group)
+        with sync.step() as step:
+            step.add("g", np.ones(1))
+            with pytest.raises(UsageError, match="'g' has parts already"):
+                step.place("g")
+        return step.grads["g"].tolist()
+
+    assert run_watched(2, body) == [[1.0]] * 2
+
+
 def test_accumulate_counts_by_any_integer():
     def body(group):
         ddp = DistributedDataParallel(Plain(w=np.zeros(2)), group)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ferrorpc import GradientSynchronizer
-from ferrorpc.ddp.hooks import Compress, ErrorFeedback, Hook, PowerSGD
+from ferrorpc.ddp.hooks import Compress, ErrorFeedback, Hook
 from ferrorpc.testing import run_world
 
 LIKE = np.zeros((60, 20), np.float32)
@@ -33,15 +33,52 @@ def missing(size: int, make: Callable[[], Hook], steps: int) -> float:
     return max(np.abs(found - wanted).max() for found in run_world(size, body))
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("wire", ["bf16", "f16", "int8"])
-@pytest.mark.parametrize(
-    ("among", "size"), [(lambda hook: hook, 3), (lambda hook: PowerSGD(4, hook), 2)], ids=["values", "factors"]
-)
-def test_with_feedback_no_more_is_missing_after_many_steps_than_after_a_few(among, wire, size):
+def test_with_feedback_no_more_is_missing_after_many_steps_than_after_a_few(wire, size):
     """Whichever rank adds a value up, and however small it is beside those that it is coded with."""
-    few, many = (missing(size, lambda: ErrorFeedback(among(Compress(wire))), steps) for steps in (10, 60))
+    few, many = (missing(size, lambda: ErrorFeedback(Compress(wire)), steps) for steps in (10, 60))
     assert many < 2 * few
-    assert many < 0.4 * missing(size, lambda: among(Compress(wire)), 60)
+    assert many < 0.4 * missing(size, lambda: Compress(wire), 60)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "f16", "int8"])
+def test_what_the_rank_that_adds_up_does_not_use_arrives_too(wire):
+    """Also where each value is too small for float16, and where that rank has other weights."""
+    wanted = np.random.default_rng(1).uniform(1e-7, 3e-7, LIKE.shape).astype(np.float32)
+
+    def body(group):
+        sync = GradientSynchronizer(LIKE, group, hook=ErrorFeedback(Compress(wire)))
+        return sum(np.float64(sync(None if group.rank else wanted, weight=[1, 3, 0][group.rank])) for _ in range(100))
+
+    for found in run_world(3, body):
+        assert np.abs(found - 25 * wanted).max() < 4e-7
+
+
+WEIGHTS = [
+    [(4, 512, 512), (512, 512, 512), (4, 512, 512)],
+    [(1e-6, 1, 1), (1, 1, 1), (1, 1, 1)],
+    [(1e-30, 1, 1), (1e8, 1, 1), (1, 1, 1), (1, 1, 1)],
+    [(0, 100, 100), (1, 0, 0), (0, 1, 0)],
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_feedback_disturbs_no_step_of_other_weights(wire, weights):
+    given = [np.random.default_rng(rank).standard_normal(2048).astype(np.float32) for rank in range(3)]
+
+    def errors(group, hook):
+        sync = GradientSynchronizer(given[0], group, hook=hook)
+        means = [sync(given[group.rank], weight=step[group.rank]) for step in weights]
+        wanted = [sum(w * np.float64(each) for w, each in zip(step, given, strict=True)) / sum(step) for step in weights]
+        return [np.abs(mean - each).max() for mean, each in zip(means, wanted, strict=True)]
+
+    def body(group):
+        return errors(group, ErrorFeedback(Compress(wire))), errors(group, Compress(wire))
+
+    for with_feedback, without in run_world(3, body):
+        assert max(with_feedback) < 4 * max(without), (with_feedback, without)
 
 
 def test_a_mean_that_fits_float16_arrives_where_the_sum_does_not_fit():
