@@ -275,7 +275,7 @@ def trace(config: Config, environment: Mapping[str, str]) -> Findings:
     if directory is None:
         return
     try:
-        present = next(each for each in (Path(directory), *Path(directory).parents) if each.exists())
+        present = next(each for each in (Path(directory), *Path(directory).parents) if os.path.lexists(each))
         tempfile.TemporaryFile(dir=present).close()
     except OSError as error:
         yield Finding("bad", "trace", f"FERRORPC_TRACE_DIR={directory}: {error.strerror}", "name a directory to write to")

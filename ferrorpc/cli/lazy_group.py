@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib import import_module
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0].endswith(".py"):
-            context.fail(f"{args[0]} is a script and no command: start it with `ferrorpc run -n 4 {args[0]}`")
+            context.fail(f"{args[0]} is a script and no command: start it with `ferrorpc run -n 4 {shlex.quote(args[0])}`")
         return super().resolve_command(context, args)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:

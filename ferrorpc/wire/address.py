@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import socket
 from typing import Any
 
@@ -75,14 +76,20 @@ def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
     if is_wildcard(host) and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    try:
+        host.encode("idna")  # else create_server would raise TypeError, and not close its socket
+    except UnicodeError:
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL)) from None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=backlog)
 
 
 def cannot_listen(host: str, error: OSError, hint: str = "set FERRORPC_BIND to an address of this machine") -> ConfigError:
-    """What to raise where any free port of this host was asked for, in vain. The hint is not for ports that are used up."""
+    """What to raise where any free port of this host was asked for, in vain. The hint is not for what is used up."""
     if error.errno == errno.EADDRINUSE:
         others = "start it again when others have ended, or allow more ports (net.ipv4.ip_local_port_range)"
         return ConfigError(f"{host}: every port is in use", hint=others, retryable=True)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = "allow more descriptors (ulimit -n)"
     why = "it is no address of this machine" if error.errno == errno.EADDRNOTAVAIL else error.strerror
     return ConfigError(f"cannot listen on {host}: {why}", hint=hint)

@@ -167,8 +167,8 @@ def _open_journal(options: Options) -> Journal | None:
         if not may_do_without:
             raise
         shutil.rmtree(directory, ignore_errors=True)  # else one started in its place would take this for a journal with rows
-        told = "no journal: %s; should the coordinator end, so does the job (TMPDIR can name a disk with room)"
-        _log.warning(told, error.message)
+        told = "no journal: %s; should the coordinator end, so does the job (TMPDIR can name another disk)"
+        _log.error(told, error.message)
         return None
 
 

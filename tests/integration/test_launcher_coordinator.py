@@ -248,7 +248,7 @@ def test_a_job_runs_though_its_temporary_directory_has_no_room_for_a_journal(tmp
     small, result = run_with_temporary_directory_of_size(tmp_path, size)
     (line,) = result.stderr.splitlines()
     assert re.search(f" no journal: .*{re.escape(str(small))}/", line)
-    assert line.endswith("should the coordinator end, so does the job (TMPDIR can name a disk with room)")
+    assert line.endswith("should the coordinator end, so does the job (TMPDIR can name another disk)")
 
 
 @pytest.mark.root

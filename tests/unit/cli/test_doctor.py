@@ -211,6 +211,11 @@ def test_settings_that_name_what_is_not_there_are_bad(topic, settings, said):
     assert (one.state, said in one.text) == ("bad", True)
 
 
+def test_a_directory_of_traces_whose_mount_is_missing_is_bad(tmp_path):
+    (tmp_path / "traces").symlink_to(tmp_path / "nowhere")
+    assert states("trace", trace_dir=str(tmp_path / "traces")) == ["bad"]
+
+
 def test_settings_that_name_what_is_there_are_ok_and_nothing_is_made_to_see_that(tmp_path):
     table = tmp_path / "costs.json"
     table.write_text(packaged_table().text())

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ferrorpc.wire.address import cannot_listen, is_loopback, is_taken, is_wildcard, join_address, split_address
+from ferrorpc.wire.address import cannot_listen, is_loopback, is_taken, is_wildcard, join_address, listen, split_address
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,22 @@ def test_a_family_of_addresses_that_the_host_lacks_is_not_taken(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reason", "said", "retryable"),
+    ("reason", "said", "hint", "retryable"),
     [
-        (errno.EADDRINUSE, "203.0.113.1: every port is in use", True),
-        (errno.EADDRNOTAVAIL, "cannot listen on 203.0.113.1: it is no address of this machine", False),
-        (errno.EMFILE, f"cannot listen on 203.0.113.1: {os.strerror(errno.EMFILE)}", False),
+        (errno.EADDRINUSE, "203.0.113.1: every port is in use", "net.ipv4.ip_local_port_range", True),
+        (errno.EADDRNOTAVAIL, "cannot listen on 203.0.113.1: it is no address of this machine", "try another", False),
+        (errno.EMFILE, f"cannot listen on 203.0.113.1: {os.strerror(errno.EMFILE)}", "ulimit -n", False),
+        (errno.EACCES, f"cannot listen on 203.0.113.1: {os.strerror(errno.EACCES)}", "try another", False),
     ],
 )
-def test_a_host_on_which_nothing_can_listen_is_told_from_one_whose_ports_are_used_up(reason, said, retryable):
+def test_a_host_on_which_nothing_can_listen_is_told_from_one_whose_ports_are_used_up(reason, said, hint, retryable):
     error = cannot_listen("203.0.113.1", OSError(reason, os.strerror(reason)), "try another")
     assert (error.message, error.retryable) == (said, retryable)
-    assert (error.hint == "try another") is not retryable
+    assert hint in error.hint
+
+
+@pytest.mark.parametrize("host", ["\u00fc..b", "\u00fc" * 70])
+def test_what_cannot_be_the_name_of_a_host_is_no_address_of_this_one(host):
+    with pytest.raises(OSError) as raised:
+        listen(host, 0)
+    assert raised.value.errno == errno.EADDRNOTAVAIL
