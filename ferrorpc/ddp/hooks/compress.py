@@ -62,7 +62,10 @@ class Compress(Hook):
         delivered = padded[:count].copy()
         rest = None
         if part.residues is not None and part.total_weight is not None:
-            rest = part.residues.of(f"{part.key}/mean", length, ops)
+            key = f"{part.key}/mean/{collectives.rank}/{size}"
+            if key not in part.residues.kept:
+                part.residues.forget(f"{part.key}/mean/")  # those of another slice, in a world of another size
+            rest = part.residues.of(key, length, ops)
         mean = yield collectives.reduce_scatter(slices, ReduceOp.MEAN, codec.name)
         if rest is not None and part.total_weight is not None:
             # It is kept as of the gradients' mean, not of what is summed here: so it fits the next step, whatever its weights.

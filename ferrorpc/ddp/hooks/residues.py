@@ -42,6 +42,10 @@ class Residues:
         self.kept[key] = ops, residue, weight
         return residue
 
+    def forget(self, prefix: str) -> None:
+        """Drops those whose keys begin so."""
+        self.kept = {key: each for key, each in self.kept.items() if not key.startswith(prefix)}
+
     def state(self) -> dict[str, Array]:
         """A copy of each on the host, of weight 1."""
         found = {}

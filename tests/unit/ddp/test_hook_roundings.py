@@ -81,6 +81,24 @@ def test_feedback_disturbs_no_step_of_other_weights(wire, weights):
         assert max(with_feedback) < 4 * max(without), (with_feedback, without)
 
 
+def test_what_was_left_out_of_one_slice_is_not_added_to_another():
+    """In a world of another size, as after reform(), ranks add up other slices, of the same length here."""
+    given = [np.random.default_rng(rank).standard_normal(512).astype(np.float32) for rank in range(3)]
+    given = [each * np.repeat(np.float32([1e-3, 1e3]), 256) for each in given]
+
+    def body(group, states):
+        hook = ErrorFeedback(Compress("bf16"))
+        sync = GradientSynchronizer(given[0], group, hook=hook)
+        if states:
+            hook.load_state(states[group.rank + 1])
+        return sync(given[group.rank]), hook.state()
+
+    states = [state for _, state in run_world(3, lambda group: body(group, None))]
+    for found, state in run_world(2, lambda group: body(group, states)):
+        assert np.abs(found - (given[0] + given[1]) / 2)[:256].max() < 1e-4
+        assert len(state) == 2, "of its gradients, and of its slice"
+
+
 def test_a_mean_that_fits_float16_arrives_where_the_sum_does_not_fit():
     def body(group):
         found = []
