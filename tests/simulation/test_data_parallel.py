@@ -16,6 +16,7 @@ import pytest
 
 from ferrorpc import GradientSynchronizer, ProcessGroup
 from ferrorpc.testing import FaultPlan, run_world
+from ferrorpc.testing.reference import divided
 
 SEEDS = int(os.environ.get("FERRORPC_SEEDS", "60"))
 BLOCK = 20
@@ -72,7 +73,7 @@ class Plan:
             # An array of one element or more: NumPy rounds complex products of scalars another way.
             terms.append(own if weight is None else np.multiply(own.reshape(-1), real(weight)).reshape(own.shape))
         total = self.size if not self.is_weighted else sum(self.weight(step, rank) or 0 for rank in range(self.size))
-        return np.asarray(np.asarray(reduce(np.add, terms)) / real(total)).astype(dtype)
+        return divided(np.asarray(reduce(np.add, terms)), total).astype(dtype)
 
 
 def take_part(plan: Plan, group: ProcessGroup) -> None:
