@@ -422,12 +422,8 @@ def _require_journal(path: Path, connection: sqlite3.Connection, version: int) -
     tables = [name for (name,) in connection.execute(query)]
     columns = [name for _, name, *_ in connection.execute("PRAGMA table_info(rows)")]
     is_new = not tables and not version
-    is_unmarked = tables == ["rows"] and columns == [
-        "tab",
-        "key",
-        "value",
-        "checksum",
-    ]  # read from an SQL dump, which has no marks
+    # Read from an SQL dump, which has no marks.
+    is_unmarked = tables == ["rows"] and columns == ["tab", "key", "value", "checksum"]
     if application != APPLICATION_ID and (application or not (is_new or is_unmarked)):
         raise ConfigError(f"{path} is not a journal of ferrorpc", hint="give another --data-dir")
 

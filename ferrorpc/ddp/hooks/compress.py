@@ -1,8 +1,8 @@
 """Sends narrower numbers: bf16, f16, or int8 in blocks of 256 with one scale each.
 
 Idea. Each value is rounded once before it is sent to the rank that adds it up, and the mean once before it is sent back: unlike
-the sum, it fits float16 where all ranks' values do. Sums are float32; nothing is added in the narrow type. With
-error feedback, the rank that added up keeps what the second rounding left out, and adds it to its next mean.
+the sum, it fits float16 where all ranks' values do. Sums are float32; nothing is added in the narrow type. With error feedback,
+the rank that added up keeps what the second rounding left out, and adds it to its next mean.
 
 Source. The quantised all-reduce of ZeRO++ (Wang et al., 2023) in two phases; the feedback of both roundings is that of
 DoubleSqueeze (Tang et al., 2019); codecs are those of `wire=` (wire/codecs.py).
