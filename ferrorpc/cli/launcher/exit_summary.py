@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ferrorpc.cli.launcher.signals import describe, exit_code
 from ferrorpc.cli.launcher.worker_group import Exit, Phase, Start, WorkerGroup
+from ferrorpc.errors import ConfigError
 from ferrorpc.exit_codes import EXIT_RETRY
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
@@ -27,10 +28,13 @@ def last_exception(tail: Sequence[str]) -> str | None:
 
 
 def is_victim(returncode: int, tail: Sequence[str]) -> bool:
-    """Whether a process ended because another member failed.
+    """Whether a process ended because another member or the coordinator failed.
 
-    Only Python's code for an uncaught exception leaves that to its last lines: any other is the script's own.
+    Python's code for an uncaught exception leaves that to its last lines. The code for a retry says so itself, unless they tell
+    of what this process lacked, such as a free port. Any other code is the script's own.
     """
+    if returncode == EXIT_RETRY:
+        return _ended_by(tail) != ConfigError.__name__
     return returncode == _UNCAUGHT and _ended_by(tail) in _MEMBERSHIP_ERRORS
 
 

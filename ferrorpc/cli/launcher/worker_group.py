@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
-from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_RETRY
+from ferrorpc.exit_codes import EXIT_CONFIG
 
 NO_DEADLINE: Final = float("inf")
 
@@ -49,7 +49,7 @@ class Exit:
     returncode: int
     at: float
     victim: bool
-    """Whether it ended because another member was lost."""
+    """Whether it ended because another member or the coordinator was lost."""
     outside: bool
     """Whether it ended because it was not, or no longer, in the newest generation."""
     stopped: bool
@@ -126,7 +126,7 @@ class WorkerGroup:
         """A worker has ended."""
         self.alive.discard(worker)
         stopped = self.phase in (Phase.STOPPING, Phase.KILLING)
-        end = Exit(worker, returncode, now, victim or returncode == EXIT_RETRY, outside, stopped)
+        end = Exit(worker, returncode, now, victim, outside, stopped)
         restarts = returncode not in (0, EXIT_CONFIG) and self._may_restart
         if restarts and self.phase is Phase.RUNNING and self.policy.scope == "worker":
             self.restarts += 1

@@ -51,6 +51,14 @@ def test_who_lost_a_member_is_a_victim():
     assert not is_victim(1, [])
 
 
+def test_who_ended_to_be_tried_again_is_a_victim_unless_it_lacked_something_itself():
+    assert is_victim(75, [])
+    assert is_victim(75, [*LOST[:1], "ferrorpc.errors.RendezvousTimeoutError: rank 1 did not arrive"])
+    assert not is_victim(75, [*LOST[:1], "ferrorpc.errors.ConfigError: 127.0.0.1: every port is in use", "try: something"])
+    assert "it was the first to fail" in crash_report(end(1, 75), [], LABELS, [], None)
+    assert launcher_exit_code(end(1, 75), 0, clean=False) == 75
+
+
 @pytest.mark.parametrize("name", ["RendezvousTimeoutError", "StaleGenerationError"])
 def test_who_was_not_in_the_world_at_its_end_was_outside(name: str):
     tail = ["  raise", f"ferrorpc.errors.{name}: what happened", "try: something"]
