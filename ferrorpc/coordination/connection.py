@@ -37,6 +37,10 @@ _RANDOM: Final = random.Random()
 """Not the global generator, which the user may have seeded alike on all ranks."""
 REPLY_MARGIN_SECONDS: Final = 3.0
 """The coordinator answers a wait at its deadline, with all it knows. The client gives up this much later."""
+UNANSWERED_HINT: Final = (
+    "look at the coordinator's log, as its journal's disk may be stuck, and at the warnings above, as the network may lose "
+    "large packets; a write may have been carried out, or still be"
+)
 WELCOME_SECONDS: Final = 10.0
 """A stream that has had no Welcome for so long is closed and replaced: its first frames may be lost."""
 _CONNECTION_CODES: Final = (ErrorCode.COORDINATOR_UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.CODEC)
@@ -109,7 +113,11 @@ class Connection:
         self._token = ""
         self._stream: SessionStream | None = None
         self._opened_at = clock.now()
+        self._greeted = False
+        """This stream's Hello is sent, so heartbeats may follow. Its Welcome may wait long, for the coordinator's disk."""
         self._down_since: float | None = clock.now()
+        self._away_seconds = 0.0
+        """Of all outages that are over."""
         self._loss_logged = False
         """Its loss was logged as a warning, so its return is, too."""
         self._failure: FerroError = CoordinatorUnavailableError(f"nobody has answered at {connect.address} yet")
@@ -146,9 +154,9 @@ class Connection:
         with self._condition.lock:
             if self.ended_by is not None:  # close() has failed the waiting requests, and fails no later one
                 raise self.ended_by.again()
-            request = self._requests.add(label, latch, **body)
+            request = self._requests.add(label, latch, self._connected_time(), **body)
             if self._down_since is None:
-                self._send(request)
+                self._send(request.frame)
         return request
 
     def repeat(self, label: str, latch: Latch, **body: Any) -> None:
@@ -159,12 +167,14 @@ class Connection:
         self.post(label, latch, **body)
 
     def ask(
-        self, label: str, seconds: float, timeout_error: Callable[[str], FerroError], latch: Latch | None = None, **body: Any
+        self, label: str, seconds: float, timeout_error: Callable[..., FerroError], latch: Latch | None = None, **body: Any
     ) -> Any:
         """Sends a request and waits for its answer, which the coordinator gives within `seconds`.
 
         Args:
-            timeout_error: makes the error for a coordinator that is reachable but does not answer, from its message.
+            seconds: how long it may take, outages apart.
+            timeout_error: makes the error for a coordinator that is reachable but does not answer, from `message`, `hint` and
+                `retryable`. Who else is late is not known then.
 
         Raises:
             FerroError: the coordinator's answer, `latch`'s cause, the error that ended the connection, or `timeout_error`.
@@ -182,7 +192,7 @@ class Connection:
             if request.outcome is None:  # interrupted: it must not be sent again after an outage
                 self._drop(request)
 
-    def _answer_of(self, request: Request, seconds: float, timeout_error: Callable[[str], FerroError]) -> Any:
+    def _answer_of(self, request: Request, seconds: float, timeout_error: Callable[..., FerroError]) -> Any:
         """As `ask`, for a request that was sent."""
         label, wait_log = request.label, WaitLog(self._clock.now())
         while True:
@@ -190,8 +200,8 @@ class Connection:
             outcome, now = self._wait(request, min(until, explain_at)), self._clock.now()
             if outcome is None and now >= self._give_up_at(request, seconds):
                 waited = seconds + REPLY_MARGIN_SECONDS
-                text = f"{label}: the coordinator at {self.address} has not answered for {waited:g} s"
-                outcome = self._drop(request) or timeout_error(text)
+                text = f"{label}: the coordinator at {self.address} has not answered for {waited:.4g} s"
+                outcome = self._drop(request) or timeout_error(message=text, hint=UNANSWERED_HINT, retryable=True)
             if isinstance(outcome, FerroError):
                 raise outcome.again()
             if outcome is not None:
@@ -274,18 +284,22 @@ class Connection:
             return request.outcome
 
     def _give_up_at(self, request: Request, seconds: float) -> float:
-        """Clock time until which a request waits. Its time does not run during an outage."""
-        with self._condition.lock:  # so that a request is never seen between reconnecting and being sent again
-            if self._down_since is not None or request.sent_at is None:
+        """Clock time until which a request waits. Its time does not run during an outage, but goes on after it: where large
+        packets are lost, streams come up and break again for ever."""
+        with self._condition.lock:
+            if self._down_since is not None:
                 return self._clock.now() + BACKOFF_MAX_SECONDS
-            return request.sent_at + seconds + REPLY_MARGIN_SECONDS
+            return request.began + self._away_seconds + seconds + REPLY_MARGIN_SECONDS
 
-    def _send(self, request: Request) -> None:
+    def _connected_time(self) -> float:
+        """Clock time without the outages. The caller holds the lock."""
+        return (self._clock.now() if self._down_since is None else self._down_since) - self._away_seconds
+
+    def _send(self, frame: wire.ClientFrame) -> None:
         assert self._stream is not None
         if self.leave_error is not None:  # it leaves: what it did since the last heartbeat is told before that
             self._stream.send(wire.ClientFrame(beat=self._listener.beat()))
-        request.sent_at = self._clock.now()
-        self._stream.send(request.frame)
+        self._stream.send(frame)
 
     # -- the reading thread --------------------------------------------------------------------------------------------
 
@@ -324,6 +338,7 @@ class Connection:
             if self.ended_by is not None:
                 return False
             stream.send(wire.ClientFrame(hello=self._listener.hello(self._token)))
+            self._greeted = True
             for frame in stream.frames():
                 self._handle_frame(frame)
             failure: FerroError = CoordinatorUnavailableError(f"the coordinator at {self.address} ended the stream")
@@ -351,6 +366,7 @@ class Connection:
         """Notes that the stream has ended or could not be opened. Returns whether it was up."""
         with self._condition.lock:
             was_up, is_news = self._down_since is None, failure.code is not self._failure.code
+            self._greeted = False
             if was_up:
                 self._down_since = self._clock.now()
                 self._loss_logged = self.ended_by is None and self.leave_error is None
@@ -393,9 +409,11 @@ class Connection:
             if welcome.heartbeat_interval_ms:
                 self._interval = min(self._interval, welcome.heartbeat_interval_ms / 1000)
             if self.ended_by is None:
+                if down_since is not None:
+                    self._away_seconds += self._clock.now() - down_since
                 self._down_since = None
                 for request in self._requests.unanswered():
-                    self._send(request)
+                    self._send(request.frame_after(self._connected_time() - request.began))
             self._condition.notify_all()
         session = "the session goes on" if welcome.resumed and same else "this is a new session"
         if self._loss_logged and down_since is not None:
@@ -470,9 +488,9 @@ class Connection:
         while self.ended_by is None:
             unanswered = None
             with self._condition.lock:
-                if self._stream is not None and self._down_since is None:
+                if self._stream is not None and self._greeted:
                     self._stream.send(wire.ClientFrame(beat=self._listener.beat()))
-                elif self._clock.now() >= self._opened_at + WELCOME_SECONDS:
+                if self._down_since is not None and self._clock.now() >= self._opened_at + WELCOME_SECONDS:
                     unanswered = self._stream
             if unanswered is not None:
                 unanswered.close()  # the reading thread sees the end and reconnects

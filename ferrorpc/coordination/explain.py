@@ -52,7 +52,7 @@ def _barrier_reason(request: Request, status: wire.StatusResponse) -> str:
         if (barrier.name, barrier.generation, barrier.ordinal) == (asked.name, asked.generation, asked.ordinal):
             missing = [by_rank.get(rank, f"rank {rank}") for rank in barrier.missing_ranks]
             return "; ".join([f"{len(barrier.arrived_ranks)} have arrived, {len(missing)} have not", *_named(missing)])
-    return "the coordinator has no such barrier open"
+    return "the coordinator has no such barrier open; if all have arrived, the answer waits for the disk of its journal"
 
 
 def _named(sentences: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from ferrorpc.errors import FerroError, MessageTooLargeError, require
 from ferrorpc.guard import Latch
-from ferrorpc.v1 import session_pb2 as wire
+from ferrorpc.v1 import session_pb2 as wire, store_pb2
 from ferrorpc.wire.limits import FRAME_BYTES_MAX, VALUE_BYTES_MAX
 
 STORE_OVERHEAD_BYTES: Final = 4 << 10
@@ -24,14 +24,14 @@ class Request:
         frame: the frame to send, with its number.
         label: its name in log lines and errors, such as "barrier 'epoch'".
         latch: of the generation it belongs to; None if it outlives generations.
-        sent_at: clock time when it was last sent; None before that.
+        began: the connection's own time when it was posted; outages do not count in it.
         answer: the answer, or the error because of which there will be none.
     """
 
     frame: wire.ClientFrame
     label: str
     latch: Latch | None = None
-    sent_at: float | None = None
+    began: float = 0.0
     answer: Message | FerroError | None = None
 
     @property
@@ -41,6 +41,18 @@ class Request:
             return self.latch.cause
         return self.answer
 
+    def frame_after(self, seconds: float) -> wire.ClientFrame:
+        """The frame to send once it has waited for so long: a coordinator that has forgotten it waits for what is left."""
+        frame = wire.ClientFrame()
+        frame.CopyFrom(self.frame)  # the one that was sent may not have been written yet
+        body = getattr(frame, frame.WhichOneof("body") or "")
+        if isinstance(body, store_pb2.StoreRequest):
+            body = getattr(body, body.WhichOneof("operation") or "")
+        for name in ("timeout_ms", "wait_ms"):
+            if name in body.DESCRIPTOR.fields_by_name:
+                setattr(body, name, max(0, getattr(body, name) - round(seconds * 1000)))
+        return frame
+
 
 class PendingRequests:
     """The unanswered requests by number. The caller holds its lock around every use."""
@@ -49,10 +61,10 @@ class PendingRequests:
         self._sequence = 0
         self._open: dict[int, Request] = {}
 
-    def add(self, label: str, latch: Latch | None, **body: Any) -> Request:
+    def add(self, label: str, latch: Latch | None, began: float, **body: Any) -> Request:
         """A new request, with the next number."""
         self._sequence += 1
-        request = Request(wire.ClientFrame(sequence=self._sequence, **body), label, latch)
+        request = Request(wire.ClientFrame(sequence=self._sequence, **body), label, latch, began)
         self._open[self._sequence] = request
         return request
 

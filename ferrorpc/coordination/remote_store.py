@@ -123,11 +123,5 @@ class RemoteStore(Store):
         memory.check()
         request = wire.StoreRequest(request_id=next(self._request_ids), **operation)  # type: ignore[arg-type]
         seconds = seconds_of(seconds, self._timeout)
-        response: wire.StoreResponse = self._connection.ask(label, seconds, _unanswered, memory, store=request)
+        response: wire.StoreResponse = self._connection.ask(label, seconds, StoreTimeoutError, memory, store=request)
         return response
-
-
-def _unanswered(message: str) -> StoreTimeoutError:
-    """The error for a coordinator that is reachable but does not answer, not even that nobody has set a key."""
-    hint = "look at the coordinator's log: its journal's disk may be stuck; a write may have been carried out, or still be"
-    return StoreTimeoutError(message, hint=hint)

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Self
 
 from ferrorpc.config import Config, host_name
@@ -16,7 +17,6 @@ from ferrorpc.coordination.base import MemberReport, Membership, Session, before
 from ferrorpc.coordination.channel import ChannelFactory, token_for
 from ferrorpc.coordination.connection import Connection
 from ferrorpc.coordination.explain import explain_wait, member_report
-from ferrorpc.coordination.nccl_ids import leaders
 from ferrorpc.coordination.ordinals import told_to
 from ferrorpc.coordination.pending_requests import Request
 from ferrorpc.coordination.remote_store import RemoteStore, milliseconds
@@ -179,7 +179,7 @@ class RemoteSession(Session):
             hinted_rank=self._hinted_rank if rank < 0 else rank,
             timeout_ms=milliseconds(timeout),
         )
-        self._connection.ask(self._rendezvous, timeout, lambda message: RendezvousTimeoutError([], message), join=request)
+        self._connection.ask(self._rendezvous, timeout, partial(RendezvousTimeoutError, []), join=request)
         self._returned = self.membership
 
     def _report(self, failure: FerroError, latch: Latch) -> None:
@@ -278,15 +278,12 @@ class RemoteSession(Session):
             timeout_ms=milliseconds(seconds),
             payload=payload,
         )
-        others = [rank for rank in participants if rank != membership.assignment.rank]
         began = self.clock.now()
         self.activity.operating(began)
         try:
             with membership.ordinals.use(name, participants) as ordinal:
                 request.ordinal = ordinal
-                response = self._ask_generation(
-                    f"barrier {name!r}", seconds, lambda message: BarrierTimeoutError(others, message), barrier=request
-                )
+                response = self._ask_generation(f"barrier {name!r}", seconds, partial(BarrierTimeoutError, []), barrier=request)
         except BarrierTimeoutError as error:
             raise told_to(membership.assignment.rank, error) from None
         finally:
@@ -315,9 +312,7 @@ class RemoteSession(Session):
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
         if unique_ids is not None:
             self._volatile_requests[label] = {"comm_bootstrap": request}
-        response = self._ask_generation(
-            label, timeout, lambda message: CollectiveTimeoutError(leaders(participants), message), comm_bootstrap=request
-        )
+        response = self._ask_generation(label, timeout, partial(CollectiveTimeoutError, []), comm_bootstrap=request)
         return list(response.unique_ids)
 
     def describe(self, ranks: Iterable[int], timeout: float) -> list[MemberReport]:
@@ -424,7 +419,7 @@ class RemoteSession(Session):
         assignment = membership.assignment
         return assignment.generation if assignment.cluster_id == self._connection.cluster_id else 0
 
-    def _ask_generation(self, label: str, seconds: float, timeout_error: Callable[[str], FerroError], **body: Any) -> Any:
+    def _ask_generation(self, label: str, seconds: float, timeout_error: Callable[..., FerroError], **body: Any) -> Any:
         """Sends a request of the current generation. If the generation ends, the request fails with its cause."""
         latch = self.membership.latch
         latch.check()

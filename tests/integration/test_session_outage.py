@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -151,6 +152,23 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
     finally:
         connected.close(GroupClosedError("the test is over"))
         server.stop(0)
+
+
+def test_who_comes_back_while_the_coordinators_disk_is_stuck_stays_a_member(durable, tmp_path, monkeypatch):
+    """Its Welcome waits for the rows of others, so it is heard of before that."""
+    monkeypatch.setattr(connection, "WELCOME_SECONDS", 3 * IMPATIENT["lease"])
+    sessions = join_all(durable.address, 2, **IMPATIENT)
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal" / "journal.sqlite")) as disk, ThreadPoolExecutor(1) as pool:
+        disk.execute("BEGIN IMMEDIATE")
+        write = pool.submit(sessions[0].store.set, "k", b"v")
+        time.sleep(0.5)
+        sessions[1]._connection._stream.close()
+        time.sleep(5 * IMPATIENT["lease"])
+        disk.rollback()
+        write.result(30)
+    assert sessions[1].store.get("k", timeout=20) == b"v"
+    assert [session.membership.latch.cause for session in sessions] == [None] * 2
+    together([session.leave for session in sessions])
 
 
 def test_a_session_goes_on_where_answers_come_late(durable, caplog):

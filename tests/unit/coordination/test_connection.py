@@ -1,6 +1,8 @@
 """The connection to the coordinator: nobody waits for an answer that cannot come."""
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,10 +13,13 @@ from ferrorpc.coordination import connection as module
 from ferrorpc.coordination.connection import Connection
 from ferrorpc.errors import (
     AuthenticationError,
+    BarrierTimeoutError,
+    CollectiveTimeoutError,
     ConfigError,
     CoordinatorUnavailableError,
     FerroError,
     PermissionDeniedError,
+    RendezvousTimeoutError,
     StaleGenerationError,
     StoreTimeoutError,
     VersionMismatchError,
@@ -24,6 +29,9 @@ from ferrorpc.testing import ManualClock
 from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.status import Trailers, error_of, to_status
+from tests.waiting import eventually
+
+A_SET = store_pb2.StoreRequest(set=store_pb2.SetOperation(key="k"))
 
 
 def connection(clock: Clock = SYSTEM_CLOCK, join_timeout: float = 1.0) -> Connection:
@@ -38,9 +46,9 @@ def connection(clock: Clock = SYSTEM_CLOCK, join_timeout: float = 1.0) -> Connec
     return Connection(nobody, listener, clock, join_timeout=join_timeout, max_outage=1.0, heartbeat_interval=1.0)
 
 
-def welcomed(connection: Connection) -> Connection:
-    """It is up, on a stream that sends nothing."""
-    connection._stream = cast(Any, SimpleNamespace(send=lambda frame: None, close=lambda: None))
+def welcomed(connection: Connection, send: Callable[[wire.ClientFrame], None] = lambda frame: None) -> Connection:
+    """It is up, on a stream that goes nowhere."""
+    connection._stream = cast(Any, SimpleNamespace(send=send, close=lambda: None))
     connection._handle_frame(wire.ServerFrame(welcome=wire.Welcome(resume_token="token")))
     return connection
 
@@ -50,7 +58,7 @@ def test_a_request_on_a_connection_that_has_ended_is_refused() -> None:
     over.close(AuthenticationError("the token is not one of this coordinator's"))
     over.close(CoordinatorUnavailableError("it stays away"))
     with pytest.raises(AuthenticationError, match="the token"):
-        over.post("a set", store=store_pb2.StoreRequest())
+        over.post("a set", store=A_SET)
 
 
 def test_so_is_one_that_is_made_while_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,10 +74,10 @@ def test_so_is_one_that_is_made_while_the_connection_ends(monkeypatch: pytest.Mo
 
 
 def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits may look in the moment in which the connection is up and the request is still to be sent."""
+    """Who waits may look in the moment in which the connection is up again."""
     clock = ManualClock()
     back = welcomed(connection(clock))
-    request = back.post("a get", store=store_pb2.StoreRequest())
+    request = back.post("a get", store=A_SET)
     back._went_down(CoordinatorUnavailableError("it was killed"))
     clock.advance(60.0)
     assert back._give_up_at(request, 0.0) > clock.now(), "its time does not run during an outage"
@@ -86,6 +94,51 @@ def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monk
         assert looks[0].result() > clock.now()
 
 
+def test_the_time_of_a_request_goes_on_when_the_connection_is_back() -> None:
+    """Where large packets are lost, a request breaks each stream on which it is sent, and small frames soon bring the next."""
+    clock = ManualClock()
+    flapping = welcomed(connection(clock))
+    request = flapping.post("a set", store=A_SET)
+    for _ in range(4):
+        clock.advance(2.0)
+        flapping._went_down(CoordinatorUnavailableError("Connection timed out"))
+        clock.advance(50.0)
+        welcomed(flapping)
+    assert flapping._give_up_at(request, 5.0) == clock.now() + 5.0 + module.REPLY_MARGIN_SECONDS - 4 * 2.0
+
+
+def test_what_is_sent_again_asks_for_the_time_that_is_left() -> None:
+    """A coordinator that was started again knows nothing of it."""
+    clock, sent = ManualClock(), list[wire.ClientFrame]()
+    back = welcomed(connection(clock))
+    back.post("a get", store=store_pb2.StoreRequest(get=store_pb2.GetOperation(wait_ms=5000)))
+    clock.advance(2.0)
+    back._went_down(CoordinatorUnavailableError("it was killed"))
+    clock.advance(50.0)
+    welcomed(back, sent.append)
+    assert [frame.store.get.wait_ms for frame in sent] == [3000]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [StoreTimeoutError, *(partial(kind, []) for kind in (BarrierTimeoutError, CollectiveTimeoutError, RendezvousTimeoutError))],
+)
+def test_where_the_coordinator_does_not_answer_nobody_else_is_blamed(kind: Callable[..., FerroError]) -> None:
+    clock = ManualClock()
+    mute = welcomed(connection(clock))
+    clock.advance(1.0)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(mute.ask, "a request", 5.0 - 1e-5, kind, store=A_SET)
+        eventually(lambda: mute._condition._waiting)
+        clock.advance(8.0)
+        error = cast(Any, asking.exception(20))
+    assert error.message == "a request: the coordinator at nowhere:1 has not answered for 8 s"
+    assert "disk may be stuck" in error.hint
+    assert "a write may have been carried out" in error.hint
+    assert error.retryable
+    assert not getattr(error, "missing", []) + getattr(error, "waiting_on", [])
+
+
 def test_an_answer_that_comes_in_the_moment_of_giving_up_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     up = welcomed(connection(ManualClock()))
     drop = up._requests.drop
@@ -96,7 +149,7 @@ def test_an_answer_that_comes_in_the_moment_of_giving_up_counts(monkeypatch: pyt
 
     monkeypatch.setattr(up._requests, "drop", comes_just_now)
     monkeypatch.setattr(up, "_give_up_at", lambda request, seconds: 0.0)
-    assert up.ask("an add", 0.0, StoreTimeoutError, store=store_pb2.StoreRequest()).number == 7
+    assert up.ask("an add", 0.0, StoreTimeoutError, store=A_SET).number == 7
 
 
 def test_a_request_that_was_interrupted_is_not_sent_again_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +160,7 @@ def test_a_request_that_was_interrupted_is_not_sent_again_after_an_outage(monkey
 
     monkeypatch.setattr(up, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        up.ask("an add", 1.0, StoreTimeoutError, store=store_pb2.StoreRequest())
+        up.ask("an add", 1.0, StoreTimeoutError, store=A_SET)
     assert not up._requests.unanswered()
 
 
@@ -141,7 +194,7 @@ def test_the_connection_ends_once_the_coordinator_has_answered_the_leave() -> No
     gone._handle_frame(wire.ServerFrame(result=wire.Result(sequence=1, leave=rendezvous_pb2.LeaveResponse())))
     assert isinstance(request.outcome, rendezvous_pb2.LeaveResponse)
     with pytest.raises(AuthenticationError, match="it has left"):
-        gone.post("a set", store=store_pb2.StoreRequest())
+        gone.post("a set", store=A_SET)
 
 
 class Ended(grpc.RpcError):
@@ -217,7 +270,7 @@ def test_a_thread_that_fails_ends_the_connection_at_once(
 ) -> None:
     """Otherwise nobody reads answers, or the lease runs out and the others hear that this rank is dead."""
     up = welcomed(connection(ManualClock()))
-    request, causes = up.post("a get", store=store_pb2.StoreRequest()), list[FerroError]()
+    request, causes = up.post("a get", store=A_SET), list[FerroError]()
     monkeypatch.setattr(up, work, lambda: 1 / 0)
     monkeypatch.setattr(up._listener, "session_ended", causes.append)
     with pytest.raises(ZeroDivisionError):

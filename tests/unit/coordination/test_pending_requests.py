@@ -1,11 +1,14 @@
 """Requests that await their answer."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from ferrorpc.coordination.pending_requests import PendingRequests, check_size
 from ferrorpc.errors import LimitExceededError, PeerLostError, StaleGenerationError
 from ferrorpc.guard import Latch
-from ferrorpc.v1 import session_pb2, store_pb2
+from ferrorpc.v1 import barrier_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
 
 
 def describe() -> dict:
@@ -14,7 +17,7 @@ def describe() -> dict:
 
 def test_numbers_count_from_one_and_answers_find_their_request_in_any_order():
     requests = PendingRequests()
-    first, second = (requests.add("describe", None, **describe()) for _ in range(2))
+    first, second = (requests.add("describe", None, 0.0, **describe()) for _ in range(2))
     assert [r.frame.sequence for r in (first, second)] == [1, 2]
     answer = session_pb2.DescribeResponse()
     requests.complete(2, answer)
@@ -24,7 +27,7 @@ def test_numbers_count_from_one_and_answers_find_their_request_in_any_order():
 
 def test_an_answer_counts_once_and_one_for_nobody_is_dropped():
     requests = PendingRequests()
-    request = requests.add("describe", None, **describe())
+    request = requests.add("describe", None, 0.0, **describe())
     first = session_pb2.DescribeResponse()
     requests.complete(1, first)
     requests.complete(1, StaleGenerationError("too late"))
@@ -34,7 +37,7 @@ def test_an_answer_counts_once_and_one_for_nobody_is_dropped():
 
 def test_what_is_unanswered_is_sent_again_in_the_order_of_its_numbers():
     requests = PendingRequests()
-    added = [requests.add("describe", None, **describe()) for _ in range(5)]
+    added = [requests.add("describe", None, 0.0, **describe()) for _ in range(5)]
     requests.complete(2, session_pb2.DescribeResponse())
     requests.drop(added[3])
     assert [request.frame.sequence for request in requests.unanswered()] == [1, 3, 5]
@@ -42,7 +45,7 @@ def test_what_is_unanswered_is_sent_again_in_the_order_of_its_numbers():
 
 def test_the_end_of_its_generation_is_a_requests_verdict_unless_it_was_answered():
     latch, requests = Latch(), PendingRequests()
-    answered, open_, free = (requests.add("describe", bound, **describe()) for bound in (latch, latch, None))
+    answered, open_, free = (requests.add("describe", bound, 0.0, **describe()) for bound in (latch, latch, None))
     answer = session_pb2.DescribeResponse()
     requests.complete(1, answer)
     cause = PeerLostError(1, "signal 9")
@@ -52,10 +55,32 @@ def test_the_end_of_its_generation_is_a_requests_verdict_unless_it_was_answered(
 
 def test_some_can_be_failed_and_the_others_go_on():
     requests = PendingRequests()
-    bound, free = requests.add("describe", Latch(), **describe()), requests.add("describe", None, **describe())
+    bound, free = requests.add("describe", Latch(), 0.0, **describe()), requests.add("describe", None, 0.0, **describe())
     gone = StaleGenerationError("gone")
     requests.fail(gone, lambda request: request.latch is not None)
     assert (bound.outcome, free.outcome) == (gone, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        ({"join": rendezvous_pb2.JoinRequest(timeout_ms=9000)}, lambda frame: frame.join.timeout_ms),
+        ({"barrier": barrier_pb2.BarrierRequest(timeout_ms=9000)}, lambda frame: frame.barrier.timeout_ms),
+        ({"comm_bootstrap": nccl_pb2.CommBootstrapRequest(timeout_ms=9000)}, lambda frame: frame.comm_bootstrap.timeout_ms),
+        ({"store": store_pb2.StoreRequest(get=store_pb2.GetOperation(wait_ms=9000))}, lambda frame: frame.store.get.wait_ms),
+        ({"store": store_pb2.StoreRequest(wait=store_pb2.WaitOperation(wait_ms=9000))}, lambda frame: frame.store.wait.wait_ms),
+    ],
+)
+def test_what_is_sent_again_waits_for_the_rest_of_its_time(body: dict[str, Any], waits: Callable[[Any], int]):
+    request = PendingRequests().add("a wait", None, 0.0, **body)
+    assert [waits(request.frame_after(seconds)) for seconds in (0.0, 2.5, 9.5)] == [9000, 6500, 0]
+    assert waits(request.frame) == 9000, "the one that was sent may still be written"
+
+
+@pytest.mark.parametrize("body", [describe(), {"store": store_pb2.StoreRequest(set=store_pb2.SetOperation(key="k"))}])
+def test_what_waits_for_nobody_is_sent_again_as_it_was(body: dict[str, Any]):
+    request = PendingRequests().add("no wait", None, 0.0, **body)
+    assert request.frame_after(2.5) == request.frame
 
 
 def test_a_value_of_the_largest_size_fits_and_any_other_request_is_held_to_less():
