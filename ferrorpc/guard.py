@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
@@ -193,15 +194,23 @@ class Latch:
         return 0
 
     def part(self) -> tuple[Latch, int]:
-        """A latch that trips with this one, or before it, and the ticket with which this one forgets it."""
+        """A latch that trips with this one, or before it, and the ticket with which this one forgets it, as it does by itself
+        once nobody has the part any more."""
         part = Latch(lambda cause, part: self.end(cause))
         part.unhealthy = self.unhealthy
 
+        def gone(_: object) -> None:
+            self._watchers.pop(ticket, None)  # without the lock, which the thread that collects garbage may hold
+
+        reference = weakref.ref(part, gone)
+
         def follow() -> None:
-            if self.cause is not None:
+            part = reference()
+            if part is not None and self.cause is not None:
                 part.trip(self.cause)
 
-        return part, self.watch(follow)
+        ticket = self.watch(follow)
+        return part, ticket
 
     def forget(self, ticket: int) -> None:
         """Removes a watcher."""

@@ -19,10 +19,11 @@ from google.protobuf.message import Message
 
 from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.coordination.condition import Condition
+from ferrorpc.coordination.journal_errors import journal_lost, journal_older
 from ferrorpc.coordination.pending_requests import PendingRequests, Request, check_size
 from ferrorpc.coordination.session_stream import SessionStream
 from ferrorpc.coordination.wait_log import WaitLog
-from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, StaleGenerationError, UsageError
+from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, UsageError
 from ferrorpc.generation_errors import used_in_child
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.logs import tell
@@ -388,7 +389,7 @@ class Connection:
         elif body == "event" and frame.event.WhichOneof("kind") == "fenced":
             if self._token and frame.position.cluster_id != self.cluster_id:
                 cluster_id = frame.position.cluster_id
-                self._forget_session(_journal_lost(self.address, self.cluster_id, cluster_id), cluster_id)
+                self._forget_session(journal_lost(self.address, self.cluster_id, cluster_id), cluster_id)
             raise restore(frame.event.fenced)
         elif body == "event":
             self._listener.event(frame.event)
@@ -401,7 +402,7 @@ class Connection:
     def _handle_welcome(self, position: identity_pb2.Position, welcome: wire.Welcome) -> None:
         same = position.revision >= self._last_position.revision and position.generation >= self._last_position.generation
         if self._token and not same:
-            self._forget_session(_journal_older(self.address, self._last_position, position), position.cluster_id)
+            self._forget_session(journal_older(self.address, self._last_position, position), position.cluster_id)
         self._listener.welcomed()
         down_since = self._down_since
         with self._condition.lock:
@@ -499,18 +500,3 @@ class Connection:
 
 _kept_after_fork: list[object] = []
 """The parent's connections in a forked child. Kept, because finalising them would touch the parent's sockets."""
-
-
-def _journal_lost(address: str, before: str, now: str) -> StaleGenerationError:
-    message = f"the coordinator at {address} restarted without its journal: cluster {before} is gone, this is cluster {now}"
-    hint = "give the coordinator a --data-dir, so that a restart keeps its jobs; group.reform() starts anew"
-    return StaleGenerationError(message, hint=hint)
-
-
-def _journal_older(address: str, before: identity_pb2.Position, now: identity_pb2.Position) -> StaleGenerationError:
-    message = (
-        f"the coordinator at {address} came back with an older journal: it is in generation {now.generation} at revision "
-        f"{now.revision}, after it had told this member of generation {before.generation} and revision {before.revision}"
-    )
-    hint = "start it on its newest data directory, or an empty one; group.reform() goes on with what the older one holds"
-    return StaleGenerationError(message, hint=hint)

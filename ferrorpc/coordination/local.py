@@ -197,8 +197,7 @@ class LocalWorld:
 
     def absent_members(self, since: float) -> list[LocalSession]:
         """Members of this generation that a rendezvous, open since clock time `since`, lacks: those that did not ask, and those
-        that are gone without a replacement. Members that asked and gave up since then are not among them. The caller
-        holds the lock."""
+        that are gone without a replacement, but not those that asked and gave up since then. The caller holds the lock."""
         members = self.generation.members
         gave_up = [member for member in members if not member.rejoining and member.gave_up_at >= since]
         silent = [member for member in self.missing() if member not in gave_up]
@@ -243,6 +242,7 @@ class LocalWorld:
         )
 
     def _begin_generation(self, members: Sequence[LocalSession], reason: str) -> None:
+        self.sessions = [session for session in self.sessions if session.alive]
         ranked = _by_rank(members, elastic=self._min_size < self._max_size)
         peers = tuple(Peer(rank, member.name) for rank, member in enumerate(ranked))
         self.generation = _Generation(self.generation.number + 1, ranked)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from ferrorpc.backends.device.context import PROBE_THREAD
+from ferrorpc.backends.device.departures import CLOSED_MAX, Departures
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard
 from ferrorpc.testing.gpu.stand_in import StandIn
@@ -141,3 +143,23 @@ def test_who_leaves_with_an_operation_in_flight_is_needed_for_it(cupy: StandIn, 
     probe(call)
     assert isinstance(backends[0].latch.cause, PeerLostError)
     released.append(True)
+
+
+def test_a_rank_that_closed_very_many_groups_tells_of_the_latest(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what it writes fits no value of the store, and the others would need it for ever."""
+    monkeypatch.setattr("ferrorpc.backends.device.departures.CLOSED_MAX", 3)
+    own, other = (backend.context.departures for backend in nccl_backends(cupy, 2))
+    for group in range(1, 6):
+        own.register(group, lambda: [7, 0])
+        own.close(group)
+        own.close(group)
+    own.leave()
+    assert [other.still_needed([0], Key(group, 0, 6), 6) for group in range(1, 6)] == [[0], [0], [], [], []]
+
+
+def test_the_most_groups_that_a_rank_tells_of_fit_a_value_of_the_store() -> None:
+    departures = Departures(LocalWorld(1, timeout=SECONDS).session(0))
+    for group in range(CLOSED_MAX):
+        departures.register((1 << 64) - 1 - group, lambda: [1 << 40, 1 << 40])
+        departures.close((1 << 64) - 1 - group)
+    departures.leave()

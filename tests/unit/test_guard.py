@@ -1,9 +1,11 @@
 """Parkers keep permits, latches trip once, guards end in time."""
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -108,3 +110,21 @@ def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
     assert [seconds_of(good, 7.0) for good in (None, 0, 1.5, FOREVER)] == [7.0, 0.0, 1.5, FOREVER]
     with pytest.raises(UsageError, match="is no number of seconds"):
         seconds_of(timeout, 7.0)
+
+
+def test_a_part_of_a_latch_trips_with_it_and_is_forgotten_with_its_last_user() -> None:
+    whole = Latch()
+    part, ticket = whole.part()
+    other, _ = whole.part()
+    assert len(whole._watchers) == 2
+    reference = weakref.ref(other)
+    del other
+    gc.collect()
+    assert reference() is None
+    assert list(whole._watchers) == [ticket]
+    whole.trip(PeerLostError(1, "signal 9"))
+    assert part.cause is whole.cause
+    late, _ = whole.part()
+    assert late.cause is whole.cause
+    del late, part
+    gc.collect()

@@ -18,6 +18,9 @@ from ferrorpc.wire.frames import Key
 
 LEAVE_SECONDS: Final = 0.5
 """How long writing to the store may take: a process that exits has about two seconds for everything."""
+CLOSED_MAX: Final = 10_000
+"""Groups that a rank has closed and tells of: what it writes must fit a value of the store. What older ones launched has been
+over for long."""
 
 Counts = list[int]
 """How many operations of a group were launched: those in program order, and those of streams."""
@@ -29,6 +32,9 @@ class Departures:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._own: dict[int, Callable[[], Counts | None]] = {}
+        """Of groups that are open."""
+        self._closed: dict[int, Counts] = {}
+        """Of groups that are closed, in the order in which they were."""
         self._heard: dict[int, dict[str, Counts]] = {}
 
     def register(self, group: int, counts: Callable[[], Counts | None]) -> None:
@@ -37,13 +43,17 @@ class Departures:
 
     def close(self, group: int) -> None:
         """Notes the final counts of a group for which nothing will be launched any more."""
-        counts = self._own[group]()
-        self._own[group] = lambda: counts
+        own = self._own.pop(group, None)  # closed before, by a close() that was interrupted
+        counts = None if own is None else own()
+        if counts is not None:
+            self._closed[group] = counts
+            if len(self._closed) > CLOSED_MAX:
+                del self._closed[next(iter(self._closed))]
 
     def leave(self) -> None:
         """Publishes this rank's counts. May block. Raises FerroError if the store is not available."""
-        own = {group: counts() for group, counts in self._own.items()}
-        said = {group: counts for group, counts in own.items() if counts is not None}
+        own = {group: counts() for group, counts in list(self._own.items())}
+        said = self._closed | {group: counts for group, counts in own.items() if counts is not None}
         rank = self._session.membership.assignment.rank
         self._session.store.set(f"{self._prefix}{rank}", json.dumps(said).encode(), bind="generation")
 
