@@ -170,12 +170,10 @@ class Connection:
     def ask(
         self, label: str, seconds: float, timeout_error: Callable[..., FerroError], latch: Latch | None = None, **body: Any
     ) -> Any:
-        """Sends a request and waits for its answer, which the coordinator gives within `seconds`.
+        """Sends a request and waits for its answer, which the coordinator gives within `seconds`, outages apart.
 
         Args:
-            seconds: how long it may take, outages apart.
-            timeout_error: makes the error for a coordinator that is reachable but does not answer, from `message`, `hint` and
-                `retryable`. Who else is late is not known then.
+            timeout_error: makes the error of a coordinator that does not answer, from `message`, `hint` and `retryable`.
 
         Raises:
             FerroError: the coordinator's answer, `latch`'s cause, the error that ended the connection, or `timeout_error`.
