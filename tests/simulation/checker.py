@@ -10,6 +10,7 @@
    accepted
 8  no process is declared dead without a reason
 9  generation, and (epoch, revision), never go backwards for an observer
+10 a link that is lost with one of its ends is not blamed for the end of the generation
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Checker:
     gone: set[str] = field(default_factory=set)
     excused: set[str] = field(default_factory=set)
     """Instances that may be declared dead."""
+    lost_with_peer: set[tuple[int, int, int]] = field(default_factory=set)
+    """Links that were lost because the peer ended: (generation, reporter, peer)."""
 
     # -- membership ----------------------------------------------------------------------------------------------------
 
@@ -134,9 +137,16 @@ class Checker:
                 dead = row.state == identity_pb2.MEMBER_STATE_DEAD
                 innocent = dead and row.instance_id not in self.excused
                 self._check(not innocent, f"{name}#{row.incarnation} did nothing wrong, yet it is dead: {row.reason}")
+        if table == "generation" and value is not None:
+            self._ended(int(name), journal_pb2.GenerationRow.FromString(value).end_reason)
         if table == "store" and value is not None and name.startswith(("own/", "seat/")):
             writer = name.split("/")[1]
             self._check(writer not in self.gone, f"{writer} is gone, yet {name} was written by it")
+
+    def _ended(self, generation: int, reason: str) -> None:
+        for number, reporter, peer in self.lost_with_peer:
+            blamed = number == generation and f"between rank {reporter} and rank {peer} broke" in reason
+            self._check(not blamed, f"rank {peer} of generation {generation} had ended, but {reason}")
 
     def row_durable(self, table: str, key: str, value: bytes | None) -> None:
         """The row is on disk, so what depends on it is told from now on. (A death that a crash undid was told to nobody.)"""

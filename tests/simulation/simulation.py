@@ -273,8 +273,25 @@ class Simulation:
             self.note(lambda: f"{process.name} lost its link to rank {peer}: {reason or 'its goodbye'}")
             process.report_link(peer, reason)
 
+    def _lose_links_of(self, process: Process) -> None:
+        """This process ends, and with it its data streams: another rank reports one, half of the time."""
+        generation, rank = process.generation, process.rank
+        others = [p for p in self.processes.values() if p is not process and p.alive and p.generation == generation > 0]
+        if not others or self.random.random() < 0.5:
+            return
+        other = self.random.choice(others)
+
+        def report() -> None:
+            if other.generation == generation and not other.joining:
+                self.note(lambda: f"{other.name} lost its link to rank {rank}, which has ended")
+                self.checker.lost_with_peer.add((generation, other.rank, rank))
+                other.report_link(rank, "connection reset")
+
+        self.after(self.random.randint(1, 200) * MILLISECOND, lambda: other.awake(report))
+
     def _crash(self, process: Process) -> None:
         instance = process.instance
+        self._lose_links_of(process)
         self.process_ended(process, "crashes")
         if self.random.random() < 0.5:
             ended = session_pb2.ProcessExit(name=process.name, instance_id=instance, returncode=-9)

@@ -50,6 +50,7 @@ def test_the_faults_really_happen() -> None:
         "cut off silently",
         "the coordinator is cut off",
         "lost its link",
+        "which has ended",
         "resumes",
         "is fenced",
         "everything heals",

@@ -205,38 +205,45 @@ class Generations:
             if lost.reason == PEER_LEFT:
                 self._decide_link(generation, link, lost.reason)
             else:
-                self._decide_link_at(generation, link, self._context.now + self._context.settings.grace_ns, lost.reason)
+                settings = self._context.settings
+                first_look = self._context.now + min(settings.grace_ns, settings.silence_ns)
+                self._decide_link_at(generation, link, first_look, lost.reason)
 
     def _decide_link_at(self, generation: Generation, link: tuple[int, int], when: int, reason: str) -> None:
         self._context.arm(("link", generation.number, *link), when, partial(self._decide_link, generation, link, reason))
 
     def _decide_link(self, generation: Generation, link: tuple[int, int], reason: str) -> None:
-        """Decides a lost link.
+        """Decides a lost link, or checks again later.
 
-        If both ranks are alive, the link broke the generation. If that is not known yet (a rank is suspect, or sent no frame
-        since, or has said goodbye and not told the coordinator yet), it checks again later. If a rank died, its death has
-        broken the generation already.
+        If both ranks are alive, the link broke the generation; if one of them left meanwhile, nothing did. If one died, its
+        death has broken the generation already.
         """
         reported = generation.links.get(link)
         if reported is None or generation.over:
             return
         reporter, peer = (generation.members[rank] for rank in link)
-        unsure = any(member.liveness is Liveness.SUSPECT for member in (reporter, peer))
-        if reason == PEER_LEFT:
-            undecided = peer.liveness is not Liveness.LEFT and peer.rank not in generation.reforming
-        else:
-            undecided = peer.last_heard <= reported
-        awaited = self._context.now < reported + max(peer.lease_ns, self._context.settings.grace_ns)
-        if unsure or (awaited and undecided):
-            self._decide_link_at(generation, link, self._context.now + self._context.settings.tick_interval_ns, reason)
-            return
-        if peer.liveness is Liveness.LEFT:
+        if Liveness.LEFT in (reporter.liveness, peer.liveness):
             del generation.links[link]
-            return
-        if peer.rank in generation.reforming:
+        elif self._is_undecided(generation, reporter, peer, reported, reason):
+            self._decide_link_at(generation, link, self._context.now + self._context.settings.tick_interval_ns, reason)
+        elif peer.rank in generation.reforming:
             self.break_(generation, detail_of(already_reforming(link[1], f"an operation of rank {link[0]}")), link[1])
         else:
             self.break_(generation, detail_of(link_lost(*link, reason)), link[0])
+
+    def _is_undecided(self, generation: Generation, reporter: Member, peer: Member, reported: int, reason: str) -> bool:
+        """Whether one of the two may be dead, or the peer has said goodbye and not told the coordinator yet."""
+        now, settings = self._context.now, self._context.settings
+        if Liveness.SUSPECT in (reporter.liveness, peer.liveness):
+            return True
+        if reason == PEER_LEFT:
+            return peer.rank not in generation.reforming and now < reported + max(peer.lease_ns, settings.grace_ns)
+        # Who has missed a beat may be dead; who has missed them for longer than a dead one's session takes to end is held up.
+        heard = max(reported, now - settings.missed_beat_ns)
+        return any(
+            member.last_heard <= heard and now < member.last_heard + max(member.lease_ns, settings.grace_ns)
+            for member in (reporter, peer)
+        )
 
     def _drop_links(self, generation: Generation) -> None:
         for link in generation.links:

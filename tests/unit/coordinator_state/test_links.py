@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ferrorpc_coordinator.state.settings import SECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, Settings
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.generation_errors import PEER_LEFT
@@ -53,29 +53,54 @@ def test_keys_of_the_generation_are_deleted() -> None:
     assert not result.store.found
 
 
-def test_a_link_is_not_blamed_while_one_of_its_ends_may_be_dead() -> None:
-    """The peer was heard of after the report; then its stream ended."""
-    world = World()
+def causes(world: World) -> list[int]:
+    """The codes of the errors that ended generations, as rank 0 was told."""
+    return [event.broken.cause.code for event in world.clients["a"].events if event.HasField("broken")]
+
+
+@pytest.mark.parametrize("grace_seconds", [2, 20, 300])
+def test_a_link_between_living_ranks_is_blamed_soon_however_long_the_grace(grace_seconds: int) -> None:
+    world = World(Settings(grace_ns=grace_seconds * SECOND))
     join(world, "a", "b")
+    lose_a_link(world)
+    assert causes(world) == [ErrorCode.GROUP_ABORTED]
+
+
+@pytest.mark.parametrize("grace_seconds", [2, 20])
+@pytest.mark.parametrize(
+    ("heard_ms", "ended_ms"),
+    [(0, 0), (0, 1_000), (0, 2_500), (100, 2_000), (600, 3_000), (700, 2_300)],
+    ids=["killed", "killed soon after", "stopped", "vanished", "stopped soon after", "vanished soon after"],
+)
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_link_is_not_blamed_for_the_death_of_one_of_its_ends(
+    lost: str, heard_ms: int, ended_ms: int, grace_seconds: int
+) -> None:
+    """It is silent some time after the report, and its stream ends at once, or when its silence is noticed."""
+    world = World(Settings(grace_ns=grace_seconds * SECOND))
+    join(world, "a", "b", "c")
+    world.tick(SECOND // 5)  # between two beats
     report_a_lost_link(world)
-    world.tick(SECOND)
-    world.cut("b")
+    world.tick(heard_ms * MILLISECOND)
+    world.clients[lost].frozen = True
+    world.tick((ended_ms - heard_ms) * MILLISECOND)
+    world.cut(lost)
     world.tick(4 * SECOND)
-    broken = [event.broken.cause.code for event in world.clients["a"].events if event.HasField("broken")]
-    assert broken == [ErrorCode.PEER_LOST]
+    (cause,) = [event.broken.cause for event in world.clients["c"].events if event.HasField("broken")]
+    assert cause.code == ErrorCode.PEER_LOST
+    assert f"({lost}) was lost" in cause.message
 
 
-def test_a_link_to_a_silent_peer_is_not_blamed_before_its_lease_is_over() -> None:
-    """Its host may have vanished, which only the end of its stream shows."""
+def test_a_link_to_a_silent_peer_is_blamed_once_its_lease_is_over() -> None:
+    """Its session is still there: it may hold its interpreter lock."""
     world = World()
     join(world, "a", "b")
     world.clients["b"].frozen = True
     report_a_lost_link(world)
     world.tick(5 * SECOND // 2)
-    world.cut("b")
+    assert causes(world) == []
     world.tick(SECOND)
-    broken = [event.broken.cause.code for event in world.clients["a"].events if event.HasField("broken")]
-    assert broken == [ErrorCode.PEER_LOST]
+    assert causes(world) == [ErrorCode.GROUP_ABORTED]
 
 
 @pytest.mark.parametrize("peer", [0, 2])
