@@ -10,6 +10,7 @@ Members that get no place keep waiting: they are the spares.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -165,14 +166,14 @@ class Rendezvous:
             return ""
         first = next(iter(self._pending.values()))
         low, high = first.size
-        ready = self._ready()
+        came = self._came(low)
         world = str(low) if low == high else f"{low} to {high}"
-        reason = f"{len(ready)} of {world} members ask to join"
-        not_joining = self._not_joining()
+        reason = f"{len(came)} of {world} members ask to join"
+        not_joining = self._living_without(list(self._pending.values()))
         if not_joining:
             reason += f"; generation {self._context.newest_generation} goes on until its other members ask too: "
             reason += ", ".join(str(member) for member in not_joining[:8]) + (", ..." if len(not_joining) > 8 else "")
-        elif missing := self._missing_ranks(ready, first):
+        elif missing := self._missing_ranks(came, first):
             reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._describe_ranks(missing[:NAMED_MAX])}"
         elif self._last_call is not None:
             reason += f"; last call for {format_seconds(max(0, self._last_call - self._context.now))} more"
@@ -181,12 +182,16 @@ class Rendezvous:
     def _ready(self) -> list[PendingJoin]:
         return [pending for pending in self._pending.values() if pending.member.connected]
 
-    def _not_joining(self) -> list[Member]:
-        """Living members of the newest generation that have not asked to join, or whose stream has ended."""
+    def _came(self, low: int, timed_out: Sequence[PendingJoin] = ()) -> list[PendingJoin]:
+        """Who has asked to join, for those who wait; without those whose stream has ended, where only these are missing."""
+        asked = [*self._pending.values(), *timed_out]
+        return asked if len(asked) < low else [*self._ready(), *timed_out]
+
+    def _living_without(self, joining: Sequence[PendingJoin]) -> list[Member]:
+        """Living members of the newest generation that are not among these."""
         newest = self._generations.newest
-        if newest is None:
-            return []
-        return [m for m in newest.members if m.alive and (m.name not in self._pending or not m.connected)]
+        joining_members = {pending.member for pending in joining}
+        return [] if newest is None else [member for member in newest.living if member not in joining_members]
 
     def _decide(self) -> list[PendingJoin] | None:
         first = next(iter(self._pending.values()))
@@ -198,7 +203,7 @@ class Rendezvous:
         if len(ready) < low:
             self._cancel_last_call()
             return None
-        newest, not_joining = self._generations.newest, self._not_joining()
+        newest, not_joining = self._generations.newest, self._living_without(ready)
         if not_joining and newest is not None:
             has_survivor = any(pending.member.rank >= 0 for pending in ready)
             if first.fixed or not newest.over or not has_survivor:
@@ -380,8 +385,7 @@ class Rendezvous:
         head = f"{pending.member} waited {format_seconds(self._context.now - pending.since)} to join job {self._context.job}: "
         present = "; ".join(self._members.summary(other.member) for other in list(self._pending.values())[:NAMED_MAX])
         timed_out = self._timed_out_before(pending)
-        gave_up = [other.member for other in timed_out]
-        not_joining = [member for member in self._not_joining() if member not in gave_up]
+        not_joining = self._living_without([*self._pending.values(), *timed_out])
         newest = self._generations.newest
         if not_joining and newest is not None:
             ranks = [member.rank for member in not_joining]
@@ -409,7 +413,7 @@ class Rendezvous:
         self, pending: PendingJoin, timed_out: list[PendingJoin], head: str, present: str
     ) -> RendezvousTimeoutError:
         low, high = pending.size
-        came = self._ready() + timed_out
+        came = self._came(low, timed_out)
         head += f"{len(came)} of {low if low == high else f'{low} to {high}'} came, "
         given_up = f". Gave up before: {', '.join(str(other.member) for other in timed_out[:NAMED_MAX])}" if timed_out else ""
         rest = given_up + self._refusals()
@@ -442,15 +446,16 @@ class Rendezvous:
     def _last_holders(self, ranks: list[int]) -> dict[int, Member]:
         """The last process that had or claimed each of these ranks, if there was one."""
         holders = {member.last_rank: member for member in self._members if not member.alive} | self._claimants
+        holders |= {member.rank: member for member in self._living_without(self._ready())}
         return {rank: holders[rank] for rank in ranks if rank in holders}
 
     def _refusals(self) -> str:
         return f". Refused: {'; '.join(self._refused.values())}" if self._refused else ""
 
     def _other_losses(self, ranks: list[int]) -> str:
-        described = self._last_holders(ranks).values()
+        told = [*self._last_holders(ranks).values(), *(pending.member for pending in self._pending.values())]
         gone = [member for member in self._members if member.liveness in (Liveness.DEAD, Liveness.SUSPECT)]
-        known = [self._members.summary(member) for member in gone if member not in described]
+        known = [self._members.summary(member) for member in gone if member not in told]
         known += [f"{name}: {how}, before it said Hello" for name, how in self._early_exits.items()]
         return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
 
