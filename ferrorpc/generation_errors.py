@@ -62,6 +62,11 @@ def ended_by(cause: str, hint: str = GroupAbortedError.default_hint) -> FerroErr
     return FerroError.restore(ErrorCode.GROUP_ABORTED, cause, hint, GroupAbortedError.default_retryable, {"cause": cause})
 
 
+def describe_lost_link(reason: str) -> str:
+    """What a lost link's reason says of the peer, to follow its name in an explanation."""
+    return "it said goodbye" if reason == PEER_LEFT else f"its link was lost: {reason}"
+
+
 def link_lost(reporter: int, peer: int, reason: str) -> FerroError:
     """The data stream between two ranks broke, and both ranks are alive; or the peer has ended it in order to leave."""
     if reason == PEER_LEFT:

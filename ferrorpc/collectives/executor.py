@@ -27,6 +27,7 @@ from ferrorpc.collectives.fusion import DownloadInput, Reduce, Task, UploadResul
 from ferrorpc.collectives.outgoing_message import CODED_VALUES, EncodedMessage, OutgoingMessage
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CodecError, FerroError
+from ferrorpc.generation_errors import describe_lost_link
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import ABSENT, Box
@@ -336,7 +337,7 @@ class PlanExecution(EventDrivenExecution):
         for rank in self.waiting_on():
             answer = answers.get(rank)
             if rank in lost:
-                parts.append(f"rank {rank} (its link was lost: {lost[rank]})")
+                parts.append(f"rank {rank} ({describe_lost_link(lost[rank])})")
             elif answer is None:
                 parts.append(f"rank {rank} ({unreached.get(rank, 'no answer yet')})")
             elif answer.standing == ABSENT:

@@ -20,6 +20,7 @@ from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import hint_about
 from ferrorpc.collectives.outgoing_message import OutgoingMessage
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupClosedError, TensorMismatchError
+from ferrorpc.generation_errors import describe_lost_link
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import FINISHED, Box
@@ -99,7 +100,7 @@ class _PointToPoint(EventDrivenExecution):
         """An explanation that ends with what the peer is to do, and whether the peer could be reached at all, and still can."""
         lost, unreached = self._transport.lost().get(self._peer), self._transport.unreached().get(self._peer)
         if lost is not None:
-            return f"{text}; its link was lost: {lost}"
+            return f"{text}; {describe_lost_link(lost)}"
         return text if unreached is None else f"{text}; rank {self._peer} was {unreached}"
 
     def _timed_out(self, hint: str) -> CollectiveTimeoutError:

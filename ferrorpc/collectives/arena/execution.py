@@ -11,6 +11,7 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.execution import Execution, deadline_error, describe_absent
 from ferrorpc.errors import FerroError
+from ferrorpc.generation_errors import describe_lost_link
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
@@ -124,7 +125,7 @@ class ArenaExecution(Execution):
         for rank in self.waiting_on():
             ticket, signature = bank.latest(rank)
             if rank in lost:
-                parts.append(f"rank {rank} (its link was lost: {lost[rank]})")
+                parts.append(f"rank {rank} ({describe_lost_link(lost[rank])})")
             elif ticket > self._key.number:
                 parts.append(f"rank {rank} (is in it too)")
             else:

@@ -13,6 +13,7 @@ from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import BarrierTimeoutError, CollectiveMismatchError, CollectiveTimeoutError
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.transports.mailbox import FINISHED, SAME, Mailbox
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -122,6 +123,8 @@ def test_who_has_ended_is_waited_for_whatever_it_wrote_last(world: SharedWorld) 
     world.arenas[0].transport.lost_links[2] = "its process ended without a goodbye"
     assert parts[0].waiting_on() == [2]
     assert parts[0].explain().endswith("waits for rank 2 (its link was lost: its process ended without a goodbye)")
+    world.arenas[0].transport.lost_links[2] = PEER_LEFT
+    assert parts[0].explain().endswith("waits for rank 2 (it said goodbye)")
     blocks[1][STAGED] -= 1
     assert parts[0].waiting_on() == [1, 2]
 

@@ -19,6 +19,7 @@ from ferrorpc.collectives.point_to_point import RecvExecution
 from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.select import plan_for
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, TensorMismatchError
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import FaultPlan, VirtualClock, run_world
 from ferrorpc.transports import mailbox as mailboxes, point_to_point as inbound
@@ -241,6 +242,8 @@ def test_who_is_not_in_the_operation_yet_is_waited_for_and_named_with_its_last_o
     wire.lost_links[1] = "its stream broke"
     assert execution.explain().endswith("waits for rank 1 (its link was lost: its stream broke)")
     assert execution.waiting_on() == [1], "whatever it answered before it ended"
+    wire.lost_links[1] = PEER_LEFT
+    assert execution.explain().endswith("waits for rank 1 (it said goodbye)")
 
 
 def test_a_rank_that_could_not_be_reached_is_told_with_its_address_and_the_hint_is_about_the_network() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from ferrorpc.collectives.point_to_point import SEND, RecvExecution, SendExecution, SendQueues
 from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
 from ferrorpc.transports.credit import CHUNK_BYTES
@@ -79,6 +80,9 @@ def test_a_peer_that_could_not_be_reached_is_told_with_its_address(sender: Sende
         text, _, hint = str(waiting.timeout_error()).partition("\n")
         assert text.endswith("; its link was lost: its stream broke")
         assert "once it answers again" in hint
+    sender.lane.lost_links[1] = PEER_LEFT
+    for waiting in (send, recv):
+        assert str(waiting.timeout_error()).partition("\n")[0].endswith("; it said goodbye")
 
 
 def test_a_send_that_gives_up_in_the_middle_of_its_line_takes_nobody_elses_place(sender: Sender) -> None:
