@@ -178,7 +178,7 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
     require_authentication(config, tls)
     token = Token(config["token_file"])
     mutual = tls if tls is not None and tls.mutual else None
-    server = WorkerServer(config["bind"], advertised, token, tls=mutual, lanes=config["lanes"])
+    server = WorkerServer(config["bind"], advertised, token, tls=mutual, lanes=config["lanes"], lease_seconds=config["lease"])
     try:
         session = RemoteSession(
             address,

@@ -7,6 +7,7 @@ from typing import Final
 
 SESSION_PROTOCOL_VERSION: Final = 1
 """Of a member's session with its coordinator."""
+LEASE_SECONDS_MAX: Final = 300
 KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20
 PAYLOAD_BYTES_MAX: Final = 4 << 10

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias
 
+from ferrorpc.wire.limits import LEASE_SECONDS_MAX
+
 Options: TypeAlias = list[tuple[str, int]]
 
 DATA_MESSAGE_BYTES_MAX: Final = 4 << 20
@@ -47,10 +49,18 @@ _COORDINATOR_KEEPALIVE: Final = _keepalive(1500, 3000)
 """On a member's channel to the coordinator, which is silent while nothing happens, so pings are sent all the time. On a slow
 link ping and answer both wait behind tensors: with the coordinator's timeout a rank whose beats arrive would lose its
 session."""
-_PEER_KEEPALIVE: Final = _keepalive(3500, 20_000)
-"""Between workers: detects a cut cable within five seconds. Dead and stopped processes are reported sooner by the coordinator.
-A stream between two live ranks must not end, because it cannot be resumed. A ping waits behind the data that was sent before it
-on the same connection: some megabytes, which take 7 s at 10 Mbit/s."""
+
+
+def _peer_keepalive(lease_seconds: float) -> Options:
+    """Between workers: detects a cut cable within five seconds. Of dead and stopped processes the coordinator tells sooner.
+
+    A stream between two live ranks must not end, because it cannot be resumed. A ping waits behind the data that was sent
+    before it on the same connection: some megabytes, which take 7 s at 10 Mbit/s. A rank that was stopped has its lease to go
+    on, and its kernel acknowledges nothing more once its buffers are full.
+    """
+    lease_ms = round(min(lease_seconds, LEASE_SECONDS_MAX) * 1000)
+    return _keepalive(max(3500, lease_ms), max(20_000, lease_ms))
+
 
 _CHANNEL: Final = (
     # http_proxy would otherwise send even 127.0.0.1 through the proxy.
@@ -109,14 +119,14 @@ _DATA: Final = (
 )
 
 
-def data_channel() -> Options:
-    """Options of a channel to a peer."""
-    return [*_PEER_KEEPALIVE, *_CHANNEL, *_DATA]
+def data_channel(lease_seconds: float = 0.0) -> Options:
+    """Options of a channel to a peer, for a rank with this lease."""
+    return [*_peer_keepalive(lease_seconds), *_CHANNEL, *_DATA]
 
 
-def data_server() -> Options:
-    """Options of a worker's server. Each stream of a peer has a connection of its own."""
-    return [*_PEER_KEEPALIVE, *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
+def data_server(lease_seconds: float = 0.0) -> Options:
+    """Options of a worker's server, for a rank with this lease. Each stream of a peer has a connection of its own."""
+    return [*_peer_keepalive(lease_seconds), *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
 
 
 def bounds_floods(grpcio_version: str) -> bool:

@@ -59,12 +59,12 @@ def assignment_of(rank: int, servers: list[WorkerServer], generation: int = 1) -
 
 
 @contextlib.contextmanager
-def two_servers(lanes: int = 1, open_timeout_seconds: float = 2.0) -> Iterator[list[WorkerServer]]:
+def two_servers(
+    lanes: int = 1, *, open_timeout_seconds: float = 2.0, lease_seconds: float = 3.0
+) -> Iterator[list[WorkerServer]]:
     """The servers of two ranks of one job, whose secret is "secret"."""
-    token = Token(fixed="secret")
-    made = [
-        WorkerServer("127.0.0.1", "127.0.0.1", token, lanes=lanes, open_timeout_seconds=open_timeout_seconds) for _ in range(2)
-    ]
+    token, settings = Token(fixed="secret"), {"open_timeout_seconds": open_timeout_seconds, "lease_seconds": lease_seconds}
+    made = [WorkerServer("127.0.0.1", "127.0.0.1", token, lanes=lanes, **settings) for _ in range(2)]
     try:
         yield made
     finally:

@@ -19,14 +19,19 @@ class SlowLink:
 
     Attributes:
         bytes_per_second: of what goes to the server.
+
+    Args:
+        buffer_bytes: what the link takes before it passes anything; 0 for as much as the kernel likes.
     """
 
-    def __init__(self, target: str, bytes_per_second: int) -> None:
+    def __init__(self, target: str, bytes_per_second: int, buffer_bytes: int = 0) -> None:
         self.bytes_per_second = bytes_per_second
         self.answer_seconds = 0.0
         """How long each piece that comes back is kept."""
         self._target = split_address(target)
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if buffer_bytes:  # the sockets that it accepts inherit it
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         self.address = join_address("127.0.0.1", self._listener.getsockname()[1])
         self._ends: list[socket.socket] = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -62,9 +67,9 @@ class SlowLink:
 
 
 @contextlib.contextmanager
-def slow_link(target: str, *, bytes_per_second: int = 1 << 30) -> Iterator[SlowLink]:
+def slow_link(target: str, *, bytes_per_second: int = 1 << 30, buffer_bytes: int = 0) -> Iterator[SlowLink]:
     """A link to `target`, for as long as it lasts."""
-    link = SlowLink(target, bytes_per_second)
+    link = SlowLink(target, bytes_per_second, buffer_bytes)
     try:
         yield link
     finally:

@@ -368,6 +368,32 @@ def test_a_lane_is_not_lost_for_what_takes_its_time_on_a_slow_link(servers: list
         assert sender.lost == receiver.lost == []
 
 
+@pytest.mark.parametrize(("lease_seconds", "kept"), [(3.0, False), (60.0, True)])
+def test_a_lane_outlives_a_peer_that_takes_nothing_for_as_long_as_its_lease(lease_seconds: float, kept: bool) -> None:
+    """As a process that a debugger stopped, once its socket's buffer is full."""
+    with two_servers(lease_seconds=lease_seconds) as servers, slow_link(servers[1].address, buffer_bytes=1 << 16) as link:
+        plain = assignment_of(0, servers)
+        peers = (plain.peers[0], replace(plain.peers[1], address=link.address))
+        sender = Rank(0, servers[0]).enter(replace(plain, peers=peers))
+        receiver = Rank(1, servers[1]).enter(assignment_of(1, servers))
+        keys = [Key(0, 0, number) for number in range(2)]
+        boxes, data = [receiver.box(key) for key in keys], random_bytes(8 * CHUNK_BYTES)
+        send(sender, 1, keys[0], data)  # which lets gRPC send so much ahead that the buffer can be full
+        eventually(lambda: len(boxes[0].frames) == 1, "the first message")
+        link.bytes_per_second = 20
+        sending = threading.Thread(target=send, args=(sender, 1, keys[1], data), daemon=True)
+        sending.start()
+        time.sleep(6.0)
+        if not kept:
+            eventually(lambda: sender.lost, "the lost link")
+            return
+        link.bytes_per_second = 1 << 30
+        eventually(lambda: sender.lost or receiver.lost or boxes[1].frames, "the second message")
+        assert sender.lost == receiver.lost == []
+        sending.join(SECONDS)
+        assert not sending.is_alive()
+
+
 def test_the_end_of_the_generation_ends_the_wait_for_a_peer_that_reads_nothing(pair: list[Rank]) -> None:
     reading, chunk = threading.Event(), random_bytes(CHUNK_BYTES)
     pair[1].mailbox.deliver = lambda frame: reading.wait(SECONDS) and None  # type: ignore[method-assign]

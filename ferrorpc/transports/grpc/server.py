@@ -107,6 +107,7 @@ class WorkerServer:
         tls: certificate, key and authority of this rank; None for plain connections.
         lanes: number of streams to each peer among which the chunks of large messages are distributed, 1 to LANES_MAX.
         open_timeout_seconds: how long a stream may take to send its Open, and how long it may wait for a newer generation.
+        lease_seconds: that of this rank; streams to and from peers last at least as long without a sign of life.
 
     Raises:
         ConfigError: `bind_host` is no address of this machine, every port is in use (then it is retryable), or a file of `tls`
@@ -123,6 +124,7 @@ class WorkerServer:
         tls: TlsFiles | None = None,
         lanes: int = 1,
         open_timeout_seconds: float = OPEN_TIMEOUT_SECONDS,
+        lease_seconds: float = 0.0,
     ) -> None:
         keep_freed_memory()
         self.token = token
@@ -131,6 +133,7 @@ class WorkerServer:
         self._tls = tls
         self._dialer = None if tls is None else Dialer(tls)
         self._open_timeout_seconds = open_timeout_seconds
+        self._lease_seconds = lease_seconds
         self._pending = PendingStreams(SYSTEM_CLOCK, open_timeout_seconds)
         self._refusals = RefusalLog()
         self._changed = threading.Condition()
@@ -139,7 +142,7 @@ class WorkerServer:
         self._threads = ThreadPerCall(SYSTEM_CLOCK, "ferrorpc-incoming")
         self._server = grpc.server(
             self._threads,  # type: ignore[arg-type]
-            options=options.data_server(),
+            options=options.data_server(lease_seconds),
             maximum_concurrent_rpcs=STREAMS_MAX,
         )
         self._server.add_generic_rpc_handlers((_Method(self._stream),))
@@ -208,8 +211,8 @@ class WorkerServer:
     def dial(self, address: str, job: str) -> grpc.Channel:
         """A new channel to the server of a peer in this job, over TLS where this server uses TLS."""
         if self._dialer is None:
-            return grpc.insecure_channel(address, options=options.data_channel())
-        return self._dialer.channel(address, job, Role.WORKER, options.data_channel())
+            return grpc.insecure_channel(address, options=options.data_channel(self._lease_seconds))
+        return self._dialer.channel(address, job, Role.WORKER, options.data_channel(self._lease_seconds))
 
     def diagnose(self, address: str, job: str) -> FerroError | None:
         """Why TLS prevents this process from reaching a peer; None where it does not. Takes up to 4 s."""

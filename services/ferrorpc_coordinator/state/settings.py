@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ferrorpc.config import NAME_BYTES_MAX
-from ferrorpc.wire.limits import FRAME_BYTES_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, VALUE_BYTES_MAX, WRITES_MAX
+from ferrorpc.wire.limits import (
+    FRAME_BYTES_MAX,
+    KEY_BYTES_MAX,
+    LEASE_SECONDS_MAX,
+    PAYLOAD_BYTES_MAX,
+    VALUE_BYTES_MAX,
+    WRITES_MAX,
+)
 
 MILLISECOND: Final = 1_000_000
 SECOND: Final = 1_000 * MILLISECOND
@@ -84,7 +91,7 @@ class Settings:
     lease_ns: int = 3 * SECOND
     """A member without a frame for this long is stalled, or dead if its stream has ended. A Hello may ask for another lease."""
     lease_min_ns: int = SECOND // 5
-    lease_max_ns: int = 300 * SECOND
+    lease_max_ns: int = LEASE_SECONDS_MAX * SECOND
     grace_ns: int = 2 * SECOND
     """How long a member may take to resume after its stream ended."""
     stall_ns: int = 60 * SECOND

@@ -37,6 +37,15 @@ def test_who_gives_up_a_live_connection_last_is_who_cannot_take_it_up_again() ->
     assert max(peers) < 60_000
 
 
+@pytest.mark.parametrize("end", [options.data_channel, options.data_server], ids=lambda end: end.__name__)
+@pytest.mark.parametrize(
+    ("lease_seconds", "expected_ms"), [(0.2, (3500, 20_000)), (12.0, (12_000, 20_000)), (1e9, (300_000, 300_000))]
+)
+def test_a_connection_between_ranks_lasts_as_long_as_their_lease(end, lease_seconds: float, expected_ms) -> None:
+    rows = dict(end(lease_seconds))
+    assert (rows["grpc.keepalive_timeout_ms"], rows["grpc.http2.ping_timeout_ms"]) == expected_ms
+
+
 @pytest.mark.parametrize(
     ("version", "bounded"),
     [("1.76.0", False), ("1.81.2", False), ("1.82.0rc1", True), ("1.85.1", True), ("1.100.0", True), ("2.0.0.dev0", True)],
