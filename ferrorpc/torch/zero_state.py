@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ferrorpc.ddp.shards import Shard
 from ferrorpc.errors import UsageError
+
+_PER_PARAMETER: Final = frozenset({"step", "mu_product", "eta", "mu"})
+"""The tensors that torch's optimizers keep once for a whole parameter: all of them its steps, NAdam and ASGD the others."""
 
 
 def is_per_element(value: Any) -> bool:
@@ -33,9 +36,9 @@ def unshard_state(shard: Shard, state: Mapping[str, Any], root: int) -> dict[str
 
 
 def per_element_keys(states: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The keys of per-element tensors in a state. If all parameters are scalars, all tensors but "step" count."""
+    """The keys of per-element tensors in a state. If all parameters are scalars, shapes do not tell, but names do."""
     tensors = [(key, value) for state in states for key, value in state.items() if isinstance(value, torch.Tensor)]
-    return {key for key, value in tensors if is_per_element(value)} or {key for key, _ in tensors if key != "step"}
+    return {key for key, value in tensors if is_per_element(value)} or {key for key, _ in tensors} - _PER_PARAMETER
 
 
 def shard_state(shard: Shard, states: Mapping[str, dict[str, Any]], per_element: set[str]) -> dict[str, Any]:

@@ -136,6 +136,34 @@ def test_a_state_of_another_dtype_is_converted_by_value(halves):
             torch.testing.assert_close(found[name], weights)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.ASGD, torch.optim.NAdam, torch.optim.Rprop])
+def test_a_state_of_parameters_that_are_all_numbers_goes_on_where_it_was(kind):
+    """By their shapes, NAdam's product and ASGD's rates were taken for tensors with an element for each of the parameter's."""
+
+    def step(weights, optimizer):
+        for number, weight in enumerate(weights):
+            weight.grad = torch.full_like(weight, number + 1.0)
+        optimizer.step()
+        return [weight.item() for weight in weights]
+
+    expected = [torch.nn.Parameter(torch.tensor(value)) for value in (0.5, 2.0)]
+    own = kind(expected, lr=0.1)
+    step(expected, own)
+    initial, state = copy.deepcopy((expected, own.state_dict()))
+
+    def body(group):
+        weights, saved, found = copy.deepcopy(initial), state, []
+        for _ in range(2):
+            optimizer = ZeroOptimizer(weights, kind, group, lr=0.1)
+            optimizer.load_state_dict(saved)
+            found.append(step(weights, optimizer))
+            saved = [optimizer.gather_state_dict(root) for root in range(group.size)][group.rank]
+        return found
+
+    later = [pytest.approx(step(expected, own)) for _ in range(2)]
+    assert run_world(2, body) == [later, later]
+
+
 def test_a_ranks_own_state_is_refused_by_an_optimizer_of_other_parameters():
     """Shards of the same length were taken for each other."""
 
