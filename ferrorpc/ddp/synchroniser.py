@@ -161,7 +161,7 @@ class GradientSynchronizer(Generic[Tree]):
 
         Raises:
             UsageError: as the block begins: another step is still open, this one was used before, or the weight is negative or
-                not finite.
+                not finite. As it ends: the place of a gradient was asked for, but that was never ready.
         """
         return SynchronizerStep(self, weight)
 
@@ -259,7 +259,11 @@ class SynchronizerStep(Generic[Tree]):
 
     def place(self, name: str) -> Any:
         """The memory of one gradient in its bucket, uninitialised. A gradient that is computed there (`out=`), followed by
-        `ready(name)`, is never copied. An array of the kind in `like`; None if the bucket is on another device.
+        `ready(name)`, is never copied, and neither is a first part, followed by `add`. Ask for it only to fill it: what it
+        holds counts. From `ready` on it is the bucket's.
+
+        Returns:
+            An array of the kind in `like`; None if the bucket is on another device.
 
         Raises:
             UsageError: an unknown name, one that was ready before or has parts, or a step that is over.
@@ -275,12 +279,14 @@ class SynchronizerStep(Generic[Tree]):
         return found
 
     def add(self, name: str, part: Any) -> None:
-        """Adds a part of a gradient, such as a microbatch's, to those before (the first may be computed in its `place`). The
-        gradient is complete when it is `ready`. Raises as `ready`."""
+        """Adds a part of a gradient, such as a microbatch's, to those before (the first may be computed in its `place`, which
+        counts once also if it is passed here). The gradient is complete when it is `ready`. Raises as `ready`."""
         memory, slot = self._check(name)
         got = self._read(name, part)
         self._kinds[name] = got.kind
-        memory.add(slot, got, is_first=name not in self._added and name not in self._placed)
+        is_placed = name in self._placed
+        if not (is_placed and self._is_place(name, got)):
+            memory.add(slot, got, is_first=not is_placed and name not in self._added)
         self._added.add(name)
 
     def ready(self, name: str, grad: Any = _IN_PLACE) -> None:
@@ -289,11 +295,12 @@ class SynchronizerStep(Generic[Tree]):
 
         Args:
             grad: the gradient, or its last part if others were added; None if this rank has none (or no last part). Leave it
-                out if all parts were added, or the gradient was computed in its `place`.
+                out if all parts were added. Leave it out, or pass the place, if the gradient was computed in its `place`.
 
         Raises:
             UsageError: an unknown name, one that was ready before, or a step that is over; or no gradient, and no part or place
-                of one in this step; or a mean of the last step, as a view of its bucket, that this one has overwritten.
+                of one in this step; or None or another array, though its place was asked for and nothing was added; or an array
+                in a place that this step has overwritten, such as a mean of the last step that is a view.
             TensorMismatchError: dtype, shape or GPU are not those of `like`.
         """
         self._check(name)
@@ -301,13 +308,15 @@ class SynchronizerStep(Generic[Tree]):
             if grad is not None and grad is not _IN_PLACE:
                 self.add(name, grad)
             self._put_in_place(name)
-        elif grad is _IN_PLACE:
-            if name not in self._placed:
-                raise UsageError(
-                    f"gradient {name!r} is not there: nothing was added in this step, and its place was not asked for",
-                    hint="pass it, or None; or compute it in step.place(name), which is to be called in each step",
-                )
+        elif name in self._placed:
+            if grad is not _IN_PLACE:
+                self._check_place(name, grad)
             self._put_in_place(name)
+        elif grad is _IN_PLACE:
+            raise UsageError(
+                f"gradient {name!r} is not there: nothing was added in this step, and its place was not asked for",
+                hint="pass it, or None; or compute it in step.place(name), which is to be called in each step",
+            )
         elif grad is None:
             self._reduction.put(name, None)
         else:
@@ -326,13 +335,27 @@ class SynchronizerStep(Generic[Tree]):
     def _read(self, name: str, grad: Any) -> View:
         """As the owner's. Raises UsageError also for a view of a bucket that this step has overwritten."""
         got = self._owner._read(name, grad)
-        other = self._owner._reducer.name_at(grad) if self._owner._views else None
+        may_be_place = (self._owner._views or name in self._placed) and got.data.size > 0
+        other = self._owner._reducer.name_at(grad) if may_be_place else None
         if other is not None and (self._reduction.has(other) or other in self._added):
+            copy = "copy it before the step; or average all at once by sync(grads), which does that"
             raise UsageError(
                 f"gradient {name!r} lies in the place of {other!r}, which this step has overwritten",
-                hint="copy it before the step; or average all at once by sync(grads), which does that",
+                hint="what was added there counts: call ready(name) alone" if other == name else copy,
             )
         return got
+
+    def _is_place(self, name: str, got: View) -> bool:
+        return got.data.size == 0 or self._owner._reducer.in_place(name, got.data)
+
+    def _check_place(self, name: str, grad: Any) -> None:
+        """Raises UsageError unless what is passed for a gradient that has a place, and no parts, is this place."""
+        if grad is None:
+            raise _misplaced(name, "None was passed")
+        got = self._read(name, grad)
+        if not self._is_place(name, got):
+            raise _misplaced(name, "another array was passed")
+        self._kinds[name] = got.kind
 
     def _put(self, name: str, got: View, deferrable: bool = False) -> None:
         self._kinds[name] = got.kind
@@ -377,8 +400,19 @@ class SynchronizerStep(Generic[Tree]):
             for name in self._added:
                 if not self._reduction.has(name):
                     self._put_in_place(name)
+            for name in self._placed:
+                if not self._reduction.has(name):
+                    raise _misplaced(name, "was never ready")
             self._reduction.finish()
             self._means = self._owner._means(self._reduction, self._kinds)
+
+
+def _misplaced(name: str, what: str) -> UsageError:
+    """What is in a place may be the gradient, a part of it, or not written: nothing of it is lost or counts unasked."""
+    return UsageError(
+        f"gradient {name!r} was to be computed in its place, but {what}",
+        hint="compute it, or its first part, there, add() any others, then call ready(name); or do not ask for its place",
+    )
 
 
 def _without_elements(name: str, leaf: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 import ferrorpc
 from ferrorpc.arrays.devices import device_of
-from ferrorpc.errors import TensorMismatchError
+from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.ddp_worlds import LANES, world
@@ -137,3 +137,28 @@ def test_a_step_is_refused_whose_buffer_has_left_its_gpu_and_the_next_one_is_tak
         return found
 
     assert world(cupy, kind, 2, body) == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("weight", [None, 2.0])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_what_was_computed_in_a_place_counts_once_and_is_not_lost(cupy: StandIn, dtype: Any, weight: float | None) -> None:
+    def body(group: ProcessGroup) -> list[list[float]]:
+        sync = ferrorpc.GradientSynchronizer({"a": cupy.asarray(np.zeros((2, 2), dtype))}, group)
+        ones, found = cupy.asarray(np.ones((2, 2), dtype)), []
+        for parts in range(3):
+            with sync.step(weight) as step:
+                place = step.place("a")
+                np.add(ones, ones, out=place)
+                if parts:
+                    step.add("a", place)
+                for _ in range(parts):
+                    step.add("a", ones)
+                refused = [place] if parts else [ones, None]
+                for given in refused:
+                    with pytest.raises(UsageError, match=r"'a' (lies in the place of 'a'|was to be computed in its place)"):
+                        step.ready("a", given)
+                step.ready("a", None if parts else place)
+            found.append(cupy.asnumpy(step.grads["a"]).ravel().tolist())
+        return found
+
+    assert world(cupy, "hybrid", 2, body) == [[[2.0] * 4, [3.0] * 4, [4.0] * 4]] * 2

@@ -5,7 +5,6 @@ For torch modules, see tests/unit/torch/test_edge_cases.py. All worlds are simul
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -102,39 +101,6 @@ def test_accumulation_with_uneven_microbatches_travels_once():
         return step.grads["g"].tolist()
 
     assert run_watched(2, body) == [[4.0]] * 2
-
-
-@pytest.mark.parametrize("weight", [None, 2.0])
-def test_parts_of_half_types_are_added_in_float32(weight):
-    """Where a sum in the type itself would stand still, or exceed it on the way."""
-    many = [np.ones(1, ml_dtypes.bfloat16)] * 1000
-    large = [np.array([each], np.float16) for each in (40000, 40000, -40000)]
-
-    def body(group):
-        sync = GradientSynchronizer({"many": many[0], "large": large[0]}, group)
-        found = []
-        for _ in range(2):
-            with sync.step(weight=weight) as step:
-                for name, parts in (("many", many), ("large", large)):
-                    for part in parts[:-1]:
-                        step.add(name, part)
-                    step.ready(name, parts[-1])
-            found.append([float(step.grads[name][0]) for name in ("many", "large")])
-        return found
-
-    assert run_watched(2, body) == [[[1000.0, 40000.0]] * 2] * 2
-
-
-def test_the_place_of_a_gradient_that_has_parts_is_refused():
-    def body(group):
-        sync = GradientSynchronizer({"g": np.zeros(1)}, group)
-        with sync.step() as step:
-            step.add("g", np.ones(1))
-            with pytest.raises(UsageError, match="'g' has parts already"):
-                step.place("g")
-        return step.grads["g"].tolist()
-
-    assert run_watched(2, body) == [[1.0]] * 2
 
 
 def test_accumulate_counts_by_any_integer():
