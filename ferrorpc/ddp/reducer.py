@@ -6,10 +6,10 @@ may become ready in different orders on different ranks, and calls of the user i
 Bucketing and overlap are those of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020;
 there all ranks must reduce buckets in one order.
 
-The mean is the group's canonical one: gradients are added in rank order, then divided by the number of ranks. With weights
-each gradient is multiplied by its rank's weight, they are added in rank order, then divided by the sum of the weights. Half
-types are weighted and added in float32, and rounded once. The gradients of a rank of weight 0 are ignored, whatever their
-values.
+The mean is that of the group's all_reduce (in rank order up to 16 ranks): gradients are added, then divided by the number of
+ranks. With weights each gradient is multiplied by its rank's weight, they are added in the same order, then divided by the sum
+of the weights. Half types are weighted and added in float32, and rounded once. The gradients of a rank of weight 0 are ignored,
+whatever their values.
 
 Cost, for a step with n bytes of gradients: one copy into the buckets (none for gradients that are computed there), and for each
 bucket one all_reduce, which carries 2 + gradients elements besides the n bytes.

@@ -33,7 +33,8 @@ class ZeroOptimizer:
         optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.Adam(1e-3))
         optimizer.step(grads)    # this rank's own gradients, not averaged before
 
-    The weights have the bits that an unsharded optimizer would compute from the means of all_reduce.
+    Where reductions add in rank order (up to 16 ranks, not over NCCL, not with another algorithm by `FERRORPC_ALGORITHM`), the
+    weights have the bits that an unsharded optimizer would compute from the means of all_reduce. Elsewhere roundings differ.
 
     Args:
         weights: a tree (dicts, lists, tuples, named tuples) of float32 or float64 arrays, which are written in place. Each
