@@ -28,8 +28,8 @@ class Networks:
         if network is None:
             fresh = Network(self._clock, self._faults, self._seed + generation)
             network = self._networks.setdefault(generation, fresh)
-            for old in [number for number in list(self._networks) if number < generation - 1]:
-                self._networks.pop(old, None)  # with what a killed rank of that generation had not received
+            for old in [number for number in list(self._networks) if number < generation]:
+                self._networks.pop(old, None)  # all members have left it but killed ones, which had not received everything
         return network
 
 

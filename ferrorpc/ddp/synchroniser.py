@@ -285,7 +285,9 @@ class SynchronizerStep(Generic[Tree]):
         got = self._read(name, part)
         self._kinds[name] = got.kind
         is_placed = name in self._placed
-        if not (is_placed and self._is_place(name, got)):
+        if is_placed and self._is_place(name, got):
+            memory.place(slot)  # what the current stream has computed there comes before what other streams do with it
+        else:
             memory.add(slot, got, is_first=not is_placed and name not in self._added)
         self._added.add(name)
 
@@ -314,8 +316,9 @@ class SynchronizerStep(Generic[Tree]):
             self._put_in_place(name)
         elif grad is _IN_PLACE:
             raise UsageError(
-                f"gradient {name!r} is not there: nothing was added in this step, and its place was not asked for",
-                hint="pass it, or None; or compute it in step.place(name), which is to be called in each step",
+                f"gradient {name!r} is not there: nothing was added in this step, and it was given no place",
+                hint="pass it, or None; or compute it in step.place(name), which is to be called in each step, and gives None "
+                "for an array that is not where its bucket is",
             )
         elif grad is None:
             self._reduction.put(name, None)
@@ -335,13 +338,14 @@ class SynchronizerStep(Generic[Tree]):
     def _read(self, name: str, grad: Any) -> View:
         """As the owner's. Raises UsageError also for a view of a bucket that this step has overwritten."""
         got = self._owner._read(name, grad)
-        may_be_place = (self._owner._views or name in self._placed) and got.data.size > 0
+        may_be_place = (self._owner._views or self._placed) and got.data.size > 0
         other = self._owner._reducer.name_at(grad) if may_be_place else None
         if other is not None and (self._reduction.has(other) or other in self._added):
             copy = "copy it before the step; or average all at once by sync(grads), which does that"
+            is_own = other == name and name in self._placed
             raise UsageError(
                 f"gradient {name!r} lies in the place of {other!r}, which this step has overwritten",
-                hint="what was added there counts: call ready(name) alone" if other == name else copy,
+                hint="what was added there counts: call ready(name) alone" if is_own else copy,
             )
         return got
 

@@ -162,3 +162,45 @@ def test_what_was_computed_in_a_place_counts_once_and_is_not_lost(cupy: StandIn,
         return found
 
     assert world(cupy, "hybrid", 2, body) == [[[2.0] * 4, [3.0] * 4, [4.0] * 4]] * 2
+
+
+@pytest.mark.parametrize("how", ["add the part", "add the place", "pass the place", "ready alone"])
+def test_what_a_stream_computes_in_a_place_comes_before_what_others_do_with_it(cupy: StandIn, how: str) -> None:
+    """Also where what the stream does takes long, and the gradient is called ready in another one."""
+
+    def body(group: ProcessGroup) -> list[float]:
+        sync = ferrorpc.GradientSynchronizer({"a": cupy.asarray(np.zeros(64, np.float32))}, group)
+        side, released = cupy.cuda.Stream(non_blocking=True), list[bool]()
+        given = cupy.asarray(np.full(64, 1.0 + group.rank, np.float32))
+        cupy.cuda.get_current_stream().synchronize()
+        with sync.step() as step:
+            place = None if how == "add the part" else step.place("a")
+            with side:
+                side.fake.enqueue(lambda: bool(released))
+                computed = np.add(given, given) if place is None else np.add(given, given, out=place)
+                if how.startswith("add"):
+                    step.add("a", computed)
+                else:
+                    step.ready("a", *([place] if how == "pass the place" else []))
+            if how.startswith("add"):
+                step.ready("a")
+            for _ in range(50):
+                cupy.machine.step()
+            released.append(True)
+        found: list[float] = cupy.asnumpy(step.grads["a"]).tolist()
+        return found
+
+    assert world(cupy, "hybrid", 2, body) == [[3.0] * 64] * 2
+
+
+def test_a_place_that_is_not_on_the_gpu_of_its_array_is_none_and_the_error_says_so(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        like = {"a": cupy.asarray(np.zeros((4, 4), np.float32))}
+        sync = ferrorpc.GradientSynchronizer(like, group, hook=ferrorpc.hooks.PowerSGD(1))
+        with sync.step() as step:
+            assert step.place("a") is None
+            with pytest.raises(UsageError, match=r"(?s)was given no place.*gives None for an array that is not where"):
+                step.ready("a")
+            step.ready("a", like["a"])
+
+    assert world(cupy, "hybrid", 2, body) == [None] * 2

@@ -213,3 +213,57 @@ def test_a_place_without_elements_is_like_any_other(views):
         return step.grads["none"].shape
 
     assert run_world(2, body) == [(0, 2)] * 2
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_a_place_that_was_ready_is_no_other_ones_gradient(views: bool, weight: float | None):
+    """As of tied weights, whose gradients are the same: what is there is weighted by now, or the mean."""
+
+    def body(group):
+        like = {"in": np.zeros(2), "out": np.zeros(2)}
+        sync = GradientSynchronizer(like, group, gradient_as_bucket_view=views)
+        with sync.step(weight) as step:
+            place = step.place("in")
+            place[...] = 5.0
+            step.ready("in")
+            with pytest.raises(UsageError, match=r"(?s)'out' lies in the place of 'in'.*copy it before"):
+                step.ready("out", place)
+            step.ready("out", np.full(2, 5.0))
+        return {name: mean.tolist() for name, mean in step.grads.items()}
+
+    assert run_world(2, body) == [{"in": [5.0] * 2, "out": [5.0] * 2}] * 2
+
+
+def test_a_mean_of_the_last_step_that_is_overwritten_is_to_be_copied_unless_its_place_was_asked_for():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2)}, group, gradient_as_bucket_view=True)
+        with sync.step() as step:
+            step.ready("a", np.ones(2))
+        mean = step.grads["a"]
+        with sync.step() as step:
+            step.add("a", np.full(2, 5.0))
+            with pytest.raises(UsageError, match="copy it before the step"):
+                step.ready("a", mean)
+            step.ready("a")
+        with sync.step() as step:
+            step.add("a", step.place("a"))
+            with pytest.raises(UsageError, match="call ready\\(name\\) alone"):
+                step.ready("a", mean)
+            step.ready("a")
+
+    assert run_world(1, body) == [None]
+
+
+def test_the_mean_is_of_the_kind_in_which_the_place_was_passed():
+    torch = pytest.importorskip("torch")
+
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2)}, group)
+        with sync.step() as step:
+            place = step.place("a")
+            place[...] = 5.0
+            step.ready("a", torch.from_numpy(place))
+        return type(step.grads["a"])
+
+    assert run_world(1, body) == [torch.Tensor]
