@@ -14,6 +14,8 @@ from ferrorpc.v1 import session_pb2 as wire, store_pb2
 from ferrorpc.wire.limits import FRAME_BYTES_MAX, VALUE_BYTES_MAX
 
 STORE_OVERHEAD_BYTES: Final = 4 << 10
+RETURN_MILLISECONDS: Final = 2000
+"""Within this time members are back at a restarted coordinator. Less than REPLY_MARGIN_SECONDS, with which they wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +44,8 @@ class Request:
         return self.answer
 
     def frame_after(self, seconds: float) -> wire.ClientFrame:
-        """The frame to send once it has waited for so long: a coordinator that has forgotten it waits for what is left."""
+        """The frame to send once it has waited for so long: a coordinator that has forgotten it waits for what is left, and at
+        least until other members can be back, too."""
         frame = wire.ClientFrame()
         frame.CopyFrom(self.frame)  # the one that was sent may not have been written yet
         body = getattr(frame, frame.WhichOneof("body") or "")
@@ -50,7 +53,8 @@ class Request:
             body = getattr(body, body.WhichOneof("operation") or "")
         for name in ("timeout_ms", "wait_ms"):
             if name in body.DESCRIPTOR.fields_by_name:
-                setattr(body, name, max(0, getattr(body, name) - round(seconds * 1000)))
+                asked_ms = getattr(body, name)
+                setattr(body, name, max(asked_ms - round(seconds * 1000), min(asked_ms, RETURN_MILLISECONDS)))
         return frame
 
 

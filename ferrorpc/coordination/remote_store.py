@@ -104,7 +104,7 @@ class RemoteStore(Store):
         while not self._turns.wait_for(self._take_turn, SYSTEM_CLOCK.now() + self._timeout):
             if not self._connection.outage():
                 text = f"{label} had no turn for {self._timeout:g} s: {WRITES_MAX} others have no answer"
-                raise StoreTimeoutError(text, hint="look at the coordinator's log; this write was not sent")
+                raise StoreTimeoutError(text, hint="look at the coordinator's log; this write was not sent", retryable=True)
         try:
             return self._ask(label, **operation)
         finally:

@@ -16,7 +16,14 @@ from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.connect import NcclConnector
 from ferrorpc.backends.nccl.identity import Identity, judge
 from ferrorpc.coordination.local import LocalWorld
-from ferrorpc.errors import BackendUnavailableError, FerroError, GroupAbortedError, NcclError, PeerLostError
+from ferrorpc.errors import (
+    BackendUnavailableError,
+    BarrierTimeoutError,
+    FerroError,
+    GroupAbortedError,
+    NcclError,
+    PeerLostError,
+)
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
@@ -216,6 +223,20 @@ def test_the_fake_refuses_what_nccl_refuses() -> None:
 
 def test_ranks_that_differ_in_nothing_that_matters_pass() -> None:
     judge([Identity("GPU-a", 22809, "nccl4py", "one"), Identity("GPU-b", 22809, "cupy.cuda.nccl", "two")])
+
+
+def test_where_the_coordinator_does_not_answer_its_error_is_told_and_no_rank_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2)
+
+    def barrier(name: str, payload: bytes = b"", *, ranks: Any = None, timeout: float = 0.0) -> list[bytes]:
+        world.sleep(timeout)
+        raise BarrierTimeoutError([], "the coordinator has not answered", hint="look at its log", retryable=True)
+
+    for session in world.sessions:
+        monkeypatch.setattr(session, "barrier", barrier)
+    for error in world.run(2, world.connect):
+        assert isinstance(error, BarrierTimeoutError)
+        assert error.retryable
 
 
 def test_subgroups_and_streams_are_split_off_without_an_id(cupy: StandIn) -> None:

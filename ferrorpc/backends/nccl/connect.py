@@ -81,6 +81,7 @@ class NcclConnector:
 
         Raises:
             NcclError: no attempt succeeded; the message says who did not come, or what each rank met.
+            BarrierTimeoutError: the coordinator does not answer.
             FerroError: the cause that ended the generation.
         """
         problem, attempt = "", 0
@@ -174,12 +175,17 @@ class NcclConnector:
 
         Args:
             own: this rank's problem; "" for none.
+
+        Raises:
+            BarrierTimeoutError: the coordinator does not answer.
         """
         said = own.encode()[:1024] or _GOOD
         timeout = self._verdict_seconds + (0 if own else self._seconds)
         try:
             texts = self._session.barrier(f"ferrorpc/nccl/{name}/{attempt}", said, ranks=ranks, timeout=timeout)
         except BarrierTimeoutError as late:
+            if not late.missing:  # it is the coordinator that does not answer
+                raise
             known = self._session.described(late.missing)
             who = ", ".join(f"rank {rank}" for rank in late.missing)
             return f"{who} did not arrive" + (f" ({known})" if known else "") + (f"; here: {own}" if own else "")

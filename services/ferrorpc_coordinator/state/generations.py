@@ -239,9 +239,9 @@ class Generations:
         if reason == PEER_LEFT:
             return peer.rank not in generation.reforming and now < reported + max(peer.lease_ns, settings.grace_ns)
         # Who has missed a beat may be dead; who has missed them for longer than a dead one's session takes to end is held up.
-        heard = max(reported, now - settings.missed_beat_ns)
         return any(
-            member.last_heard <= heard and now < member.last_heard + max(member.lease_ns, settings.grace_ns)
+            member.last_heard <= max(reported, now - settings.missed_beat_ns(member.lease_ns))
+            and now < member.last_heard + max(member.lease_ns, settings.grace_ns)
             for member in (reporter, peer)
         )
 

@@ -319,7 +319,7 @@ class Job:
             resume_token=admitted.token,
             incarnation=member.incarnation,
             lease_ms=member.lease_ns // MILLISECOND,
-            heartbeat_interval_ms=max(1, min(settings.heartbeat_ns, member.lease_ns // 4) // MILLISECOND),
+            heartbeat_interval_ms=max(1, settings.beat_ns(member.lease_ns) // MILLISECOND),
             resumed=admitted.resumed,
             durable=settings.durable,
         )

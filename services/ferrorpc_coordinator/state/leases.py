@@ -59,7 +59,7 @@ class Leases:
         """Its stream ended without a Leave."""
         member.stream = None
         now, grace = self._context.now, self._context.settings.grace_ns
-        member.fell_silent = now - member.last_heard >= self._context.settings.missed_beat_ns
+        member.fell_silent = now - member.last_heard >= self._context.settings.missed_beat_ns(member.lease_ns)
         self._set_liveness(member, Liveness.SUSPECT, "its session ended")
         self._arm(member, max(now, min(now + grace, member.last_heard + member.lease_ns)))
 

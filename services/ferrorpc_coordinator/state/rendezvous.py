@@ -169,7 +169,7 @@ class Rendezvous:
         came = self._came(low)
         world = str(low) if low == high else f"{low} to {high}"
         reason = f"{len(came)} of {world} members ask to join"
-        not_joining = self._living_without(list(self._pending.values()))
+        not_joining = self._held_up_by(low)
         if not_joining:
             reason += f"; generation {self._context.newest_generation} goes on until its other members ask too: "
             reason += ", ".join(str(member) for member in not_joining[:8]) + (", ..." if len(not_joining) > 8 else "")
@@ -186,6 +186,12 @@ class Rendezvous:
         """Who has asked to join, for those who wait; without those whose stream has ended, where only these are missing."""
         asked = [*self._pending.values(), *timed_out]
         return asked if len(asked) < low else [*self._ready(), *timed_out]
+
+    def _held_up_by(self, low: int, timed_out: Sequence[PendingJoin] = ()) -> list[Member]:
+        """Living members of the newest generation that have not asked to join; where enough came, also those that have, but
+        whose stream has ended."""
+        joining = self._ready() if len(self._came(low, timed_out)) >= low else self._pending.values()
+        return self._living_without([*joining, *timed_out])
 
     def _living_without(self, joining: Sequence[PendingJoin]) -> list[Member]:
         """Living members of the newest generation that are not among these."""
@@ -385,7 +391,7 @@ class Rendezvous:
         head = f"{pending.member} waited {format_seconds(self._context.now - pending.since)} to join job {self._context.job}: "
         present = "; ".join(self._members.summary(other.member) for other in list(self._pending.values())[:NAMED_MAX])
         timed_out = self._timed_out_before(pending)
-        not_joining = self._living_without([*self._pending.values(), *timed_out])
+        not_joining = self._held_up_by(pending.size[0], timed_out)
         newest = self._generations.newest
         if not_joining and newest is not None:
             ranks = [member.rank for member in not_joining]

@@ -118,14 +118,13 @@ class Settings:
     @property
     def silence_ns(self) -> int:
         """After this time without a frame several beats are missing, of members with the usual lease."""
-        return 3 * self._beat_ns
+        return 3 * self.beat_ns(self.lease_ns)
 
-    @property
-    def missed_beat_ns(self) -> int:
-        """Who sent no frame for this long missed a beat. The connection to a host that vanished takes longer to end, with the
-        usual heartbeat: 1.5 s after the first data that was not acknowledged."""
-        return 2 * self._beat_ns
+    def missed_beat_ns(self, lease_ns: int) -> int:
+        """Who has this lease, and sent no frame for this long, missed a beat. The connection to a host that vanished takes
+        longer to end, with the usual heartbeat: 1.5 s after the first data that was not acknowledged."""
+        return 2 * self.beat_ns(lease_ns)
 
-    @property
-    def _beat_ns(self) -> int:
-        return min(self.heartbeat_ns, self.lease_ns // 4)
+    def beat_ns(self, lease_ns: int) -> int:
+        """The heartbeat interval of a member with this lease."""
+        return min(self.heartbeat_ns, lease_ns // 4)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import ferrorpc
 from ferrorpc import ConfigError, CoordinatorUnavailableError, UsageError
-from ferrorpc.bootstrap.environment import LaunchInfo
+from ferrorpc.bootstrap import process_group
+from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch
 from ferrorpc.bootstrap.process_group import _address_now, _job_of_run
 from ferrorpc.config import Config
 from ferrorpc.transports.grpc.server import WorkerServer
@@ -115,6 +117,14 @@ def test_a_worker_that_listens_everywhere_is_dialled_at_its_address_of_today(
     address = _address_now(server, "192.0.2.1:29700", Config(settings, {}))
     server.close()
     assert address == server.address == f"10.0.0.{9 if moved else 1}:{port}"
+
+
+def test_streams_to_peers_last_as_long_as_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "RemoteSession", lambda *_, **__: SimpleNamespace(on_leave=lambda close: None))
+    settings = Config({"coordinator": "127.0.0.1:9", "world_size": "2", "lease": 40.0}, {})
+    _, server = process_group._remote_session(settings, detect_launch({}, settings))
+    server.close()
+    assert server._lease_seconds == 40.0
 
 
 def test_an_address_of_no_use_to_peers_is_waited_out_by_a_member(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The connection to the coordinator: nobody waits for an answer that cannot come."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import SimpleNamespace
@@ -162,6 +164,41 @@ def test_a_request_that_was_interrupted_is_not_sent_again_after_an_outage(monkey
     with pytest.raises(KeyboardInterrupt):
         up.ask("an add", 1.0, StoreTimeoutError, store=A_SET)
     assert not up._requests.unanswered()
+
+
+def test_the_first_frame_of_each_stream_is_its_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may take long to make, while heartbeats are due; they go out as soon as it has, whatever the Welcome waits for."""
+    streams: list[list[str]] = []
+    beats = threading.Event()
+    joining = connection()
+    joining._interval = 0.01
+
+    def hello(token: str) -> wire.Hello:
+        time.sleep(0.1)
+        return wire.Hello()
+
+    def dial(_: object) -> Any:
+        sent: list[str] = []
+        streams.append(sent)
+        beats.clear()
+
+        def send(frame: wire.ClientFrame) -> None:
+            sent.append(str(frame.WhichOneof("body")))
+            if sent[-1] == "beat":
+                beats.set()
+
+        def frames() -> Iterator[wire.ServerFrame]:
+            assert beats.wait(20)
+            yield wire.ServerFrame(welcome=wire.Welcome(resume_token="token"))
+
+        return SimpleNamespace(send=send, frames=frames, close=lambda: None)
+
+    monkeypatch.setattr(joining._listener, "hello", hello)
+    monkeypatch.setattr(module, "SessionStream", dial)
+    joining.start()
+    eventually(lambda: len(streams) >= 3)
+    joining.close(AuthenticationError("it has left"))
+    assert [sent[:2] for sent in streams[:2]] == [["hello", "beat"]] * 2
 
 
 def test_a_connection_that_ends_while_it_is_dialled_says_nothing_on_the_new_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.coordination.pending_requests import PendingRequests, check_size
+from ferrorpc.coordination.connection import REPLY_MARGIN_SECONDS
+from ferrorpc.coordination.pending_requests import RETURN_MILLISECONDS, PendingRequests, check_size
 from ferrorpc.errors import LimitExceededError, PeerLostError, StaleGenerationError
 from ferrorpc.guard import Latch
 from ferrorpc.v1 import barrier_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
@@ -72,9 +73,18 @@ def test_some_can_be_failed_and_the_others_go_on():
     ],
 )
 def test_what_is_sent_again_waits_for_the_rest_of_its_time(body: dict[str, Any], waits: Callable[[Any], int]):
+    """But for as long as others may need to be back, too: whoever is back first would time out for all."""
     request = PendingRequests().add("a wait", None, 0.0, **body)
-    assert [waits(request.frame_after(seconds)) for seconds in (0.0, 2.5, 9.5)] == [9000, 6500, 0]
+    assert [waits(request.frame_after(seconds)) for seconds in (0.0, 2.5, 9.5)] == [9000, 6500, RETURN_MILLISECONDS]
     assert waits(request.frame) == 9000, "the one that was sent may still be written"
+    assert RETURN_MILLISECONDS < 1000 * REPLY_MARGIN_SECONDS
+
+
+@pytest.mark.parametrize("asked_ms", [0, 500])
+def test_what_is_sent_again_waits_no_longer_than_it_was_to(asked_ms: int):
+    wait = store_pb2.StoreRequest(get=store_pb2.GetOperation(wait_ms=asked_ms))
+    request = PendingRequests().add("a wait", None, 0.0, store=wait)
+    assert request.frame_after(0.4).store.get.wait_ms == asked_ms
 
 
 @pytest.mark.parametrize("body", [describe(), {"store": store_pb2.StoreRequest(set=store_pb2.SetOperation(key="k"))}])

@@ -83,8 +83,9 @@ def test_no_more_writes_are_under_way_than_a_coordinator_remembers():
         assert connection.full.wait(20)
         hasty = RemoteStore(connection, 20.0)
         hasty._writing, hasty._timeout = WRITES_MAX, 0.05
-        with pytest.raises(StoreTimeoutError, match="no turn"):
+        with pytest.raises(StoreTimeoutError, match="no turn") as caught:
             hasty.set("k", b"v")
+        assert caught.value.retryable
         connection.answers.set()
         assert [each.result(20) for each in sums] == [1] * len(sums)
     assert connection.most == WRITES_MAX

@@ -103,6 +103,20 @@ def test_a_link_to_a_silent_peer_is_blamed_once_its_lease_is_over() -> None:
     assert causes(world) == [ErrorCode.GROUP_ABORTED]
 
 
+@pytest.mark.parametrize("lease_ms", [200, 500, 3000])
+@pytest.mark.parametrize("phase_ms", [0, 50, 150, 240])
+def test_beats_are_missed_by_the_lease_of_their_member_not_by_the_usual_one(lease_ms: int, phase_ms: int) -> None:
+    """Who has a longer lease than others beats less often."""
+    world = World(Settings(lease_ns=lease_ms * MILLISECOND))
+    for name in "ab":
+        world.hello(name, lease_ms=3000)
+    join(world, "a", "b")
+    world.tick(SECOND + phase_ms * MILLISECOND)
+    report_a_lost_link(world)
+    world.tick(3 * SECOND)
+    assert causes(world) == [ErrorCode.GROUP_ABORTED]
+
+
 @pytest.mark.parametrize("peer", [0, 2])
 def test_a_link_to_itself_or_to_a_rank_that_is_not_there_cannot_be_lost(peer: int) -> None:
     world = World()
