@@ -191,13 +191,14 @@ def test_the_first_frame_of_each_stream_is_its_hello(monkeypatch: pytest.MonkeyP
             assert beats.wait(20)
             yield wire.ServerFrame(welcome=wire.Welcome(resume_token="token"))
 
-        return SimpleNamespace(send=send, frames=frames, close=lambda: None)
+        return SimpleNamespace(send=send, frames=frames, close=beats.set)
 
     monkeypatch.setattr(joining._listener, "hello", hello)
     monkeypatch.setattr(module, "SessionStream", dial)
     joining.start()
     eventually(lambda: len(streams) >= 3)
     joining.close(AuthenticationError("it has left"))
+    eventually(lambda: joining._reader not in [thread.ident for thread in threading.enumerate()])
     assert [sent[:2] for sent in streams[:2]] == [["hello", "beat"]] * 2
 
 
