@@ -156,14 +156,14 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
 
 def test_who_comes_back_while_the_coordinators_disk_is_stuck_stays_a_member(durable, tmp_path, monkeypatch):
     """Its Welcome waits for the rows of others, so it is heard of before that."""
-    monkeypatch.setattr(connection, "WELCOME_SECONDS", 3 * IMPATIENT["lease"])
-    sessions = join_all(durable.address, 2, **IMPATIENT)
+    monkeypatch.setattr(connection, "WELCOME_SECONDS", 2.5)
+    sessions = join_all(durable.address, 2, lease=2.0, heartbeat_interval=0.2)
     with contextlib.closing(sqlite3.connect(tmp_path / "journal" / "journal.sqlite")) as disk, ThreadPoolExecutor(1) as pool:
         disk.execute("BEGIN IMMEDIATE")
         write = pool.submit(sessions[0].store.set, "k", b"v")
         time.sleep(0.5)
         sessions[1]._connection._stream.close()
-        time.sleep(5 * IMPATIENT["lease"])
+        time.sleep(4.5)  # longer than a stream without a Welcome is kept, which is longer than the lease
         disk.rollback()
         write.result(30)
     assert sessions[1].store.get("k", timeout=20) == b"v"
