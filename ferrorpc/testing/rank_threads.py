@@ -64,10 +64,14 @@ class RankThreads:
         still = [
             f"{thread.name!r} in {position(frames.get(thread.ident or 0))}" for thread in self._threads if thread.is_alive()
         ]
-        return FerroError(
+        error = FerroError(
             f"{len(still)} of {len(self._groups)} ranks still run after {WALL_SECONDS:g} s: {'; '.join(still)}",
             hint="look at what each waits for, and give waits outside of ferrorpc a timeout; if it is only slow, compute less",
         )
+        for thread in threading.enumerate():  # such as the one that drives asynchronous operations
+            if thread not in self._threads and thread is not threading.current_thread():
+                error.add_note(f"thread {thread.name!r} is in {position(frames.get(thread.ident or 0))}")
+        return error
 
     def _abandon(self, error: BaseException) -> None:
         """Ends the ranks at their next operation."""

@@ -297,6 +297,21 @@ def test_ranks_that_still_run_are_named_with_where_they_are(monkeypatch) -> None
     assert "report this" not in str(raised.value)
 
 
+def test_so_are_the_threads_that_work_for_them(monkeypatch) -> None:
+    monkeypatch.setattr(rank_threads, "WALL_SECONDS", 1.0)
+    go_on = threading.Event()
+
+    def helped(group) -> None:
+        helper = threading.Thread(target=go_on.wait, args=(60,), name="helper", daemon=True)
+        helper.start()
+        helper.join(60)
+
+    with pytest.raises(FerroError, match="1 of 1 ranks still run") as raised:
+        run_world(1, helped, clock=SYSTEM_CLOCK)
+    go_on.set()
+    assert any(note.startswith("thread 'helper' is in ") for note in raised.value.__notes__)
+
+
 INFINITE = float("inf")
 NAN = float("nan")
 
