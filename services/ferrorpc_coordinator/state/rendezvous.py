@@ -171,13 +171,19 @@ class Rendezvous:
         reason = f"{len(came)} of {world} members ask to join"
         not_joining = self._held_up_by(low)
         if not_joining:
-            reason += f"; generation {self._context.newest_generation} goes on until its other members ask too: "
+            reason += f"; {self._unfinished()}: "
             reason += ", ".join(str(member) for member in not_joining[:8]) + (", ..." if len(not_joining) > 8 else "")
         elif missing := self._missing_ranks(came, first):
             reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._describe_ranks(missing[:NAMED_MAX])}"
-        elif self._last_call is not None:
+        if self._last_call is not None:
             reason += f"; last call for {format_seconds(max(0, self._last_call - self._context.now))} more"
         return f"{reason}; refused: {'; '.join(self._refused.values())}" if self._refused else reason
+
+    def _unfinished(self) -> str:
+        """What the newest generation does while living members of it have not asked to join."""
+        newest = self._generations.newest
+        state = "is over" if newest is None or newest.over else "goes on"
+        return f"generation {self._context.newest_generation} {state}, its members have not all asked for another"
 
     def _ready(self) -> list[PendingJoin]:
         return [pending for pending in self._pending.values() if pending.member.connected]
@@ -390,14 +396,15 @@ class Rendezvous:
     def _timeout_error(self, pending: PendingJoin) -> RendezvousTimeoutError:
         head = f"{pending.member} waited {format_seconds(self._context.now - pending.since)} to join job {self._context.job}: "
         present = "; ".join(self._members.summary(other.member) for other in list(self._pending.values())[:NAMED_MAX])
-        timed_out = self._timed_out_before(pending)
-        not_joining = self._held_up_by(pending.size[0], timed_out)
+        gave_up = [other for other, when in self._timed_out.values() if when >= pending.since]
+        timed_out = gave_up if len(self._ready()) + len(gave_up) < pending.size[0] else []
+        # Who gave up is named only where nobody else holds the round up.
+        not_joining = self._held_up_by(pending.size[0], gave_up) or self._held_up_by(pending.size[0], timed_out)
         newest = self._generations.newest
         if not_joining and newest is not None:
             ranks = [member.rank for member in not_joining]
             about = "; ".join(self._members.summary(member) for member in not_joining[:NAMED_MAX])
-            state = "is over" if newest.over else "goes on"
-            head += f"generation {newest.number} {state}, its members did not all ask for another: {about}"
+            head += f"{self._unfinished()}: {about}"
             spare = not newest.over and pending.member.rank < 0  # a place can become free at any time
             return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}{self._refusals()}", retryable=spare)
         return self._missing_error(pending, timed_out, head, f"Present: {present}")
@@ -409,11 +416,6 @@ class Rendezvous:
             self._timed_out.clear()
         elif next(iter(self._timed_out.values()))[1] < oldest.since:
             self._timed_out = {name: one for name, one in self._timed_out.items() if one[1] >= oldest.since}
-
-    def _timed_out_before(self, pending: PendingJoin) -> list[PendingJoin]:
-        """The requests that timed out while this one waited for the same missing members."""
-        earlier = [other for other, when in self._timed_out.values() if when >= pending.since]
-        return earlier if len(self._ready()) + len(earlier) < pending.size[0] else []
 
     def _missing_error(
         self, pending: PendingJoin, timed_out: list[PendingJoin], head: str, present: str
@@ -430,7 +432,7 @@ class Rendezvous:
             return RendezvousTimeoutError(ranks, f"{head}. {present}{rest}{self._other_losses(ranks)}", hint=hint)
         missing = max(0, low - len(came))
         unknown = [f"one more member ({number} of {missing})" for number in range(1, missing + 1)]
-        head += f"{missing} missing whose ranks nobody claimed"
+        head += f"{missing} missing whose ranks nobody claimed" if missing else "and others were still called for"
         return RendezvousTimeoutError(unknown, f"{head}. {present}{rest}{self._other_losses([])}", hint=hint)
 
     def _missing_ranks(self, came: list[PendingJoin], pending: PendingJoin) -> list[int]:

@@ -206,6 +206,31 @@ def test_a_round_without_survivors_waits_for_the_longest_last_call() -> None:
     assert [world.clients[name].generation for name in "bc"] == [2, 2]
 
 
+def test_who_times_out_during_a_last_call_is_told_of_nobody_missing() -> None:
+    world = World()
+    for name in "ab":
+        ask_elastic(world, name, 2, 3, last_call_ms=90_000)
+    world.tick(60 * SECOND)
+    missing = [field for field in error(world, "a").fields if field.name == "missing"]
+    assert not any(field.integers.values or field.texts.values or field.rank_texts.texts for field in missing)
+    assert "2 of 2 to 3 came, and others were still called for" in error(world, "a").message
+
+
+def test_who_waits_for_survivors_of_a_generation_that_is_over_sees_the_last_call() -> None:
+    world = World()
+    for name in "abx":
+        ask_elastic(world, name, 1, 3)
+        world.tick(SECOND)
+    for name in "abx":
+        ask_elastic(world, name, 1, 3)
+    generation = world.clients["a"].generation
+    world.ask("x", leave={"reason": "killed"})
+    ask_elastic(world, "b", 1, 3)
+    reason = world.coordinator.jobs["job"].rendezvous.waiting_reason()
+    told = f"generation {generation} is over, its members have not all asked for another: a; last call for 5.0 s more"
+    assert reason == f"1 of 1 to 3 members ask to join; {told}"
+
+
 def test_a_member_that_asked_and_whose_stream_ended_is_waited_for_until_it_is_dead() -> None:
     world = World()
     for name in ("a", "b"):
