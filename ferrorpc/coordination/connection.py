@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.coordination.condition import Condition
 from ferrorpc.coordination.journal_errors import journal_lost, journal_older
+from ferrorpc.coordination.outages import Outages
 from ferrorpc.coordination.pending_requests import PendingRequests, Request, check_size
 from ferrorpc.coordination.session_stream import SessionStream
 from ferrorpc.coordination.wait_log import WaitLog
@@ -80,9 +81,7 @@ class Connection:
     Args:
         connect: makes a channel to the coordinator.
         listener: the owner.
-        join_timeout: seconds that it may refuse a member without a session, for a reason that may pass; and the most it may
-            be unreachable until `joined` is called.
-        max_outage: seconds it may be unreachable at all.
+        join_timeout, max_outage: as for `Outages`.
         heartbeat_interval: seconds between heartbeats, unless the coordinator wants them more often.
     """
 
@@ -116,15 +115,7 @@ class Connection:
         self._opened_at = clock.now()
         self._greeted = False
         """This stream's Hello is sent, so heartbeats may follow. Its Welcome may wait long, for the coordinator's disk."""
-        self._down_since: float | None = clock.now()
-        self._away_seconds = 0.0
-        """Of all outages that are over."""
-        self._loss_logged = False
-        """Its loss was logged as a warning, so its return is, too."""
-        self._failure: FerroError = CoordinatorUnavailableError(f"nobody has answered at {connect.address} yet")
-        self._join_timeout = join_timeout
-        self._outage_limit = min(join_timeout, max_outage)
-        self._max_outage = max_outage
+        self._outages = Outages(connect.address, clock, join_timeout, max_outage)
         self._interval = heartbeat_interval
         self._reader = 0
         """The reading thread's identifier."""
@@ -138,7 +129,7 @@ class Connection:
 
     def joined(self) -> None:
         """This member has a generation to lose, so from now on it waits up to `max_outage` for the coordinator."""
-        self._outage_limit = self._max_outage
+        self._outages.joined()
         if self.memory.cause is not None:
             self.memory = Latch()
 
@@ -155,8 +146,8 @@ class Connection:
         with self._condition.lock:
             if self.ended_by is not None:  # close() has failed the waiting requests, and fails no later one
                 raise self.ended_by.again()
-            request = self._requests.add(label, latch, self._connected_time(), **body)
-            if self._down_since is None:
+            request = self._requests.add(label, latch, self._outages.uptime(), **body)
+            if self._outages.is_up:
                 self._send(request.frame)
         return request
 
@@ -223,7 +214,7 @@ class Connection:
         wait_log = WaitLog(self._clock.now())
 
         def settled() -> bool | None:
-            return True if self._down_since is None or self.ended_by is not None else None
+            return True if self._outages.is_up or self.ended_by is not None else None
 
         while self._condition.wait_for(settled, min(until, wait_log.due)) is None:
             now, why = self._clock.now(), self.outage()
@@ -238,13 +229,7 @@ class Connection:
 
     def outage(self) -> str:
         """Why the connection is down; empty while it is up."""
-        down_since = self._down_since
-        if down_since is None:
-            return ""
-        seconds, failure = self._clock.now() - down_since, self._failure
-        if isinstance(failure, CoordinatorUnavailableError):
-            return f"no coordinator at {self.address} for {seconds:.1f} s ({failure.message})"
-        return f"the coordinator at {self.address} refuses this process ({failure.message})"
+        return self._outages.describe()
 
     def wake(self) -> None:
         """Wakes all waiting callers, because a latch has tripped."""
@@ -286,13 +271,9 @@ class Connection:
         """Clock time until which a request waits. Its time does not run during an outage, but goes on after it: where large
         packets are lost, streams come up and break again for ever."""
         with self._condition.lock:
-            if self._down_since is not None:
+            if not self._outages.is_up:
                 return self._clock.now() + BACKOFF_MAX_SECONDS
-            return request.began + self._away_seconds + seconds + REPLY_MARGIN_SECONDS
-
-    def _connected_time(self) -> float:
-        """Clock time without the outages. The caller holds the lock."""
-        return (self._clock.now() if self._down_since is None else self._down_since) - self._away_seconds
+            return self._clock.now() + request.began + seconds + REPLY_MARGIN_SECONDS - self._outages.uptime()
 
     def _send(self, frame: wire.ClientFrame) -> None:
         assert self._stream is not None
@@ -364,16 +345,11 @@ class Connection:
     def _went_down(self, failure: FerroError) -> bool:
         """Notes that the stream has ended or could not be opened. Returns whether it was up."""
         with self._condition.lock:
-            was_up, is_news = self._down_since is None, failure.code is not self._failure.code
-            self._greeted = False
-            if was_up:
-                self._down_since = self._clock.now()
-                self._loss_logged = self.ended_by is None and self.leave_error is None
-            self._failure = failure
+            was_up, self._greeted = self._outages.is_up, False
+            warning = self._outages.begin(failure, self.ended_by is not None or self.leave_error is not None)
             self._condition.notify_all()
-        if self._loss_logged and (was_up or is_news):  # without the lock, which a log handler that ends the generation needs
-            said = "lost" if was_up else "still without"
-            tell(_log, logging.WARNING, "%s the coordinator at %s: %s", said, self.address, failure.message)
+        if warning:  # without the lock, which a log handler that ends the generation needs
+            tell(_log, logging.WARNING, "%s", warning)
         return was_up
 
     def _handle_frame(self, frame: wire.ServerFrame) -> None:
@@ -402,29 +378,19 @@ class Connection:
         if self._token and not same:
             self._forget_session(journal_older(self.address, self._last_position, position), position.cluster_id)
         self._listener.welcomed()
-        down_since = self._down_since
+        warning = ""
         with self._condition.lock:
             self._token, self.cluster_id = welcome.resume_token, position.cluster_id
             if welcome.heartbeat_interval_ms:
                 self._interval = min(self._interval, welcome.heartbeat_interval_ms / 1000)
             if self.ended_by is None:
-                if down_since is not None:
-                    self._away_seconds += self._clock.now() - down_since
-                self._down_since = None
+                warning = self._outages.end()
                 for request in self._requests.unanswered():
-                    self._send(request.frame_after(self._connected_time() - request.began))
+                    self._send(request.frame_after(self._outages.uptime() - request.began))
             self._condition.notify_all()
         session = "the session goes on" if welcome.resumed and same else "this is a new session"
-        if self._loss_logged and down_since is not None:
-            self._loss_logged = False
-            tell(
-                _log,
-                logging.WARNING,
-                "the coordinator at %s is back after %.1f s: %s",
-                self.address,
-                self._clock.now() - down_since,
-                session,
-            )
+        if warning:
+            tell(_log, logging.WARNING, "%s: %s", warning, session)
         else:
             tell(_log, logging.INFO, "the coordinator at %s answered: %s", self.address, session)
         self._heartbeat_parker.unpark()
@@ -458,17 +424,11 @@ class Connection:
         return bool(self._token) or not error.retryable
 
     def _give_up_after_outage(self) -> None:
-        down_since, refused = self._down_since, not isinstance(self._failure, CoordinatorUnavailableError)
-        is_joining = refused and not self._token
-        limit = max(self._outage_limit, self._join_timeout) if is_joining else self._outage_limit
-        if down_since is None or self._clock.now() - down_since < limit:
-            return
-        if refused:
-            self._fail(self._failure)
-            return
-        seconds, last = self._outage_limit, self._failure.message
-        nobody = f"nobody answered at {self.address} for {seconds:g} s; the last attempt: {last}"
-        self._fail(self._connect.diagnose() or CoordinatorUnavailableError(nobody))
+        error = self._outages.final_error(has_session=bool(self._token))
+        if isinstance(error, CoordinatorUnavailableError):
+            error = self._connect.diagnose() or error
+        if error is not None:
+            self._fail(error)
 
     def _fail(self, error: FerroError) -> None:
         self._listener.session_ended(error)  # first, so that a caller that sees the end finds the generation broken, too
@@ -489,7 +449,7 @@ class Connection:
             with self._condition.lock:
                 if self._stream is not None and self._greeted:
                     self._stream.send(wire.ClientFrame(beat=self._listener.beat()))
-                if self._down_since is not None and self._clock.now() >= self._opened_at + WELCOME_SECONDS:
+                if not self._outages.is_up and self._clock.now() >= self._opened_at + WELCOME_SECONDS:
                     unanswered = self._stream
             if unanswered is not None:
                 unanswered.close()  # the reading thread sees the end and reconnects
