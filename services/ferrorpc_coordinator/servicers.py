@@ -25,7 +25,7 @@ from ferrorpc_coordinator.first_message import first_message
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
-from ferrorpc_coordinator.state.store import sets_a_value
+from ferrorpc_coordinator.state.store import may_answer_much, sets_a_value
 from ferrorpc_coordinator.unread import ANSWERS_BYTES_MAX, UNREAD_BYTES_MAX, UnreadBytes
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
@@ -52,7 +52,7 @@ def _sets_a_value(request: UnaryRequest) -> bool:
 
 def _may_answer_much(request: UnaryRequest) -> bool:
     if isinstance(request, session_pb2.UnaryStoreRequest):
-        return request.request.WhichOneof("operation") not in ("set", "add", "delete")
+        return may_answer_much(request.request)
     return not isinstance(request, session_pb2.UnaryReportRequest)
 
 

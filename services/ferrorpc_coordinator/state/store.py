@@ -25,19 +25,40 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 from ferrorpc_coordinator.state.watches import Watches
 from ferrorpc_coordinator.state.write_results import WriteResults
 
-_GROWING: Final = frozenset({"set", "add", "compare_set"})
-"""Operations that enlarge the journal."""
-_WRITES: Final = _GROWING | {"delete"}
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """One of the oneof `operation` of a request.
+
+    Attributes:
+        run: carries it out. Returns None where it answers later, or by itself.
+        writes: its result is kept, so that a request that is repeated has no second effect.
+        grows: it enlarges the journal.
+        answers_little: its answer is small, whatever the store holds.
+    """
+
+    run: Callable[[Store, Requester, Any], store_pb2.StoreResponse | None]
+    writes: bool = False
+    grows: bool = False
+    answers_little: bool = False
 
 
 def sets_a_value(request: store_pb2.StoreRequest) -> bool:
     """Whether a request contains a value, so that it may be as large as one."""
-    return request.WhichOneof("operation") in ("set", "compare_set")
+    name = request.WhichOneof("operation")
+    return name is not None and "value" in getattr(request, name).DESCRIPTOR.fields_by_name
 
 
 def writes_or_waits(request: store_pb2.StoreRequest) -> bool:
     """Whether a request may leave something in a job that is empty."""
-    return request.WhichOneof("operation") in _GROWING | {"wait"} or request.get.wait_ms > 0
+    name = request.WhichOneof("operation")
+    return name is not None and (_OPERATIONS[name].grows or name == "wait" or request.get.wait_ms > 0)
+
+
+def may_answer_much(request: store_pb2.StoreRequest) -> bool:
+    """Whether the answer to a request may be large."""
+    name = request.WhichOneof("operation")
+    return name is None or not _OPERATIONS[name].answers_little
 
 
 @dataclass(slots=True, eq=False)
@@ -73,17 +94,6 @@ class Store:
         self._waited_keys = 0
         """The number of missing keys of all waiters together."""
         self._numbers = 0
-        self._operations: dict[str, Callable[[Requester, Any], store_pb2.StoreResponse | None]] = {
-            "set": self._set,
-            "get": self._get,
-            "add": self._add,
-            "compare_set": self._compare_set,
-            "wait": self._wait,
-            "delete": self._delete,
-            "keys": self._keys,
-            "watch": self._watch,
-            "unwatch": self._unwatch,
-        }
 
     def request(self, requester: Requester, request: store_pb2.StoreRequest) -> None:
         """Answers a request, at once or when its keys exist.
@@ -94,22 +104,21 @@ class Store:
         name = request.WhichOneof("operation")
         if name is None:
             raise UsageError("a store request without an operation, or with one that this coordinator does not know")
-        operation = getattr(request, name)
-        writes = name in _WRITES
-        if writes and (known := self.write_results.find(requester.client, request.request_id)) is not None:
+        kind, operation = _OPERATIONS[name], getattr(request, name)
+        if kind.writes and (known := self.write_results.find(requester.client, request.request_id)) is not None:
             self._context.answer(requester, self._completed(known, name, operation))
             return
-        if self._context.shared.full and name in _GROWING:
+        if self._context.shared.full and kind.grows:
             raise LimitExceededError(
                 f"the store refuses {name} for now: the disk of the coordinator's journal is full",
                 hint="make room on that disk, or delete keys; writes are then accepted again",
                 retryable=True,
             )
         before = self._context.durable_state.revision
-        response = self._operations[name](requester, operation)
+        response = kind.run(self, requester, operation)
         if response is None:
             return
-        if writes and self._context.durable_state.revision != before:
+        if kind.writes and self._context.durable_state.revision != before:
             kept = store_pb2.StoreResponse(found=response.found, number=response.number, revision=response.revision)
             self.write_results.keep(requester.client, request.request_id, kept)
         self._context.answer(requester, response)
@@ -343,3 +352,16 @@ class Store:
     def _stop_waiting(self, owner: str | int) -> None:
         for waiter in list(self._waiters_of.get(owner, {}).values()):
             self._give_up(waiter)
+
+
+_OPERATIONS: Final = {
+    "set": _Operation(Store._set, writes=True, grows=True, answers_little=True),
+    "get": _Operation(Store._get),
+    "add": _Operation(Store._add, writes=True, grows=True, answers_little=True),
+    "compare_set": _Operation(Store._compare_set, writes=True, grows=True),
+    "wait": _Operation(Store._wait),
+    "delete": _Operation(Store._delete, writes=True, answers_little=True),
+    "keys": _Operation(Store._keys),
+    "watch": _Operation(Store._watch),
+    "unwatch": _Operation(Store._unwatch),
+}
