@@ -12,7 +12,7 @@ from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import session_pb2 as wire
 from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
-from ferrorpc.wire.call_threads import call_threads
+from ferrorpc.wire.call_threads import call_threads, close_cancelled
 from ferrorpc.wire.keep_at_exit import keep_at_exit
 from ferrorpc.wire.status import error_of
 
@@ -71,4 +71,4 @@ class SessionStream:
         """Cancels the call and closes the channel. Idempotent; never waits for the coordinator."""
         self._outgoing.put(None)
         self._call.cancel()
-        self._channel.close()
+        close_cancelled(self._channel, self._call)

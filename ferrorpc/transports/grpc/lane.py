@@ -44,11 +44,11 @@ class LaneOwner(Protocol):
 
 
 class Lane:
-    """Stream `number` to `peer`. Dials at once, and repeats that for `dial_seconds` where nobody answers.
+    """Stream `number` to `peer`. Dials at once, and repeats that for `dial_seconds` where nobody answers. Raises as `dial`.
 
     Args:
         address: host:port of the peer's server.
-        channel: leads to that address. The lane closes it.
+        dial: makes a channel to that address, here and for every further attempt, as TLS may have other files by then.
         opening: the Open message that begins the stream.
         diagnose: returns why TLS prevents the connection; None where it does not.
     """
@@ -58,7 +58,7 @@ class Lane:
         peer: int,
         number: int,
         address: str,
-        channel: grpc.Channel,
+        dial: Callable[[], grpc.Channel],
         opening: bytes,
         diagnose: Callable[[], FerroError | None],
         owner: LaneOwner,
@@ -79,7 +79,8 @@ class Lane:
         self._owner = owner
         self._clock = clock
         self._dial_seconds = dial_seconds
-        self._channel = channel
+        self._dial = dial
+        self._channel = dial()
         self._call: Any = None
         keep_at_exit(self)
         self._attempt = 0
@@ -146,7 +147,7 @@ class Lane:
         reason = self._run_call()
         while self._may_dial_again() and not (self._cancelled.is_set() or self._should_give_up(self._clock.now() - began)):
             self._cancelled.wait(REDIAL_SECONDS)
-            reason = self._run_call()
+            reason = self._redial()
         return reason if self._committed else f"{NOT_REACHED} in {self._clock.now() - began:.1f} s: {reason}"
 
     def _may_dial_again(self) -> bool:
@@ -161,6 +162,16 @@ class Lane:
             return waited_seconds >= self._dial_seconds
         self.fault = self._diagnose()
         return self.fault is not None or waited_seconds >= self._dial_seconds or _port_is_closed(self._address)
+
+    def _redial(self) -> str:
+        """As `_run_call`, on a new channel."""
+        try:
+            channel = self._dial()
+        except FerroError as error:  # the files of TLS are not valid any more: perhaps they are renewed in time
+            return error.message
+        self._channel.close()
+        self._channel = channel
+        return self._run_call()
 
     def _run_call(self) -> str:
         """One attempt: dials and reads answers until the stream ends. Returns why it ended."""

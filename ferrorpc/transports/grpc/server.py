@@ -238,8 +238,16 @@ class WorkerServer:
         self._token_parker.unpark()
         if handler is not None:
             handler.close_at_exit()
-        self._server.stop(None).wait(STOP_SECONDS)
+        self._stop()
         _open_servers.discard(self)
+
+    def _stop(self) -> None:
+        """Stops gRPC's server, whose thread may have ended for lack of memory: `stop(None)` would wait for that for ever."""
+        try:
+            stopped = self._server.stop(0.0)
+        except RuntimeError:  # an interpreter that exits starts no thread for it
+            stopped = self._server.stop(None)
+        stopped.wait(STOP_SECONDS)
 
     def abandon_in_child(self) -> None:
         """In a forked child: leaves the parent's streams alone; closing this server has no effect on its peers."""

@@ -338,9 +338,9 @@ class GrpcTransport(Transport):
             lane = link.lanes.get(number)
             if lane is None:
                 address, job = self.assignment.peers[peer].address, self.assignment.job
-                channel, diagnose = self._server.dial(address, job), partial(self._server.diagnose, address, job)
+                dial, diagnose = partial(self._server.dial, address, job), partial(self._server.diagnose, address, job)
                 opening = self._open_message(peer, number)
-                lane = Lane(peer, number, address, channel, opening, diagnose, self, self._clock, self._dial_seconds)
+                lane = Lane(peer, number, address, dial, opening, diagnose, self, self._clock, self._dial_seconds)
                 link.lanes[number] = lane
                 if link.dialled_at is None:
                     link.dialled_at = self._clock.now()

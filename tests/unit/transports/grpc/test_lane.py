@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from ferrorpc.errors import AuthenticationError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.grpc.lane import Lane
 from ferrorpc.v1 import transport_pb2
@@ -50,6 +51,7 @@ class Channel:
         self.of_the_old_call: list[bytes] = []
         self.of_the_new_call: list[bytes] = []
         self.all_sent = threading.Event()
+        self.is_closed = False
 
     def stream_stream(self, method: str) -> Callable[[Iterator[bytes]], Call]:
         return self.call
@@ -72,7 +74,15 @@ class Channel:
         yield from ()
 
     def close(self) -> None:
-        """Nothing is open."""
+        self.is_closed = True
+
+
+class Accepting(Channel):
+    """Accepts every call, and ends it at once."""
+
+    def call(self, messages: Iterator[bytes]) -> Call:
+        self.calls.append(messages)
+        return Call(iter(()))
 
 
 class Owner:
@@ -87,7 +97,7 @@ class Owner:
 
 
 def dialled(channel: Any, owner: Owner) -> Lane:
-    return Lane(1, 0, "nowhere:1", channel, b"open", lambda: None, owner, SYSTEM_CLOCK, SECONDS)
+    return Lane(1, 0, "nowhere:1", lambda: channel, b"open", lambda: None, owner, SYSTEM_CLOCK, SECONDS)
 
 
 def test_a_call_that_was_given_up_takes_no_frame() -> None:
@@ -99,6 +109,25 @@ def test_a_call_that_was_given_up_takes_no_frame() -> None:
     assert channel.all_sent.wait(SECONDS)
     assert eventually(lambda: owner.reasons) == ["the stream ended without a goodbye"]
     assert (channel.of_the_old_call, channel.of_the_new_call) == ([], [b"0", b"1", b"2"])
+
+
+def test_every_attempt_is_made_with_the_files_of_its_time() -> None:
+    """Those of the first attempt may have expired, and their renewal may be half written then."""
+    expired, renewed, owner = Channel(), Accepting(), Owner()
+    dials: list[Any] = [expired, AuthenticationError("the certificate has expired"), renewed]
+
+    def dial() -> Any:
+        found = dials.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    lane = Lane(1, 0, "nowhere:1", dial, b"open", lambda: None, owner, SYSTEM_CLOCK, SECONDS)
+    assert eventually(lambda: owner.reasons) == ["the stream ended without a goodbye"]
+    assert (len(expired.calls), len(renewed.calls), dials) == (1, 1, [])
+    assert expired.is_closed
+    assert renewed.is_closed
+    assert lane.fault is None
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_lane_whose_thread_fails_ends_and_is_reported() -> None:
     channel = SimpleNamespace(stream_stream=lambda method: 1 / 0, close=lambda: ended.append("closed"))
     threads: list[Callable[[], None]] = []
     clock = SimpleNamespace(start=lambda body, name: threads.append(body), now=SYSTEM_CLOCK.now)
-    arguments: Any = (channel, b"", lambda: None, owner, clock)
+    arguments: Any = (lambda: channel, b"", lambda: None, owner, clock)
     lane = Lane(1, 0, "nowhere:1", *arguments, dial_seconds=1.0)
     with pytest.raises(ZeroDivisionError):
         threads[0]()
