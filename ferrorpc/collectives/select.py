@@ -45,8 +45,8 @@ DEFAULT_TUNING: Final = Tuning()
 """The packaged cost table, no algorithm requested, hosts unknown."""
 
 _REDUCTIONS: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
-_DIRECT_NAMES: Final = ("direct", "one_shot", "two_shot")
-"""Algorithms in which a rank exchanges messages with all others."""
+_DIRECT_ALL_REDUCE: Final = ("one_shot", "two_shot")
+"""What algorithm="direct" stands for."""
 
 
 def plan_for(call: Call, rank: int, size: int, tuning: Tuning = DEFAULT_TUNING) -> Plan:
@@ -161,16 +161,14 @@ def _candidates(call: Call, size: int, tuning: Tuning) -> list[Algorithm]:
     # Beyond that, direct exchange opens too many streams, and all other algorithms have fewer partners. Which ranks share
     # a host must not decide the order of summation.
     fewer = [
-        entry
-        for entry in entries
-        if entry.name not in _DIRECT_NAMES and not entry.needs_alike and entry.order is not Order.HOSTS
+        entry for entry in entries if not (entry.reaches_all_at_once(size) or entry.needs_alike or entry.order is Order.HOSTS)
     ]
     return fewer or list(entries)
 
 
 def _asked_for(call: Call, entries: tuple[Algorithm, ...]) -> list[Algorithm]:
     either = ["direct"] * (call.operation is Operation.ALL_REDUCE)
-    names = _DIRECT_NAMES if call.algorithm in either else (call.algorithm,)
+    names = _DIRECT_ALL_REDUCE if call.algorithm in either else (call.algorithm,)
     found = [entry for entry in entries if entry.name in names]
     if not found:
         if call.algorithm in algorithm_names(call.operation):

@@ -73,6 +73,10 @@ class Algorithm:
     needs_size: bool = False
     needs_alike: bool = False
 
+    def reaches_all_at_once(self, size: int) -> bool:
+        """Whether a rank exchanges messages with all others at a time, by its cost."""
+        return self.cost(size, 0).messages >= size - 1
+
     def build(self, call: Call, rank: int, size: int) -> Plan:
         """This rank's plan. In a group of one every result is a copy of its input, bit for bit."""
         return _COPY if size == 1 and call.operation is not Operation.BARRIER else self.plan(call, rank, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import replace
 
@@ -11,7 +12,9 @@ from ferrorpc.collectives.algorithms.algorithm import Algorithm, Order
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, algorithms_of
 from ferrorpc.collectives.algorithms.plan import Fold, FoldOwn, Load, Quantise, Receive, Send
 from ferrorpc.collectives.algorithms.validate import _enter, _ranks, findings, formulas
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, example
+from ferrorpc.collectives.select import select
+from ferrorpc.transports.grpc.server import STREAM_PROTOCOL_VERSION
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 
 GROUPS = range(1, 34)
@@ -103,6 +106,16 @@ def test_any_rank_may_be_the_root(operation, entry):
             assert findings(calls, plans, rank_order=entry.order.is_canonical) == []
 
 
+@pytest.mark.parametrize(("operation", "entry"), ALL, ids=ids(ALL))
+def test_a_cost_tells_whether_a_rank_talks_to_all_at_once(operation, entry):
+    """Beyond sixteen ranks such algorithms are not chosen unless they are asked for: each of those streams has its threads."""
+    for size in (17, 33):
+        _, plans = case(operation, entry, size, SEVERAL_CHUNKS, 0)
+        partners = [{action.peer for action in plan.actions if hasattr(action, "peer")} for plan in plans]
+        at_once = max(map(len, partners)) == size - 1 and entry.cost(size, SEVERAL_CHUNKS).rounds < size - 1
+        assert entry.reaches_all_at_once(size) == at_once
+
+
 COMPRESSING = [pair for pair in ALL if pair[1].compresses]
 
 
@@ -112,6 +125,27 @@ def test_compressed_plans_leave_the_same_bits_on_all_ranks(operation, entry):
         for count in counts_of(operation, size):
             calls, plans = case(operation, entry, size, count, 0, wire="int8")
             assert findings(calls, plans, rank_order=entry.order.is_canonical) == []
+
+
+def digest_of_plans() -> str:
+    """Of every algorithm's plans, and of the choices between them."""
+    text = []
+    for size in (2, 3, 4, 5, 8, 17):
+        on_hosts = [(operation, entry) for operation in CATALOGUE for entry in algorithms_of(operation, "aabb")[-1:]]
+        for operation, entry in ALL + on_hosts * (size == len("aabb")):
+            for wire in (None, "int8")[: 1 + entry.compresses]:
+                for count in (0, 5, PRIME):
+                    text.append(f"{entry.name} {wire} {case(operation, entry, size, count, size // 2, wire)[1]}")
+        for operation in CATALOGUE:
+            for nbytes in (0, 1 << 10, 1 << 16, 1 << 20, 1 << 26):
+                text.append(select(example(operation.value, nbytes, size), size).name)
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def test_plans_are_part_of_the_protocol():
+    """Ranks of two releases would take each other's parts for others, and return wrong sums in silence. Where this fails, raise
+    STREAM_PROTOCOL_VERSION, so that they refuse each other, and note the new digest beside it."""
+    assert {STREAM_PROTOCOL_VERSION: digest_of_plans()} == {2: "8d9af2cc134bc6ae"}
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
