@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ferrorpc_coordinator.state.events import Received, Tick
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
@@ -43,6 +45,17 @@ def test_the_status_of_a_member_has_the_age_of_its_step_and_its_time_in_operatio
     beat(world, 1, step=5, generation=1)
     told = status_of(world).members
     assert [(member.step, member.step_age_ms, member.operation_ms) for member in told] == [(4, 2000, 1700), (5, 0, 0)]
+
+
+def test_all_that_a_beat_tells_is_in_the_status() -> None:
+    world = world_of(2)
+    told: dict[str, Any] = {"links": [link(1, 7)], "training": identity_pb2.Training(steps=1, compute_ms=2)}
+    for number, field in enumerate(session_pb2.Beat.DESCRIPTOR.fields, start=3):
+        if field.name not in (*told, "generation"):
+            told[field.name] = "busy" if field.type == field.TYPE_STRING else number
+    beat(world, 0, generation=1, **told)
+    (member, _) = status_of(world).members
+    assert {name: getattr(member, name) for name in told} == told
 
 
 def test_ages_of_former_members_count_from_the_restart() -> None:

@@ -1,5 +1,6 @@
 """A job's status as the page reads it: each thing under its own name."""
 
+from ferrorpc_coordinator.web import status_json as module
 from ferrorpc_coordinator.web.status_json import status_json
 
 from ferrorpc.v1 import identity_pb2, session_pb2
@@ -99,3 +100,10 @@ SHOWN = {
 
 def test_every_value_is_under_its_own_name():
     assert status_json(STATUS, 35) == SHOWN
+
+
+def test_every_field_of_a_member_is_shown_or_left_out_on_purpose() -> None:
+    with_a_form_of_their_own = {"state", "labels", "links", "training"}
+    left_out = {"incarnation", "step_age_ms"}
+    known = set(module._COLUMNS) | with_a_form_of_their_own | left_out
+    assert {field.name for field in identity_pb2.Member.DESCRIPTOR.fields} == known
