@@ -13,7 +13,7 @@ from ferrorpc.errors import LimitExceededError
 from ferrorpc.guard import thread_needed
 from ferrorpc.wire.keep_at_exit import keep_for_ever
 
-END_SECONDS: Final = 0.5
+END_SECONDS: Final = 0.25
 """How long gRPC's thread may take to notice that its call was cancelled. It takes less than a millisecond."""
 
 

@@ -22,7 +22,7 @@ from ferrorpc.transports.grpc.send_queue import SendQueue
 from ferrorpc.transports.grpc.server import METHOD
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.address import split_address
-from ferrorpc.wire.call_threads import call_threads
+from ferrorpc.wire.call_threads import call_threads, close_cancelled
 from ferrorpc.wire.keep_at_exit import keep_at_exit
 from ferrorpc.wire.parse import parse
 
@@ -137,9 +137,16 @@ class Lane:
         finally:
             self.queue.finish(discard=True)
             if not isinstance(self.fault, LimitExceededError):  # it cannot be closed
-                self._channel.close()
+                self._close_channel()
             self._ended.set()
             self._owner.lane_ended(self, "" if self._finishing else reason)
+
+    def _close_channel(self) -> None:
+        if self._call is None:
+            self._channel.close()
+        else:
+            self._call.cancel()
+            close_cancelled(self._channel, self._call)
 
     def _dial_and_read(self) -> str:
         """Dials as often as it may, and reads answers until the stream ends. Returns why it ended."""

@@ -243,11 +243,8 @@ class WorkerServer:
 
     def _stop(self) -> None:
         """Stops gRPC's server, whose thread may have ended for lack of memory: `stop(None)` would wait for that for ever."""
-        try:
-            stopped = self._server.stop(0.0)
-        except RuntimeError:  # an interpreter that exits starts no thread for it
-            stopped = self._server.stop(None)
-        stopped.wait(STOP_SECONDS)
+        with contextlib.suppress(RuntimeError):  # no thread can be started to end the calls, as in an interpreter that exits
+            self._server.stop(0.0).wait(STOP_SECONDS)
 
     def abandon_in_child(self) -> None:
         """In a forked child: leaves the parent's streams alone; closing this server has no effect on its peers."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from ferrorpc_coordinator.state.settings import SECOND
 
-from ferrorpc.errors import ErrorCode
+from ferrorpc.errors import ErrorCode, RendezvousTimeoutError
 from ferrorpc.v1 import identity_pb2
+from ferrorpc.wire.error_detail import restore
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import ask_elastic, error, join
 
@@ -211,9 +212,23 @@ def test_who_times_out_during_a_last_call_is_told_of_nobody_missing() -> None:
     for name in "ab":
         ask_elastic(world, name, 2, 3, last_call_ms=90_000)
     world.tick(60 * SECOND)
-    missing = [field for field in error(world, "a").fields if field.name == "missing"]
-    assert not any(field.integers.values or field.texts.values or field.rank_texts.texts for field in missing)
-    assert "2 of 2 to 3 came, and others were still called for" in error(world, "a").message
+    told = restore(error(world, "a"))
+    assert isinstance(told, RendezvousTimeoutError)
+    assert told.missing == []
+    assert "2 of 2 to 3 came, and others were still called for" in told.message
+
+
+def test_who_gave_up_before_a_member_asked_is_one_that_does_not_ask() -> None:
+    world = World()
+    join(world, "a", "b", "c", "d")
+    join(world, "c", size=4)
+    join(world, "a", size=4, timeout_ms=1_000)
+    world.tick(2 * SECOND)
+    join(world, "b", size=4, timeout_ms=1_000)
+    world.tick(2 * SECOND)
+    told = restore(error(world, "b"))
+    assert isinstance(told, RendezvousTimeoutError)
+    assert told.missing == [0, 3]
 
 
 def test_who_waits_for_survivors_of_a_generation_that_is_over_sees_the_last_call() -> None:

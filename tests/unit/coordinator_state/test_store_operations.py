@@ -64,6 +64,14 @@ def test_one_that_changes_something_takes_effect_once_however_often_it_is_sent(n
 
 
 @on_each_operation
+def test_one_that_answers_with_values_or_keys_may_answer_much(name: str) -> None:
+    result = store(world_with_a_key(), "a", **body(name))
+    assert result is not None
+    if result.store.value or result.store.keys:
+        assert module.may_answer_much(store_pb2.StoreRequest(**body(name)))
+
+
+@on_each_operation
 def test_one_that_takes_room_is_refused_on_a_full_disk(name: str) -> None:
     world = world_with_a_key()
     before, client = revision(world), world.clients["a"]

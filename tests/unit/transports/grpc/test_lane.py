@@ -40,6 +40,9 @@ class Call:
     def cancel(self) -> None:
         """Its answers end when the test says so."""
 
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return False  # as of a call that has ended
+
 
 class Channel:
     """Refuses the first call once its Open was written, and answered with these answers. gRPC's thread asks for the next
