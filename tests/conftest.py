@@ -36,6 +36,8 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 FEW_TESTS = 12
+NEW_OBJECTS = 10_000
+"""More than have gone, and Python looks for garbage among them. Its own 700 cost a tenth of all processor time."""
 
 # What thousands of tests consist of stays to the end: no search for garbage needs to look at it, now or later.
 gc.disable()
@@ -90,6 +92,7 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:  # else the first test that wraps a module would import this half of torch, within its deadlines
         importlib.import_module("torch._dynamo")
     settle()
+    gc.set_threshold(NEW_OBJECTS)
     gc.enable()
 
 
