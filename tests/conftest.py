@@ -37,7 +37,7 @@ settings.load_profile("patient")
 
 FEW_TESTS = 12
 NEW_OBJECTS = 10_000
-"""More than have gone, and Python looks for garbage among them. Its own 700 cost a tenth of all processor time."""
+"""More than have gone, and Python looks for garbage among them. Its own 700 cost a fifth of some files' time."""
 
 # What thousands of tests consist of stays to the end: no search for garbage needs to look at it, now or later.
 gc.disable()
