@@ -79,7 +79,7 @@ with coordinator_process(durable=False) as address:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_measurement_that_is_stopped_leaves_nothing_behind(tmp_path, number):
-    small = ["--no-peers", "--ranks", "2", "--sessions", "3", "--repetitions", "2000"]
+    small = ["--no-peers", "--ranks", "2", "--sessions", "3", "--repetitions", "1000"]
     command = [sys.executable, "-P", "-m", "ferrorpc", "bench", "barrier", *small]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
