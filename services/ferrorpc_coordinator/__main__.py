@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import resource
@@ -192,4 +193,5 @@ def _cost_table(path: str | None) -> str:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported stays: no search for garbage looks at it, nor does the one at the end
     sys.exit(main())
