@@ -112,7 +112,9 @@ def member_left(peer: int, reason: str) -> PeerLostError:
     """An operation needs a rank that has left the job. `reason` is that of its lost link."""
     message = f"rank {peer} was lost: it left the job, and an operation here still needs it"
     hint = "make all ranks call the same operations (for loops of different lengths: `uneven()`), and close() after the last"
-    if reason != PEER_LEFT and not reason.startswith(NOT_REACHED):
+    is_link_lost = reason != PEER_LEFT and not reason.startswith(NOT_REACHED)
+    if is_link_lost:
         message = f"{message}; its link was lost before: {reason}"
-        hint = f"look at the log of rank {peer}, and at the network between the two hosts; or {hint}"
+    network = ", and at the network between the two hosts" if is_link_lost else ", which may have ended too soon"
+    hint = f"look at the log of rank {peer}{network}; or {hint}"
     return PeerLostError(peer, "it left the job", message, hint=hint)

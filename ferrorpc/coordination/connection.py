@@ -425,7 +425,7 @@ class Connection:
 
     def _give_up_after_outage(self) -> None:
         error = self._outages.final_error(has_session=bool(self._token))
-        if isinstance(error, CoordinatorUnavailableError):
+        if self._token and isinstance(error, CoordinatorUnavailableError):  # without a session `_diagnosed` has asked already
             error = self._connect.diagnose() or error
         if error is not None:
             self._fail(error)

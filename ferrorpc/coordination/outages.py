@@ -81,9 +81,10 @@ class Outages:
         since, failure = self._since, self._failure
         is_refusal = not isinstance(failure, CoordinatorUnavailableError)
         limit = max(self._limit, self._join_timeout) if is_refusal and not has_session else self._limit
-        if since is None or self._clock.now() - since < limit:
+        seconds = 0.0 if since is None else self._clock.now() - since
+        if since is None or seconds < limit:
             return None
         if is_refusal:
             return failure
-        text = f"nobody answered at {self._address} for {limit:g} s; the last attempt: {failure.message}"
+        text = f"nobody answered at {self._address} for {seconds:.3g} s; the last attempt: {failure.message}"
         return CoordinatorUnavailableError(text)

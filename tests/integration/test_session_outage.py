@@ -328,7 +328,7 @@ def test_ranks_are_kept_where_the_coordinator_has_forgotten_them(volatile):
 def test_a_coordinator_that_stays_away_is_an_error_after_max_outage(volatile):
     session = join(volatile.address, 0, 1, max_outage=1.5)
     volatile.kill()
-    with pytest.raises(CoordinatorUnavailableError, match=r"nobody answered at .* for 1\.5 s"):
+    with pytest.raises(CoordinatorUnavailableError, match=r"nobody answered at .* for [0-9.]+ s; the last attempt"):
         session.store.get("key", timeout=0)
     assert isinstance(session.membership.latch.cause, CoordinatorUnavailableError)
     session.leave()
@@ -352,7 +352,7 @@ def test_a_coordinator_that_goes_during_the_rendezvous_is_an_error_after_its_tim
         joining = pool.submit(join, volatile.address, 0, 2, timeout=4.0, max_outage=60.0)
         eventually(lambda: "this is a new session" in caplog.text)
         volatile.kill()
-        with pytest.raises(CoordinatorUnavailableError, match=r"nobody answered at .* for 4 s"):
+        with pytest.raises(CoordinatorUnavailableError, match=r"nobody answered at .* for [4-9.][0-9.]* s; the last attempt"):
             joining.result(60)
 
 

@@ -165,12 +165,17 @@ class Coordinator:
             self._shared.effects.close(before)
 
     def _check_hello(self, hello: session_pb2.Hello, caller: Caller) -> None:
+        who = f"member {hello.name[:128]!r}"
+        self._authorize(caller, hello.token, hello.job, Role.WORKER, who)
         if hello.protocol_version != SESSION_PROTOCOL_VERSION:
-            raise VersionMismatchError(
+            error = VersionMismatchError(
                 f"{hello.name[:128]!r} speaks protocol {hello.protocol_version} (ferrorpc {hello.version[:32] or 'unknown'}), "
                 f"this coordinator {SESSION_PROTOCOL_VERSION} (ferrorpc {self.settings.version or 'unknown'})"
             )
-        self._authorize(caller, hello.token, hello.job, Role.WORKER, f"member {hello.name[:128]!r}")
+            self._note_refusal(caller, hello.job, who, error)
+            if hello.job in self._jobs:
+                self._jobs[hello.job].refused(hello.name[:128], error)
+            raise error
         if self._draining:
             raise CoordinatorUnavailableError("this coordinator is stopping", hint="try again shortly")
         check_hello(hello, self.settings.limits)
@@ -245,11 +250,14 @@ class Coordinator:
         try:
             self._access.check(caller, token, job, needed)
         except (AuthenticationError, PermissionDeniedError) as error:
-            place = f" from {caller.address}" if caller.address else ""
-            words = self._refusals.message(f"{what}{place} was refused: {error.message}", self._shared.now)
-            if words is not None:
-                self._shared.effects.note(Note(job if job in self._jobs else "-", "refused", words, -1, 0))
+            self._note_refusal(caller, job, what, error)
             raise
+
+    def _note_refusal(self, caller: Caller, job: str, what: str, error: FerroError) -> None:
+        place = f" from {caller.address}" if caller.address else ""
+        words = self._refusals.message(f"{what}{place} was refused: {error.message}", self._shared.now)
+        if words is not None:
+            self._shared.effects.note(Note(job if job in self._jobs else "-", "refused", words, -1, 0))
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 

@@ -68,12 +68,12 @@ def _told(
 ) -> Sequence[str]:
     """Level, title and details."""
     if newest is None:
-        return "idle", "The first round is still open" if members else "Nobody has joined yet"
+        return "idle", _without_a_generation(members)
     ranked = [member for member in members if member.rank >= 0]
     if newest.end_reason:
         if ranked and all(member.liveness is Liveness.LEFT for member in ranked):
             return "idle", "The job is over: all its members left"
-        what, _, why = newest.end_reason.partition(": ")
+        what, why = _parts(newest.end_reason)
         return "bad", what[:1].upper() + what[1:], why, f"generation {newest.number} is over"
     unwell = [member for member in ranked if member.liveness in _UNWELL]
     if unwell:
@@ -91,6 +91,22 @@ def _told(
     if gone:
         return "good", f"{len(ranked) - gone} of {len(ranked)} ranks work, {gone} left"
     return "good", "The one rank works" if len(ranked) == 1 else f"All {len(ranked)} ranks work"
+
+
+def _without_a_generation(members: Sequence[Member]) -> str:
+    if any(member.alive for member in members):
+        return "The first round is still open"
+    return "No round was completed, and nobody is left" if members else "Nobody has joined yet"
+
+
+def _parts(reason: str) -> tuple[str, str]:
+    """What stands before the first colon, outside of parentheses, and what after it."""
+    depth = 0
+    for place, character in enumerate(reason):
+        depth += (character == "(") - (character == ")")
+        if not depth and reason.startswith(": ", place):
+            return reason[:place], reason[place + 2 :]
+    return reason, ""
 
 
 def _barrier(barrier: session_pb2.BarrierStatus, ranked: Iterable[Member]) -> Sequence[str]:

@@ -79,8 +79,7 @@ class Job:
         try:
             admitted = self.admission.admit(hello)
         except ConfigError as error:
-            if self.rendezvous.is_open:
-                self.rendezvous.refused(hello.name, error)
+            self.refused(hello.name, error)
             raise
         member = admitted.member
         if admitted.replaced is not None:
@@ -99,6 +98,11 @@ class Job:
         if admitted.resumed:
             self._catch_up(member)
         return member, before
+
+    def refused(self, name: str, error: FerroError) -> None:
+        """A process was refused: those who wait for it, if anyone does, are told why."""
+        if self.rendezvous.is_open:
+            self.rendezvous.refused(name, error)
 
     def disconnect(self, member: Member, stream: int) -> None:
         """A stream ended."""
@@ -239,11 +243,12 @@ class Job:
 
     def _process_exited(self, exited: session_pb2.ProcessExit) -> None:
         member = self.members.get(exited.name)
-        if member is None:
+        said_hello = member is not None and exited.instance_id in member.exit_report_ids
+        if member is not None and member.alive:
+            if said_hello:
+                self.declare_dead(member, _exit_text(exited))
+        elif not said_hello:
             self.rendezvous.exited_before_hello(exited.name, _exit_text(exited))
-        if member is None or not member.alive or exited.instance_id not in member.exit_report_ids:
-            return
-        self.declare_dead(member, _exit_text(exited))
 
     # -- consequences --------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ class Rendezvous:
             self.refused(member.name, error)
             raise
         self._refused.pop(member.name, None)
+        self._early_exits.pop(member.name, None)
         if newest is not None and member.rank >= 0:
             newest.reforming.add(member.rank)
         before = self._pending.pop(member.name, None)
@@ -143,8 +144,9 @@ class Rendezvous:
             self._context.disarm(("join", member.name))
 
     def exited_before_hello(self, name: str, how: str) -> None:
-        """A process ended before its Hello; a timeout's message will say so."""
+        """A process ended before its Hello: those who wait for it are told."""
         _keep_last(self._early_exits, name[:128], how)
+        self._context.occurrences.add("dead", f"{name[:128]}: {how}, before it said Hello")
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +179,12 @@ class Rendezvous:
             reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._describe_ranks(missing[:NAMED_MAX])}"
         if self._last_call is not None:
             reason += f"; last call for {format_seconds(max(0, self._last_call - self._context.now))} more"
+        if self._early_exits:
+            reason += f"; ended early: {'; '.join(self._ended_early())}"
         return f"{reason}; refused: {'; '.join(self._refused.values())}" if self._refused else reason
+
+    def _ended_early(self) -> list[str]:
+        return [f"{name}: {how}, before it said Hello" for name, how in self._early_exits.items()]
 
     def _unfinished(self) -> str:
         """What the newest generation does while living members of it have not asked to join."""
@@ -464,7 +471,7 @@ class Rendezvous:
         told = [*self._last_holders(ranks).values(), *(pending.member for pending in self._pending.values())]
         gone = [member for member in self._members if member.liveness in (Liveness.DEAD, Liveness.SUSPECT)]
         known = [self._members.summary(member) for member in gone if member not in told]
-        known += [f"{name}: {how}, before it said Hello" for name, how in self._early_exits.items()]
+        known += self._ended_early()
         return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
 
 

@@ -65,11 +65,13 @@ def test_who_has_no_generation_waits_no_longer_than_it_joins(outages: Outages, c
     clock.advance(4.5)
     assert outages.final_error(has_session=True) is None
     clock.advance(1.0)
-    assert "nobody answered at nowhere:1 for 5 s; the last attempt: it was killed" in str(outages.final_error(has_session=True))
+    assert "nobody answered at nowhere:1 for 5.5 s; the last attempt: it was killed" in str(
+        outages.final_error(has_session=True)
+    )
     outages.joined()
     assert outages.final_error(has_session=True) is None
     clock.advance(60.0)
-    assert "nobody answered at nowhere:1 for 60 s" in str(outages.final_error(has_session=True))
+    assert "nobody answered at nowhere:1 for 65.5 s" in str(outages.final_error(has_session=True))
 
 
 def test_a_refusal_is_its_own_error(outages: Outages, clock: ManualClock) -> None:

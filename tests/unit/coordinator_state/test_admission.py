@@ -10,7 +10,7 @@ from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import join
+from tests.unit.coordinator_state.helpers import error, join
 
 
 def refusal(world: World, name: str) -> error_pb2.ErrorDetail:
@@ -24,6 +24,17 @@ def test_another_protocol_version_is_refused_with_both_named() -> None:
     assert refusal(world, "a").code == ErrorCode.VERSION_MISMATCH
     assert "protocol 9" in refusal(world, "a").message
     assert "1.2" in refusal(world, "a").message
+
+
+def test_who_waits_for_a_process_of_another_version_is_told_and_so_is_the_log() -> None:
+    world = World()
+    join(world, "a", size=2)
+    world.hello("b", protocol_version=9)
+    assert "; refused: 'b' speaks protocol 9 (ferrorpc" in world.coordinator.jobs["job"].rendezvous.waiting_reason()
+    (note,) = [note for note in world.notes if note.kind == "refused"]
+    assert note.text.startswith("member 'b' was refused: 'b' speaks protocol 9")
+    world.tick(60 * SECOND)
+    assert "Refused: 'b' speaks protocol 9" in error(world, "a").message
 
 
 def test_a_hello_without_the_token_is_refused() -> None:

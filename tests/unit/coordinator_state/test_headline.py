@@ -53,8 +53,17 @@ def test_of_a_job_that_has_not_begun_or_is_over() -> None:
         "The first round is still open",
         "Next round: 1 of 2 joined",
     )
+    spare[0].liveness = Liveness.LEFT
+    assert shown(spare, None) == ("idle", "No round was completed, and nobody is left")
     over = ranks(5, 5, liveness=Liveness.LEFT)
     assert shown(over, ended("all its members left")) == ("idle", "The job is over: all its members left")
+
+
+def test_a_title_ends_at_a_colon_outside_of_parentheses() -> None:
+    why = "after 12 s, all_reduce(op=sum, float32[1]) #2 waits for rank 2 (not there yet: last entered send #1); rank 2: active"
+    title, *details = shown(ranks(5, 5), ended(why))[1:]
+    assert title == why[:1].upper() + why[1:].removesuffix(": active")
+    assert details[0] == "active"
 
 
 def test_of_a_generation_that_was_broken() -> None:
