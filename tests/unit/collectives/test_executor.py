@@ -26,7 +26,7 @@ from ferrorpc.transports import mailbox as mailboxes, point_to_point as inbound
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import DType, ReduceOp, TensorSpec
-from ferrorpc.wire.codecs import codec
+from ferrorpc.wire.codecs import CODEC_NAMES, codec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 
 KEY = Key(0, 0, 1)
@@ -278,7 +278,7 @@ def test_nobody_is_asked_while_messages_still_come() -> None:
     assert wire.probed == [1]
 
 
-@pytest.mark.parametrize("name", ["bf16", "f16", "int8"])
+@pytest.mark.parametrize("name", CODEC_NAMES)
 def test_a_compressed_message_is_encoded_chunk_by_chunk_and_once_for_all_its_receivers(name, monkeypatch) -> None:
     chosen, encoded = codec(name), []
     honest = type(chosen).encode
