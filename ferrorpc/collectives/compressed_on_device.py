@@ -35,7 +35,7 @@ from ferrorpc.collectives.polling import DevicePolling
 from ferrorpc.collectives.workspace import Rules, Workspace, fitting
 from ferrorpc.errors import CodecError
 from ferrorpc.guard import Guard
-from ferrorpc.kernels.cuda.codecs import DeviceCodec
+from ferrorpc.kernels.cuda.codecs import DEVICE_CODECS
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Box
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -51,12 +51,14 @@ Array = np.ndarray[Any, Any]
 
 
 def suits(call: Call, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> bool:
-    """Whether a compressed call with these arrays can run here: its operator has a kernel, and all of them are on one device.
+    """Whether a compressed call with these arrays can run here: its operator and its codec have kernels, and all of them are on
+    one device.
 
     What its plan does has a kernel anyway: every sum in it is fused (a test holds that for all algorithms that compress).
     """
     arrays = (*inputs, *(outputs or ()))
-    return call.op in OPERATORS and not any(map(is_host, arrays)) and len({kind_of(array) for array in arrays}) == 1
+    has_kernels = call.op in OPERATORS and call.wire in DEVICE_CODECS
+    return has_kernels and not any(map(is_host, arrays)) and len({kind_of(array) for array in arrays}) == 1
 
 
 class Encoding:
@@ -82,7 +84,7 @@ class DeviceWorkspace(Workspace):
         self._staging = staging
         self._stream = staging.kernels
         self._kernels = self.device.kernels
-        self._device_codec = DeviceCodec(self._kernels, self._codec.name)
+        self._device_codec = DEVICE_CODECS[self._codec.name]
         self._chunks: dict[tuple[int, int], Encoding] = {}
         self._uploads: dict[tuple[int, int, int], Upload] = {}
         self._begins: Event = self.caller.record()
@@ -114,7 +116,7 @@ class DeviceWorkspace(Workspace):
             values = self._flat(self._rules.tasks[index].region)[first:last]
             encoded = self.device.empty((self._codec.encoded_bytes(last - first),), np.dtype(np.uint8), self._stream)
             with self.device.on(self._stream):
-                self._device_codec.encode(values, encoded)
+                self._device_codec.encode(self._kernels, values, encoded)
                 download = self._staging.start_download(encoded)
             found = self._chunks[group, first] = Encoding(encoded, download, users)
         return found
@@ -154,7 +156,7 @@ class DeviceWorkspace(Workspace):
 
     def accept(self, action: Receive | Fold | FoldUnder, first: int, data: Any) -> None:
         with self.device.on(self._stream):
-            self._device_codec.decode(data, self._flat(action.region)[first : first + CODED_VALUES])
+            self._device_codec.decode(self._kernels, data, self._flat(action.region)[first : first + CODED_VALUES])
 
     def reduce(self, task: Reduce, messages: Sequence[Any], first: int, last: int) -> None:
         come = iter(messages)
@@ -165,7 +167,7 @@ class DeviceWorkspace(Workspace):
                     parts.append(self._flat(operand)[first:last])
                     continue
                 parts.append(self.device.empty((last - first,), np.dtype(np.float32), self._stream))
-                self._device_codec.decode(next(come), parts[-1])
+                self._device_codec.decode(self._kernels, next(come), parts[-1])
             target = self._flat(task.region)[first:last]
             is_mean = self._rules.call.op is ReduceOp.MEAN
             self._kernels.sum_peers(parts, target, DType.FLOAT32, len(parts) if is_mean else 1)
@@ -173,7 +175,7 @@ class DeviceWorkspace(Workspace):
     def _quantise(self, index: int, first: int, last: int, target: Any) -> None:
         found = self.encoding(index, first, last)
         with self.device.on(self._stream):
-            self._device_codec.decode(found.encoded, target)
+            self._device_codec.decode(self._kernels, found.encoded, target)
         self._taken(index, first, found)
 
     def _compute(self, action: Load | FoldOwn | Finish | Copy, target: Any, source: Any) -> None:

@@ -10,8 +10,8 @@ Each codec is a pure function of the values, so all ranks that encode or decode 
 to nearest, ties to even. NaN and infinity are preserved: bf16 and f16 keep them, and an int8 block that contains either decodes
 to all NaN, so that a check for overflow after the exchange still finds them.
 
-A message may be encoded in pieces, if all but the last contain a multiple of `BLOCK_VALUES` values: decoded values and total
-size are the same as for the whole message. All work uses scratch that fits the cache.
+All work uses scratch that fits the cache. GPUs have kernels for those that kernels/cuda/codecs.py lists; arrays for another
+one go through the host.
 """
 
 from __future__ import annotations
@@ -43,9 +43,20 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Codec(ABC):
-    """Converts float32 to bytes and back. Arrays are one-dimensional and contiguous."""
+    """Converts float32 to bytes and back. Arrays are one-dimensional and contiguous.
+
+    Duties: 1. A message may be encoded in pieces, if all but the last contain a multiple of `block_values` values: decoded
+    values and total size are the same as for the whole message. 2. Rounding again changes nothing: decoded values, encoded in
+    the same blocks, are decoded to the same values. 3. Zeros stay zeros.
+
+    Attributes:
+        name: as in `wire=`.
+        block_values: how many values in a row share something: 1 where each is encoded by itself. It divides 2**18, the values
+            that travel together.
+    """
 
     name: str
+    block_values: int = 1
 
     @abstractmethod
     def encoded_bytes(self, count: int) -> int:
@@ -104,6 +115,7 @@ class _Blocks(Codec):
     """Blocks of 256 integers with one scale each; first all scales (float32), then all integers."""
 
     name = "int8"
+    block_values = BLOCK_VALUES
 
     def encoded_bytes(self, count: int) -> int:
         return 4 * -(-count // BLOCK_VALUES) + count

@@ -15,9 +15,12 @@ from ferrorpc.collectives import compressed_on_device
 from ferrorpc.errors import PeerLostError, TensorMismatchError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.kernels.cuda.codecs import DEVICE_CODECS
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import check_same
-from ferrorpc.wire.codecs import codec
+from ferrorpc.wire import codecs
+from ferrorpc.wire.codecs import CODEC_NAMES, codec
+from tests.fake_gpu.added_codec import Scaled
 from tests.fake_gpu.events import SECONDS, Events, same, with_small_slots, world
 from tests.fake_gpu.host_kernels import HostKernels
 from tests.fake_gpu.test_launcher import RawModule
@@ -25,9 +28,14 @@ from tests.fake_gpu.test_launcher import RawModule
 SLOT = 192 << 10
 SLOTS = 3
 CODED = compressed_on_device.CODED_VALUES
-WIRES = ["bf16", "f16", "int8"]
 
 Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A codec that has no kernels."""
+    monkeypatch.setitem(codecs._CODECS, Scaled.name, Scaled())
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +69,7 @@ def floats(count: int, rank: int) -> Array:
         return values.astype(np.float32)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", [*CODEC_NAMES, Scaled.name])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_reduction_has_the_bits_it_has_with_host_arrays(cupy: StandIn, size: int, wire: str) -> None:
     def body(group: ProcessGroup) -> None:
@@ -86,7 +94,7 @@ def test_every_reduction_has_the_bits_it_has_with_host_arrays(cupy: StandIn, siz
     world(size, cupy, body)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", DEVICE_CODECS)
 def test_the_kernels_own_text_has_these_bits(cupy: StandIn, kernels: HostKernels, wire: str) -> None:
     """As C++ on the host, in place of the reference that the fake computes."""
     cupy.RawModule = type("RawModule", (RawModule,), {"kernels": kernels, "cupy": cupy})
@@ -100,7 +108,7 @@ def test_the_kernels_own_text_has_these_bits(cupy: StandIn, kernels: HostKernels
     world(3, cupy, body)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", [*CODEC_NAMES, Scaled.name])
 def test_ranks_with_host_arrays_and_ranks_with_gpu_arrays_agree(cupy: StandIn, wire: str) -> None:
     """Also about what is not finite: which values are NaN, and all others bit for bit."""
 
@@ -117,7 +125,7 @@ def test_ranks_with_host_arrays_and_ranks_with_gpu_arrays_agree(cupy: StandIn, w
     check_same(here[whole], there[whole], wire)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", DEVICE_CODECS)
 def test_only_encoded_bytes_go_through_pinned_memory(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, wire: str) -> None:
     traffic = Traffic(monkeypatch)
     count = 4 * CODED
@@ -133,11 +141,12 @@ def test_only_encoded_bytes_go_through_pinned_memory(cupy: StandIn, monkeypatch:
     assert encoded <= count * 2
 
 
-def test_what_has_no_kernel_goes_through_the_host(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("op", "wire"), [("max", "bf16"), ("sum", Scaled.name)])
+def test_what_has_no_kernel_goes_through_the_host(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, op: str, wire: str) -> None:
     traffic = Traffic(monkeypatch)
 
     def body(group: ProcessGroup) -> None:
-        group.all_reduce(cupy.asarray(floats(100, group.rank)), op="max", wire="bf16")
+        group.all_reduce(cupy.asarray(floats(100, group.rank)), op=op, wire=wire)
         with pytest.raises(TensorMismatchError, match="float32"):
             group.all_reduce(cupy.asarray(np.zeros(3)), wire="bf16")
 

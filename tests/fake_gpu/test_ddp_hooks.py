@@ -18,8 +18,17 @@ from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.wire import codecs
+from ferrorpc.wire.codecs import CODEC_NAMES
+from tests.fake_gpu.added_codec import Scaled
 from tests.fake_gpu.ddp_worlds import Array, world
 from tests.fake_gpu.worlds import host_lanes
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A codec that has no kernels."""
+    monkeypatch.setitem(codecs._CODECS, Scaled.name, Scaled())
 
 
 def feedback(wire: str) -> ferrorpc.hooks.ErrorFeedback:
@@ -27,8 +36,8 @@ def feedback(wire: str) -> ferrorpc.hooks.ErrorFeedback:
 
 
 HOOKS = {
-    **{wire: partial(ferrorpc.hooks.Compress, wire) for wire in ("bf16", "f16", "int8")},
-    **{f"{wire} with feedback": partial(feedback, wire) for wire in ("bf16", "f16", "int8")},
+    **{wire: partial(ferrorpc.hooks.Compress, wire) for wire in [*CODEC_NAMES, Scaled.name]},
+    **{f"{wire} with feedback": partial(feedback, wire) for wire in [*CODEC_NAMES, Scaled.name]},
     "feedback alone": lambda: ferrorpc.hooks.ErrorFeedback(PlainAllReduce()),
 }
 
@@ -36,7 +45,7 @@ HOOKS = {
 @pytest.mark.parametrize("weights", [[None] * 4, [3.0, 0.1, 7.0, 0.5]], ids=["even", "weighted"])
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize(("lanes", "size"), [("simulated", 1), ("simulated", 3), ("hybrid", 2)])
-def test_hooks_that_compress_do_so_on_the_gpu_with_the_bits_of_the_host(
+def test_hooks_that_compress_do_so_on_the_gpu_if_it_has_kernels_with_the_bits_of_the_host(
     cupy: StandIn, lanes: str, size: int, name: str, weights: list[float | None]
 ) -> None:
     """Four rounds, each in a stream of its own, the last from a saved state; the second has values that are not finite."""
@@ -45,13 +54,13 @@ def test_hooks_that_compress_do_so_on_the_gpu_with_the_bits_of_the_host(
         hook = HOOKS[name]()
         like = {"a": place(np.zeros(700, np.float32)), "b": place(np.zeros((3, 5), np.float16)), "c": place(np.zeros(2))}
         sync, found = ferrorpc.GradientSynchronizer(like, group, hook=hook), []
-        kind = HostBucketMemory if place is np.asarray else DeviceBucketMemory
+        kind = DeviceBucketMemory if place is not np.asarray and hook.on_device else HostBucketMemory
         assert {type(memory) for memory in sync._reducer.memory} == {kind}
         for number in range(4):
             chance = np.random.default_rng([group.rank, number])
             mine = {each: chance.standard_normal(like[each].shape) * 10.0 ** chance.choice([0, -37, -41]) for each in like}
             mine["a"][600:] *= np.inf if number == 1 else 1
-            with nullcontext() if kind is HostBucketMemory else cupy.cuda.Stream(non_blocking=True):
+            with nullcontext() if place is np.asarray else cupy.cuda.Stream(non_blocking=True):
                 with np.errstate(all="ignore"):
                     means = sync({each: place(mine[each].astype(like[each].dtype)) for each in like}, weights[number])
                 found += [home(means[each]).tobytes() for each in like]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.devices import device_of
-from ferrorpc.kernels.cuda.codecs import DeviceCodec
+from ferrorpc.kernels.cuda.codecs import DEVICE_CODECS
 from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, ROWS, DeviceKernels
 from ferrorpc.kernels.cuda.program import NAMES, PAIRS
 from ferrorpc.testing.gpu import reference
 from ferrorpc.types import DType
-from ferrorpc.wire.codecs import CODEC_NAMES, codec
+from ferrorpc.wire.codecs import codec
 from tests.gpu.without import skip_without_gpu
 
 skip_without_gpu()
@@ -148,15 +148,15 @@ def test_blocks_of_int8_there_and_back(cupy: Any, kernels: DeviceKernels, name: 
     same_but_for_which_nan(cupy.asnumpy(room), expected, DType.FLOAT32)
 
 
-@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("name", DEVICE_CODECS)
 def test_messages_are_those_of_the_host(cupy: Any, kernels: DeviceKernels, name: str) -> None:
-    values, near, host = floats(100_003, 2), DeviceCodec(kernels, name), codec(name)
+    values, near, host = floats(100_003, 2), DEVICE_CODECS[name], codec(name)
     wanted = host.encode(values)
     encoded = cupy.zeros(wanted.size, np.uint8)
-    near.encode(cupy.asarray(values), encoded)
+    near.encode(kernels, cupy.asarray(values), encoded)
     assert cupy.asnumpy(encoded).tobytes() == wanted.tobytes()
     found = cupy.zeros(values.size, np.float32)
-    near.decode(encoded, found)
+    near.decode(kernels, encoded, found)
     same_but_for_which_nan(cupy.asnumpy(found), host.decode(wanted, values.size), DType.FLOAT32)
 
 

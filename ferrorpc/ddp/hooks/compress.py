@@ -1,4 +1,4 @@
-"""Sends narrower numbers: bf16, f16, or int8 in blocks of 256 with one scale each.
+"""Sends narrower numbers: those of a codec of wire/codecs.py, such as bf16, or int8 in blocks with one scale each.
 
 Idea. Each value is rounded once before it is sent to the rank that adds it up, and the mean once before it is sent back: unlike
 the sum, it fits float16 where all ranks' values do. Sums are float32; nothing is added in the narrow type. With error feedback,
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part
 from ferrorpc.ddp.hooks.vector_ops import VectorOps, vector_ops_for
-from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
+from ferrorpc.kernels.cuda.codecs import DEVICE_CODECS
 from ferrorpc.operations.stream import Stream
 from ferrorpc.types import ReduceOp
 from ferrorpc.wire.codecs import codec
@@ -28,11 +28,11 @@ class Compress(Hook):
     """Sends values as "bf16", "f16" or "int8". Raises UsageError for another name."""
 
     operations = 2
-    on_device = True
     remembers = False
 
     def __init__(self, wire: str) -> None:
         self._codec = codec(wire)
+        self.on_device = wire in DEVICE_CODECS
 
     def serve(self, stream: Stream, keys: Iterable[str]) -> None:
         """As its base, but raises UsageError also where the group's backend compresses nothing."""
@@ -55,7 +55,7 @@ class Compress(Hook):
         """As all_reduce does it; between them the mean of this rank's slice gets what its last rounding left out."""
         codec, size, count = self._codec, collectives.size, part.values.size
         # Slices of whole blocks: rounding the values again on the wire changes nothing.
-        length = -(-count // (size * BLOCK_VALUES)) * BLOCK_VALUES
+        length = -(-count // (size * codec.block_values)) * codec.block_values
         padded = ops.zeros(size * length)
         slices = [padded[rank * length : (rank + 1) * length] for rank in range(size)]
         ops.decode(codec, ops.encoded(codec, part.values), padded[:count])

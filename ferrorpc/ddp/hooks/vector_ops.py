@@ -13,7 +13,7 @@ from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.kinds import gpu_of
 from ferrorpc.ddp.bucket_memory import Array
-from ferrorpc.kernels.cuda.codecs import DeviceCodec
+from ferrorpc.kernels.cuda.codecs import DEVICE_CODECS
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import Codec
 
@@ -70,7 +70,8 @@ class HostVectorOps:
 
 
 class DeviceVectorOps:
-    """The same on arrays of a GPU, which is the current device, in the stream that is current at construction."""
+    """The same on arrays of a GPU, which is the current device, in the stream that is current at construction. Codecs are those
+    that have kernels."""
 
     def __init__(self, kind: CupyKind) -> None:
         self._device = kind.device
@@ -100,11 +101,11 @@ class DeviceVectorOps:
 
     def encoded(self, codec: Codec, values: DeviceArray) -> DeviceArray:
         found = self._device.empty((codec.encoded_bytes(values.size),), np.dtype(np.uint8))
-        DeviceCodec(self._kernels, codec.name).encode(values, found)
+        DEVICE_CODECS[codec.name].encode(self._kernels, values, found)
         return found
 
     def decode(self, codec: Codec, encoded: DeviceArray, values: DeviceArray) -> None:
-        DeviceCodec(self._kernels, codec.name).decode(encoded, values)
+        DEVICE_CODECS[codec.name].decode(self._kernels, encoded, values)
 
     def from_host(self, source: Array) -> DeviceArray:
         return self._device.staging.to_device(np.array(source, _SINGLE))

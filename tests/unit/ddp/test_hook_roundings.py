@@ -10,6 +10,7 @@ import pytest
 from ferrorpc import GradientSynchronizer
 from ferrorpc.ddp.hooks import Compress, ErrorFeedback, Hook
 from ferrorpc.testing import run_world
+from ferrorpc.wire.codecs import CODEC_NAMES
 
 LIKE = np.zeros((60, 20), np.float32)
 """Of more blocks than ranks, and no whole number of them."""
@@ -34,15 +35,15 @@ def missing(size: int, make: Callable[[], Hook], steps: int) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("wire", ["bf16", "f16", "int8"])
+@pytest.mark.parametrize("wire", CODEC_NAMES)
 def test_with_feedback_no_more_is_missing_after_many_steps_than_after_a_few(wire, size):
     """Whichever rank adds a value up, and however small it is beside those that it is coded with."""
     few, many = (missing(size, lambda: ErrorFeedback(Compress(wire)), steps) for steps in (10, 60))
-    assert many < 2 * few
+    assert many <= 2 * few
     assert many < 0.4 * missing(size, lambda: Compress(wire), 60)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "f16", "int8"])
+@pytest.mark.parametrize("wire", CODEC_NAMES)
 def test_what_the_rank_that_adds_up_does_not_use_arrives_too(wire):
     """Also where each value is too small for float16, and where that rank has other weights."""
     wanted = np.random.default_rng(1).uniform(1e-7, 3e-7, LIKE.shape).astype(np.float32)
@@ -87,7 +88,7 @@ def test_what_was_left_out_of_one_slice_is_not_added_to_another():
     given = [each * np.repeat(np.float32([1e-3, 1e3]), 256) for each in given]
 
     def body(group, states):
-        hook = ErrorFeedback(Compress("bf16"))
+        hook = ErrorFeedback(Compress("int8"))
         sync = GradientSynchronizer(given[0], group, hook=hook)
         if states:
             hook.load_state(states[group.rank + 1])

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ferrorpc.collectives.outgoing_message import CODED_VALUES
 from ferrorpc.errors import CodecError, UsageError
 from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
 from ferrorpc.wire.codecs import CODEC_NAMES, codec
@@ -136,12 +137,29 @@ def test_int8_has_exactly_the_bytes_of_the_format(count: int) -> None:
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
+def test_rounding_again_changes_nothing(name: str) -> None:
+    chosen, chance = codec(name), np.random.default_rng(0)
+    blocks = (400, max(256, chosen.block_values))
+    with np.errstate(over="ignore"):
+        spread = (chance.standard_normal(blocks) * 10.0 ** chance.integers(-46, 40, (400, 1))).astype(np.float32)
+    for values in (random_floats(70_003), ordinary_floats(70_003), spread.reshape(-1), np.zeros(5, np.float32)):
+        once = chosen.decode(chosen.encode(values), values.size)
+        np.testing.assert_array_equal(chosen.decode(chosen.encode(once), values.size), once)
+    assert once.tobytes() == bytes(20)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_blocks_end_where_pieces_of_messages_do(name: str) -> None:
+    assert CODED_VALUES % codec(name).block_values == 0
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
 @pytest.mark.parametrize("count", [0, 3, 256, 70_000])
 def test_pieces_of_whole_blocks_give_the_values_of_one_message(name: str, count: int) -> None:
     chosen = codec(name)
     values = ordinary_floats(count)
     whole = chosen.decode(chosen.encode(values), count)
-    piece = 2 * BLOCK_VALUES
+    piece = 3 * chosen.block_values
     found, total_bytes = np.full(count, np.nan, np.float32), 0
     for start in range(0, count, piece):
         part = values[start : start + piece]
