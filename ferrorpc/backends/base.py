@@ -92,7 +92,10 @@ class Backend(ABC):
 
     @abstractmethod
     def send(self, data: np.ndarray[Any, Any], dst: int, tag: int = 0) -> None:
-        """Sends an array; returns when `data` may be changed again. Receipt is not implied."""
+        """Sends an array; returns when `data` may be changed again. Receipt is not implied.
+
+        It may wait for its peer, but has to raise once that is lost: nothing else ends it.
+        """
 
     @abstractmethod
     def recv(

@@ -1,10 +1,11 @@
 """Collectives over a backend's blocking send and recv, so that a third party needs to write nothing else.
 
 The plans are the same. Sends run on helper threads, one for each peer and in order, since a backend's send may block until its
-peer receives. Receives are blocking calls on the driver's thread. Every message has its own tag, made from the operation's key
-and the plan's slot. Asynchronous operations have a thread each, so ranks may start them in different orders; sends and recvs of
-one peer and tag keep the order of the calls. The messages carry no signatures, so ranks that call different operations are
-noticed only by messages that do not fit, or by the deadline.
+peer receives. Receives are blocking calls on the driver's thread, a moment at a time, so that it sees between them when the
+generation ends. Every message has its own tag, made from the operation's key and the plan's slot. Asynchronous operations have
+a thread each, so ranks may start them in different orders; sends and recvs of one peer and tag keep the order of the calls. The
+messages carry no signatures, so ranks that call different operations are noticed only by messages that do not fit, or by the
+deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -32,6 +33,9 @@ from ferrorpc.errors import (
 from ferrorpc.guard import Guard, Parker
 from ferrorpc.types import TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
+
+SLICE_SECONDS: Final = 0.25
+"""How long a recv waits at a time: nothing can wake it when the generation ends."""
 
 Array = np.ndarray[Any, Any]
 
@@ -147,6 +151,7 @@ class BlockingExecution(Execution):
         self._backend = backend
         self._label = label
         self._peers = list(peers)
+        """What it waits for, as group ranks: any of these at first, then one after the other."""
 
     @property
     def label(self) -> str:
@@ -168,14 +173,16 @@ class BlockingExecution(Execution):
         """Does nothing: it holds nothing."""
 
     def receive(self, src: int, tag: int, out: Array | None = None) -> Array:
-        """A blocking recv until the deadline. A timeout of the backend's socket is raised as this operation's own."""
-        remaining = max(0.0, self.guard.deadline - self.guard.clock.now())
-        try:
-            return self._backend.recv(src, tag, out=out, timeout=remaining)
-        except TimeoutError as late:
-            if isinstance(late, FerroError):
-                raise
-            raise self.timeout_error() from late
+        """A blocking recv until the deadline, or until the generation ends."""
+        guard, self._peers = self.guard, [src]
+        while True:
+            guard.latch.check()
+            remaining = max(0.0, guard.deadline - guard.clock.now())
+            try:
+                return self._backend.recv(src, tag, out=out, timeout=min(remaining, SLICE_SECONDS))
+            except TimeoutError:
+                if remaining <= SLICE_SECONDS:
+                    raise self.timeout_error() from None  # the backend's own, of a slice or of a socket, tells another time
 
 
 class BlockingPrepared(Prepared):
@@ -212,6 +219,10 @@ class BlockingCollective(BlockingExecution):
         self._key = key
         self._workspace = Workspace(rules, inputs, outputs)
 
+    def timeout_error(self) -> FerroError:
+        late = super().timeout_error()
+        return BarrierTimeoutError(self.waiting_on(), late.message) if self._is_barrier else late
+
     def advance(self) -> bool:
         senders = SenderThreads(self._backend, self.guard)
         for index, action in enumerate(self._actions):
@@ -235,13 +246,7 @@ class BlockingCollective(BlockingExecution):
         return NUMPY.typed(values.copy().reshape(spec.shape), spec)
 
     def _take(self, action: Receive | Fold | FoldUnder) -> None:
-        try:
-            data = self.receive(action.peer, message_tag(self._key, action.slot))
-        except CollectiveTimeoutError as late:
-            if not self._is_barrier:
-                raise
-            missing = [self._backend.world_ranks[action.peer]]
-            raise BarrierTimeoutError(missing, f"{self._label}: {late.message}") from None
+        data = self.receive(action.peer, message_tag(self._key, action.slot))
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
         self._check_fits(action, spec)
         flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)

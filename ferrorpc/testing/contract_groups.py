@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from ferrorpc.collectives.ranks_and_tags import TAG_MAX
 from ferrorpc.errors import (
     CollectiveTimeoutError,
     FerroError,
+    GroupAbortedError,
     GroupClosedError,
     InvalidRankError,
     SelfSendError,
@@ -24,6 +26,9 @@ from ferrorpc.testing.reference import check_list, check_same, every_dtype, redu
 from ferrorpc.types import DType, ReduceOp
 
 SHORT_SECONDS = 0.05
+LONG_SECONDS = 3600.0
+"""No test waits so long: what has this timeout has to end before."""
+PATIENCE_SECONDS = 20.0
 
 
 def _check_alone(call: Callable[[], object]) -> None:
@@ -309,6 +314,22 @@ class LifecycleContract(Contract):
             ranks == tuple(range(size)) and len(set(backends)) == 1 and set(generations) == {1},
             f"ranks {ranks} of backends {backends} in generations {generations}",
         )
+
+    def test_what_waits_ends_with_the_generation_and_raises_its_cause(self) -> None:
+        def body(group: ProcessGroup) -> None:
+            peer = 1 - group.rank
+            works = [group.recv(peer, tag=1, async_op=True, timeout=LONG_SECONDS)]
+            if group.rank == 0:
+                works.append(group.all_reduce(np.ones(3), async_op=True, timeout=LONG_SECONDS))
+            with suppress(GroupAbortedError):  # the other rank may be faster
+                group.send(np.ones(1), peer)
+                group.recv(peer)
+            group.abort("the loss is NaN")
+            for work in works:
+                with pytest.raises(GroupAbortedError, match="the loss is NaN"):
+                    work.wait(timeout=PATIENCE_SECONDS)
+
+        self.world(2, body)
 
     @on_some_sizes
     @on_every_rank

@@ -10,7 +10,7 @@ import pytest
 
 from ferrorpc.collectives.algorithms import direct, ring
 from ferrorpc.collectives.algorithms.plan import Plan
-from ferrorpc.collectives.blocking import BlockingPrepared, message_tag
+from ferrorpc.collectives.blocking import SLICE_SECONDS, BlockingPrepared, message_tag
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.ranks_and_tags import TAG_MAX
@@ -122,12 +122,39 @@ def test_a_send_that_takes_too_long_is_a_timeout() -> None:
         scatter(Posts(2), LateClock(stuck=True)).advance()
 
 
-def test_each_receive_may_take_what_the_ones_before_it_have_left_of_the_operations_time() -> None:
+def test_receives_share_the_operations_time_and_wait_a_moment_at_a_time() -> None:
     posts, clock = Posts(4), LateClock()
-    posts.on_recv = lambda: clock.advance(2.0)
+
+    def nothing_comes() -> None:
+        clock.advance(posts.timeouts[-1] or 0.0)
+        if len(posts.timeouts) % 8:
+            raise TimeoutError
+
+    posts.on_recv = nothing_comes
     call = Call(Operation.GATHER, (spec(2),), root=0)
-    assert started(posts, clock, call, direct.gather(0, 4, 0), [np.zeros(2, np.float32)]).advance()
-    assert posts.timeouts == [5.0, 3.0, 1.0]
+    with pytest.raises(CollectiveTimeoutError, match=r"after 5 s, gather.*waits for ranks \[13\]") as raised:
+        started(posts, clock, call, direct.gather(0, 4, 0), [np.zeros(2, np.float32)]).advance()
+    assert posts.received == [1] * 8 + [2] * 8 + [3] * 4
+    assert posts.timeouts == [SLICE_SECONDS] * 20
+    assert raised.value.waiting_on == [13]
+    assert clock.now() == 5.0
+
+
+def test_the_last_wait_of_a_receive_takes_what_is_left() -> None:
+    posts, clock = Posts(2), LateClock()
+
+    def nothing_comes() -> None:
+        clock.advance(posts.timeouts[-1] or 0.0)
+        raise TimeoutError
+
+    posts.on_recv = nothing_comes
+    clock.advance(0.1)
+    call = Call(Operation.GATHER, (spec(2),), root=0)
+    execution = started(posts, clock, call, direct.gather(0, 2, 0), [np.zeros(2, np.float32)])
+    clock.advance(4.65)
+    with pytest.raises(CollectiveTimeoutError):
+        execution.advance()
+    assert posts.timeouts == [SLICE_SECONDS, pytest.approx(0.1)]
 
 
 def test_who_is_waited_for_is_named_by_world_rank() -> None:
