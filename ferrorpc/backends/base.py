@@ -53,7 +53,7 @@ class Backend(ABC):
         name: as in `group.backend`: "grpc", "simulated", "nccl", "hybrid", "cuda_ipc" or a third party's own.
         rank, size: of this group.
         world_ranks: world rank of each group rank; errors speak of these.
-        group_id: 0 for the world.
+        group_id: 0 for the world. Tags are unique within one group: messages of another one must not be taken for its own.
         session: the session with the coordinator; None for a backend without one (no store, no reform).
         latch: trips when the generation ends, and ends it (`latch.end`).
         clock: used by every wait.
@@ -174,7 +174,11 @@ class Backend(ABC):
         return Turns()
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
-        """The backend of a subgroup (group ranks of this one, this rank included). Local: sends no message."""
+        """The backend of a subgroup (group ranks of this one, this rank included). Local: sends no message.
+
+        Its messages have the tags that those of this group have, too, so they must be kept apart by the `group_id`, which no
+        other group of the world has.
+        """
         hint = f"use init_process_group(), or give {type(self).__name__} a method split"
         raise BackendUnavailableError(f"backend {self.name!r} has no subgroups", hint)
 

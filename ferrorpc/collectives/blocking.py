@@ -58,7 +58,8 @@ class SendRecv(Protocol):
 
 
 def message_tag(key: Key, slot: int) -> int:
-    """A tag that is not used again between two ranks for a long time, and never by callers, whose tags are smaller."""
+    """A tag that is not used again in one group for a long time, and never by callers, whose tags are smaller. Other groups use
+    the same: a backend keeps the messages of its groups apart."""
     return 1 << 62 | (key.stream & 0xFFFF) << 46 | (key.number & 0x3FFFFFFF) << 16 | (slot & 0xFFFF)
 
 

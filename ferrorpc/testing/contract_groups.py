@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.contract_base import FLOAT, Contract, check, on_every_rank, on_every_size, on_some_sizes
 from ferrorpc.testing.reference import check_list, check_same, every_dtype, reduced, values
 from ferrorpc.types import DType, ReduceOp
+from ferrorpc.work import Work
 
 SHORT_SECONDS = 0.05
 LONG_SECONDS = 3600.0
@@ -237,6 +239,31 @@ class SubgroupContract(Contract):
             check(inner.world_ranks == (0,), f"the innermost group has world ranks {inner.world_ranks}")
             check_same(inner.all_reduce(np.ones(2)), np.ones(2), "alone")
         group.barrier()
+
+    def test_a_subgroup_takes_no_messages_of_its_world_whichever_begins_first(self) -> None:
+        def body(group: ProcessGroup) -> None:
+            pair, peer, token = group.subgroup([0, 1]), 1 - group.rank, np.ones(1)
+            if pair is None:
+                raise AssertionError("every rank is in it")
+
+            def begun(of: ProcessGroup, factor: int) -> list[Work[Any]]:
+                return [of.all_reduce(np.full(2, factor * (group.rank + 1)), async_op=True) for _ in range(4)]
+
+            if group.rank == 0:
+                works = begun(group, 1)
+                group.send(token, peer)
+                group.recv(peer)
+                others = begun(pair, 10)
+            else:
+                group.recv(peer)
+                others = begun(pair, 10)
+                group.send(token, peer)
+                works = begun(group, 1)
+            for work, other in zip(works, others, strict=True):
+                check_same(work.wait(), np.full(2, 3), "the world")
+                check_same(other.wait(), np.full(2, 30), "the pair")
+
+        self.world(2, body)
 
     @on_some_sizes
     @on_every_rank

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ from ferrorpc import (
 from ferrorpc.collectives.blocking import SenderThreads
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import FaultPlan, run_groups, run_world
-from tests.contract.queues import QueueBackend, queue_backends
+from ferrorpc.testing.contract_groups import SubgroupContract
+from tests.contract.queues import QueueBackend, Wires, queue_backends
 from tests.contract.wrapped import WrappedBackend
 
 
@@ -169,6 +172,32 @@ def test_waits_in_virtual_time_replay():
     assert first == again
     assert [total for total, _, _ in first] == [2, 2]
     assert all(1.1 <= ended < 1.2 for _, ended, _ in first)
+
+
+class OneSetOfQueues(QueueBackend):
+    """Its subgroups use the queues of the world."""
+
+    def split(self, ranks: Sequence[int], group_id: int) -> QueueBackend:
+        return QueueBackend(list(ranks).index(self.rank), len(ranks), self.wires)
+
+
+class QueuesForEachGroup(QueueBackend):
+    """Its subgroups have queues of their own."""
+
+    def split(self, ranks: Sequence[int], group_id: int) -> QueueBackend:
+        with self.wires.lock:
+            wires = vars(self.wires).setdefault("of_groups", {}).setdefault(group_id, Wires(len(ranks)))
+        return QueueBackend(list(ranks).index(self.rank), len(ranks), wires)
+
+
+@pytest.mark.parametrize("kind", [OneSetOfQueues, QueuesForEachGroup])
+def test_the_contract_finds_subgroups_whose_messages_are_taken_for_their_worlds(kind):
+    class Contract(SubgroupContract):
+        def world(self, size: int, fn: Any) -> list[Any]:
+            return run_groups([ProcessGroup(backend, timeout=5.0) for backend in queue_backends(size, kind)], fn)
+
+    with nullcontext() if kind is QueuesForEachGroup else pytest.raises(AssertionError, match="elements differ"):
+        Contract().test_a_subgroup_takes_no_messages_of_its_world_whichever_begins_first()
 
 
 def test_messages_keep_the_order_of_the_calls_of_which_only_some_are_waited_for():
