@@ -14,7 +14,7 @@ from ferrorpc.arrays.base import Kind, View
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.bucket_memory import BucketMemory, is_divisor
 from ferrorpc.ddp.bucket_reduction import BucketReduction
-from ferrorpc.ddp.hooks.base import Part
+from ferrorpc.ddp.hooks.base import Part, run_exchange
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.steps import Step
 from ferrorpc.errors import UsageError
@@ -135,7 +135,7 @@ class Reduction:
         total_weight = partial(_element, header, bucket.weight)
         key, found = self._reducer.keys[bucket.index], matrices(bucket)
         part = Part(key, values, found, weight=weight, unused=tuple(unused), total_weight=total_weight)
-        yield from hook.exchange(part, collectives)
+        yield from run_exchange(hook, part, collectives)
         # Where blocks of values are coded together, what is not finite spreads to the gaps, and from there to later steps.
         for start, stop in bucket.gaps:
             array[start:stop] = 0

@@ -113,6 +113,7 @@ def data_parallel(group: ProcessGroup) -> Iterator[dict[str, Any]]:
     }
     yield {"like": layers, "grads": layers, "tokens": 8}
     yield {"x": a, "grad": a, "part": a, "grad_y": a}
+    yield {"like": {"weight": np.zeros((3, 3), np.float32)}}
     yield {"weights": {"w": np.ones(9)}, "grads": {"w": np.ones(9)}}
     yield {"torch": torch, "model": torch.nn.Linear(3, 2), "x": torch.ones(4, 3)}
     yield {}

@@ -29,7 +29,8 @@ class Part:
     Attributes:
         key: the same in every step and on every rank, to file a hook's state under. Values of other parameters have another
             one. A hook that has values summed by another hook gives them keys that begin with this one.
-        values: float32 of shape (n,), on the host, or for a hook with `on_device` a CuPy array; becomes the sum.
+        values: float32 of shape (n,), on the host, or for a hook with `on_device` a CuPy array; becomes the sum, in place:
+            `part.values[...] = total`.
         matrices: (start, rows, columns) of each run of values that is a matrix in C order.
         wants_delivered: whether the exchange returns how much of this rank's original `values` was delivered: float32 of shape
             (n,), on the device of `values`. Otherwise it returns None.
@@ -115,7 +116,7 @@ class Hook(ABC):
 
     @abstractmethod
     def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
-        """Replaces `part.values` by their sum over all ranks, with the same bits on each."""
+        """Replaces `part.values` by their sum over all ranks, with the same bits on each. A generator: see `Exchange`."""
 
     def state(self) -> dict[str, Array]:
         """A copy of this rank's state, to be saved with the weights."""
@@ -146,6 +147,33 @@ class PlainAllReduce(Hook):
         delivered = part.values.copy() if part.wants_delivered else None
         yield collectives.all_reduce(part.values)
         return delivered
+
+
+def run_exchange(hook: Hook, part: Part, collectives: BucketCollectives) -> Exchange:
+    """The exchange of a hook, to be driven by `yield from`.
+
+    Raises:
+        UsageError: it is no generator, or does not return what was delivered where that is wanted.
+    """
+    steps: Any = hook.exchange(part, collectives)
+    if not hasattr(steps, "send"):  # a tenth of the time that isinstance takes with an abstract class
+        raise UsageError(
+            f"the exchange of {hook!r} is no generator: it returned {_described(steps)}",
+            hint="yield each collective that it starts, as in `yield collectives.all_reduce(part.values)`",
+        )
+    delivered = yield from steps
+    if part.wants_delivered and getattr(delivered, "shape", None) != part.values.shape:
+        raise UsageError(
+            f"the exchange of {hook!r} returned {_described(delivered)} as what was delivered of {part.values.size} values",
+            hint="where part.wants_delivered, return how much of each of this rank's values was delivered: "
+            "a copy of part.values from before the sum, if all was",
+        )
+    return delivered
+
+
+def _described(returned: Any) -> str:
+    name, shape = type(returned).__name__, getattr(returned, "shape", None)
+    return "None" if returned is None else f"{name} of shape {shape}" if shape is not None else name
 
 
 def check_hook(given: Any) -> Hook:

@@ -17,7 +17,7 @@ from typing import Final
 
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
-from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, check_hook
+from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, check_hook, run_exchange
 from ferrorpc.ddp.hooks.residues import Residues
 from ferrorpc.ddp.hooks.vector_ops import vector_ops_for
 from ferrorpc.operations.stream import Stream
@@ -58,7 +58,7 @@ class ErrorFeedback(Hook):
     def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
         inner = replace(part, wants_delivered=True, residues=self._residues)
         if not _WEIGHT_MIN <= part.weight < math.inf:  # hardly anything of this rank is in the mean, or there is none
-            return (yield from self._hook.exchange(inner, collectives))
+            return (yield from run_exchange(self._hook, inner, collectives))
         ops = vector_ops_for(part.values)
         residue = self._residues.of(part.key, part.values.size, ops, part.weight)
         waiting = [(residue[start:stop], residue[start:stop].copy()) for start, stop in part.unused]
@@ -69,7 +69,7 @@ class ErrorFeedback(Hook):
         ops.add(part.values, residue)
         ops.assign(residue, part.values)
         try:
-            delivered = yield from self._hook.exchange(inner, collectives)
+            delivered = yield from run_exchange(self._hook, inner, collectives)
             ops.subtract_delivered(residue, delivered)
             ops.forget_unless_finite(residue, part.values)
         finally:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
-from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, PlainAllReduce, check_hook
+from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, PlainAllReduce, check_hook, run_exchange
 from ferrorpc.errors import UsageError
 from ferrorpc.operations.stream import Stream
 from ferrorpc.work import Work
@@ -95,7 +95,7 @@ class PowerSGD(Hook):
             return [], []
         message = np.concatenate([array.reshape(-1) for array in arrays])
         factors = Part(key, message, wants_delivered=of.wants_delivered, weight=of.weight)
-        delivered = yield from self._hook.exchange(factors, collectives)
+        delivered = yield from run_exchange(self._hook, factors, collectives)
         cuts = np.cumsum([array.size for array in arrays])[:-1]
         return np.split(message, cuts), [] if delivered is None else np.split(delivered, cuts)
 
