@@ -20,6 +20,7 @@ import numpy as np
 from ferrorpc.arrays.numpy_kind import NUMPY
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.driver import WaitTimers
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import (
@@ -175,15 +176,18 @@ class BlockingExecution(Execution):
 
     def receive(self, src: int, tag: int, out: Array | None = None) -> Array:
         """A blocking recv until the deadline, or until the generation ends."""
-        guard, self._peers = self.guard, [src]
+        guard, self._peers, timers = self.guard, [src], WaitTimers(self)
+        parker = guard.clock.parker()
         while True:
             guard.latch.check()
-            remaining = max(0.0, guard.deadline - guard.clock.now())
+            until = min(max(guard.deadline, guard.clock.now()), guard.clock.now() + SLICE_SECONDS)
             try:
-                return self._backend.recv(src, tag, out=out, timeout=min(remaining, SLICE_SECONDS))
-            except TimeoutError:
-                if remaining <= SLICE_SECONDS:
-                    raise self.timeout_error() from None  # the backend's own, of a slice or of a socket, tells another time
+                return self._backend.recv(src, tag, out=out, timeout=max(0.0, until - guard.clock.now()))
+            except TimeoutError as late:
+                if late.errno is not None:  # the network's, such as ETIMEDOUT of a host that is gone: no end of this wait
+                    raise self.timeout_error() from late
+            timers.act()
+            parker.park(until)  # a backend that waits too briefly must not be asked again and again
 
 
 class BlockingPrepared(Prepared):

@@ -86,5 +86,5 @@ class Outages:
             return None
         if is_refusal:
             return failure
-        text = f"nobody answered at {self._address} for {seconds:.3g} s; the last attempt: {failure.message}"
+        text = f"nobody answered at {self._address} for {seconds:.1f} s; the last attempt: {failure.message}"
         return CoordinatorUnavailableError(text)

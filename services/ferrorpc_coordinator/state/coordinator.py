@@ -29,7 +29,7 @@ from ferrorpc.v1 import session_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.limits import SESSION_PROTOCOL_VERSION
-from ferrorpc.wire.refusal_log import RefusalLog
+from ferrorpc.wire.refusal_log import RefusalLog, quoted
 from ferrorpc_coordinator.state.access import Access, required_role
 from ferrorpc_coordinator.state.admission import check_hello, check_name, unknown_session
 from ferrorpc_coordinator.state.context import Requester, SharedState
@@ -169,7 +169,7 @@ class Coordinator:
         self._authorize(caller, hello.token, hello.job, Role.WORKER, who)
         if hello.protocol_version != SESSION_PROTOCOL_VERSION:
             error = VersionMismatchError(
-                f"{hello.name[:128]!r} speaks protocol {hello.protocol_version} (ferrorpc {hello.version[:32] or 'unknown'}), "
+                f"{hello.name[:128]!r} speaks protocol {hello.protocol_version} (ferrorpc {quoted(hello.version[:32])}), "
                 f"this coordinator {SESSION_PROTOCOL_VERSION} (ferrorpc {self.settings.version or 'unknown'})"
             )
             self._note_refusal(caller, hello.job, who, error)

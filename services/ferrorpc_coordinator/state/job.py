@@ -243,12 +243,10 @@ class Job:
 
     def _process_exited(self, exited: session_pb2.ProcessExit) -> None:
         member = self.members.get(exited.name)
-        said_hello = member is not None and exited.instance_id in member.exit_report_ids
-        if member is not None and member.alive:
-            if said_hello:
-                self.declare_dead(member, _exit_text(exited))
-        elif not said_hello:
-            self.rendezvous.exited_before_hello(exited.name, _exit_text(exited))
+        if member is None:
+            self.rendezvous.exited_before_hello(exited.name, _exit_text(exited), has_failed=exited.returncode != 0)
+        elif member.alive and exited.instance_id in member.exit_report_ids:
+            self.declare_dead(member, _exit_text(exited))
 
     # -- consequences --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from ferrorpc.errors import (
     FerroError,
@@ -24,6 +24,7 @@ from ferrorpc.errors import (
     UsageError,
     require,
 )
+from ferrorpc.logs import escape_unprintable
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.conflicts import rank_conflict, run_conflict, size_conflict
@@ -32,11 +33,15 @@ from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members
 from ferrorpc_coordinator.state.ranks import Claim, assign, claimed
-from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
+from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, format_seconds
 from ferrorpc_coordinator.state.throttle import BroadcastThrottle
+
+Kept = TypeVar("Kept")
 
 NAMED_MAX: Final = 16
 """Processes of each kind that are named in a timeout's message."""
+EARLY_EXIT_NS: Final = 600 * SECOND
+"""How long a process that ended before its Hello may be why a round is still open."""
 
 REPLACING: Final = (
     "replace lost ranks (`ferrorpc run --restart worker --max-restarts 3`), or allow a smaller world (`--world-size MIN:MAX`)"
@@ -76,7 +81,7 @@ class Rendezvous:
         """The names of waiting members last sent to the newest generation; None if they must be sent again."""
         self._pending_notice = BroadcastThrottle(context, "waiting", self._announce)
         self._last_call: int | None = None
-        self._early_exits: dict[str, str] = {}
+        self._early_exits: dict[str, tuple[int, str]] = {}
         self._refused: dict[str, str] = {}
         """Names of processes that were refused in this round, and why, for a timeout's message."""
         self._claimants: dict[int, Member] = {}
@@ -91,7 +96,7 @@ class Rendezvous:
 
     def refused(self, name: str, error: FerroError) -> None:
         """Notes why a process was refused, for those who wait for it."""
-        _keep_last(self._refused, name, error.message)
+        _keep_last(self._refused, name, error.message[:512])
 
     def joining(self, member: Member) -> bool:
         """Whether this member has asked to join."""
@@ -143,10 +148,15 @@ class Rendezvous:
             del self._pending[member.name]
             self._context.disarm(("join", member.name))
 
-    def exited_before_hello(self, name: str, how: str) -> None:
-        """A process ended before its Hello: those who wait for it are told."""
-        _keep_last(self._early_exits, name[:128], how)
-        self._context.occurrences.add("dead", f"{name[:128]}: {how}, before it said Hello")
+    def exited_before_hello(self, name: str, how: str, has_failed: bool) -> None:
+        """A process ended before its Hello, or was refused and ended: those who wait for it are told, once."""
+        name, how = escape_unprintable(name[:128]), escape_unprintable(how)
+        is_news = self._early_exits.get(name, (0, ""))[1] != how
+        if name in self._refused:
+            return
+        _keep_last(self._early_exits, name, (self._context.now, how[:512]))
+        if has_failed and is_news:
+            self._context.occurrences.add("dead", f"{name}: {how}, before it said Hello")
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -179,12 +189,13 @@ class Rendezvous:
             reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._describe_ranks(missing[:NAMED_MAX])}"
         if self._last_call is not None:
             reason += f"; last call for {format_seconds(max(0, self._last_call - self._context.now))} more"
-        if self._early_exits:
-            reason += f"; ended early: {'; '.join(self._ended_early())}"
+        if ended := self._ended_early():
+            reason += f"; ended early: {'; '.join(ended)}"
         return f"{reason}; refused: {'; '.join(self._refused.values())}" if self._refused else reason
 
     def _ended_early(self) -> list[str]:
-        return [f"{name}: {how}, before it said Hello" for name, how in self._early_exits.items()]
+        since = self._context.now - EARLY_EXIT_NS
+        return [f"{name}: {how}, before it said Hello" for name, (when, how) in self._early_exits.items() if when >= since]
 
     def _unfinished(self) -> str:
         """What the newest generation does while living members of it have not asked to join."""
@@ -480,9 +491,9 @@ def _who_holds(newest: Generation, member: Member) -> Member | None:
     return member if member.rank >= 0 else next((known for known in newest.living if known.connected), None)
 
 
-def _keep_last(texts: dict[str, str], name: str, text: str) -> None:
-    """Keeps a text for a name, and the texts of the last NAMED_MAX names."""
-    texts.pop(name, None)
-    texts[name] = text[:512]
-    while len(texts) > NAMED_MAX:
-        del texts[next(iter(texts))]
+def _keep_last(known: dict[str, Kept], name: str, what: Kept) -> None:
+    """Keeps something for a name, and that of the last NAMED_MAX names."""
+    known.pop(name, None)
+    known[name] = what
+    while len(known) > NAMED_MAX:
+        del known[next(iter(known))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from ferrorpc import (
     PeerLostError,
     ProcessGroup,
 )
+from ferrorpc.collectives import driver
 from ferrorpc.collectives.blocking import SenderThreads
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import FaultPlan, run_groups, run_world
@@ -99,6 +101,40 @@ def test_a_timeout_of_a_sockets_recv_breaks_nothing_and_one_of_a_collective_name
             assert raised.value.waiting_on == [1]
 
     run_groups([ProcessGroup(SocketBackend(queues)) for queues in queue_backends(2)], body)
+
+
+class Hasty(QueueBackend):
+    """Its recv times out at once, with this errno where it has one."""
+
+    errno: int | None = None
+    asked = 0
+
+    def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None) -> Any:
+        self.asked += 1
+        raise TimeoutError("timed out") if self.errno is None else TimeoutError(self.errno, "Connection timed out")
+
+
+def test_a_backend_that_waits_too_briefly_is_not_asked_all_the_time():
+    backend = queue_backends(2, Hasty)[0]
+    with ProcessGroup(backend) as group, pytest.raises(CollectiveTimeoutError, match=r"after 0\.6 s, .* waits for ranks \[1\]"):
+        group.recv(1, timeout=0.6)
+    assert backend.asked <= 5
+
+
+def test_a_timeout_of_the_network_is_a_failure_of_its_own():
+    backend = queue_backends(2, Hasty)[0]
+    backend.errno = errno.ETIMEDOUT
+    with ProcessGroup(backend) as group, pytest.raises(CollectiveTimeoutError) as raised:
+        group.recv(1, timeout=100.0)
+    assert backend.asked == 1
+    assert isinstance(raised.value.__cause__, TimeoutError)
+
+
+def test_who_waits_for_long_says_for_what(monkeypatch, caplog):
+    monkeypatch.setattr(driver, "EXPLAIN_SECONDS", 0.3)
+    with ProcessGroup(queue_backends(2)[0]) as group, pytest.raises(CollectiveTimeoutError):
+        group.all_reduce(1.0, timeout=1.0)
+    assert any("all_reduce(op=sum, float64[]) #1 waits for ranks [1]" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize(
