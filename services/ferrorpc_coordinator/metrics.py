@@ -16,7 +16,9 @@ from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire.member_states import state_name
 from ferrorpc_coordinator.state.effects import Note
+from ferrorpc_coordinator.state.headline import behind
 from ferrorpc_coordinator.state.job import Job
+from ferrorpc_coordinator.state.settings import SECOND
 
 _BOUNDS_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 MEMBERS_BY_RANK_MAX: Final = 256
@@ -104,7 +106,14 @@ def beat_ages(job: Job) -> dict[int, float]:
     alive = [member for member in job.members if member.rank >= 0 and member.alive]
     if len(alive) > MEMBERS_BY_RANK_MAX:
         return {}
-    return {member.rank: max(0, job.context.now - member.last_heard) / 1e9 for member in alive}
+    return {member.rank: max(0, job.context.now - member.last_heard) / SECOND for member in alive}
+
+
+def longest_behind_seconds(job: Job) -> float:
+    """For how long a rank has been behind; 0 if none is. In a generation that is over nobody waits for it."""
+    newest = job.generations.newest
+    late = {} if newest is None or newest.over else behind(newest.members, job.context.now)
+    return max(late.values(), default=0) / SECOND
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +218,9 @@ _JOB_GAUGES: Final[tuple[tuple[str, str, Callable[[Job], float]], ...]] = (
     ("ferrorpc_generation", "Newest generation", lambda job: job.context.newest_generation),
     ("ferrorpc_world_size", "Members of the newest generation", _world_size),
     ("ferrorpc_open_barriers", "Named barriers that wait for somebody", lambda job: len(job.barriers)),
-    ("ferrorpc_longest_barrier_seconds", "Age of the oldest open barrier", lambda job: job.barriers.longest_ns / 1e9),
+    ("ferrorpc_longest_barrier_seconds", "Age of the oldest open barrier", lambda job: job.barriers.longest_ns / SECOND),
+    ("ferrorpc_longest_behind_seconds", "How long a rank has begun no operation, others ahead", longest_behind_seconds),
+    ("ferrorpc_rendezvous_seconds", "How long members have waited for one", lambda job: job.rendezvous.longest_ns / SECOND),
     ("ferrorpc_store_keys", "Keys in the store", lambda job: len(job.store.keyspace)),
     ("ferrorpc_store_bytes", "Bytes in the store", lambda job: job.store.keyspace.bytes),
 )

@@ -29,6 +29,7 @@ def job() -> Job:
     world = World()
     for _ in range(2):
         join(world, "a", "b", "c")
+    world.clients["a"].step = 1
     arrive(world, "a", "first")
     set_(world, "a", "key", b"value")
     world.tick(11 * SECOND // 2)
@@ -83,6 +84,8 @@ def test_the_gauges_of_a_job() -> None:
         'ferrorpc_open_barriers{job="j"} 2.0',
         'ferrorpc_longest_barrier_seconds{job="j"} 7.0',
         'ferrorpc_heartbeat_age_seconds{job="j",rank="2"} 1.5',
+        'ferrorpc_longest_behind_seconds{job="j"} 7.0',
+        'ferrorpc_rendezvous_seconds{job="j"} 0.0',
         'ferrorpc_store_keys{job="j"} 1.0',
         'ferrorpc_store_bytes{job="j"} 8.0',
     ):

@@ -94,6 +94,15 @@ class Rendezvous:
         """Whether anyone waits."""
         return bool(self._pending)
 
+    @property
+    def longest_ns(self) -> int:
+        """For how long members have waited; 0 if nobody does. Newcomers to a generation that goes on do not count: spares may
+        wait for ever."""
+        newest = self._generations.newest
+        goes_on = newest is not None and not newest.over
+        since = (pending.since for pending in self._pending.values() if pending.member.rank >= 0 or not goes_on)
+        return self._context.now - next(since, self._context.now)
+
     def refused(self, name: str, error: FerroError) -> None:
         """Notes why a process was refused, for those who wait for it."""
         _keep_last(self._refused, name, error.message[:512])

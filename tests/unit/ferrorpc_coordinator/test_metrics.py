@@ -1,12 +1,19 @@
 """What is counted, and under which bound and label."""
 
-from ferrorpc_coordinator.metrics import MEMBERS_BY_RANK_MAX, Counters, Histogram, beat_ages, members_by_state
+from ferrorpc_coordinator.metrics import (
+    MEMBERS_BY_RANK_MAX,
+    Counters,
+    Histogram,
+    beat_ages,
+    longest_behind_seconds,
+    members_by_state,
+)
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import session_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import join
+from tests.unit.coordinator_state.helpers import ask_elastic, join
 
 
 def test_a_value_counts_in_each_bucket_up_to_its_bound():
@@ -74,3 +81,45 @@ def test_a_large_job_has_no_beat_ages():
         join(world, *(f"m{number}" for number in range(members)))
         job = world.coordinator.jobs["job"]
         assert (members_by_state(job), len(beat_ages(job))) == ({"active": members}, ages)
+
+
+def test_how_long_a_rank_has_been_behind_counts_until_its_generation_is_over():
+    world = World()
+    join(world, "a", "b", "c")
+    job = world.coordinator.jobs["job"]
+    world.tick(SECOND)
+    for name in ("a", "b"):
+        world.clients[name].step = 5
+    world.tick(SECOND)
+    assert longest_behind_seconds(job) == 0
+    world.tick(70 * SECOND)
+    assert longest_behind_seconds(job) == 72
+    world.ask("b", leave={"reason": "a bug"})
+    assert longest_behind_seconds(job) == 0
+
+
+def test_who_cannot_work_before_the_next_generation_waits_for_a_rendezvous():
+    world = World()
+    join(world, "a", size=2)
+    rendezvous = world.coordinator.jobs["job"].rendezvous
+    world.tick(20 * SECOND)
+    assert rendezvous.longest_ns == 20 * SECOND
+    join(world, "b", size=2)
+    assert rendezvous.longest_ns == 0
+    join(world, "a", size=2)
+    world.tick(SECOND)
+    assert rendezvous.longest_ns == SECOND, "it has left its generation, which goes on"
+
+
+def test_a_newcomer_to_a_generation_that_goes_on_waits_for_no_rendezvous():
+    """Spares may wait for as long as the job lasts."""
+    world = World()
+    for name in ("a", "b"):
+        ask_elastic(world, name, 2, 2)
+    ask_elastic(world, "spare", 2, 2)
+    rendezvous = world.coordinator.jobs["job"].rendezvous
+    world.tick(20 * SECOND)
+    assert rendezvous.longest_ns == 0
+    world.ask("b", leave={"reason": "a bug"})
+    world.tick(SECOND)
+    assert rendezvous.longest_ns == 21 * SECOND
