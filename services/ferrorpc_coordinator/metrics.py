@@ -57,7 +57,7 @@ class Counters:
     heartbeats: int = 0
     handled: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(method, gRPC status code) -> number of calls."""
-    generations_broken: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
+    first_causes: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
     """Error code of the first cause -> number of generations it ended."""
     member_changes: Counter[str] = field(default_factory=lambda: _zeros(map(state_name, identity_pb2.MemberState.values())))
     """New state of a member -> number of changes; "active" where one is back."""
@@ -79,7 +79,7 @@ class Counters:
     def noted(self, note: Note) -> None:
         """Counts what happened to a generation or a member, whether or not anybody is left to be told."""
         if note.kind == "broken":
-            self.generations_broken[code_label(note.code)] += 1
+            self.first_causes[code_label(note.code)] += 1
         elif note.state:
             self.member_changes[note.state] += 1
 
@@ -157,7 +157,7 @@ class Collector:
         for name, text, labels, counted in (
             ("ferrorpc_grpc_handled", "Calls ended, by method and code", ("method", "code"), counters.handled),
             ("ferrorpc_request_errors", "Requests answered with an error, by its code", ("code",), counters.request_errors),
-            ("ferrorpc_generations_broken", "Generations ended, by first cause", ("cause",), counters.generations_broken),
+            ("ferrorpc_first_causes", "Generations of any job that broke, by first cause", ("cause",), counters.first_causes),
             ("ferrorpc_member_changes", "Changes of state within living generations", ("state",), counters.member_changes),
         ):
             family = CounterMetricFamily(name, text, labels=labels)
@@ -192,16 +192,18 @@ def _collect_coordinator(now: Gauges) -> Iterator[Any]:
 
 
 def _collect_jobs(jobs: Mapping[str, Job]) -> Iterator[Any]:
-    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     members = GaugeMetricFamily("ferrorpc_members", "Members by state", labels=("job", "state"))
     ages = GaugeMetricFamily("ferrorpc_heartbeat_age_seconds", "Since the last frame from a rank", labels=("job", "rank"))
+    broken = CounterMetricFamily("ferrorpc_generations_broken", "Generations that broke", labels=("job",))
     for name, job in jobs.items():
         for state, count in members_by_state(job).items():
             members.add_metric((name, state), count)
         for rank, age in beat_ages(job).items():
             ages.add_metric((name, str(rank)), age)
-    yield from (members, ages)
+        broken.add_metric((name,), job.generations.broken_count)
+    yield from (members, ages, broken)
     for metric, text, value in _JOB_GAUGES:
         family = GaugeMetricFamily(metric, text, labels=("job",))
         for name, job in jobs.items():

@@ -42,7 +42,7 @@ def job() -> Job:
 def exposition() -> str:
     """What /metrics says when everything has been counted once."""
     counters = Counters()
-    for counted in (counters.generations_broken, counters.member_changes, counters.request_errors):
+    for counted in (counters.first_causes, counters.member_changes, counters.request_errors):
         counted["some"] += 1
     counters.handled["Session", "OK"] += 1
     gauges = Gauges(sessions=3, journal_commits=1, journal_full=False, certificate_ends_at=1.0, jobs={"j": job()})
@@ -81,6 +81,7 @@ def test_the_gauges_of_a_job() -> None:
         'ferrorpc_members{job="j",state="active"} 3.0',
         'ferrorpc_generation{job="j"} 2.0',
         'ferrorpc_world_size{job="j"} 3.0',
+        'ferrorpc_generations_broken_total{job="j"} 0.0',
         'ferrorpc_open_barriers{job="j"} 2.0',
         'ferrorpc_longest_barrier_seconds{job="j"} 7.0',
         'ferrorpc_heartbeat_age_seconds{job="j",rank="2"} 1.5',

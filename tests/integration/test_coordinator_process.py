@@ -194,7 +194,8 @@ def test_metrics_tell_of_members_generations_and_the_store(tmp_path, http_port):
         assert 0 <= metric(text, 'ferrorpc_heartbeat_age_seconds{job="job",rank="0"}') < 30
         assert 'rank="1"' not in text
         assert metric(text, "ferrorpc_build_info{") == 1
-        assert metric(text, 'ferrorpc_generations_broken_total{cause="peer_lost"}') == 1
+        assert metric(text, 'ferrorpc_generations_broken_total{job="job"}') == 1
+        assert metric(text, 'ferrorpc_first_causes_total{cause="peer_lost"}') == 1
         assert metric(text, 'ferrorpc_member_changes_total{state="suspect"}') == 1
         assert metric(text, "ferrorpc_journal_commits_total") >= 2
         assert 'ferrorpc_members{job="job",state="dead"} 1.0' in text

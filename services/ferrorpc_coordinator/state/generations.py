@@ -118,6 +118,8 @@ class Generations:
         self.newest: Generation | None = None
         self.history: dict[int, Summary] = {}
         """The last generations by number, oldest first."""
+        self.broken_count = 0
+        """How many have broken since the coordinator started."""
 
     def require(self, member: Member, number: int) -> Generation:
         """The generation that a member's request names.
@@ -182,6 +184,7 @@ class Generations:
     def break_(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> None:
         """Breaks a generation and tells all its members, unless it is over already: the first cause stays."""
         if not generation.over:
+            self.broken_count += 1
             generation.broken = session_pb2.GenerationBroken(generation=generation.number, origin_rank=origin, cause=cause)
             self.end(generation, cause.message[:END_REASON_CHARACTERS_MAX] or "no reason was given", cause)
 

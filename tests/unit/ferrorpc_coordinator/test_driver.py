@@ -429,7 +429,7 @@ async def test_a_cause_of_a_later_version_is_sent_and_counted(make):
     queue = driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
     assert len(queue) == 1
-    assert +driver._counters.generations_broken == {"unknown": 1}
+    assert +driver._counters.first_causes == {"unknown": 1}
 
 
 async def logged_while_a_group_is_written(make, timers):

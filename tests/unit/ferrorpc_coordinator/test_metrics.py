@@ -39,7 +39,7 @@ def test_what_happens_to_members_and_generations_is_counted_also_where_nobody_is
         for note in world.notes:
             counters.noted(note)
         world.notes.clear()
-        return dict(+counters.member_changes), dict(+counters.generations_broken)
+        return dict(+counters.member_changes), dict(+counters.first_causes)
 
     join(world, "a", "b")
     world.cut("a")
@@ -54,8 +54,8 @@ def test_what_happens_to_members_and_generations_is_counted_also_where_nobody_is
 def test_counters_start_at_zero():
     """Prometheus sees no increase in the first value of a new series."""
     counters = Counters()
-    assert counters.generations_broken["peer_lost"] == counters.member_changes["dead"] == 0
-    assert {"peer_lost", "collective_mismatch"} <= set(counters.generations_broken)
+    assert counters.first_causes["peer_lost"] == counters.member_changes["dead"] == 0
+    assert {"peer_lost", "collective_mismatch"} <= set(counters.first_causes)
     assert {"dead", "stalled"} <= set(counters.member_changes)
     assert "barrier_timeout" in counters.request_errors
 
@@ -123,3 +123,22 @@ def test_a_newcomer_to_a_generation_that_goes_on_waits_for_no_rendezvous():
     world.ask("b", leave={"reason": "a bug"})
     world.tick(SECOND)
     assert rendezvous.longest_ns == 21 * SECOND
+
+
+def test_a_job_counts_its_generations_that_a_failure_ended():
+    world = World()
+    for _ in range(3):
+        for name in ("a", "b"):
+            world.hello(name)
+        join(world, "a", "b")
+        for name in ("a", "b"):
+            world.ask(name, leave={})
+    generations = world.coordinator.jobs["job"].generations
+    assert (generations.newest.number, generations.broken_count) == (3, 0)
+    for count in (1, 2):
+        for name in ("a", "b"):
+            world.hello(name)
+        join(world, "a", "b")
+        world.ask("a", leave={"reason": "a bug"})
+        world.ask("b", leave={"reason": "its peer was lost"})
+        assert generations.broken_count == count
