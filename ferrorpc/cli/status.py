@@ -110,9 +110,7 @@ def _follow(
             problems.report(error)
             time.sleep(_WATCH_SECONDS)
             continue
-        while len(history) > 1 and now - history[1][0] >= _RATES_SECONDS:
-            del history[0]
-        previous = PreviousStatus(history[0][1], now - history[0][0]) if history else None
+        previous = _previous(history, response, now)
         history.append((now, response))
         if as_json:
             click.echo(as_json_text(response))
@@ -125,6 +123,20 @@ def _follow(
         else:
             click.echo(as_text(response, previous))
         time.sleep(_WATCH_SECONDS)
+
+
+def _previous(history: list[tuple[float, StatusResponse]], response: StatusResponse, now: float) -> PreviousStatus | None:
+    """What rates are taken from; forgets what came too long before, or is of another generation or start of the coordinator."""
+    if history and _when(history[-1][1]) != _when(response):
+        history.clear()
+    while len(history) > 1 and now - history[1][0] >= _RATES_SECONDS:
+        del history[0]
+    return PreviousStatus(history[0][1], now - history[0][0]) if history else None
+
+
+def _when(response: StatusResponse) -> tuple[str, int, int]:
+    position = response.position
+    return position.cluster_id, position.epoch, position.generation
 
 
 def _ask(stub: CoordinatorServiceStub, config: Config) -> StatusResponse:

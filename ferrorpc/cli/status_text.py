@@ -23,6 +23,11 @@ STRAGGLERS_SHOWN: Final = 4
 LINKS_SHOWN: Final = 8
 TRAINING_SHOWN: Final = 8
 MATRIX_RANKS_MAX: Final = 12
+RATES_SECONDS_MIN: Final = 0.2
+"""Over less time no rates are taken."""
+SLOW_FACTOR: Final = 1.3
+SLOW_MS_MIN: Final = 1.0
+"""A rank is slow that needs so many times, and so much more than, the time of the rank in the middle."""
 _STATE_ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "unknown", "left")
 GONE: Final = ("dead", "left")
 """States of members that have ended. Without a rank in the newest generation they belong to an earlier one."""
@@ -36,11 +41,16 @@ class PreviousStatus:
     response: StatusResponse
     seconds: float
 
+    def members(self) -> dict[str, Member]:
+        """Its members by name."""
+        return {member.name: member for member in self.response.members}
+
 
 def as_text(response: StatusResponse, previous: PreviousStatus | None = None, rows_max: int | None = None) -> str:
     """The whole response. With `rows_max`, at most so many members are listed, those in trouble first; the rest is counted."""
     position = response.position
     told = response.headline
+    details = [*told.details, _slowest(response.members, previous) if told.level == "good" else ""]
     kept = "journal on disk" if response.durable else "in memory"
     head = (
         f"job {response.job}  generation {position.generation}  cluster {position.cluster_id} epoch {position.epoch}  "
@@ -58,7 +68,7 @@ def as_text(response: StatusResponse, previous: PreviousStatus | None = None, ro
     }
     parts = [
         escape_unprintable(head),
-        "\n".join(escape_unprintable(line) for line in (told.title, "; ".join(told.details)) if line),
+        "\n".join(escape_unprintable(line) for line in (told.title, "; ".join(filter(None, details))) if line),
         f"store: {_plural(response.store_keys, 'key')}, {_plural(response.store_bytes, 'byte')}",
         _members(response.members, previous, rows_max),
         *("\n  ".join([name, *map(escape_unprintable, lines)]) for name, lines in sections.items() if lines),
@@ -91,9 +101,8 @@ def _rows(members: list[Member], previous: PreviousStatus | None, rows_max: int 
     if rows_max is not None and len(ordered) > rows_max:
         ordered.sort(key=lambda m: (_STATE_ORDER.index(state_name(m.state)), -m.behind_ms))
         hidden = len(ordered) - rows_max
-    before = {member.name: member for member in previous.response.members} if previous else {}
-    seconds = previous.seconds if previous else 0.0
-    rows = [_row(member, before.get(member.name), seconds) for member in ordered[:rows_max]]
+    rates = _rates(ordered[:rows_max], previous)
+    rows = [_row(member, rates.get(member.name)) for member in ordered[:rows_max]]
     header = ("rank", "name", "state", "host", "step", "ops/s", "in ops", "behind for", "last beat", "last operation", "why")
     kept = [column for column, name in enumerate(header) if name in _ALWAYS_SHOWN or any(row[column] for row in rows)]
     text = table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], right=_RIGHT_ALIGNED)
@@ -108,12 +117,23 @@ def _counted(members: Sequence[Member]) -> str:
 _ALWAYS_SHOWN: Final = frozenset({"rank", "name", "state", "host", "step", "last beat", "last operation", "why"})
 
 
-def _row(member: Member, before: Member | None, seconds: float) -> tuple[str, ...]:
-    rate = share = ""
-    is_active = member.rank >= 0 and state_name(member.state) not in GONE
-    if before is not None and seconds > 0 and member.step >= before.step and is_active:
-        rate = f"{(member.step - before.step) / seconds:.1f}"
-        share = f"{min(100.0, (member.operation_ms - before.operation_ms) / seconds / 10):.0f} %"
+def _rates(members: Sequence[Member], previous: PreviousStatus | None) -> dict[str, tuple[float, float]]:
+    """Operations a second, and the share of time in them, by the names of those members of which both are known."""
+    if previous is None or previous.seconds <= RATES_SECONDS_MIN:
+        return {}
+    earlier, seconds = previous.members(), previous.seconds
+    rates = {}
+    for member in members:
+        before = earlier.get(member.name)
+        if before is None or member.step < before.step or member.rank < 0 or state_name(member.state) in GONE:
+            continue
+        share = (member.operation_ms - before.operation_ms) / 1000 / seconds
+        rates[member.name] = (member.step - before.step) / seconds, min(1.0, max(0.0, share))
+    return rates
+
+
+def _row(member: Member, rates: tuple[float, float] | None) -> tuple[str, ...]:
+    rate, share = (f"{rates[0]:.1f}", f"{100 * rates[1]:.0f} %") if rates else ("", "")
     return (
         str(member.rank) if member.rank >= 0 else "-",
         member.name,
@@ -127,6 +147,40 @@ def _row(member: Member, before: Member | None, seconds: float) -> tuple[str, ..
         member.activity or "-",
         member.reason,
     )
+
+
+# -- who is slowest ----------------------------------------------------------------------------------------------------
+
+
+def _slowest(members: Sequence[Member], previous: PreviousStatus | None) -> str:
+    """Names the rank that is slower than the others although it works, as web/static/model.js does; empty if there is none."""
+    earlier = previous.members() if previous else {}
+    ranked = [member for member in members if member.rank >= 0]
+    computing = {member.rank: _compute_ms(member, earlier.get(member.name)) for member in ranked if member.training.steps}
+    if len(computing) > 1:
+        return _slowest_of(computing, "of computing in a training step")
+    rates = _rates(ranked, previous)
+    own = {m.rank: 1000 / rates[m.name][0] * (1 - rates[m.name][1]) for m in ranked if m.name in rates and rates[m.name][0] > 0}
+    return _slowest_of(own, "between two operations")
+
+
+def _compute_ms(member: Member, before: Member | None) -> float:
+    """Of a training step: over those since `before`, or over all if none ended since."""
+    steps, compute_ms = member.training.steps, member.training.compute_ms
+    if before is not None and before.training.steps < steps:
+        return (compute_ms - before.training.compute_ms) / (steps - before.training.steps)
+    return compute_ms / steps
+
+
+def _slowest_of(times_ms: dict[int, float], of: str) -> str:
+    order = sorted(times_ms.items(), key=lambda item: -item[1])
+    if len(order) < 2:
+        return ""
+    (rank, longest), (_, typical) = order[0], order[len(order) // 2]
+    if longest < SLOW_FACTOR * typical or longest - typical < SLOW_MS_MIN:
+        return ""
+    own, others = (f"{value:.1f}" if value < 10 else f"{value:.0f}" for value in (longest, typical))
+    return f"The slowest is rank {rank}: {own} ms {of}, where others need {others} ms"
 
 
 # -- other sections ----------------------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ import pytest
 
 from ferrorpc.cli import status
 from ferrorpc.cli.status import as_json_text
-from ferrorpc.cli.status_text import PreviousStatus, as_text
+from ferrorpc.cli.status_text import SLOW_FACTOR, PreviousStatus, as_text
 from ferrorpc.cli.table import table
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 from ferrorpc.v1 import identity_pb2, session_pb2
+from tests.house.tree import ROOT
 
 
 def answer():
@@ -219,6 +220,29 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
         status._watch(Config({}), as_json=False)
 
 
+@pytest.mark.parametrize("another", [{"generation": 2}, {"epoch": 2}, {"cluster_id": "c2"}])
+def test_rates_are_not_taken_across_generations(monkeypatch, capsys, another):
+    first, second = working(5, 15)[1].response, working(5, 15)[0]
+    for response in (first, second):
+        response.position.MergeFrom(identity_pb2.Position(cluster_id="c1", epoch=1, generation=1))
+    second.position.MergeFrom(identity_pb2.Position(**another))
+    answers = [second, first]
+
+    def ask(*_):
+        if not answers:
+            raise KeyboardInterrupt
+        return answers.pop()
+
+    monkeypatch.setattr(status, "_ask", ask)
+    monkeypatch.setattr(status, "connect", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(status, "_WATCH_SECONDS", 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        status._watch(Config({}), as_json=False)
+    out = capsys.readouterr().out
+    assert "All ranks work" in out
+    assert "ops/s" not in out
+
+
 def test_on_a_terminal_what_does_not_fit_is_cut_from_the_bottom_and_at_the_width(monkeypatch, capsys):
     response = answer()
     response.headline.title = "Rank 1 is stalled"
@@ -301,6 +325,62 @@ def test_training_steps_tell_who_computes_longest():
         ["0", "10", "100.0", "30.0", "5.0"],
     ]
     assert lines[first + 2] == "  rank 1 computes longest, 25.0 ms a step more than the others' mean"
+
+
+def working(*own_ms, steps=100, training=False, **more):
+    """Two answers 2 s apart: each rank ends `steps` operations meanwhile, and needs `own_ms` between two of them."""
+    before, after = healthy(*[7] * len(own_ms)), healthy(*[7 + steps] * len(own_ms), **more)
+    after.headline.MergeFrom(session_pb2.Headline(level="good", title="All ranks work"))
+    for member, ms in zip(after.members, own_ms, strict=True):
+        member.operation_ms = 2000 - int(ms * steps)
+        if training:
+            before.members[member.rank].training.CopyFrom(identity_pb2.Training(steps=10, compute_ms=10_000))
+            member.training.CopyFrom(identity_pb2.Training(steps=20, compute_ms=10_000 + 10 * ms))
+    return after, PreviousStatus(before, 2.0)
+
+
+def told_under(after, previous=None):
+    """The line under the headline's title; empty if there is none."""
+    return as_text(after, previous).split("\n\n")[1].partition("\n")[2]
+
+
+def test_a_good_headline_names_who_is_slowest_in_the_pages_words():
+    after, previous = working(5, 15, 5, 5)
+    assert told_under(after, previous) == "The slowest is rank 1: 15 ms between two operations, where others need 5.0 ms"
+    assert told_under(after) == "", "with one answer nobody knows"
+    after.headline.details.append("Next round: x")
+    assert told_under(after, previous).startswith("Next round: x; The slowest is rank 1")
+    after.headline.level = "warn"
+    assert told_under(after, previous) == "Next round: x"
+
+
+@pytest.mark.parametrize(
+    ("own_ms", "steps", "state"),
+    [
+        ((10, 12, 10), 100, "MEMBER_STATE_ACTIVE"),
+        ((1, 1.9), 100, "MEMBER_STATE_ACTIVE"),
+        ((9,), 100, "MEMBER_STATE_ACTIVE"),
+        ((5, 15), 0, "MEMBER_STATE_ACTIVE"),
+        ((5, 15), 100, "MEMBER_STATE_LEFT"),
+    ],
+    ids=["by less than 30 %", "by the counters' precision", "alone", "no operation ended", "gone"],
+)
+def test_nobody_is_slowest(own_ms, steps, state):
+    after, previous = working(*own_ms, steps=steps, state=state)
+    assert told_under(after, previous) == ""
+
+
+def test_who_is_slow_here_is_slow_on_the_page():
+    page = ROOT / "services" / "ferrorpc_coordinator" / "web" / "static" / "model.js"
+    assert f"const SLOW_FACTOR = {SLOW_FACTOR};" in page.read_text().splitlines()
+
+
+def test_where_ranks_train_the_slowest_computes_longest_in_the_last_steps():
+    after, previous = working(5, 19, 5, training=True)
+    assert told_under(after, previous) == (
+        "The slowest is rank 1: 19 ms of computing in a training step, where others need 5.0 ms"
+    )
+    assert told_under(after) == "", "over all steps it is not slower by much"
 
 
 def test_what_members_say_of_themselves_stays_in_its_place():
