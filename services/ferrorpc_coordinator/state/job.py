@@ -102,7 +102,7 @@ class Job:
     def refused(self, name: str, error: FerroError) -> None:
         """A process was refused: those who wait for it, if anyone does, are told why."""
         if self.rendezvous.is_open:
-            self.rendezvous.refused(name, error)
+            self.rendezvous.strays.refused(name, error.message)
 
     def disconnect(self, member: Member, stream: int) -> None:
         """A stream ended."""
@@ -244,7 +244,7 @@ class Job:
     def _process_exited(self, exited: session_pb2.ProcessExit) -> None:
         member = self.members.get(exited.name)
         if member is None:
-            self.rendezvous.exited_before_hello(exited.name, _exit_text(exited), has_failed=exited.returncode != 0)
+            self.rendezvous.strays.exited(exited.name, _exit_text(exited), has_failed=exited.returncode != 0)
         elif member.alive and exited.instance_id in member.exit_report_ids:
             self.declare_dead(member, _exit_text(exited))
 

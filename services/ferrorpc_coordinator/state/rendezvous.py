@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from ferrorpc.errors import (
     FerroError,
@@ -24,7 +24,6 @@ from ferrorpc.errors import (
     UsageError,
     require,
 )
-from ferrorpc.logs import escape_unprintable
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.conflicts import rank_conflict, run_conflict, size_conflict
@@ -33,15 +32,12 @@ from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members
 from ferrorpc_coordinator.state.ranks import Claim, assign, claimed
-from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, format_seconds
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
+from ferrorpc_coordinator.state.strays import Strays
 from ferrorpc_coordinator.state.throttle import BroadcastThrottle
-
-Kept = TypeVar("Kept")
 
 NAMED_MAX: Final = 16
 """Processes of each kind that are named in a timeout's message."""
-EARLY_EXIT_NS: Final = 600 * SECOND
-"""How long a process that ended before its Hello may be why a round is still open."""
 
 REPLACING: Final = (
     "replace lost ranks (`ferrorpc run --restart worker --max-restarts 3`), or allow a smaller world (`--world-size MIN:MAX`)"
@@ -81,9 +77,8 @@ class Rendezvous:
         """The names of waiting members last sent to the newest generation; None if they must be sent again."""
         self._pending_notice = BroadcastThrottle(context, "waiting", self._announce)
         self._last_call: int | None = None
-        self._early_exits: dict[str, tuple[int, str]] = {}
-        self._refused: dict[str, str] = {}
-        """Names of processes that were refused in this round, and why, for a timeout's message."""
+        self.strays = Strays(context)
+        """Of this round."""
         self._claimants: dict[int, Member] = {}
         """Rank -> the last process of this round that had this rank pinned."""
         self._timed_out: dict[str, tuple[PendingJoin, int]] = {}
@@ -102,10 +97,6 @@ class Rendezvous:
         goes_on = newest is not None and not newest.over
         since = (pending.since for pending in self._pending.values() if pending.member.rank >= 0 or not goes_on)
         return self._context.now - next(since, self._context.now)
-
-    def refused(self, name: str, error: FerroError) -> None:
-        """Notes why a process was refused, for those who wait for it."""
-        _keep_last(self._refused, name, error.message[:512])
 
     def joining(self, member: Member) -> bool:
         """Whether this member has asked to join."""
@@ -130,10 +121,9 @@ class Rendezvous:
             self._check_run(member)
             self._check_rank(member, request.pinned_rank)
         except FerroError as error:
-            self.refused(member.name, error)
+            self.strays.refused(member.name, error.message)
             raise
-        self._refused.pop(member.name, None)
-        self._early_exits.pop(member.name, None)
+        self.strays.came(member.name)
         if newest is not None and member.rank >= 0:
             newest.reforming.add(member.rank)
         before = self._pending.pop(member.name, None)
@@ -157,16 +147,6 @@ class Rendezvous:
             del self._pending[member.name]
             self._context.disarm(("join", member.name))
 
-    def exited_before_hello(self, name: str, how: str, has_failed: bool) -> None:
-        """A process ended before its Hello, or was refused and ended: those who wait for it are told, once."""
-        name, how = escape_unprintable(name[:128]), escape_unprintable(how)
-        is_news = self._early_exits.get(name, (0, ""))[1] != how
-        if name in self._refused:
-            return
-        _keep_last(self._early_exits, name, (self._context.now, how[:512]))
-        if has_failed and is_news:
-            self._context.occurrences.add("dead", f"{name}: {how}, before it said Hello")
-
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def review(self) -> None:
@@ -178,7 +158,7 @@ class Rendezvous:
                 self._close(chosen)
         else:
             self._cancel_last_call()
-            self._refused.clear()
+            self.strays.refusals.clear()
         self._pending_notice.notify()
 
     def waiting_reason(self) -> str:
@@ -198,13 +178,10 @@ class Rendezvous:
             reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._describe_ranks(missing[:NAMED_MAX])}"
         if self._last_call is not None:
             reason += f"; last call for {format_seconds(max(0, self._last_call - self._context.now))} more"
-        if ended := self._ended_early():
-            reason += f"; ended early: {'; '.join(ended)}"
-        return f"{reason}; refused: {'; '.join(self._refused.values())}" if self._refused else reason
-
-    def _ended_early(self) -> list[str]:
-        since = self._context.now - EARLY_EXIT_NS
-        return [f"{name}: {how}, before it said Hello" for name, (when, how) in self._early_exits.items() if when >= since]
+        if exits := self.strays.exits:
+            reason += f"; ended early: {'; '.join(exits)}"
+        refusals = self.strays.refusals
+        return f"{reason}; refused: {'; '.join(refusals.values())}" if refusals else reason
 
     def _unfinished(self) -> str:
         """What the newest generation does while living members of it have not asked to join."""
@@ -296,7 +273,7 @@ class Rendezvous:
             self._reject(chosen, error)
             return
         self._generations.begin(generation)
-        for known in (self._early_exits, self._refused, self._claimants, self._timed_out):
+        for known in (self.strays, self._claimants, self._timed_out):
             known.clear()
         for pending in chosen:
             self.withdraw(pending.member)
@@ -485,24 +462,17 @@ class Rendezvous:
         return {rank: holders[rank] for rank in ranks if rank in holders}
 
     def _refusals(self) -> str:
-        return f". Refused: {'; '.join(self._refused.values())}" if self._refused else ""
+        refusals = self.strays.refusals
+        return f". Refused: {'; '.join(refusals.values())}" if refusals else ""
 
     def _other_losses(self, ranks: list[int]) -> str:
         told = [*self._last_holders(ranks).values(), *(pending.member for pending in self._pending.values())]
         gone = [member for member in self._members if member.liveness in (Liveness.DEAD, Liveness.SUSPECT)]
         known = [self._members.summary(member) for member in gone if member not in told]
-        known += self._ended_early()
+        known += self.strays.exits
         return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
 
 
 def _who_holds(newest: Generation, member: Member) -> Member | None:
     """A connected member of the newest generation, `member` itself if it is one."""
     return member if member.rank >= 0 else next((known for known in newest.living if known.connected), None)
-
-
-def _keep_last(known: dict[str, Kept], name: str, what: Kept) -> None:
-    """Keeps something for a name, and that of the last NAMED_MAX names."""
-    known.pop(name, None)
-    known[name] = what
-    while len(known) > NAMED_MAX:
-        del known[next(iter(known))]

@@ -1,0 +1,67 @@
+"""Processes that did not get as far as to ask for a place: those that were refused, and those that ended before their Hello."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+from ferrorpc.logs import escape_unprintable
+from ferrorpc_coordinator.state.context import JobContext
+from ferrorpc_coordinator.state.settings import SECOND
+
+Known = TypeVar("Known")
+
+STRAYS_MAX: Final = 16
+"""Processes of each kind that are known."""
+EARLY_EXIT_NS: Final = 600 * SECOND
+"""How long a process that ended before its Hello may be why a round is still open."""
+
+
+class Strays:
+    """Those of one job, for the words of those who wait for them.
+
+    Attributes:
+        refusals: by name, why each was refused.
+    """
+
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self.refusals: dict[str, str] = {}
+        self._exits: dict[str, tuple[int, str]] = {}
+
+    def refused(self, name: str, why: str) -> None:
+        """A process was refused."""
+        _keep_last(self.refusals, name, why[:512])
+
+    def exited(self, name: str, how: str, has_failed: bool) -> None:
+        """A process ended. It counts unless it had been refused, and is told of in the job's log once."""
+        name, how = escape_unprintable(name[:128]), escape_unprintable(how)[:512]
+        if name in self.refusals:
+            return
+        is_news = self._exits.get(name, (0, ""))[1] != how
+        _keep_last(self._exits, name, (self._context.now, how))
+        if has_failed and is_news:
+            self._context.occurrences.add("dead", f"{name}: {how}, before it said Hello")
+
+    def came(self, name: str) -> None:
+        """A process of this name asks for a place."""
+        self.refusals.pop(name, None)
+        self._exits.pop(name, None)
+
+    def clear(self) -> None:
+        """The round is over."""
+        self.refusals.clear()
+        self._exits.clear()
+
+    @property
+    def exits(self) -> list[str]:
+        """Who ended lately, and how."""
+        since = self._context.now - EARLY_EXIT_NS
+        return [f"{name}: {how}, before it said Hello" for name, (when, how) in self._exits.items() if when >= since]
+
+
+def _keep_last(known: dict[str, Known], name: str, what: Known) -> None:
+    """Keeps something for a name, and that of the last STRAYS_MAX names."""
+    known.pop(name, None)
+    known[name] = what
+    while len(known) > STRAYS_MAX:
+        del known[next(iter(known))]
