@@ -220,24 +220,29 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
         status._watch(Config({}), as_json=False)
 
 
+def watch(monkeypatch, answers, seconds=0.0):
+    """Watches a job that gives these answers, so many seconds apart, until it is interrupted after the last."""
+    left = list(answers)
+
+    def ask(*_):
+        if not left:
+            raise KeyboardInterrupt
+        return left.pop(0)
+
+    monkeypatch.setattr(status, "_ask", ask)
+    monkeypatch.setattr(status, "connect", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(status, "_WATCH_SECONDS", seconds)
+    with pytest.raises(KeyboardInterrupt):
+        status._watch(Config({}), as_json=False)
+
+
 @pytest.mark.parametrize("another", [{"generation": 2}, {"epoch": 2}, {"cluster_id": "c2"}])
 def test_rates_are_not_taken_across_generations(monkeypatch, capsys, another):
     first, second = working(5, 15)[1].response, working(5, 15)[0]
     for response in (first, second):
         response.position.MergeFrom(identity_pb2.Position(cluster_id="c1", epoch=1, generation=1))
     second.position.MergeFrom(identity_pb2.Position(**another))
-    answers = [second, first]
-
-    def ask(*_):
-        if not answers:
-            raise KeyboardInterrupt
-        return answers.pop()
-
-    monkeypatch.setattr(status, "_ask", ask)
-    monkeypatch.setattr(status, "connect", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(status, "_WATCH_SECONDS", 0.3)
-    with pytest.raises(KeyboardInterrupt):
-        status._watch(Config({}), as_json=False)
+    watch(monkeypatch, [first, second], seconds=0.3)
     out = capsys.readouterr().out
     assert "All ranks work" in out
     assert "ops/s" not in out
@@ -248,20 +253,9 @@ def test_on_a_terminal_what_does_not_fit_is_cut_from_the_bottom_and_at_the_width
     response.headline.title = "Rank 1 is stalled"
     for number in range(30):
         response.occurrences.add(kind="back", text=f"number {number}: {'long ' * 20}", age_ms=1000)
-    answers = [response]
-
-    def ask(*_):
-        if not answers:
-            raise KeyboardInterrupt
-        return answers.pop()
-
-    monkeypatch.setattr(status, "_ask", ask)
-    monkeypatch.setattr(status, "connect", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(status, "_WATCH_SECONDS", 0)
     monkeypatch.setattr(status.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with pytest.raises(KeyboardInterrupt):
-        status._watch(Config({}), as_json=False)
+    watch(monkeypatch, [response])
     lines = re.sub(r"\x1b\[[HJK]", "", capsys.readouterr().out).splitlines()
     assert lines[0].startswith("job night")
     assert "Rank 1 is stalled" in lines
