@@ -154,6 +154,8 @@ class BlockingExecution(Execution):
         self._label = label
         self._peers = list(peers)
         """What it waits for, as group ranks: any of these at first, then one after the other."""
+        self._timers: WaitTimers | None = None
+        """Of the whole operation; None while it has not had to wait."""
 
     @property
     def label(self) -> str:
@@ -176,18 +178,19 @@ class BlockingExecution(Execution):
 
     def receive(self, src: int, tag: int, out: Array | None = None) -> Array:
         """A blocking recv until the deadline, or until the generation ends."""
-        guard, self._peers, timers = self.guard, [src], WaitTimers(self)
-        parker = guard.clock.parker()
+        guard, self._peers = self.guard, [src]
         while True:
             guard.latch.check()
-            until = min(max(guard.deadline, guard.clock.now()), guard.clock.now() + SLICE_SECONDS)
+            now = guard.clock.now()
+            seconds = min(max(0.0, guard.deadline - now), SLICE_SECONDS)
             try:
-                return self._backend.recv(src, tag, out=out, timeout=max(0.0, until - guard.clock.now()))
+                return self._backend.recv(src, tag, out=out, timeout=seconds)
             except TimeoutError as late:
                 if late.errno is not None:  # the network's, such as ETIMEDOUT of a host that is gone: no end of this wait
                     raise self.timeout_error() from late
-            timers.act()
-            parker.park(until)  # a backend that waits too briefly must not be asked again and again
+            self._timers = self._timers or WaitTimers(self)
+            self._timers.act()
+            guard.clock.parker().park(now + seconds)  # a backend that waits too briefly must not be asked all the time
 
 
 class BlockingPrepared(Prepared):

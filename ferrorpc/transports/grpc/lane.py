@@ -176,7 +176,7 @@ class Lane:
             channel = self._dial()
         except FerroError as error:  # the files of TLS are not valid any more: perhaps they are renewed in time
             return error.message
-        self._channel.close()
+        self._close_channel()
         self._channel = channel
         return self._run_call()
 

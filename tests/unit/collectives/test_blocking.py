@@ -130,6 +130,27 @@ def test_a_timeout_of_the_network_is_a_failure_of_its_own():
     assert isinstance(raised.value.__cause__, TimeoutError)
 
 
+class Late(QueueBackend):
+    """Each message comes with the second recv that asks for it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked: set[int] = set()
+
+    def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None) -> Any:
+        if src not in self.asked:
+            self.asked.add(src)
+            raise TimeoutError("timed out")
+        return np.ones(())
+
+
+def test_an_operation_explains_its_wait_at_its_own_intervals_however_many_messages_it_waits_for(monkeypatch, caplog):
+    monkeypatch.setattr(driver, "EXPLAIN_SECONDS", 0.3)
+    with ProcessGroup(queue_backends(6, Late)[0]) as group:
+        group.gather(1.0, root=0)
+    assert sum("waits for ranks" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_who_waits_for_long_says_for_what(monkeypatch, caplog):
     monkeypatch.setattr(driver, "EXPLAIN_SECONDS", 0.3)
     with ProcessGroup(queue_backends(2)[0]) as group, pytest.raises(CollectiveTimeoutError):

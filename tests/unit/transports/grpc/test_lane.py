@@ -88,6 +88,15 @@ class Accepting(Channel):
         return Call(iter(()))
 
 
+class Deaf(Channel):
+    """Nobody is told of the end of its calls."""
+
+    def call(self, messages: Iterator[bytes]) -> Call:
+        call = super().call(messages)
+        call.add_callback = lambda callback: True  # type: ignore[method-assign]
+        return call
+
+
 class Owner:
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -131,6 +140,14 @@ def test_every_attempt_is_made_with_the_files_of_its_time() -> None:
     assert expired.is_closed
     assert renewed.is_closed
     assert lane.fault is None
+
+
+def test_a_channel_whose_thread_of_grpc_has_ended_is_not_waited_for_when_the_lane_dials_again() -> None:
+    dead, accepting, owner = Deaf(), Accepting(), Owner()
+    dials: list[Any] = [dead, accepting]
+    Lane(1, 0, "nowhere:1", lambda: dials.pop(0), b"open", lambda: None, owner, SYSTEM_CLOCK, SECONDS)
+    assert eventually(lambda: owner.reasons) == ["the stream ended without a goodbye"]
+    assert not dead.is_closed, "to close it would wait for that thread for ever"
 
 
 @pytest.mark.parametrize(
