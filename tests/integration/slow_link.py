@@ -53,9 +53,11 @@ class SlowLink:
 
     def _go(self, near: socket.socket, far: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := near.recv(min(self.bytes_per_second // PIECES_PER_SECOND, PIECE_BYTES_MAX)):
+            speed = self.bytes_per_second  # of one piece: what was read as a large one must not be waited for at a low speed
+            while data := near.recv(min(speed // PIECES_PER_SECOND, PIECE_BYTES_MAX)):
                 far.sendall(data)
-                time.sleep(len(data) / self.bytes_per_second)
+                time.sleep(len(data) / speed)
+                speed = self.bytes_per_second
             far.shutdown(socket.SHUT_WR)
 
     def _return(self, far: socket.socket, near: socket.socket) -> None:
