@@ -116,7 +116,7 @@ def interrupted(cupy: StandIn, way: str, number: int) -> str | None:
             memories.append(weakref.ref(x.data.mem))
             with suppress(KeyboardInterrupt), interrupt:
                 call(x)
-        if group.rank and way == "raw":
+        if way == "raw":
             kept.append(x)  # nobody else does, and NCCL may still be launching it when the group has ended
         if group.rank or (group._backend.latch.cause is None and interrupt.place):
             with suppress(GroupAbortedError):
@@ -128,6 +128,10 @@ def interrupted(cupy: StandIn, way: str, number: int) -> str | None:
     assert ranks.run(body) == [None, None], interrupt.place
     backend: Any = ranks.backends[0]
     dispatch = ranks.groups[0]._dispatch
+    if backend.latch.cause is not None:
+        ranks.wait_for_aborts()
+    cupy.machine.settle()
+    kept.clear()
 
     def is_clean() -> bool:
         cupy.machine.settle()
