@@ -210,7 +210,11 @@ class Connection:
         return None if isinstance(outcome, FerroError) else outcome
 
     def wait_until_up(self, label: str, until: float) -> None:
-        """Returns once the connection is up or has ended, or at clock time `until`. Logs meanwhile what `label` waits for."""
+        """Returns once the connection is up or has ended, or at clock time `until`. Logs meanwhile what `label` waits for.
+
+        It ends the connection if the outage has lasted too long by then: the reading thread sees that only between two
+        attempts, and one that nobody answers takes gRPC some seconds.
+        """
         wait_log = WaitLog(self._clock.now())
 
         def settled() -> bool | None:
@@ -219,6 +223,9 @@ class Connection:
         while self._condition.wait_for(settled, min(until, wait_log.due)) is None:
             now, why = self._clock.now(), self.outage()
             if now >= until:
+                error = self._outages.final_error(has_session=bool(self._token))
+                if error is not None:
+                    self._fail(error)
                 return
             if why:
                 wait_log.say(label, now, why)

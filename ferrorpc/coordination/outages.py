@@ -26,7 +26,7 @@ class Outages:
         self._since: float | None = clock.now()
         self._earlier_seconds = 0.0
         """Of all outages that are over."""
-        self._failure: FerroError = CoordinatorUnavailableError(f"nobody has answered at {address} yet")
+        self._failure: FerroError = CoordinatorUnavailableError("neither refused nor answered")
         self._is_told = False
         """Its beginning was a warning in the log, so its end is one, too."""
 

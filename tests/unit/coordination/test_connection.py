@@ -96,6 +96,17 @@ def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monk
         assert looks[0].result() > clock.now()
 
 
+def test_who_waits_for_the_first_answer_does_not_wait_for_the_end_of_an_attempt() -> None:
+    """Where a coordinator accepts connections and is silent, gRPC gives one up after some seconds."""
+    clock = ManualClock()
+    silent, until = connection(clock, join_timeout=5.0), clock.now() + 5.0
+    clock.advance(5.0)
+    silent.wait_until_up("the rendezvous", until)
+    text = "nobody answered at nowhere:1 for 5.0 s; the last attempt: neither refused nor answered"
+    assert isinstance(silent.ended_by, CoordinatorUnavailableError)
+    assert text in str(silent.ended_by)
+
+
 def test_the_time_of_a_request_goes_on_when_the_connection_is_back() -> None:
     """Where large packets are lost, a request breaks each stream on which it is sent, and small frames soon bring the next."""
     clock = ManualClock()
