@@ -178,8 +178,10 @@ def _first_line(descriptor: int) -> bytes:
     """The first line from a descriptor; a part of it if the descriptor ends or START_SECONDS pass."""
     deadline = time.monotonic() + START_SECONDS
     line = b""
+    readable = select.poll()  # takes any descriptor, select() only those below 1,024
+    readable.register(descriptor, select.POLLIN)
     while not line.endswith(b"\n"):
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        ready = readable.poll(1000 * max(0.0, deadline - time.monotonic()))
         chunk = os.read(descriptor, 1) if ready else b""
         if not chunk:
             break

@@ -62,6 +62,11 @@ class _Problems:
     def __init__(self) -> None:
         self._reported = ""
 
+    @property
+    def any_reported(self) -> bool:
+        """Whether one persists."""
+        return bool(self._reported)
+
     def report(self, error: FerroError) -> None:
         text = str(error)
         if text != self._reported:
@@ -85,7 +90,7 @@ def _watch(config: Config, *, as_json: bool) -> NoReturn:
             with connect(config) as stub:
                 _follow(stub, config, history, problems, as_json=as_json)
         except (AuthenticationError, ConfigError, CoordinatorUnavailableError) as error:
-            if not history:
+            if not (history or problems.any_reported):
                 raise
             problems.report(error)
             time.sleep(_WATCH_SECONDS)

@@ -155,7 +155,7 @@ def _row(member: Member, rates: tuple[float, float] | None) -> tuple[str, ...]:
 def _slowest(members: Sequence[Member], previous: PreviousStatus | None) -> str:
     """Names the rank that is slower than the others although it works, as web/static/model.js does; empty if there is none."""
     earlier = previous.members() if previous else {}
-    ranked = [member for member in members if member.rank >= 0]
+    ranked = [member for member in members if member.rank >= 0 and state_name(member.state) not in GONE]
     computing = {member.rank: _compute_ms(member, earlier.get(member.name)) for member in ranked if member.training.steps}
     if len(computing) > 1:
         return _slowest_of(computing, "of computing in a training step")

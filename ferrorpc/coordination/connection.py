@@ -118,7 +118,7 @@ class Connection:
         self._outages = Outages(connect.address, clock, join_timeout, max_outage)
         self._interval = heartbeat_interval
         self._reader = 0
-        """The reading thread's identifier."""
+        """The reading thread's identifier; 0 before and after its life."""
         self._reader_parker = clock.parker()
         self._heartbeat_parker = clock.parker()
 
@@ -295,6 +295,7 @@ class Connection:
         try:
             self._stay_connected()
         finally:
+            self._reader = 0  # another thread may get its identifier
             if self.ended_by is None:  # a bug: the thread prints its traceback, and waiting callers must not hang
                 self._fail(FerroError(f"the thread that reads from {self.address} failed"))
 

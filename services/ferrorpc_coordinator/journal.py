@@ -190,7 +190,7 @@ class Journal:
 
     def _look_for_files(self) -> None:
         """Tells once when somebody has removed the files. SQLite goes on writing to what no longer has a name."""
-        if not self._removed and not (self._directory / _DATABASE).exists():
+        if not self._removed and _is_gone(self._directory / _DATABASE):
             self._removed = True
             _log.error(
                 "somebody has removed the journal in %s: this coordinator goes on, but after a restart it will know nothing of "
@@ -261,6 +261,17 @@ class Journal:
 
     def _take_reserve(self) -> bool:
         return self._reserve_bytes == 0 or _has_room_for(self._reserve, self._reserve_bytes)
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether nothing has this name any more. Where that cannot be seen, it may well still be there."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _has_room(directory: Path, size_bytes: int = _PROBE_BYTES) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import Final
 
@@ -47,7 +48,8 @@ class TokenFile:
     def reload(self) -> None:
         """Reads the file, and replaces the tokens if they changed."""
         try:
-            if self._path.exists() and not self._path.is_file():  # to open a FIFO would wait for a writer
+            # To open a FIFO would wait for a writer. What cannot be looked at, which Path's own looks raise, is refused below.
+            if os.path.exists(self._path) and not os.path.isfile(self._path):
                 raise ConfigError(f"the token file {self._path} is no regular file", hint="check FERRORPC_TOKEN_FILE")
             grants = read_token_file(self._path)
         except ConfigError as error:

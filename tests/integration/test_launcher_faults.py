@@ -317,3 +317,56 @@ def test_the_ten_line_example_runs(tmp_path):
     assert sorted(re.sub(r" +", " ", line) for line in result.stdout.splitlines()) == [
         f"{rank}: rank {rank} of 4: [{rank + 1}. {rank + 1}. {rank + 1}.] became [10. 10. 10.]" for rank in range(4)
     ]
+
+
+REFUSING = """
+import errno, sys
+from ferrorpc.cli.launcher import child_processes, coordinator_process, launch
+from ferrorpc.cli.main import run
+
+refused, starts, Popen = {"ferrorpc_coordinator": 2, "script.py": 3}, {}, child_processes.subprocess.Popen
+
+class Refusing(Popen):
+    def __init__(self, command, **options):
+        (kind, *_) = [*(each for each in refused if each in " ".join(command)), ""]
+        starts[kind] = starts.get(kind, 0) + 1
+        if starts[kind] == refused.get(kind):
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        super().__init__(command, **options)
+        if kind == "ferrorpc_coordinator" and starts[kind] == 1:
+            with open(f"{sys.argv[1]}/coordinator", "w") as file:
+                file.write(f"{self.pid}\\n")
+
+child_processes.subprocess.Popen = Refusing
+coordinator_process.REFUSED_SECONDS = launch.REFUSED_SECONDS = 0.3
+sys.exit(run(["run", "-n", "2", "--max-restarts", "1", "--restart", "worker", f"{sys.argv[1]}/script.py", sys.argv[1]]))
+"""
+
+
+def test_a_job_that_runs_outlives_a_moment_in_which_the_system_starts_no_process(tmp_path):
+    """Neither the coordinator nor a worker is started again at once, and both can be waited for."""
+    body = """
+    group = ferrorpc.init_process_group(timeout=60)
+    while not os.path.exists(f"{directory}/coordinator"):
+        time.sleep(0.02)
+    if group.generation == 1:
+        if rank == 0:
+            os.kill(int(open(f"{directory}/coordinator").read()), signal.SIGKILL)
+        group.session.barrier("all-there")
+        if rank == 1:
+            sys.exit("ValueError: this happens once")
+        try:
+            group.all_reduce(np.ones(4))
+        except ferrorpc.PeerLostError:
+            group = group.reform()
+    assert group.all_reduce(np.ones(4)).tolist() == [2.0] * 4
+    group.close()
+    """
+    script_of(tmp_path, body)
+    (tmp_path / "refusing.py").write_text(REFUSING)
+    command = [sys.executable, str(tmp_path / "refusing.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    refusal = "is not started again yet: beside [0-9] processes no other can be started: Resource temporarily unavailable"
+    assert re.search(f"ferrorpc: the coordinator {refusal}", done.stderr)
+    assert re.search(f"ferrorpc: rank 1 {refusal}", done.stderr)

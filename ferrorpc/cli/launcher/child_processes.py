@@ -12,11 +12,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 from ferrorpc.cli.launcher import cleanup, exec_shim
 from ferrorpc.cli.launcher.signals import STOP_SIGNALS
 from ferrorpc.errors import ConfigError
 
+REFUSED_SECONDS: Final = 5.0
+"""How long the launcher waits before it tries again what it needs for a job that runs, and the system has just refused."""
 _CLEANUP_SECONDS = 10.0
 _SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of a limit that fewer processes would keep to."""
@@ -45,6 +48,8 @@ class Child:
         self.pid = self._process.pid
         self.returncode: int | None = None
         """As in subprocess: negative for a signal, None while the process runs."""
+        self.reaped = False
+        """Its process id, and that of its group, may be another's by now."""
 
     def poll(self) -> int | None:
         """Its return code once it has exited. Does not reap it."""
@@ -60,6 +65,8 @@ class Child:
 
         Returns False where that is not permitted: the group now runs as another user (sudo) and has to end by itself.
         """
+        if self.reaped:
+            return True
         try:
             os.killpg(self.pid, number)
             if number in STOP_SIGNALS:
@@ -73,6 +80,7 @@ class Child:
     def reap(self) -> None:
         """Reaps the process and closes its pipes. Only after the group was killed, or when it is known to be empty."""
         self._process.wait()
+        self.reaped = True
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 pipe.close()
@@ -141,7 +149,9 @@ class ChildProcesses:
         return child
 
     def discard(self, child: Child) -> None:
-        """Kills what is left of a child's process group and reaps the child."""
+        """Kills what is left of a child's process group and reaps the child. Idempotent."""
+        if child.reaped:
+            return
         child.send(signal.SIGKILL)
         self._tell_cleanup(f"-{child.pid}\n")
         self._children.remove(child)

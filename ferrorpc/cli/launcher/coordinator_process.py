@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses
+from ferrorpc.cli.launcher.child_processes import REFUSED_SECONDS, Child, ChildProcesses
 from ferrorpc.cli.launcher.output import LineBuffer
 from ferrorpc.cli.launcher.signals import describe
 from ferrorpc.cli.launcher.worker_group import NO_DEADLINE
@@ -83,11 +83,16 @@ class CoordinatorProcess:
         self._delay = min(2 * self._delay, _RESTART_SECONDS_MAX)
         return describe(self.child.returncode)
 
-    def restart(self) -> None:
-        """Starts it again on the same address and journal."""
+    def restart(self, now: float) -> None:
+        """Starts it again on the same address and journal.
+
+        Raises:
+            ConfigError: no process can be started now. It is due again after REFUSED_SECONDS.
+        """
         self._children.discard(self.child)
-        self.restart_at = NO_DEADLINE
+        self.restart_at = now + REFUSED_SECONDS
         self.child = self._start()
+        self.restart_at = NO_DEADLINE
 
     def _start(self) -> Child:
         self._output = LineBuffer()

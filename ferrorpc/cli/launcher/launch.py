@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses, living_groups
+from ferrorpc.cli.launcher.child_processes import REFUSED_SECONDS, Child, ChildProcesses, living_groups
 from ferrorpc.cli.launcher.coordinator_process import CoordinatorProcess
 from ferrorpc.cli.launcher.environment import given_settings, worker_environment
 from ferrorpc.cli.launcher.exit_reporter import ExitReporter
@@ -145,6 +145,8 @@ class _Launch:
         self._coordinator: CoordinatorProcess | None = None
         self._pending_restart: tuple[Start, float] | None = None
         """Workers that are still to be started, and the latest time for it."""
+        self._refused_until = 0.0
+        """No worker is started before that, as the system has refused one."""
         self._poll_groups_at = NO_DEADLINE
         """Finite while a worker has exited but not its whole group: no signal announces the end of the rest."""
         self._explained_phase = Phase.RUNNING
@@ -189,7 +191,7 @@ class _Launch:
             if self._group.phase in (Phase.STOPPING, Phase.KILLING):
                 self._pending_restart = None
                 self._abandon(start)
-            elif now >= latest or not self._reporter.unanswered:
+            elif now >= self._refused_until and (now >= latest or not self._reporter.unanswered):
                 self._pending_restart = None
                 self._spawn(start)
         self._explain_wait(now)
@@ -210,7 +212,8 @@ class _Launch:
         if self._warm_up_pending:
             deadlines.append(self._started + _WARM_UP_SECONDS)
         if self._pending_restart is not None:
-            deadlines.append(self._pending_restart[1] if self._reporter.unanswered else now)
+            due = self._pending_restart[1] if self._reporter.unanswered else now
+            deadlines.append(max(due, self._refused_until))
         return min(deadlines)
 
     @property
@@ -273,14 +276,22 @@ class _Launch:
             if (now := time.monotonic()) >= until:
                 self._pending_restart = (Start(start.workers[started:], start.attempt, None), now)
                 return
-            if (before := self._workers.pop(number, None)) is not None:
+            if (before := self._workers.get(number)) is not None:
                 self._finish_output(before)
                 self._children.discard(before.child)
             environment = worker_environment(self._plan, number, start.attempt, self._environment, self._directory)
             name = f"{self._run_id}/{secrets.token_hex(4)}"
             stdin = inheritable_stdin() if self._plan.processes == 1 else subprocess.DEVNULL
             environment.update({LAUNCH_VARIABLE: name, GIVEN_VARIABLE: given_settings(environment)})
-            child = self._children.start(self._plan.command, environment, stdin=stdin)
+            try:
+                child = self._children.start(self._plan.command, environment, stdin=stdin)
+            except ConfigError as error:
+                left = start.workers[started:]
+                if not start.attempt or self._group.alive <= {*left}:  # there is nobody who can wait for it
+                    raise
+                self._console.say(f"rank {self._labels[number]} is not started again yet: {error.message}")
+                self._pending_restart, self._refused_until = (Start(left, start.attempt, None), now), now + REFUSED_SECONDS
+                return
             self._workers[number] = self._connect(number, child, name, start.attempt)
 
     def _connect(self, number: int, child: Child, launch: str, attempt: int) -> Worker:
@@ -399,8 +410,12 @@ class _Launch:
         elif now >= coordinator.restart_at:
             self._pipes.finish(coordinator.child.stdout)
             self._pipes.finish(coordinator.child.stderr)
-            coordinator.restart()
-            self._listen_to_coordinator(coordinator)
+            try:
+                coordinator.restart(now)
+            except ConfigError as error:  # the workers can do without for some time
+                self._console.say(f"the coordinator is not started again yet: {error.message}")
+            else:
+                self._listen_to_coordinator(coordinator)
 
     def _deliver_reports(self) -> None:
         """Waits for pending exit reports: members on other nodes need them, and the reporter ends with the launcher. A stop

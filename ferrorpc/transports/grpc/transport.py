@@ -330,6 +330,7 @@ class GrpcTransport(Transport):
         link = self._links[peer]
         if needed and link.has_left:
             self._report_left(peer)
+        opening = self._open_message(peer, number)  # without the lock, which beats take: it may wait long for the token's file
         with self._lock:
             if self._closing:
                 raise links_closed(self.rank)
@@ -339,7 +340,6 @@ class GrpcTransport(Transport):
             if lane is None:
                 address, job = self.assignment.peers[peer].address, self.assignment.job
                 dial, diagnose = partial(self._server.dial, address, job), partial(self._server.diagnose, address, job)
-                opening = self._open_message(peer, number)
                 lane = Lane(peer, number, address, dial, opening, diagnose, self, self._clock, self._dial_seconds)
                 link.lanes[number] = lane
                 if link.dialled_at is None:

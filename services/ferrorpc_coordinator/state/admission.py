@@ -125,14 +125,12 @@ class Admission:
 
     def _new(self, hello: session_pb2.Hello, holder: Member | None) -> Admitted:
         token = self._context.shared.mint()
-        settings = self._context.settings
-        lease = hello.lease_ms * MILLISECOND or settings.lease_ns
         member = Member(
             name=hello.name,
             incarnation=1 if holder is None else holder.incarnation + 1,
             instance_id=hello.instance_id,
             token_hash=hashed(token),
-            lease_ns=min(max(lease, settings.lease_min_ns), settings.lease_max_ns),
+            lease_ns=self._context.settings.granted_lease_ns(hello.lease_ms * MILLISECOND),
             host=hello.host,
             address=hello.address,
             labels=tuple((label.name, label.value) for label in hello.labels),

@@ -243,10 +243,12 @@ class Job:
 
     def _process_exited(self, exited: session_pb2.ProcessExit) -> None:
         member = self.members.get(exited.name)
-        if member is None:
+        is_known = member is not None and exited.instance_id in member.exit_report_ids
+        if member is not None and member.alive:
+            if is_known:
+                self.declare_dead(member, _exit_text(exited))
+        elif not is_known:  # perhaps the next of that name, which did not get as far as its Hello
             self.rendezvous.strays.exited(exited.name, _exit_text(exited), has_failed=exited.returncode != 0)
-        elif member.alive and exited.instance_id in member.exit_report_ids:
-            self.declare_dead(member, _exit_text(exited))
 
     # -- consequences --------------------------------------------------------------------------------------------------
 

@@ -118,7 +118,11 @@ class Settings:
     @property
     def silence_ns(self) -> int:
         """After this time without a frame several beats are missing, of members with the usual lease."""
-        return 3 * self.beat_ns(self.lease_ns)
+        return 3 * self.beat_ns(self.granted_lease_ns(0))
+
+    def granted_lease_ns(self, asked_ns: int) -> int:
+        """The lease of a member that asks for this one; 0 asks for the usual one."""
+        return min(max(asked_ns or self.lease_ns, self.lease_min_ns), self.lease_max_ns)
 
     def missed_beat_ns(self, lease_ns: int) -> int:
         """Who has this lease, and sent no frame for this long, missed a beat. The connection to a host that vanished takes

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import profile
+import resource
 import shutil
 import signal
 import socket
@@ -43,6 +45,22 @@ def test_the_first_line_is_read_and_no_more(pipe: tuple[int, int]) -> None:
     os.write(writer, b"listening 127.0.0.1:1\nmore")
     assert coordinator._first_line(reader) == b"listening 127.0.0.1:1\n"
     assert os.read(reader, 100) == b"more"
+
+
+def test_the_first_line_is_read_where_many_files_are_open(pipe: tuple[int, int]) -> None:
+    """A data set may be thousands of them."""
+    reader, writer = pipe
+    os.write(writer, b"listening 127.0.0.1:1\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, 1100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        assert coordinator._first_line(high) == b"listening 127.0.0.1:1\n"
+    finally:
+        os.close(high)
 
 
 def test_one_that_never_ends_its_line_is_waited_for_no_longer_than_starting_takes(

@@ -39,7 +39,7 @@ def ends_three_times(coordinator: CoordinatorProcess, children: ChildProcesses, 
         children.started[-1].returncode = returncode
         assert coordinator.check(float(end)) is not None
         assert coordinator.check(float(end)) is None, "an end is told once"
-        coordinator.restart()
+        coordinator.restart(0.0)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_one_that_listened_is_started_again_however_often_it_ends(children):
         children.started[-1].returncode = 70
         assert coordinator.check(float(end)) == "exit code 70"
         assert end < coordinator.restart_at <= end + 0.2
-        coordinator.restart()
+        coordinator.restart(0.0)
     assert not coordinator.cannot_start
 
 
@@ -86,7 +86,7 @@ def test_one_that_is_killed_again_and_again_is_waited_for_longer_each_time_up_to
         children.started[-1].returncode = -signal.SIGKILL
         coordinator.check(100.0)
         delays.append(coordinator.restart_at - 100.0)
-        coordinator.restart()
+        coordinator.restart(0.0)
     assert delays == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
 
 
@@ -95,6 +95,6 @@ def test_half_a_line_of_one_that_was_killed_does_not_spoil_the_next_ones(childre
     coordinator.on_output(b"list")
     children.started[-1].returncode = -signal.SIGKILL
     coordinator.check(0.0)
-    coordinator.restart()
+    coordinator.restart(0.0)
     coordinator.on_output(b"listening 127.0.0.1:29700 cluster 1 http 127.0.0.1:29701\n")
     assert (coordinator.has_listened, coordinator.page_address) == (True, "127.0.0.1:29701")

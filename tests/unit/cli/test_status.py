@@ -218,6 +218,9 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
     answers[:] = [gone]
     with pytest.raises(CoordinatorUnavailableError):
         status._watch(Config({}), as_json=False)
+    answers[:] = [known[0], gone, known[0], KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        status._watch(Config({}), as_json=False)
 
 
 def watch(monkeypatch, answers, seconds=0.0):
@@ -375,6 +378,8 @@ def test_where_ranks_train_the_slowest_computes_longest_in_the_last_steps():
         "The slowest is rank 1: 19 ms of computing in a training step, where others need 5.0 ms"
     )
     assert told_under(after) == "", "over all steps it is not slower by much"
+    after.members[1].state = identity_pb2.MEMBER_STATE_LEFT
+    assert told_under(after, previous) == ""
 
 
 def test_what_members_say_of_themselves_stays_in_its_place():

@@ -63,6 +63,14 @@ def test_a_request_on_a_connection_that_has_ended_is_refused() -> None:
         over.post("a set", store=A_SET)
 
 
+def test_it_is_refused_with_the_cause_on_a_thread_that_has_the_reading_threads_identifier_now() -> None:
+    over = connection()
+    over.close(CoordinatorUnavailableError("it stays away"))
+    over._read()
+    with pytest.raises(CoordinatorUnavailableError, match="it stays away"):
+        over.ask("a set", 0.1, CoordinatorUnavailableError, store=A_SET)
+
+
 def test_so_is_one_that_is_made_while_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that wait have been told by then: this one would wait for ever."""
     ending = connection()

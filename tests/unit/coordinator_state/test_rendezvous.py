@@ -218,8 +218,8 @@ def test_who_times_out_during_a_last_call_is_told_of_nobody_missing() -> None:
     assert "2 of 2 to 3 came, and others were still called for" in told.message
 
 
-def early_exit(world: World, name: str, code: int = 1, reason: str = "ImportError: no torch") -> None:
-    ended = session_pb2.ProcessExit(name=name, returncode=code, reason=reason)
+def early_exit(world: World, name: str, code: int = 1, reason: str = "ImportError: no torch", launch: str = "") -> None:
+    ended = session_pb2.ProcessExit(name=name, returncode=code, reason=reason, instance_id=launch)
     world.call(session_pb2.UnaryReportRequest(job="job", request=session_pb2.ReportRequest(exit=ended)))
 
 
@@ -237,6 +237,19 @@ def test_who_waits_is_told_of_what_has_just_ended_before_its_hello() -> None:
         world.tick(55 * SECOND)
         join(world, "a", size=2)
     assert "ended early" not in rendezvous.waiting_reason(), "that is too long ago"
+
+
+def test_so_is_the_next_process_of_one_that_has_died() -> None:
+    world = World()
+    world.hello("a")
+    world.hello("b", instance="run/1.aa")
+    join(world, "a", "b")
+    early_exit(world, "b", reason="ValueError: once", launch="run/1")
+    join(world, "a", size=2)
+    early_exit(world, "b", launch="run/2")
+    reason = world.coordinator.jobs["job"].rendezvous.waiting_reason()
+    assert "rank 1 (b): dead (exited with code 1: ValueError: once)" in reason
+    assert reason.endswith("ended early: b: exited with code 1: ImportError: no torch, before it said Hello")
 
 
 def test_who_was_refused_and_ended_is_told_of_once() -> None:

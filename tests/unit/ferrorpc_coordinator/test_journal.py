@@ -390,6 +390,18 @@ def test_a_journal_whose_files_were_removed_says_so_once_and_goes_on(tmp_path, c
     assert caplog.text.count(f"somebody has removed the journal in {tmp_path / 'data'}") == 1
 
 
+def test_where_its_files_cannot_be_looked_at_the_journal_goes_on_without_a_word(tmp_path, caplog):
+    """They are still there, as far as anybody knows, and what was committed is."""
+    journal, written, failures = opened(tmp_path), threading.Event(), []
+    journal.start(failures.append)
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    (tmp_path / "data").symlink_to("x" * 300)
+    journal.write([("store", "a", b"1")], written.set)
+    assert written.wait(30.0)
+    journal.close()
+    assert (failures, caplog.text) == ([], "")
+
+
 def test_a_journal_without_a_thread_says_so_and_closes(tmp_path, monkeypatch):
     def refused(thread):
         raise RuntimeError("can't start new thread")

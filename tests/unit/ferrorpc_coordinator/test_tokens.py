@@ -42,5 +42,10 @@ def test_tokens_follow_the_file_and_a_file_with_errors_changes_nothing(tmp_path,
     file.reload()
     assert "no regular file" in caplog.text, "and the coordinator does not wait for who writes to it"
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
+    path.unlink()
+    path.symlink_to("x" * 300)
+    file.reload()
+    assert "cannot be read: File name too long" in caplog.text, "as where nobody may look, or a server of files has gone"
+    access.check(SOMEBODY, NEW, "a", Role.WORKER)
     assert OLD not in caplog.text
     assert NEW not in caplog.text

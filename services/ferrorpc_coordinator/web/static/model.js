@@ -110,7 +110,7 @@ export class Model {
 
   // The members that train, the one with the longest computing time per step first.
   byComputeTime() {
-    return this.ranked().filter((member) => member.training).sort((a, b) => b.training.computeMs - a.training.computeMs);
+    return this.ranked().filter((member) => member.training && !gone(member)).sort((a, b) => b.training.computeMs - a.training.computeMs);
   }
 
   // Describes a rank that is slower than the others although it works; empty if there is none.

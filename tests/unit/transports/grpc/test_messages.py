@@ -3,6 +3,7 @@
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,21 @@ def transport_of(failures: list[FerroError], lost: list[int]) -> GrpcTransport:
         SYSTEM_CLOCK,
         lambda peer, reason: lost.append(peer),
     )
+
+
+def test_beats_do_not_wait_until_the_tokens_file_is_read() -> None:
+    """It may lie where reading hangs, and they tell of the traffic of each peer."""
+    transport, seen = transport_of([], []), list[object]()
+    with ThreadPoolExecutor(1) as pool:
+
+        def both() -> tuple[str, str]:
+            seen.append(pool.submit(transport.traffic).result(10.0))
+            raise CodecError("no stream is dialled here")
+
+        transport._server.token = SimpleNamespace(both=both)  # type: ignore[assignment]
+        with pytest.raises(CodecError):
+            transport._new_lane_to(0, 0, needed=True)
+    assert seen == [{}]
 
 
 FRAME = encode(Key(0, 0, 1), Header(0, "a()", DType.FLOAT32, (3,), 12), 0, bytes(12))
