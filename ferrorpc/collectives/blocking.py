@@ -101,19 +101,23 @@ class SenderThreads:
                 self.error = problem
         self._drained.unpark()
 
+    def check(self) -> None:
+        """Raises what stopped a thread."""
+        if self.error is not None:
+            raise self.error
+
     def drain(self) -> None:
         """Waits until all is sent. Raises what stopped it, or the cause that ended the generation."""
         latch = self._guard.latch
         ticket = latch.watch(self._drained.unpark)
         try:
-            while self._queues:
+            while self._queues and self.error is None:
                 latch.check()
                 if not self._drained.park(self._guard.deadline):
                     raise CollectiveTimeoutError([], f"a send took longer than {self._guard.seconds:g} s")
         finally:
             latch.forget(ticket)
-        if self.error is not None:
-            raise self.error
+        self.check()
 
 
 class Turns:
@@ -133,10 +137,13 @@ class Turns:
         return self._queues[place][0] is turn
 
     def leave(self, place: Hashable, turn: Parker) -> None:
-        """Leaves the queue, at any place of it."""
+        """Leaves the queue, at any place of it. Idempotent, and right as well where an interrupt kept it from joining."""
         with self._lock:
-            queue = self._queues[place]
-            queue.remove(turn)
+            queue = self._queues.get(place)
+            if queue is None:
+                return
+            if turn in queue:
+                queue.remove(turn)
             if queue:
                 queue[0].unpark()
             else:
@@ -176,11 +183,15 @@ class BlockingExecution(Execution):
     def finish(self) -> None:
         """Does nothing: it holds nothing."""
 
+    def check(self) -> None:
+        """Raises what ends its waits before their time."""
+        self.guard.latch.check()
+
     def receive(self, src: int, tag: int, out: Array | None = None) -> Array:
-        """A blocking recv until the deadline, or until the generation ends."""
+        """A blocking recv until the deadline, or until `check` raises."""
         guard, self._peers = self.guard, [src]
         while True:
-            guard.latch.check()
+            self.check()
             now = guard.clock.now()
             seconds = min(max(0.0, guard.deadline - now), SLICE_SECONDS)
             try:
@@ -226,23 +237,26 @@ class BlockingCollective(BlockingExecution):
             self._storages = {rules.dtype.storage, rules.work_storage}
         self._key = key
         self._workspace = Workspace(rules, inputs, outputs)
+        self._senders = SenderThreads(self._backend, guard)
+
+    def check(self) -> None:
+        super().check()
+        self._senders.check()
 
     def timeout_error(self) -> FerroError:
         late = super().timeout_error()
         return BarrierTimeoutError(self.waiting_on(), late.message) if self._is_barrier else late
 
     def advance(self) -> bool:
-        senders = SenderThreads(self._backend, self.guard)
         for index, action in enumerate(self._actions):
-            if senders.error is not None:
-                raise senders.error
+            self._senders.check()
             if isinstance(action, Send):
-                senders.send(self._message(index, action), action.peer, message_tag(self._key, action.slot))
+                self._senders.send(self._message(index, action), action.peer, message_tag(self._key, action.slot))
             elif isinstance(action, Receive | Fold | FoldUnder):
                 self._take(action)
             else:
                 self._workspace.apply(index, 0, self._workspace.elements(action))
-        senders.drain()
+        self._senders.drain()
         self.results, self.specs = self._workspace.results
         return True
 
@@ -307,9 +321,9 @@ class BlockingMessage(BlockingExecution):
             guard.latch.forget(ticket)
 
     def finish(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            self._turns.leave(self._place, turn)
+        if self._turn is not None:
+            self._turns.leave(self._place, self._turn)
+            self._turn = None
 
 
 class BlockingSend(BlockingMessage):

@@ -13,7 +13,7 @@ one time scale, so that two timelines can be compared by eye.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -101,10 +101,10 @@ def lay_out(panels: Sequence[Panel]) -> Sheet:
     longest = max((panel.makespan for panel in panels), default=0.0) or 1.0
     wide = _chart_width(panels, longest)
     sheet = Sheet(left + wide + right, 0)
+    colours = _colours(panels)
     y = float(MARGIN)
     for panel in panels:
-        y = _panel(sheet, panel, left, wide, wide / longest, y) + MARGIN
-    colours = _colours(panels)
+        y = _panel(sheet, panel, colours, left, wide, wide / longest, y) + MARGIN
     _legend(sheet, colours, next((panel.key for panel in panels if panel.key), ""), left, y)
     sheet.height = y + ROW + (MARGIN if colours else 0)
     return sheet
@@ -123,13 +123,14 @@ def _chart_width(panels: Sequence[Panel], longest: float) -> float:
     return min(max(WIDTH_MIN, scale * longest), WIDTH_MAX)
 
 
-def _panel(sheet: Sheet, panel: Panel, left: float, wide: float, scale: float, y: float) -> float:
+def _panel(
+    sheet: Sheet, panel: Panel, colours: Mapping[tuple[str, int], str], left: float, wide: float, scale: float, y: float
+) -> float:
     """Draws one panel from y on. Returns where it ends."""
     sheet.texts.append(Text(left, y + 8, panel.title, bold=True))
     after = left + CHARACTER * 1.1 * len(panel.title) + 14 if panel.title else left
     sheet.texts.append(Text(after, y + 8, panel.summary, FAINT))
     y += 24
-    colours = _colours([panel])
     for row in panel.rows:
         sheet.boxes.append(Box(left, y, wide, ROW, EMPTY))
         sheet.texts.append(Text(left - 8, y + ROW / 2, row.name, anchor="end"))
@@ -146,7 +147,7 @@ def _panel(sheet: Sheet, panel: Panel, left: float, wide: float, scale: float, y
     return y + 20
 
 
-def _span(sheet: Sheet, span: Span, colours: dict[tuple[str, int], str], x: float, y: float, width: float) -> None:
+def _span(sheet: Sheet, span: Span, colours: Mapping[tuple[str, int], str], x: float, y: float, width: float) -> None:
     colour = colours[span.kind, span.shade]
     inset = min(0.75, width / 8)
     sheet.boxes.append(Box(x + inset, y + 1, max(width - 2 * inset, 0.0), ROW - 2, colour, span.name))

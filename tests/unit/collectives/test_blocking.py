@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from ferrorpc.testing import FaultPlan, run_groups, run_world
 from ferrorpc.testing.contract_groups import SubgroupContract
 from tests.contract.queues import QueueBackend, Wires, queue_backends
 from tests.contract.wrapped import WrappedBackend
+from tests.interrupts import InterruptAt
 
 
 class CutBackend(QueueBackend):
@@ -286,3 +288,64 @@ def test_a_recv_in_flight_keeps_nothing_else_waiting():
     assert (
         run_groups([ProcessGroup(backend, timeout=5.0) for backend in queue_backends(2)], body) == [[2, 1, 0, None, None]] * 2
     )
+
+
+def test_a_send_that_fails_while_a_message_is_waited_for_ends_that_wait():
+    waits = threading.Event()
+
+    class LateCut(QueueBackend):
+        def send(self, data: Any, dst: int, tag: int = 0) -> None:
+            waits.wait(30.0)
+            raise OSError("the cable is cut")
+
+        def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None) -> Any:
+            waits.set()
+            return super().recv(src, tag, out, timeout)
+
+    group = ProcessGroup(queue_backends(2, LateCut)[0], timeout=60.0)
+    with pytest.raises(OSError, match="the cable is cut"):
+        group.all_gather(np.ones(3))
+
+
+def test_a_send_that_has_failed_is_told_of_while_another_still_blocks():
+    blocks, over = threading.Event(), threading.Event()
+
+    class Cut(QueueBackend):
+        def send(self, data: Any, dst: int, tag: int = 0) -> None:
+            if dst == 1:
+                blocks.wait(30.0)
+                raise OSError("the cable is cut")
+            blocks.set()
+            over.wait(60.0)
+
+    group = ProcessGroup(queue_backends(3, Cut)[0], timeout=10.0)
+    try:
+        with pytest.raises(OSError, match="the cable is cut"):
+            group.scatter([np.ones(3)] * 3)
+    finally:
+        over.set()
+
+
+def test_an_interrupt_anywhere_in_a_recv_keeps_no_message_from_the_next():
+    """The backend itself may just have taken the message, which is gone then."""
+
+    def is_ours(file: str) -> bool:
+        return "/ferrorpc/" in file and "/ferrorpc/testing/" not in file
+
+    for place in range(1, 1000):
+        receiver, sender = (ProcessGroup(backend, timeout=10.0) for backend in queue_backends(2))
+        for number in (1.0, 2.0):
+            sender.send(number, 0)
+        strike, before, raised = InterruptAt(place, is_ours), sys.getprofile(), False
+        sys.setprofile(strike)
+        try:
+            receiver.recv(1)
+        except KeyboardInterrupt:
+            raised = True
+        finally:
+            sys.setprofile(before)
+        if strike.left > 0:
+            assert place > 60
+            return
+        assert raised
+        assert receiver.recv(1) in (1.0, 2.0)

@@ -78,6 +78,21 @@ def test_two_timelines_share_one_scale(timeline: Timeline, tmp_path: Path):
     assert float(found["other"].attrib["width"]) == pytest.approx(4 * float(found["0F0"].attrib["width"]), rel=0.02)
 
 
+def test_two_timelines_share_one_legend(tmp_path: Path):
+    """Also where one has more chunks than the other."""
+    few, many = (
+        Timeline(
+            ("rank 0",),
+            tuple(Span(f"{chunk} of {chunks}", 0, chunk, chunk + 1.0, "forward", shade=chunk) for chunk in range(chunks)),
+        )
+        for chunks in (2, 4)
+    )
+    few.to_svg(tmp_path / "t.svg", beside=many)
+    found = boxes(tmp_path / "t.svg")
+    for chunk in range(2):
+        assert found[f"{chunk} of 2"].attrib["fill"] == found[f"{chunk} of 4"].attrib["fill"]
+
+
 def test_two_timelines_on_one_scale_are_in_one_unit(timeline: Timeline, tmp_path: Path):
     timeline.unit = "seconds"  # as of what was recorded, beside its simulation at costs in seconds
     timeline.to_svg(tmp_path / "t.svg", beside=Timeline(("rank 0",), (Span("other", 0, 0.0, 8.0, "forward"),)))
