@@ -150,6 +150,8 @@ class Latch:
 
     Attributes:
         cause: the first cause; None while the generation is open.
+        ended_here: what this rank has ended the generation with, where the first cause is perhaps not known yet: no operation
+            begins or returns then. A latch and its parts share it.
         unhealthy: by world rank, a sentence about each member that the coordinator has reported as stalled or suspect, for the
             log messages of those who wait for it.
     """
@@ -160,10 +162,13 @@ class Latch:
         self._watchers: dict[int, Callable[[], None]] = {}
         self._next = 0
         self.cause: FerroError | None = None
+        self.ended_here: list[FerroError] = []
         self.unhealthy: dict[int, str] = {}
 
     def end(self, cause: FerroError) -> None:
         """Ends the generation with this cause, unless it has ended already. Returns at once; the latch may trip later."""
+        if not self.ended_here:
+            self.ended_here.append(cause.again())  # without its traceback, which would keep the arrays of the operation alive
         if self._report is None:
             self.trip(cause)
         else:
@@ -197,7 +202,7 @@ class Latch:
         """A latch that trips with this one, or before it, and the ticket with which this one forgets it, as it does by itself
         once nobody has the part any more."""
         part = Latch(lambda cause, part: self.end(cause))
-        part.unhealthy = self.unhealthy
+        part.ended_here, part.unhealthy = self.ended_here, self.unhealthy
 
         def gone(_: object) -> None:
             self._watchers.pop(ticket, None)  # without the lock, which the thread that collects garbage may hold
@@ -232,7 +237,7 @@ def seconds_of(timeout: Any, default: float) -> float:
     if timeout is None:
         return default
     try:
-        seconds = -1.0 if isinstance(timeout, bool) else float(timeout)
+        seconds = -1.0 if isinstance(timeout, bool | str | bytes) else float(timeout)
     except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     if not seconds >= 0:

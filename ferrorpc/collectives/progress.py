@@ -277,7 +277,9 @@ class Progress:
             if polling is not None or isinstance(error, Exception):
                 entry.raised = error  # a step that it struck cannot be repeated; those of events see to it themselves
             raise
-        if over:
+        if execution.guard.latch.ended_here:
+            entry.raised = execution.guard.latch.ended_here[0].again()
+        elif over:
             queue = self._polled.get(execution.queue)
             self._end(entry, None)
             if queue is not None and len(queue) > 1:  # the next one is polled now
@@ -313,7 +315,10 @@ class Progress:
             return
         latch.check()
         execution, position = entry.execution, entry.execution.position
-        if execution.advance():
+        over = execution.advance()
+        if latch.ended_here:
+            self._fail(entry, latch.ended_here[0].again())
+        elif over:
             self._moved_at = self._clock.now()
             self._end(entry, None)
         elif not entry.scheduled:
@@ -350,10 +355,10 @@ class Progress:
 
     def _fail(self, entry: _Entry, raised: BaseException) -> None:
         error = failure_of(entry.execution.label, raised)
-        if not breaks(entry.execution, error):
+        latch = entry.execution.guard.latch
+        if not (latch.ended_here or breaks(entry.execution, error)):
             self._end(entry, error)
             return
-        latch = entry.execution.guard.latch
         if latch.cause is not None:
             self._end(entry, latch.cause.again())
             return
