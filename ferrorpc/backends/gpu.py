@@ -64,7 +64,7 @@ def select_device(asked: int | None, local_rank: int | None) -> None:
 def join_labels(backend: str, asked: int | None, local_rank: int | None) -> dict[str, str]:
     """The labels with which a member joins; none where it will not use a GPU.
 
-    "auto" looks for a GPU only in programs that use GPUs.
+    "auto" looks for a GPU only in programs that use GPUs. One that cannot use NCCL may still share its GPU's memory.
 
     Raises:
         BackendUnavailableError: the backend needs a GPU, and what is missing is named with the command that installs it.
@@ -75,13 +75,15 @@ def join_labels(backend: str, asked: int | None, local_rank: int | None) -> dict
         return {}
     from ferrorpc.backends.nccl.choose import open_nccl
 
+    found = dict[str, str]()
     try:
-        return {_GPU: device_for(asked, local_rank).uuid, _NCCL: str(open_nccl().version)}
+        found[_GPU] = device_for(asked, local_rank).uuid
+        found[_NCCL] = str(open_nccl().version)
     except BackendUnavailableError as error:
         if backend in NEEDING:
             raise
-        _log.warning("backend 'auto' is gRPC, because %s; %s", error.reason, error.hint)
-        return {}
+        _log.warning("backend 'auto' will not use NCCL, because %s; %s", error.reason, error.hint)
+    return found
 
 
 def _works_on_gpus() -> bool:

@@ -58,9 +58,12 @@ def test_what_lacks_is_an_error_where_it_was_asked_for_and_a_warning_under_auto(
             gpu.join_labels(backend, None, 0)
         assert "pip install 'ferrorpc[gpu]'" in raised.value.hint
     with caplog.at_level(logging.WARNING):
-        assert gpu.join_labels("auto", None, 0) == {}
-    assert "backend 'auto' is gRPC, because NCCL needs a binding" in caplog.text
+        labels = gpu.join_labels("auto", None, 0)
+    assert "backend 'auto' will not use NCCL, because NCCL needs a binding" in caplog.text
     assert "pip install 'ferrorpc[gpu]'" in caplog.text
+    peers = [Peer(rank, f"m{rank}", labels=tuple(labels.items())) for rank in range(2)]
+    assert gpu.shares_gpu(peers), "which needs no NCCL"
+    assert not gpu.nccl_usable(peers)
 
 
 def test_a_member_says_its_gpu_and_its_nccl(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
