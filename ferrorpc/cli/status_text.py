@@ -205,7 +205,8 @@ def _stragglers(response: StatusResponse) -> list[str]:
 
 def _training(response: StatusResponse) -> list[str]:
     """A table of compute and wait times; the others wait for the rank that computes longest."""
-    members = sorted((m for m in response.members if m.rank >= 0 and m.training.steps), key=lambda m: m.rank)
+    trained = sorted((m for m in response.members if m.rank >= 0 and m.training.steps), key=lambda m: m.rank)
+    members = [m for m in trained if state_name(m.state) not in GONE] or trained
     if not members:
         return []
     means = {
@@ -248,11 +249,11 @@ def _links(response: StatusResponse, previous: PreviousStatus | None) -> list[st
         return _busiest({pair: (kind, float(count), "") for pair, (kind, count) in sent.items()})
     before = _sent(previous.response)
     rates = {
-        pair: (kind, max(0, count - before.get(pair, ("", 0))[1]) / previous.seconds, "/s")
+        pair: (kind, max(0, count - before[pair][1]) / previous.seconds, "/s")
         for pair, (kind, count) in sent.items()
-        if pair[0] in present
+        if pair[0] in present and pair in before  # one may be told of long after it began: as one of the busiest of many
     }
-    if size > MATRIX_RANKS_MAX:
+    if size > MATRIX_RANKS_MAX or not rates:
         return _busiest(rates)
     header = ["to", *map(str, range(size))]
     rows = [

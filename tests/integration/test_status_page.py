@@ -199,6 +199,28 @@ MODEL = """(async () => {
 })()"""
 
 
+LINKS = """(async () => {
+  const { Model } = await import("/model.js");
+  const model = new Model();
+  const update = (at_ms, links, names) => model.update({
+    cluster_id: "c", epoch: 1, generation: 1, at_ms, links, generations: [{ generation: 1, size: 3 }], barriers: [],
+    headline: { level: "good", title: "", details: [] },
+    members: { name: names, rank: names.map((_, i) => i), state: names.map(() => "active"), step: names.map(() => 1) },
+  });
+  update(0, [[0, 1, "grpc", 1e12]], ["w0", "w1", "w2"]);
+  update(2000, [[0, 1, "grpc", 1e12 + 4e6], [1, 2, "grpc", 1e12]], ["w0", "w1", "w2"]);
+  const first = model.links.map((link) => link.bytesPerSecond);
+  update(4000, [[0, 1, "grpc", 1e12 + 8e6], [1, 2, "grpc", 1e12 + 1e6]], ["w0", "w1"]);
+  return [first, model.links.map((link) => link.bytesPerSecond), model.size()];
+})()"""
+
+
+def test_what_a_link_carried_before_it_was_told_of_is_at_no_rate_and_a_rank_without_a_member_counts(browser, process):
+    browser.open(f"http://{process.http_address}/")
+    browser.until("document.readyState === 'complete' && location.protocol === 'http:'")
+    assert browser.evaluate(LINKS) == [[2e6, None], [2e6, 5e5], 3]
+
+
 def test_the_headline_and_who_is_behind_are_the_coordinators_and_whoever_is_missing_at_a_barrier_is_late(browser, process):
     browser.open(f"http://{process.http_address}/")
     browser.until("document.readyState === 'complete' && location.protocol === 'http:'")

@@ -267,11 +267,15 @@ def test_on_a_terminal_what_does_not_fit_is_cut_from_the_bottom_and_at_the_width
 
 
 def test_a_small_worlds_links_are_a_matrix_of_rates():
-    lines = as_text(later(), PreviousStatus(answer(), 2.0)).splitlines()
+    earlier = answer()
+    assert "by grpc" not in as_text(later(), PreviousStatus(earlier, 2.0)), "nobody knows when it was sent"
+    (sender,) = (member for member in earlier.members if member.rank == 0)
+    sender.links.add(peer_rank=1, kind="grpc", sent_bytes=1_000_000)
+    lines = as_text(later(), PreviousStatus(earlier, 2.0)).splitlines()
     first = lines.index("  bytes a second by grpc")
     assert [line.split() for line in lines[first + 1 : first + 4]] == [
         ["to", "0", "1"],
-        ["from", "0", "4.5", "MB"],
+        ["from", "0", "4", "MB"],
         ["from", "1"],
     ]
     assert "  rank 0 to 1 by grpc: 9 MB" in as_text(later()), "what was sent in all, where there is no earlier answer"
@@ -322,6 +326,10 @@ def test_training_steps_tell_who_computes_longest():
         ["0", "10", "100.0", "30.0", "5.0"],
     ]
     assert lines[first + 2] == "  rank 1 computes longest, 25.0 ms a step more than the others' mean"
+    told.members[1].state = identity_pb2.MEMBER_STATE_LEFT
+    assert "computes longest" not in as_text(told)
+    told.members[2].state = identity_pb2.MEMBER_STATE_LEFT
+    assert "rank 1 computes longest" in as_text(told), "of a job that is over"
 
 
 def working(*own_ms, steps=100, training=False, **more):

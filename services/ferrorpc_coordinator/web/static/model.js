@@ -77,9 +77,11 @@ export class Model {
     }
     const there = new Set(this.ranked().filter((member) => !gone(member)).map((member) => member.rank));
     this.links = [...this.past.at(-1).links.entries()].map(([key, link]) => {
-      const earlier = before.links.get(key);
-      const known = seconds > 0.2 && (earlier || before !== this.past.at(-1)) && there.has(link.from);
-      return { ...link, bytesPerSecond: known ? Math.max(0, link.sent - (earlier ? earlier.sent : 0)) / seconds : null };
+      // A link may be told of long after it began: by a coordinator that was started again, or as one of the busiest of many.
+      const first = this.past.find((state) => state.links.has(key));
+      const since = (this.state.at_ms - first.at) / 1000;
+      const known = since > 0.2 && there.has(link.from);
+      return { ...link, bytesPerSecond: known ? Math.max(0, link.sent - first.links.get(key).sent) / since : null };
     });
   }
 
@@ -122,6 +124,11 @@ export class Model {
 
   newest() {
     return this.state.generations.at(-1) || null;
+  }
+
+  // The number of ranks. A rank whose place is just being taken has no member.
+  size() {
+    return this.newest()?.size ?? 0;
   }
 
   // The state of the job in a sentence: [good | warn | bad | idle, headline, details].

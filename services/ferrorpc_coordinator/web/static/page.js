@@ -91,7 +91,7 @@ function drawNumbers() {
   const rates = model.links.filter((link) => link.bytesPerSecond !== null);
   const sent = rates.reduce((sum, link) => sum + link.bytesPerSecond, 0);
   const numbers = [
-    [`${active.length} / ${model.ranked().length}`, "ranks active"],
+    [`${active.length} / ${model.size()}`, "ranks active"],
     [newest ? `${newest.generation}` : "–", `generation${newest ? ageText(newest) : ""}`],
     [rate(mean(known.map((m) => m.stepsPerSecond))), "operations/s on a rank"],
     [within === null ? "–" : `${Math.round(within * 100)} %`, "of time in operations"],
@@ -265,7 +265,7 @@ function drawEvents() {
 }
 
 function drawLinks() {
-  const size = model.ranked().length;
+  const size = model.size();
   find("links").hidden = size < 2;
   const kinds = [...new Set(model.links.map((link) => link.kind))].sort();
   const busiest = model.links.reduce((best, link) => ((link.bytesPerSecond || 0) > (best?.bytesPerSecond || 0) ? link : best), null);
