@@ -47,9 +47,10 @@ class TorchFloat16(Converter):
         self._half = getattr(torch, self.half)
         self._two = {ReduceOp.SUM: torch.add, ReduceOp.PRODUCT: torch.mul}
         self._scratch = aligned(_STRETCH_ELEMENTS, np.dtype(np.uint16))
-        self._halves = torch.from_numpy(self._scratch.view(np.int16)).view(self._half)
-        self._slots = [torch.from_numpy(slot) for slot in self.wide]
-        self._of_length = [(length, self._halves[:length], [slot[:length] for slot in self._slots]) for length in _LENGTHS]
+        with torch.inference_mode(False):  # torch writes to what is made in that mode there only
+            self._halves = torch.from_numpy(self._scratch.view(np.int16)).view(self._half)
+            self._slots = [torch.from_numpy(slot) for slot in self.wide]
+            self._of_length = [(length, self._halves[:length], [slot[:length] for slot in self._slots]) for length in _LENGTHS]
 
     def blocks(self, narrow: Array) -> Sequence[Any]:
         whole = len(narrow) // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS

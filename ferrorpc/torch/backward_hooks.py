@@ -53,7 +53,8 @@ class _ParameterHook:
         self._register()
 
     def _look_up(self) -> None:
-        self._alias: torch.Tensor | None = self._replica.alias(self.name)
+        with torch.inference_mode(False):  # where the module may be wrapped; autograd is to add to the alias
+            self._alias: torch.Tensor | None = self._replica.alias(self.name)
         self._address = 0 if self._alias is None else self._alias.data_ptr()
 
     def _register(self) -> None:

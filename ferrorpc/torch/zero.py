@@ -357,6 +357,7 @@ def _parameter(shard: Shard) -> torch.nn.Parameter:
     """A parameter whose data and gradient are the shard's memory."""
     spec = TensorSpec(shard.bucket.dtype, shard.weights.shape)
     kind = kind_of(torch.empty(0, device="cpu"))
-    parameter = torch.nn.Parameter(kind.alias(shard.weights, spec))
-    parameter.grad = kind.alias(shard.gradient, spec)
+    with torch.inference_mode(False):  # the optimizer is to write to it elsewhere, too
+        parameter = torch.nn.Parameter(kind.alias(shard.weights, spec))
+        parameter.grad = kind.alias(shard.gradient, spec)
     return parameter

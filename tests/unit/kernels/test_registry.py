@@ -81,6 +81,14 @@ def test_a_torch_without_the_needed_functions_is_skipped(fresh, monkeypatch, dty
     assert registry._CACHE.found[True][dtype] is not None
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+def test_a_converter_that_was_made_in_inference_mode_works_outside_of_it(fresh, dtype):
+    torch = pytest.importorskip("torch")
+    with torch.inference_mode():
+        found = registry.converter(dtype)
+    assert is_exact(found, NUMPY[dtype]())
+
+
 def test_threads_have_converters_of_their_own():
     found = [registry.converter(DType.FLOAT16)]
     thread = threading.Thread(target=lambda: found.append(registry.converter(DType.FLOAT16)))

@@ -1,4 +1,4 @@
-"""Collectives of tensors that autograd knows: where gradients are off, and where it relies on what a collective writes."""
+"""Tensors that autograd knows: where gradients are off, and where it relies on what a collective writes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ferrorpc.testing import run_world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from ferrorpc.torch import DistributedDataParallel, ZeroOptimizer  # noqa: E402
 from tests.unit.torch.models import network  # noqa: E402
 
 
@@ -95,3 +96,26 @@ def test_inference_tensors_are_written_as_others_are() -> None:
         return x.tolist() + plain.tolist()
 
     assert run_world(2, body) == [[2.0] * 8] * 2
+
+
+def test_a_module_that_was_wrapped_in_inference_mode_can_be_trained() -> None:
+    def body(group):
+        module = torch.nn.Linear(2, 1, bias=False)
+        with torch.inference_mode():
+            ddp = DistributedDataParallel(module, group)
+        ddp(torch.ones(1, 2) * (1 + group.rank)).sum().backward()
+        return module.weight.grad.tolist()
+
+    assert run_world(2, body) == [[[1.5, 1.5]]] * 2
+
+
+def test_an_optimizer_that_was_made_in_inference_mode_updates_outside_of_it() -> None:
+    def body(group):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        with torch.inference_mode():
+            optimizer = ZeroOptimizer([weight], torch.optim.SGD, group, lr=1.0)
+        weight.grad = torch.ones(3) * (1 + group.rank)
+        optimizer.step()
+        return weight.tolist()
+
+    assert run_world(2, body) == [[-1.5] * 3] * 2
