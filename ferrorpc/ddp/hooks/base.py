@@ -116,7 +116,10 @@ class Hook(ABC):
 
     @abstractmethod
     def exchange(self, part: Part, collectives: BucketCollectives) -> Exchange:
-        """Replaces `part.values` by their sum over all ranks, with the same bits on each. A generator: see `Exchange`."""
+        """Replaces `part.values` by their sum over all ranks, with the same bits on each. A generator: see `Exchange`.
+
+        Where a step fails it goes no further, and what it has in a `finally` runs at some later time, or never.
+        """
 
     def state(self) -> dict[str, Array]:
         """A copy of this rank's state, to be saved with the weights."""

@@ -61,20 +61,17 @@ class ErrorFeedback(Hook):
             return (yield from run_exchange(self._hook, inner, collectives))
         ops = vector_ops_for(part.values)
         residue = self._residues.of(part.key, part.values.size, ops, part.weight)
-        waiting = [(residue[start:stop], residue[start:stop].copy()) for start, stop in part.unused]
-        for place, _ in waiting:
-            place[...] = 0
         # All is delivered, sooner or later: an outer hook must not remember it as well.
         given = part.values.copy() if part.wants_delivered else None
-        ops.add(part.values, residue)
-        ops.assign(residue, part.values)
-        try:
-            delivered = yield from run_exchange(self._hook, inner, collectives)
-            ops.subtract_delivered(residue, delivered)
-            ops.forget_unless_finite(residue, part.values)
-        finally:
-            for place, kept in waiting:
-                ops.assign(place, kept)
+        for run in _used(part):
+            ops.add(part.values[run], residue[run])
+            ops.assign(residue[run], part.values[run])
+        delivered = yield from run_exchange(self._hook, inner, collectives)  # where this ends if the step fails
+        waiting = [(residue[start:stop], residue[start:stop].copy()) for start, stop in part.unused]
+        ops.subtract_delivered(residue, delivered)
+        ops.forget_unless_finite(residue, part.values)
+        for place, kept in waiting:
+            ops.assign(place, kept)
         return given
 
     def state(self) -> dict[str, Array]:
@@ -84,3 +81,10 @@ class ErrorFeedback(Hook):
         own = {name for name in state if name.startswith(_PREFIX)}
         self._hook.load_state({name: array for name, array in state.items() if name not in own})
         self._residues.load(self._current({name.removeprefix(_PREFIX): state[name] for name in own}))
+
+
+def _used(part: Part) -> list[slice]:
+    """The runs of values between those that this rank has not used."""
+    starts = [0, *(stop for _, stop in part.unused)]
+    stops = [*(start for start, _ in part.unused), part.values.size]
+    return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import numpy as np
@@ -119,6 +120,41 @@ def test_the_residue_of_a_parameter_waits_while_its_rank_does_not_use_it(user):
         return float(taken)
 
     assert run_world(2, body) == [64.0, 64.0]
+
+
+def test_a_step_that_fails_leaves_residues_as_they_are_then_and_changes_none_later():
+    """`b` is not used in it, on rank 0; what it has interrupted is freed when there are newer residues."""
+
+    def body(group):
+        hook, like, seen = ErrorFeedback(TopK(0.25)), {"a": np.zeros(64, np.float32), "b": np.zeros(64, np.float32)}, []
+
+        def residue() -> float:
+            ((_, both),) = hook.state().items()
+            return float(both[:64].sum())  # b comes first
+
+        def fail(step) -> None:
+            if group.rank == 1:
+                group.recv(0)
+                raise ValueError("fails")
+            step.ready("b", None)
+            step.ready("a", 100 * ONES)
+            group.send(np.zeros(1), 1)
+
+        sync = ferrorpc.GradientSynchronizer(like, group, hook=hook)
+        sync({"a": 100 * ONES, "b": ONES})
+        seen.append(residue())
+        with pytest.raises((ferrorpc.FerroError, ValueError)), sync.step() as step:
+            fail(step)
+        seen.append(residue())
+        again = ferrorpc.GradientSynchronizer(like, group.reform(30), hook=hook)
+        for _ in range(3):
+            again({"a": 0 * ONES, "b": ONES})
+        newest = residue()
+        del sync, step
+        gc.collect()
+        return seen, residue() == newest
+
+    assert run_world(2, body) == [([64.0, 64.0], True)] * 2
 
 
 def test_a_weight_that_is_hardly_more_than_nothing_leaves_residues_alone():
