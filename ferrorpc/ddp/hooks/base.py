@@ -35,7 +35,8 @@ class Part:
         wants_delivered: whether the exchange returns how much of this rank's original `values` was delivered: float32 of shape
             (n,), on the device of `values`. Otherwise it returns None.
         weight: of this rank in the mean: `values` are its gradients times the weight.
-        unused: [start, stop) of each run of values whose parameter this rank has not used; they are zero.
+        unused: [start, stop) of each run of values whose parameter this rank has not used, in order. They are zero; or, in a
+            torch module, a gradient from before that is still in `.grad`, which counts if another rank uses the parameter.
         residues: where the hook keeps what it leaves out of the mean itself, for its next step; None if nobody wants that.
         total_weight: waits for the sum of all ranks' weights; None if that is not known.
     """

@@ -35,9 +35,10 @@ class ErrorFeedback(Hook):
     step is interrupted, as when a member dies, buckets that were exchanged before count as delivered, although no optimizer
     gets their means, and all values of the others are added to the next step. To repeat such a step, load the `state()` from
     before it, or these count twice. The residue of a parameter waits for a step in which this rank uses it: if no rank does,
-    its sum is dropped. What `Compress` leaves out of a mean, which it rounds as well, waits on the rank that added up, and is
-    added to the next mean, whatever that rank's weight then. Where a module is wrapped again, the residues of buckets that do
-    not come again with the same parameters are dropped, too.
+    its sum is dropped. For the same reason nothing waits of a gradient from before of a parameter that this rank does not use
+    now: what the hook leaves out of it is lost. What `Compress` leaves out of a mean, which it rounds as well, waits on the
+    rank that added up, and is added to the next mean, whatever that rank's weight then. Where a module is wrapped again, the
+    residues of buckets that do not come again with the same parameters are dropped, too.
     """
 
     def __init__(self, hook: Hook) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from ferrorpc.errors import GroupAbortedError, TensorMismatchError, UsageError
+from ferrorpc.hooks import ErrorFeedback, Hook
 from ferrorpc.testing import run_world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -377,3 +378,45 @@ def test_parameters_that_a_checkpoint_changes_again_are_averaged(reentrant: bool
         return ddp.module.inner.weight.grad.unique().tolist()
 
     assert run_world(2, body) == [[0.5]] * 2
+
+
+def test_a_hook_gets_a_gradient_from_before_among_what_is_unused_and_error_feedback_keeps_nothing_of_it() -> None:
+    class Halving(Hook):
+        """Delivers half of what it is given. Records the values of parameters that are unused here."""
+
+        text, remembers = "halving", False
+
+        def __init__(self) -> None:
+            self.unused: list[float] = []
+
+        def exchange(self, part, collectives):
+            self.unused += [float(part.values[start:stop].sum()) for start, stop in part.unused]
+            delivered = part.values / 2
+            part.values[...] = delivered
+            yield collectives.all_reduce(part.values)
+            return delivered
+
+    class Used(nn.Module):
+        """The sum of the parameters with the indices that it is given."""
+
+        def __init__(self, parameters: nn.ParameterList) -> None:
+            super().__init__()
+            self.held = parameters
+
+        def forward(self, indices):
+            return sum(self.held[index].sum() for index in indices)
+
+    def body(group):
+        module = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
+        inner = Halving()
+        hook = ErrorFeedback(inner)
+        ddp = DistributedDataParallel(Used(module), group, hook=hook)
+        module[1].grad = torch.full((3,), 4.0)
+        ddp([0, 1] if group.rank else [0]).backward()
+        ((_, residues),) = hook.state().items()
+        return inner.unused, module[1].grad.tolist(), float(residues.sum())
+
+    (unused, mean, kept), (used, other, more) = run_world(2, body)
+    assert (unused, used) == ([12.0], [])
+    assert mean == other == [(4 + 5) / 2 / 2] * 3
+    assert (kept, more) == (0.5 * 3, 0.5 * 3 + 2.5 * 3)
