@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.replica import Replica
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.failure import tell_others
 
 _NODES: Final = 256
@@ -256,10 +256,18 @@ class BackwardHooks:
         self._queue(self._await)
 
     def _await(self) -> None:
-        """Called behind the `_finish` of all modules."""
+        """Called behind the `_finish` of all modules. Its error, after which the group may still be open, is raised behind the
+        `_await` of all: autograd calls nothing more once something has raised."""
         assert self._reduction is not None
         reduction, self._reduction = self._reduction, None
-        self._replica.finish(reduction)
+        try:
+            self._replica.finish(reduction)
+        except FerroError as error:
+            self._queue(partial(_raise, error))
+
+
+def _raise(error: FerroError) -> None:
+    raise error
 
 
 def check_not_shared(module: torch.nn.Module) -> None:

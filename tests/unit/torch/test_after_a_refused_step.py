@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import CollectiveMismatchError, UsageError
 from ferrorpc.testing import run_world
 
 torch = pytest.importorskip("torch")
@@ -79,3 +81,40 @@ def test_the_error_of_a_refused_step_says_which_gradients_to_compute_again(views
         return kept, net.weight.grad.tolist()
 
     assert run_world(2, body) == [(not views, [[1.5, 1.5]])] * 2
+
+
+def test_the_gradients_of_another_module_in_a_refused_backward_pass_are_waited_for_all_the_same():
+    def body(group):
+        inner, outer = (DistributedDataParallel(torch.nn.Linear(3, 3), group) for _ in range(2))
+        found = []
+        for weight in (1.0, 0.0, 1.0):
+            inner.zero_grad()
+            outer.zero_grad()
+            refused = nullcontext() if weight else pytest.raises(UsageError, match="sum to zero")
+            with refused, inner.weighted(weight), outer.weighted(weight):
+                outer(inner(torch.ones(2, 3) * (1 + group.rank))).sum().backward()
+            found.append([each.grad.abs().sum().item() for each in (*inner.parameters(), *outer.parameters())])
+        return found[2] == found[0], found
+
+    for is_same, found in run_world(2, body):
+        assert is_same, found
+
+
+def test_each_module_in_a_backward_pass_is_averaged_where_the_weights_of_one_differ():
+    def body(group):
+        inner, outer = (
+            DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), group, check_every=every) for every in (0, 2)
+        )
+        with torch.no_grad():
+            outer.module.weight.fill_(1.0 + group.rank)
+        found = []
+        for step in range(3):
+            inner.zero_grad()
+            outer.zero_grad()
+            different = pytest.raises(CollectiveMismatchError, match="differ") if step == 1 else nullcontext()
+            with different:
+                outer(inner(torch.ones(1, 1))).sum().backward()
+            found.append(inner.module.weight.grad.item())
+        return found
+
+    assert run_world(2, body) == [[1.5] * 3] * 2
