@@ -16,6 +16,7 @@ from ferrorpc.arrays.kinds import NUMPY, kind_of
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.group import ProcessGroup
 from ferrorpc.kernels.reduction import is_same_memory, kernel
+from ferrorpc.kernels.thread_state import THREAD_STATE
 from ferrorpc.types import DType, ReduceOp
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -149,6 +150,10 @@ class BucketMemory(ABC):
     def restore(self, slot: Slot, saved: Any) -> None:
         """Writes back what `save` returned."""
 
+    def _write_weight(self, header: Array) -> None:
+        """Writes the weight of this step to a header. One beyond its dtype is infinite there, whatever NumPy is to report."""
+        THREAD_STATE.run(header.__setitem__, self.bucket.weight, 0 if self._weight is None else self._weight)
+
     def _reduced(self, header: Array) -> ReducedHeader:
         flags = (header[: self.bucket.weight] != 0).tolist()
         used = [slot.name for slot, flag in zip(self.bucket.slots, flags, strict=True) if flag]
@@ -220,7 +225,7 @@ class HostBucketMemory(BucketMemory):
                 np.add(total, given, out=total)
 
     def pack(self) -> Any:
-        self._operand[self.bucket.weight] = 0 if self._weight is None else self._weight
+        self._write_weight(self._operand)
         return self._operand
 
     def finish(self) -> ReducedHeader:

@@ -190,7 +190,7 @@ class DeviceBucketMemory(BucketMemory):
 
     def pack(self) -> DeviceArray:
         header, flat = self._header
-        header[self.bucket.weight] = 0 if self._weight is None else self._weight
+        self._write_weight(header)
         stream = self._order.enter()
         with self._device.here():
             if self._deferred:

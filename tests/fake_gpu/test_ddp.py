@@ -326,6 +326,18 @@ def test_uneven_inputs_weigh_a_finished_rank_nothing(cupy: StandIn, lanes: str) 
     assert world(cupy, lanes, 2, body) == [[0.5, 11.0, 21.0]] * 2
 
 
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_weight_beyond_float32_is_an_error_of_ours_where_numpy_is_to_raise_its_own(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> Any:
+        grads = on_gpu(cupy, {"g": np.ones(2, np.float32)})
+        sync = ferrorpc.GradientSynchronizer(grads, group)
+        with np.errstate(all="raise"), pytest.raises(UsageError, match="sum to inf"):
+            sync(grads, weight=1e39)
+        return at_home(cupy, sync(grads, weight=1))["g"].tolist()
+
+    assert world(cupy, lanes, 2, body) == [[1.0, 1.0]] * 2
+
+
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_module_accumulates_keeps_what_nobody_used_and_writes_in_place(cupy: StandIn, lanes: str, views: bool) -> None:

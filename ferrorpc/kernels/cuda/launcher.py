@@ -20,6 +20,7 @@ import numpy as np
 
 from ferrorpc.kernels.cuda.program import NAMES, compiled
 from ferrorpc.kernels.int8_blocks import BLOCK_VALUES
+from ferrorpc.kernels.thread_state import THREAD_STATE
 from ferrorpc.types import DType
 
 THREADS: Final = 256
@@ -102,7 +103,8 @@ class DeviceKernels:
             # CuPy frees this in stream order, so after the kernel that reads it.
             more = self._cupy.asarray(np.array(addresses[PEERS:], np.uint64)) if len(addresses) > PEERS else 0
             told = (peers_of(addresses), more, np.int32(len(addresses)))
-            self._run(f"sum_peers_{NAMES[dtype]}", _chunks(out.size), THREADS, *told, out.size, out, np.float32(divisor))
+            single = THREAD_STATE.run(np.float32, divisor)
+            self._run(f"sum_peers_{NAMES[dtype]}", _chunks(out.size), THREADS, *told, out.size, out, single)
 
     def residue(self, values: Any, delivered: Any) -> None:
         """values -= delivered, in float32. If any result is not finite, all of them become zero."""
@@ -122,11 +124,12 @@ class DeviceKernels:
         scale: float,
     ) -> None:
         full = [(array.data.ptr, start, array.size) for array, start in zip(arrays, starts, strict=True) if array.size]
+        single = THREAD_STATE.run(np.float32, scale)
         for first in range(0, len(full), ROWS):
             some = full[first : first + ROWS]
             rows, chunks = rows_of(*zip(*some, strict=True))
             pair = f"{name}_{NAMES[of]}_{NAMES[to]}"
-            self._run(pair, chunks, THREADS, rows, np.int32(len(some)), chunks, bucket, np.float32(scale))
+            self._run(pair, chunks, THREADS, rows, np.int32(len(some)), chunks, bucket, single)
 
     def _run(self, name: str, blocks: int, threads: int, *arguments: Any) -> None:
         ready = tuple([np.int64(each) if type(each) is int else each for each in arguments])

@@ -336,6 +336,17 @@ def test_weights_that_sum_to_zero_are_an_error_on_every_rank():
     assert run_world(2, body) == [[1.0, 1.0]] * 2
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.complex64])
+def test_a_weight_beyond_float32_is_an_error_of_ours_where_numpy_is_to_raise_its_own(dtype):
+    def body(group):
+        sync, grads = GradientSynchronizer({"a": np.zeros(2, dtype)}, group), {"a": np.ones(2, dtype)}
+        with np.errstate(all="raise"), pytest.raises(UsageError, match="sum to inf"):
+            sync(grads, weight=1e39)
+        return sync(grads, weight=1)["a"].tolist()
+
+    assert run_world(2, body) == [[1.0, 1.0]] * 2
+
+
 def test_a_weight_on_one_rank_only_is_a_mismatch_on_every_rank():
     def body(group):
         sync = GradientSynchronizer({"a": np.zeros(2)}, group)
