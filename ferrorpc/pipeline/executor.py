@@ -64,18 +64,22 @@ class Executor:
     def run(self, actions: Sequence[Action]) -> Iterator[int]:
         """Runs them in order, sends included. A receive happens when the action that needs it runs.
 
-        Yields the number of each piece as soon as its last backward is done.
+        Yields the number of each piece as soon as its last backward is done and sent on: nobody waits while the caller uses it.
         """
         last = {each.stage: each for each in actions if each.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+        completed: int | None = None
         for each in actions:
             if each.kind.sends:
                 for transfer in outputs_of(each, self._edges):
                     if self._placement[transfer.target] != self._rank:
                         self._exchange.send(transfer, self._values.pop(transfer))
             elif each.kind.computes:
+                if completed is not None:
+                    yield completed
                 self._run_compute(each)
-                if each == last.get(each.stage):
-                    yield each.stage
+                completed = each.stage if each == last.get(each.stage) else None
+        if completed is not None:
+            yield completed
 
     def _run_compute(self, each: Action) -> None:
         value = None if each.kind is Kind.BACKWARD_WEIGHT else self._input(each)

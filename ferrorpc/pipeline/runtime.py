@@ -146,7 +146,8 @@ class Pipeline:
                 One that counts 0 has no loss and no backward; if all do, the loss is 0.0 and no gradient changes. There can be
                 none where stages average in each backward, as a wrapped module does over several replicas.
             on_gradients: called on this thread with the number of each piece of this rank as soon as its gradients are those of
-                the whole batch. Other ranks often still compute then, so it is the moment to send gradients to replicas.
+                the whole batch, and what other ranks wait for was sent. They often still compute then, so it is the moment to
+                send gradients to replicas.
             timeout: seconds to wait for any one message; None for the group's.
 
         Returns:

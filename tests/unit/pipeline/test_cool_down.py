@@ -135,6 +135,20 @@ def test_with_several_stages_a_rank_sends_the_first_ones_gradients_while_it_stil
         assert min(sent[rank]) <= own_last[rank], "before its own last action begins, or as it does"
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb1p"])
+def test_no_stage_waits_for_what_another_does_with_its_gradients(name: str) -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        pipe, met = Pipeline(Layer(group.rank), group, name, MICROBATCHES), []
+
+        def meet(piece: int) -> None:
+            met.append(float(group.all_reduce(np.array(float(piece)), timeout=30)))
+
+        pipe.step(*batch(MICROBATCHES), half_square, on_gradients=meet)
+        return met
+
+    assert run_world(3, body) == [[3.0]] * 3
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_handed_over_after_the_step_they_leave_later_and_are_the_same(name: str) -> None:
     early, _ = run(name, early=True)
