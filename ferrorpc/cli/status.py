@@ -12,6 +12,7 @@ import click
 from ferrorpc.cli.client import address_of, call, connect, token
 from ferrorpc.cli.parameters import coordinator_option, job_option
 from ferrorpc.cli.status_text import PreviousStatus, as_text
+from ferrorpc.cli.terminal import cut
 from ferrorpc.config import Config
 from ferrorpc.errors import AuthenticationError, ConfigError, CoordinatorUnavailableError, FerroError
 
@@ -122,7 +123,7 @@ def _follow(
         elif redraws:
             terminal = shutil.get_terminal_size()
             rows = max(_MEMBER_ROWS_MIN, terminal.lines - _OTHER_LINES)
-            lines = [line[: terminal.columns] for line in as_text(response, previous, rows).splitlines()]
+            lines = [cut(line, terminal.columns) for line in as_text(response, previous, rows).splitlines()]
             shown = "".join(f"{_CLEAR_LINE}{line}\n" for line in lines[: terminal.lines - 1])  # one more would scroll
             click.echo(_HOME + shown + _CLEAR_BELOW, nl=False)
         else:

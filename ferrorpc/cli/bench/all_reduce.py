@@ -14,6 +14,7 @@ import click
 from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, ITEM_BYTES, MPICH, REGISTERED, Case, Contender, ferrorpc_system
 from ferrorpc.cli.bench.comparison import Comparison
+from ferrorpc.cli.parameters import Seconds
 from ferrorpc.cli.system import require_linux
 from ferrorpc.config import SETTINGS, size_bytes
 
@@ -26,7 +27,7 @@ PEERS: Final = (GLOO, MPICH)
 @click.command("all_reduce")
 @click.option("-n", "--nproc", "processes", type=click.IntRange(min=1), default=2, show_default=True, help="Processes.")
 @click.option("--sizes", default=SIZES, show_default=True, help="Bytes of float32, separated by commas.")
-@click.option("--seconds", type=click.FloatRange(min=0.001), default=0.2, show_default=True, help="Length of a turn.")
+@click.option("--seconds", type=Seconds(min=0.001, max=3600.0), default=0.2, show_default=True, help="Length of a turn.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Turns of each system at each size.")
 @click.option("--transports", default=TRANSPORTS, show_default=True, help="Transports of ferrorpc, separated by commas.")
 @click.option("--peers/--no-peers", default=True, show_default=True, help="Also measure Gloo and MPICH, if installed.")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import select
 from collections import deque
 from collections.abc import Mapping
 from typing import IO, Final
+
+from ferrorpc.cli.terminal import cells, cut
 
 TAIL_LINES: Final = 20
 _TAIL_LINE_BYTES_MAX: Final = 1000
@@ -25,7 +26,6 @@ _POLL_MILLISECONDS: Final = 200
 _COLUMNS: Final = 80
 """Assumed width of a terminal that reports none, as in some containers and editors."""
 _COLOURS: Final = (b"36", b"33", b"35", b"32", b"34", b"31")
-_ESCAPES: Final = re.compile(rb"\x1b\[[0-9;]*m")
 _CLEAR_LINE: Final = b"\r\x1b[2K"
 
 
@@ -175,9 +175,8 @@ def _columns(terminal: IO[bytes]) -> int:
 
 def _fitted(prefix: bytes, line: bytes, columns: int) -> bytes:
     """The line, cut to one row of the terminal, because a second row could not be cleared; empty for an empty line."""
-    text = line.decode(errors="replace")
-    room = columns - 1 - len(_ESCAPES.sub(b"", prefix).decode())
-    return prefix + text[: max(room, 0)].encode() if text else b""
+    room = columns - 1 - cells(prefix.decode())
+    return prefix + cut(line.decode(errors="replace"), max(room, 0)).encode() if line else b""
 
 
 class WorkerStream:

@@ -153,7 +153,8 @@ def test_health_of_nobody_is_1(capfd):
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "1e10", "0"])
-def test_a_time_that_health_cannot_wait_is_64(seconds, capfd):
+def test_a_time_that_nobody_can_wait_is_64(seconds, capfd):
+    assert run(["bench", "all_reduce", "--seconds", seconds]) == 64
     assert run(["health", "--addr", "127.0.0.1:1", "--timeout", seconds]) == 64
     assert "--timeout" in capfd.readouterr().err
 

@@ -134,6 +134,8 @@ def test_a_progress_bar_stays_at_the_bottom_of_a_terminal(sinks, columns):
     assert screen.text() == b"\r\x1b[2K0: done\n", "the bar has become a line"
     bar.feed(b"\r" + b"#" * 200, 0.0)
     assert len(screen.text()) == len(b"\r\x1b[2K") + 79, "cut to one row: a second one could not be cleared"
+    bar.feed(b"\r\x1b[32m" + "学".encode() * 200 + b"\x1b[0m", 0.0)
+    assert screen.text() == b"\r\x1b[2K0: " + "学".encode() * 38, "each takes two cells, and what follows is not green"
 
 
 def test_elsewhere_a_progress_bar_is_printed_now_and_then(sinks):

@@ -1,0 +1,33 @@
+"""How much of a text a row of a terminal shows: letters of East Asia and most emoji take two cells, escape sequences none."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Final
+
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[@-~]")
+
+
+def cells(text: str) -> int:
+    """How many cells it takes."""
+    plain = _ESCAPES.sub("", text)
+    return len(plain) if plain.isascii() else sum(map(_cells_of, plain))
+
+
+def cut(text: str, most: int) -> str:
+    """The text if it takes so many cells at most; else what fits of it, without escape sequences, whose end may be missing."""
+    if cells(text) <= most:
+        return text
+    plain, left = _ESCAPES.sub("", text), most
+    for place, character in enumerate(plain):
+        left -= _cells_of(character)
+        if left < 0:
+            return plain[:place]
+    return plain
+
+
+def _cells_of(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
