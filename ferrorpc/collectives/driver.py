@@ -202,7 +202,6 @@ def drive(execution: Execution) -> list[np.ndarray[Any, Any]]:
 def _drive(execution: Execution) -> None:
     """Advances an execution until it is complete. Raises as `drive`."""
     guard = execution.guard
-    _check_ended_here(guard)
     parker = guard.clock.parker()
     execution.wake = parker.unpark
     try:
@@ -224,10 +223,10 @@ def _drive(execution: Execution) -> None:
             guard.latch.end(found)
             raise
         raise _first_cause(guard, found) from None
-    _check_ended_here(guard)
+    check_ended_here(guard)
 
 
-def _check_ended_here(guard: Guard) -> None:
+def check_ended_here(guard: Guard) -> None:
     """Raises the first cause where this rank has found that the generation ends, though the coordinator has not told it yet.
     Another thread may have, of an operation from which no rank waits for anything."""
     if guard.latch.ended_here:

@@ -19,7 +19,7 @@ from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import copy_of
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.driver import out_of_memory, verdict
+from ferrorpc.collectives.driver import check_ended_here, out_of_memory, verdict
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.errors import (
@@ -114,13 +114,16 @@ class Dispatch:
         return not self.refuses and self.backend.latch.cause is None
 
     def check_open(self) -> None:
-        """Raises GroupClosedError after close() or a failed reform(), and the first cause once the generation has ended."""
+        """Raises GroupClosedError after close() or a failed reform(), and the first cause once the generation has ended, also
+        where only this rank has found that it ends."""
         if self.closed:
             raise self._closing.again()
         cause = self.backend.latch.cause
         if cause is not None and not (self.refuses and isinstance(cause, StaleGenerationError)):  # which knows of a next group
             cause.mark_shown()
             raise self.located(cause.again())
+        if cause is None and self.backend.latch.ended_here:
+            check_ended_here(self.guard(0.0))
         if self.refuses:
             raise GroupClosedError(
                 "a reform() of this group came to nothing, and its lanes are closed",
@@ -229,7 +232,7 @@ class Dispatch:
             timeout: seconds, as a caller gives it.
         """
         backend = self.backend
-        if self.refuses or backend.latch.cause is not None:
+        if self.refuses or backend.latch.cause is not None or backend.latch.ended_here:
             self.check_open()
         guard = Guard(backend.clock, backend.latch, self.timeout if timeout is None else seconds_of(timeout, self.timeout))
         number = next(self._numbers)

@@ -257,7 +257,7 @@ class FastPath:
     ) -> int:
         """Runs a call. Returns its number; `found` gets its results and their specs."""
         dispatch = self._dispatch
-        if dispatch.refuses or self._latch.cause is not None:
+        if dispatch.refuses or self._latch.cause is not None or self._latch.ended_here:
             dispatch.check_open()
         seconds = dispatch.timeout if timeout is None else seconds_of(timeout, dispatch.timeout)
         try:
@@ -303,7 +303,7 @@ class FastPath:
         dtypes = {each.dtype for each in inputs}
         if len(dtypes) > 1 or any(dtype.isbuiltin != 1 or dtype not in NATIVE for dtype in dtypes):
             return None
-        if self._dispatch.refuses or self._latch.cause is not None:
+        if self._dispatch.refuses or self._latch.cause is not None or self._latch.ended_here:
             self._dispatch.check_open()
         specs = tuple([TensorSpec(NATIVE[each.dtype], each.shape) for each in inputs])
         found = self._prepared(Operation(name), specs, None if op is None else ReduceOp.named(op), root)

@@ -104,7 +104,8 @@ class DeviceExecution(InFlightExecution):
         """Whether the GPU has reached the end event, and the result is valid.
 
         To abort a communicator lets the GPU run past its operations without a result. That happens only after the generation
-        has ended, so the result is valid if the latch has not tripped when the end event is found reached.
+        has ended, so the result is valid if the latch has not tripped when the end event is found reached. Where this rank
+        knows that it is about to trip, the operation is left in flight until it does.
 
         Raises:
             NcclError: the communicator has met an error.
@@ -115,8 +116,8 @@ class DeviceExecution(InFlightExecution):
             return False
         self.end_reached = True
         self.guard.latch.check()
-        self.has_completed = True
-        return True
+        self.has_completed = not self.guard.latch.ended_here
+        return self.has_completed
 
     def buffers_in_use(self) -> object:
         """The memory of this rank that the GPU may be using; None for none."""

@@ -15,7 +15,7 @@ from ferrorpc.backends.device.communicator import Communicator, Connector, DataT
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.execution import ImmediateExecution
 from ferrorpc.backends.device.launch import BYTES
-from ferrorpc.collectives.driver import verdict
+from ferrorpc.collectives.driver import check_ended_here, verdict
 from ferrorpc.errors import GroupAbortedError, InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, ReduceOp, dtype_named
@@ -127,6 +127,7 @@ class RawOperations:
     def _raw(self, label: Callable[[], str], launch: Callable[[Communicator, int], None], stream: Any) -> None:
         context, lanes = self.context, self.context.lanes
         lanes.latch.check()
+        check_ended_here(lanes.guard(None))
         given = None if stream is None else context.device.adopt(stream)
         if given is not None:
             context.device.check_not_captured(given, "given")

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from tests.contract.queues import queue_backends
 from tests.unit.collectives.test_progress import Scripted, both, run
 
 FOUND = CollectiveMismatchError({0: "gather()", 1: "scatter()"})
@@ -42,6 +44,16 @@ def test_nor_does_one_in_flight(way: str) -> None:
     latch = told_later()
     with pytest.raises(GroupAbortedError, match="the first cause"):
         run(way, Last(latch, steps=2))
+
+
+def test_nor_does_one_begin() -> None:
+    backend, sent = queue_backends(2)[0], list[object]()
+    backend.latch, backend.send = told_later(), lambda *arguments: sent.append(arguments)  # type: ignore[method-assign]
+    group = ProcessGroup(backend, timeout=5.0)
+    backend.latch.end(FOUND)
+    with pytest.raises(GroupAbortedError, match="the first cause"):
+        group.send(1.0, 1)
+    assert sent == []
 
 
 def test_the_first_of_several_findings_is_kept() -> None:
