@@ -267,17 +267,20 @@ class FastPath:
             channel, before, base = prepared.claim(self._bank, number)
             steps = prepared.steps(channel, before, base, inputs, outputs, found)
             try:
-                if self._spin(steps):
-                    return number
+                is_over = self._spin(steps)
             except BaseException as error:  # noqa: BLE001  the general path reports it and raises the first cause
                 execution = self._execution(prepared, number, channel, steps, found, seconds)
                 execution.begin_failed(error)
             else:
+                if is_over:
+                    if self._latch.ended_here:
+                        dispatch.check_open()
+                    return number
                 execution = self._execution(prepared, number, channel, steps, found, seconds)
             dispatch.run(execution)
             return number
-        except KeyboardInterrupt:
-            dispatch.interrupted(prepared.signature)
+        except BaseException as error:
+            dispatch.struck(prepared.signature, error)
             raise
 
     def _execution(
