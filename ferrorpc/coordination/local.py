@@ -113,7 +113,7 @@ class LocalWorld:
         self.condition = Condition(clock)
         self.keyspace = Keyspace()
         self.on_operation: Callable[[int], None] | None = None
-        """Called with a rank whenever that begins an operation. Tests use it to end the rank there."""
+        """Called with a member's number whenever that begins an operation. Tests use it to end the member there."""
         self._max_size = size
         self._min_size = size if min_size is None else min_size
         if not 1 <= integer_of(self._min_size) <= integer_of(size):
@@ -149,10 +149,8 @@ class LocalWorld:
         return session
 
     def kill(self, rank: int, reason: str) -> None:
-        """Declares the member with this rank dead: it is fenced, and the others raise PeerLostError."""
-        session = self.session(rank)
-        fenced = StaleGenerationError(f"rank {rank} was declared dead ({reason}) and is no longer part of job {self.job!r}")
-        self.end_session(session, "dead", reason, fenced)
+        """As `LocalSession.die`, of the member that holds this rank in the current generation."""
+        self.session(rank).die(reason)
 
     def end_session(self, session: LocalSession, state: str, reason: str, own_cause: FerroError) -> None:
         """A member has left or died. A reason ends its generation."""
@@ -393,13 +391,11 @@ class LocalSession(Session):
             self._world.request_rank(self)
         self._world.trip_latches()
 
-        def assigned() -> Membership | None:
+        def assigned() -> bool | None:
             self._check_alive()
-            return None if self.rejoining else self.membership
+            return not self.rejoining or None
 
-        found = self._condition.wait_for(assigned, self.clock.now() + timeout)
-        if found is not None:
-            return found
+        self._condition.wait_for(assigned, self.clock.now() + timeout)
         with self._condition.lock:
             if not self.rejoining:
                 return self.membership
@@ -413,13 +409,16 @@ class LocalSession(Session):
     def _note_operation(self) -> None:
         self._last_operation_at = self.clock.now()
         if self._world.on_operation is not None:
-            self._world.on_operation(self.rank)
+            self._world.on_operation(self.number)
 
     def leave(self, reason: str = "") -> None:
-        own: FerroError = GroupClosedError(f"{self.name} has left job {self._world.job!r}")
-        if reason:
-            own = PeerLostError(self.rank, reason)
-        self._world.end_session(self, "left", reason, own)
+        closed = GroupClosedError(f"{self.name} has left job {self._world.job!r}")
+        self._world.end_session(self, "left", reason, PeerLostError(self.rank, reason) if reason else closed)
+
+    def die(self, reason: str) -> None:
+        """It is declared dead: it is fenced, and the others raise PeerLostError."""
+        fate = f"rank {self.rank} was declared dead ({reason}) and is no longer part of job {self._world.job!r}"
+        self._world.end_session(self, "dead", reason, StaleGenerationError(fate))
 
     def _participants(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
         return limits.check_participants(ranks, self.rank, self.membership.assignment.size)

@@ -52,6 +52,9 @@ class Pause:
 class FaultPlan:
     """Faults of one world. The same plan and seed give the same run.
 
+    A rank is here the one that a member has at the start: the plan holds for that member when `reform` gives it another, and
+    for no replacement.
+
     Attributes:
         delay_seconds: every message takes a time drawn from [low, high]. Messages between the same two ranks stay in order.
         kill: rank -> how it is killed; a number means that many seconds after the start.
@@ -73,7 +76,7 @@ class FaultPlan:
         self.kills()  # raises if one could never happen
 
     def delay(self, random: random.Random, source: int, target: int) -> float:
-        """Seconds a message takes from rank `source` to rank `target`."""
+        """Seconds a message takes from `source` to `target`, which are ranks of the generation that it belongs to."""
         low, high = map(float, self.delay_seconds)
         return random.uniform(low, high)
 

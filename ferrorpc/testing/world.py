@@ -51,9 +51,11 @@ class World:
             raise ConfigError(f"faults={faults!r} is no FaultPlan", hint="make one: FaultPlan(kill={1: 0.5})")
         self._kills = self._plan.kills()
         self._operations = dict.fromkeys(self._kills, 0)
+        self._members = [self.job.session(rank) for rank in range(size)]
+        """By rank of the start, which is the member's number, too. A later generation may give a member another rank."""
         self._lanes = Networks(self.clock, faults, seed)
         self._timeout = timeout
-        self._ranks = RankThreads([self._group(self.job.session(rank)) for rank in range(size)], self.clock)
+        self._ranks = RankThreads([self._group(member) for member in self._members], self.clock)
         self._arm_faults()
 
     @overload
@@ -63,7 +65,7 @@ class World:
     @overload
     def run(self, fn: Callable[[ProcessGroup], Returned], *, return_exceptions: bool) -> list[Returned | BaseException]: ...
     def run(self, fn: Callable[[ProcessGroup], Any], *, return_exceptions: bool = False) -> list[Any]:
-        """Runs `fn(group)` on every rank; returns the results in rank order. Only once per world. Raises as `run_world`."""
+        """Runs `fn(group)` on every rank; returns the results, by rank of the start. Only once. Raises as `run_world`."""
         return self._ranks.run(fn, return_exceptions)
 
     def join(self, timeout: float) -> ProcessGroup:
@@ -93,10 +95,10 @@ class World:
         self._ranks.killed[rank] = RankKilled(f"rank {rank}: {reason}")
         if isinstance(self.clock, VirtualClock):
             self.clock.interrupt(rank, self._ranks.killed[rank])
-        self.job.kill(rank, reason)
+        self._members[rank].die(reason)
 
     def _count_operation(self, rank: int) -> None:
-        """Called when a rank enters an operation. Kills it if its plan says so; a replacement is not killed again."""
+        """Called when a member enters an operation, with its number. Kills it if its plan says so."""
         end = self._kills.get(rank)
         if end is None or rank in self._ranks.killed:
             return
