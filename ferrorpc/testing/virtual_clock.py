@@ -115,6 +115,8 @@ class VirtualClock:
         self._threads: dict[int, _Thread] = {}
         self._real_threads: list[threading.Thread] = []
         self._thread_count = 0
+        self._first_body = 0
+        """Number of the first main thread: helpers may have been started before it."""
         self._holder: _Thread | None = None
         self._main_count = 0
         self._failures: list[str] = []
@@ -148,13 +150,13 @@ class VirtualClock:
 
     def interrupt(self, number: int, error: BaseException) -> None:
         """Makes the `number`-th body of `run` raise `error` from its current wait, and from every later one."""
-        thread = self._threads.get(number)
+        thread = self._threads.get(self._first_body + number)
         if thread is not None:
             self._end(thread, error)
 
     def pause(self, number: int) -> None:
         """Pauses the `number`-th body of `run` at its next wait, until `unpause`."""
-        thread = self._threads.get(number)
+        thread = self._threads.get(self._first_body + number)
         if thread is not None:
             thread.paused = True
             if thread in self._runnable:
@@ -163,7 +165,7 @@ class VirtualClock:
 
     def unpause(self, number: int) -> None:
         """Ends a pause."""
-        thread = self._threads.get(number)
+        thread = self._threads.get(self._first_body + number)
         if thread is not None:
             thread.paused = False
             self._make_runnable_again(thread)
@@ -182,6 +184,7 @@ class VirtualClock:
         if self._started:
             raise UsageError("this virtual clock has already had its run", hint="make a new clock for each run")
         self._started = True
+        self._first_body = self._thread_count
         try:
             for name, body in bodies:
                 self._add(body, name, main=True)

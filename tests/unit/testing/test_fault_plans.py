@@ -153,6 +153,19 @@ def test_so_is_who_pauses() -> None:
     assert rested == [(1, 2.0), (2, 6.0)]
 
 
+def test_a_plan_holds_whatever_was_started_before_the_ranks() -> None:
+    world = World(2, faults=FaultPlan(pause={0: Pause(1.0, 5.0)}))
+    rested = list[tuple[str, float]]()
+
+    def rest(name: str) -> None:
+        world.clock.parker().park(2.0)
+        rested.append((name, world.clock.now()))
+
+    world.clock.start(lambda: rest("helper"), "helper")
+    world.run(lambda group: rest(f"rank {group.rank}"))
+    assert sorted(rested) == [("helper", 2.0), ("rank 0", 6.0), ("rank 1", 2.0)]
+
+
 INFINITE = float("inf")
 NAN = float("nan")
 
