@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeVar, overload
 
 from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.generation_errors import reason_of
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.testing.faults import RankKilled
@@ -74,10 +75,11 @@ class RankThreads:
         return error
 
     def _abandon(self, error: BaseException) -> None:
-        """Ends the ranks at their next operation."""
+        """Ends the ranks at their next operation, or their next `reform`."""
         for group in self._groups:
             with contextlib.suppress(Exception):  # a third party's backend may raise anything, and the others must end too
                 group.abort(error)
+                group.session.leave(reason_of(error))  # a later generation of the rank has another group
 
     def _body(self, rank: int, group: ProcessGroup, fn: Callable[[ProcessGroup], Any]) -> Callable[[], None]:
         def body() -> None:

@@ -12,7 +12,7 @@ import pytest
 import ferrorpc
 from ferrorpc import CollectiveTimeoutError, FerroError, InvalidRankError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.testing import VirtualClock, World, rank_threads, run_groups, run_world
+from ferrorpc.testing import FaultPlan, Kill, VirtualClock, World, rank_threads, run_groups, run_world
 from tests.waiting import eventually
 
 both_clocks = pytest.mark.parametrize("clock", [None, SYSTEM_CLOCK], ids=["virtual", "real"])
@@ -128,6 +128,29 @@ def test_ranks_end_after_ctrl_c_and_after_the_limit_of_time(clock, end: type[Bas
     with pytest.raises(end, match="still run" if end is FerroError else None):
         run_world(2, body, clock=clock)
     eventually(lambda: sorted(ended) == [0, 1])
+
+
+@both_clocks
+def test_so_do_ranks_that_have_gone_on_in_a_later_generation(clock, monkeypatch) -> None:
+    monkeypatch.setattr(rank_threads, "WALL_SECONDS", 1.0)
+    ended = []
+
+    def body(group) -> None:
+        number, clock = group.rank, group.session.clock
+        try:
+            while True:
+                try:
+                    group.all_reduce(1)
+                    clock.parker().park(clock.now() + 0.01)
+                except FerroError:
+                    group = group.reform()
+        finally:
+            ended.append(number)
+
+    plan = FaultPlan(kill={1: Kill(at_operation=5)})
+    with pytest.raises(FerroError, match="still run"):
+        World(3, faults=plan, min_size=1, clock=clock).run(body)
+    eventually(lambda: sorted(ended) == [0, 1, 2])
 
 
 @both_clocks
