@@ -166,7 +166,7 @@ def run_world(
 
     Raises:
         BaseException: the first failure of any rank, with those of other ranks as notes.
-        FerroError: the world is deadlocked: all ranks wait for ever. The message says where.
+        FerroError: the world is deadlocked: all ranks wait for ever, or for a year. The message says where.
     """
     world = World(size, faults=faults, seed=seed, timeout=timeout, clock=clock)
     return world.run(fn, return_exceptions=return_exceptions)

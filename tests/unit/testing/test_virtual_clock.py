@@ -101,20 +101,22 @@ def test_actions_run_in_the_order_of_their_times_and_of_their_calls() -> None:
     assert seen == [("past", 0.0), ("a", 1.0), ("b", 1.0), ("c", 2.0)]
 
 
-def test_when_everybody_waits_for_ever_each_is_told_where() -> None:
+@pytest.mark.parametrize("until", [FOREVER, 2e8])
+def test_when_everybody_waits_for_ever_each_is_told_where(until: float) -> None:
     clock = VirtualClock()
     messages = []
 
     def waits_for_nothing() -> None:
+        clock.parker().park(3e7)
         try:
-            clock.parker().park(FOREVER)
+            clock.parker().park(until)
         except FerroError as error:
             messages.append(str(error))
 
     run(clock, waits_for_nothing, waits_for_nothing)
     assert len(messages) == 2
     for message in messages:
-        assert "no thread can run and no timer is left" in message
+        assert "no thread can run and no timer is due within a year" in message
         assert "'body 0' in waits_for_nothing (test_virtual.py:" in message or "'body 1' in" in message
 
 
@@ -273,7 +275,7 @@ def test_a_world_with_nothing_left_but_a_paused_thread_is_stopped_with_an_error(
         messages.append(str(raised.value))
 
     clock.run([("paused", body)], wall_seconds=5.0)
-    assert "no thread can run and no timer is left" in messages[0]
+    assert "no thread can run and no timer is due within a year" in messages[0]
     assert "thread 'paused' in body" in messages[0]
 
 

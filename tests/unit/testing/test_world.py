@@ -179,6 +179,13 @@ def test_what_waits_for_ever_is_an_error_that_says_where() -> None:
         run_world(2, body)
 
 
+def test_so_are_operations_without_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(FerroError, match=r"no thread can run.*'rank 0' in .*'rank 1' in ") as raised:
+        run_world(2, lambda group: group.recv(1 - group.rank, timeout=float("inf")))
+    assert len(str(raised.value)) < 1_000
+    assert len(caplog.records) < 50
+
+
 def test_what_goes_wrong_when_a_rank_closes_its_group_is_its_failure() -> None:
     class Stubborn:
         def __enter__(self) -> None: ...
