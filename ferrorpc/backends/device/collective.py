@@ -137,11 +137,16 @@ class CollectiveExecution(DeviceExecution):
         """Held while results are copied to the host, which only one thread may do: afterwards they belong to the caller."""
         self._diverted: Execution | None = None
         """The run by the host lanes, where the root has announced that its arrays are on the host."""
-        with self.launch_queue.lock:
-            self._number = self.launch_queue.enqueue(self)
-        self._announcement = prepared.announce(key, self._number, self._on_host, guard)
-        context.lanes.transport.mailbox.enter(key, prepared.signature, wake_nobody)
-        context.add(self)
+        self._announcement: Execution | None = None
+        try:
+            with self.launch_queue.lock:
+                self._number = self.launch_queue.enqueue(self)
+            self._announcement = prepared.announce(key, self._number, self._on_host, guard)
+            context.lanes.transport.mailbox.enter(key, prepared.signature, wake_nobody)
+            context.add(self)
+        except BaseException:  # an interrupt, too: no driver will have it, so it must not keep its place
+            self.release()
+            raise
 
     def begin(self) -> bool:
         """As `InFlightExecution.begin`, except for an operation of a stream whose root says who runs it: that may be the host

@@ -117,8 +117,15 @@ def first_cause(check: Callable[[Checked], bool]) -> Callable[[Checked], bool]:
 
 
 def notify(execution: InFlightExecution, error: FerroError | None) -> bool:
-    """Calls `on_complete`. Of several threads only the first does, which gets True."""
-    on_complete: Callable[[FerroError | None], None] | None = vars(execution).pop("on_complete", None)
-    if on_complete is not None:
+    """Calls `on_complete`. Of several threads only the first does, which gets True. An interrupt leaves it to a second call."""
+    on_complete = execution.on_complete
+    if on_complete is None:
+        return False
+    try:
+        if vars(execution).pop("on_complete", None) is None:
+            return False
         on_complete(error)
-    return on_complete is not None
+    except BaseException:
+        execution.on_complete = on_complete
+        raise
+    return True

@@ -8,6 +8,7 @@ from typing import Any
 from ferrorpc.backends.device.completion import NOTIFY_SECONDS
 from ferrorpc.backends.device.execution import DeviceExecution
 from ferrorpc.backends.device.in_flight import notify
+from ferrorpc.collectives.driver import unmade_result
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import FerroError
@@ -66,15 +67,21 @@ class DeviceWork(Work[Any]):
                 notify(execution, None)
         except FerroError:
             pass
+        except BaseException:  # an interrupt: its watcher may have passed it by, because this thread was at it
+            execution.context.watch(execution)
+            raise
         return True
 
     def on_complete(self, error: FerroError | None) -> None:
-        """As `InFlightExecution.on_complete`: sets the result, or the error that ended the operation."""
+        """As `InFlightExecution.on_complete`: sets the result, or the error that ended the operation. That its result cannot be
+        made concerns this rank alone."""
+        if self._done:  # an interrupt has struck the first call after that: the result is the caller's
+            return self._end()
         if error is None:
             try:
                 return self.complete(self._convert(self._execution))
-            except FerroError as problem:
-                error = problem
+            except Exception as problem:  # noqa: BLE001  whatever it is, nobody else would end it
+                error = unmade_result(self.label, problem)
         return self.fail(error)
 
     def _is_queued(self) -> None:
