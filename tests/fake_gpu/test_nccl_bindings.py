@@ -19,7 +19,7 @@ import pytest
 from ferrorpc.backends.device.communicator import DataType, Op, State, reduction
 from ferrorpc.backends.nccl import choose
 from ferrorpc.backends.nccl.api import Features
-from ferrorpc.backends.nccl.cupy_nccl import CupyNcclApi, open_cupy_nccl
+from ferrorpc.backends.nccl.cupy_nccl import CupyCommunicator, CupyNcclApi, open_cupy_nccl
 from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi, open_nccl4py
 from ferrorpc.errors import BackendUnavailableError, NcclError
 from ferrorpc.types import DType, ReduceOp
@@ -332,21 +332,37 @@ def test_an_abort_waits_for_the_call_that_it_would_free_the_communicator_under()
     assert record.calls[-1] == ("abort",)
 
 
-def test_a_group_whose_sends_wait_to_be_connected_holds_nobody_up_and_what_it_meets_is_told() -> None:
+def failing_group() -> tuple[Any, threading.Event]:
+    """A communicator that launches a group, which waits for the event and fails."""
     record, come = Recorder(), threading.Event()
-    api = cupy_nccl(record)
-    end = complete(api.init(2, 0, [ID]))
+    end = complete((api := cupy_nccl(record)).init(2, 0, [ID]))
     api.bindings.groupEnd = lambda: come.wait(10) and record.call("groupEnd")
     record.raises = {"groupEnd": Refused(6)}
-    try:
-        with end.grouped():
-            end.send(1, 3, FLOAT, 1, 9)
-            end.recv(2, 3, FLOAT, 1, 9)
-        assert end.state() is State.IN_PROGRESS
-    finally:
-        come.set()
+    with end.grouped():
+        end.send(1, 3, FLOAT, 1, 9)
+    return end, come
+
+
+def test_a_group_whose_sends_wait_to_be_connected_holds_nobody_up_and_what_it_meets_is_told() -> None:
+    end, come = failing_group()
+    assert end.state() is State.IN_PROGRESS
+    come.set()
     with pytest.raises(NcclError, match="ncclGroupEnd: remote error"):
         complete(end)
+
+
+def test_a_group_that_fails_while_its_state_is_asked_for_has_not_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    end, come = failing_group()
+
+    def look(end: CupyCommunicator) -> bool:
+        come.set()
+        eventually(lambda: not vars(end)["_is_launching"], "the end of the launch", 10)
+        return False
+
+    looked = property(look, lambda end, value: vars(end).update(_is_launching=value))
+    monkeypatch.setattr(type(end), "_is_launching", looked, raising=False)
+    with pytest.raises(NcclError, match="ncclGroupEnd: remote error"):
+        end.state()
 
 
 @pytest.mark.parametrize("call", ["NcclCommunicator", "send"])

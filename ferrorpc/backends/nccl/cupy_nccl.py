@@ -120,12 +120,16 @@ class CupyCommunicator:
 
     def state(self) -> State:
         """As `Communicator.state`. IN_PROGRESS also while another thread's call waits."""
+        is_launching = self._is_launching  # the flags first: other threads set them after the problem
         for each in (self, self._splitting):
-            if each is not None and each._problem is not None:
+            if each is None:
+                continue
+            is_over = each._is_over
+            if each._problem is not None:
                 raise each._problem.again()
-            if each is not None and not each._is_over:
+            if not is_over:
                 return State.IN_PROGRESS
-        if self._is_launching or not self._lock.acquire(blocking=False):
+        if is_launching or not self._lock.acquire(blocking=False):
             return State.IN_PROGRESS
         try:
             with self._api.refusals("ncclCommGetAsyncError"):
