@@ -208,9 +208,9 @@ class Device:
             other = _spare(events, _ALONE)
             if other is not None:
                 return other
-        with self.here():
+        with self._telling(), self.here():
             number = self.runtime.eventCreateWithFlags(self.runtime.eventDisableTiming)
-            made = Event(self.runtime, number, self.have_context)
+        made = Event(self.runtime, number, self.have_context)
         self.events.append(made)
         return made
 
@@ -263,18 +263,31 @@ class Device:
     def make_current(self) -> None:
         """Makes it the calling thread's current device. Where it is that already, the program may still choose another."""
         if not self.is_current():
+            self._use()
+
+    def _use(self) -> None:
+        with self._telling():
             self.cupy.cuda.Device(self.index).use()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """A context that tells whether the GPU has failed (`translated`). The calls of each operation do so themselves, which
+        costs less."""
+        try:
+            yield
+        except self.runtime.CUDARuntimeError as failure:
+            raise translated(failure) from None
 
     def enter_own_thread(self) -> None:
         """As `make_current`, for a thread of the library's own, whose calls then leave alone the CUDA graphs that other threads
         capture (`capture_mode`)."""
-        self.cupy.cuda.Device(self.index).use()  # a thread without a context may have no mode
+        self._use()  # a thread without a context may have no mode
         capture_mode.exchange(capture_mode.RELAXED)
 
     def have_context(self) -> None:
         """Makes it the calling thread's device where that has used no GPU, so that CUDA creates no context on another."""
         if not self.cupy.cuda.driver.ctxGetCurrent():
-            self.cupy.cuda.Device(self.index).use()
+            self._use()
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
@@ -356,7 +369,7 @@ class Device:
 
     def new_stream(self) -> Stream:
         """A stream of its own, of the highest priority, that does not wait for the legacy default stream."""
-        with self.here():
+        with self._telling(), self.here():
             return Stream(self, self.cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
 
     def adopt(self, stream: Any) -> Stream:

@@ -142,6 +142,17 @@ def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at_and_when_wor
     cupy.machine.failure = 0
 
 
+def test_a_gpu_that_has_failed_says_so_to_a_thread_that_has_used_none_and_where_a_mark_has_to_be_made(cupy: StandIn) -> None:
+    device = device_of(cupy, 1)
+    with cupy.cuda.Device(1):
+        mark = device.current().record()
+    cupy.machine.failure = 700
+    for call in (lambda: mark.done, device.enter_own_thread, device.event):
+        with ThreadPoolExecutor(1) as thread, pytest.raises(BackendUnavailableError, match="the GPU has failed"):
+            thread.submit(call).result(10)
+    cupy.machine.failure = 0
+
+
 def test_a_stream_is_captured_where_cuda_refuses_to_say_because_of_a_capture(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from ferrorpc.backends.device import ending as ending_module
 from ferrorpc.backends.device.communicator import DataType, Op, State
-from ferrorpc.backends.device.ending import CLOSE_SECONDS, FROZEN_SECONDS, Ending
+from ferrorpc.backends.device.ending import CLOSE_SECONDS, FROZEN_SECONDS, Ending, on_own_thread
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError
 from ferrorpc.exit_codes import EXIT_RETRY
 from ferrorpc.group import ProcessGroup
@@ -120,6 +120,30 @@ def test_an_abort_in_time_ends_nothing_else(cupy: StandIn) -> None:
 
     clock.run([("rank 0", body)])
     assert (end.aborted, codes) == (True, [])
+
+
+def test_communicators_of_a_gpu_that_has_failed_are_aborted_and_the_process_goes_on(cupy: StandIn) -> None:
+    ranks, codes = Ranks(cupy, 2), list[int]()
+    for backend in ranks.backends:
+        backend.context.ending._leave, backend.context.ending._seconds = codes.append, 0.2
+        backend.context.ending._exit_later = never
+
+    def body(group: ProcessGroup) -> None:
+        group.all_reduce(ranks.array())
+        group.synchronize()
+
+    assert ranks.run(body) == [None, None]
+    cupy.machine.failure = 700
+    ranks.backends[0].latch.end(PeerLostError(1, "its GPU has failed"))
+    ranks.wait_for_aborts()
+    eventually(lambda: not any(backend.context.ending._aborts for backend in ranks.backends), "the aborts are over", SECONDS)
+    assert on_own_thread(SYSTEM_CLOCK, lambda: cupy.cuda.Device(0), never_called, SYSTEM_CLOCK.now() + SECONDS)
+    cupy.machine.failure = 0
+    assert not codes
+
+
+def never_called() -> None:
+    raise AssertionError("the GPU cannot be made current")
 
 
 def test_what_a_gpu_never_comes_past_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

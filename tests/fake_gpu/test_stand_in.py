@@ -106,6 +106,26 @@ def test_a_gpu_that_has_failed_takes_no_kernel(cupy: StandIn) -> None:
     cupy.machine.failure = 0
 
 
+def test_a_gpu_that_has_failed_says_so_to_every_call_but_those_that_free(cupy: StandIn) -> None:
+    cuda, runtime = cupy.cuda, cupy.cuda.runtime
+    address, event = runtime.malloc(4), runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+    cupy.machine.failure = 700
+    for call in (
+        lambda: cuda.Device(0).use(),
+        lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming),
+        lambda: runtime.eventSynchronize(event),
+        lambda: runtime.malloc(4),
+        lambda: cuda.alloc_pinned_memory(4),
+        lambda: cuda.Stream(non_blocking=True),
+        cuda.Event,
+    ):
+        with pytest.raises(runtime.CUDARuntimeError, match="700"):
+            call()
+    runtime.eventDestroy(event)
+    runtime.free(address)
+    cupy.machine.failure = 0
+
+
 def test_only_events_that_were_made_with_timing_tell_the_time_between_them(cupy: StandIn) -> None:
     timed, other = cupy.cuda.Event(), cupy.cuda.Event(disable_timing=True)
     for event in (timed, other):

@@ -24,7 +24,7 @@ from ferrorpc.arrays.device import Stream
 from ferrorpc.arrays.event import Event
 from ferrorpc.backends.device.communicator import Communicator, State
 from ferrorpc.backends.device.exit_timer import exit_after
-from ferrorpc.errors import FerroError, LimitExceededError
+from ferrorpc.errors import LimitExceededError
 from ferrorpc.exit_codes import EXIT_RETRY
 from ferrorpc.guard import Clock, Latch
 
@@ -118,15 +118,18 @@ class Ending:
 
     def _abort(self, communicator: Communicator, over: threading.Event, stay: Callable[[], None]) -> None:
         try:
-            with self._on_device():
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(Exception):  # a GPU that has failed refuses it, and NCCL ends what it can
+                    stack.enter_context(self._on_device())
                 communicator.abort()
-        except FerroError as error:
-            _log.warning("aborting a communicator: %s", error.message)
-        over.set()
-        stay()
-        with self._lock:
-            self._aborts -= 1
-        self._let_go_soon()
+        except Exception as problem:  # noqa: BLE001  whatever it is, the abort is over
+            _log.warning("aborting a communicator: %s", getattr(problem, "message", problem))
+        finally:
+            over.set()
+            stay()
+            with self._lock:
+                self._aborts -= 1
+            self._let_go_soon()
 
     def _check(self, over: threading.Event) -> None:
         if not over.is_set():
@@ -161,8 +164,8 @@ class Ending:
                     communicator.finalize()
                 if not self._settled(communicator, until):
                     return False
-        except FerroError as error:
-            _log.debug("closing a communicator: %s", error.message)
+        except Exception as problem:  # noqa: BLE001  such as CuPy's, where the GPU has failed: it is aborted instead
+            _log.debug("closing a communicator: %s", problem)
             return False
         if not on_own_thread(self._clock, self._on_device, communicator.destroy, until):
             _log.debug("a communicator is still being destroyed: another rank has not begun to")
@@ -230,10 +233,11 @@ def on_own_thread(
         try:
             with on_device():
                 work()
-        except FerroError as error:
-            _log.debug("ending a communicator: %s", error.message)
-        over.append(True)
-        parker.unpark()
+        except Exception as problem:  # noqa: BLE001  whatever it is, the call is over
+            _log.debug("ending a communicator: %s", problem)
+        finally:
+            over.append(True)
+            parker.unpark()
 
     clock.start(body, THREAD)
     while not over and parker.park(until):

@@ -5,7 +5,7 @@ It reproduces these less obvious behaviours:
 - The null stream, number 0, belongs to the device that is current when it is used.
 - Leaving `with stream:` restores the stream of the enclosing `with`, never one that `use()` made current.
 - A stream is destroyed with its object.
-- An event is not done if the GPU has failed.
+- An event is not done if the GPU has failed. All but the calls that give something back then answer with that failure.
 - A UUID is cut before its first zero byte, like a C string.
 - While a graph is captured, a thread that is not in relaxed mode may not query or wait for an event, allocate or free memory
   outside of pools, or pin any: the call fails, and so does the capture.
@@ -31,6 +31,8 @@ INVALID_DEVICE: Final = 101
 CAPTURE_UNSUPPORTED: Final = 900
 FORBIDDEN: Final = ("malloc", "free", "eventSynchronize", "ipcOpenMemHandle", "ipcCloseMemHandle")
 """What threads that are not in relaxed mode may not call while a graph is captured."""
+FREEING: Final = ("free", "eventDestroy", "ipcCloseMemHandle")
+"""What gives something back, also after the GPU has failed."""
 PER_THREAD: Final = 2
 """The number of the per-thread default stream."""
 
@@ -67,6 +69,11 @@ class Driver:
         """The calling thread's current stream."""
         current = self.thread.current.get(self.thread.device)
         return self.gpu.default if current is None else current.fake
+
+    def check(self) -> None:
+        """Raises the error of a GPU that has failed, which nearly every call of CUDA returns from then on."""
+        if self.machine.failure:
+            raise CUDARuntimeError(self.machine.failure)
 
     def set_device(self, device: int) -> None:
         """As cudaSetDevice. Creates a context, as everything does that is asked for on the current device."""
@@ -110,6 +117,15 @@ class Driver:
         def checked(*arguments: Any) -> T:
             if self.breaks_captures():
                 raise CUDARuntimeError(CAPTURE_UNSUPPORTED)
+            return call(*arguments)
+
+        return checked
+
+    def unless_failed(self, call: Callable[..., T]) -> Callable[..., T]:
+        """A call that a GPU that has failed refuses."""
+
+        def checked(*arguments: Any) -> T:
+            self.check()
             return call(*arguments)
 
         return checked
@@ -163,6 +179,7 @@ class _Device:
     def use(self) -> None:
         if not 0 <= self.id < len(self.driver.machine.gpus):
             raise CUDARuntimeError(INVALID_DEVICE)
+        self.driver.check()
         self.driver.set_device(self.id)
 
     def __enter__(self) -> Self:
@@ -178,16 +195,18 @@ class _Event:
     """`cupy.cuda.Event`."""
 
     driver: Driver
+    ptr = 0
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         """`block` and `interprocess` change nothing."""
+        self.driver.check()
         self.fake = FakeEvent(self.driver.machine, self.driver.gpu)
         self.ptr = self.driver.machine.know(self.fake)
         self.timing = not disable_timing
 
     def __del__(self) -> None:
         """Destroys the event, as in CuPy. In a reference cycle this may run before the finalizers of objects that use it."""
-        del self.driver.machine.events[self.ptr]
+        self.driver.machine.events.pop(self.ptr, None)
 
     @property
     def done(self) -> bool:
@@ -205,7 +224,10 @@ class _Stream:
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None) -> None:
         """`non_blocking` and `priority` change nothing: neither waits for the null stream nor contention is modelled."""
         self.device_id = -1 if null or ptds else self.driver.thread.device
-        self._own = None if null or ptds else self.driver.gpu.new_stream()
+        self._own = None
+        if not (null or ptds):
+            self.driver.check()
+            self._own = self.driver.gpu.new_stream()
         if self._own is None:
             self.ptr = PER_THREAD if ptds else 0
         else:
@@ -287,7 +309,7 @@ def cuda(driver: Driver) -> SimpleNamespace:
         UnownedMemory=type("UnownedMemory", (_Unowned,), own),
         MemoryPointer=MemoryPointer,
         get_elapsed_time=_elapsed,
-        alloc_pinned_memory=driver.unless_captured(lambda size_bytes: Pinned(driver.machine, size_bytes)),
+        alloc_pinned_memory=driver.unless_failed(driver.unless_captured(lambda size_bytes: Pinned(driver.machine, size_bytes))),
         runtime=_runtime(driver),
         driver=SimpleNamespace(ctxGetCurrent=driver.context, CUDADriverError=CUDADriverError),
     )
@@ -319,19 +341,13 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         if status:
             raise CUDARuntimeError(status)
 
-    def unless_failed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(*arguments: Any) -> Any:
-            check_status(machine.failure)
-            return call(*arguments)
-
-        return checked
-
     shared = FakeIpc(machine, lambda: driver.gpu, lambda: CUDARuntimeError(INVALID_HANDLE))
     functions = {name: getattr(shared, name) for name in dir(shared) if not name.startswith("_")}
-    functions |= {name: unless_failed(functions[name]) for name in ("eventRecord", "streamWaitEvent")}
     functions |= {name: driver.unless_captured(functions[name]) for name in FORBIDDEN}
+    refused = [name for name in functions if callable(functions[name]) and name not in FREEING]
+    functions |= {name: driver.unless_failed(functions[name]) for name in refused}
     return SimpleNamespace(
-        memcpyAsync=unless_failed(memcpy_async),
+        memcpyAsync=driver.unless_failed(memcpy_async),
         memcpyHostToDevice=HOST_TO_DEVICE,
         memcpyDeviceToHost=DEVICE_TO_HOST,
         memcpyDeviceToDevice=DEVICE_TO_DEVICE,
@@ -339,7 +355,7 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         CUDARuntimeError=CUDARuntimeError,
         check_status=check_status,
         eventQuery=driver.query,
-        streamIsCapturing=unless_failed(lambda stream: machine.stream(stream).captured),
+        streamIsCapturing=driver.unless_failed(lambda stream: machine.stream(stream).captured),
         getDevice=lambda: driver.thread.device,
         getDeviceCount=lambda: len(machine.gpus),
         getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},

@@ -235,7 +235,7 @@ class Machine:
         self.events: dict[int, FakeEvent] = {}
         """The events that exist, by their number, which stands for CUDA's handle."""
         self.failure = 0
-        """The CUDA error, such as 700, that a failed GPU answers to queries of events and to what is queued; 0 before."""
+        """The CUDA error, such as 700, that a failed GPU answers to nearly every call; 0 before."""
         self._pointers = 0x5000
         self.gpus = [Gpu(self, index, UUID + index.to_bytes(4, "big")) for index in range(count)]
 
