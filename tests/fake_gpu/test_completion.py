@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ferrorpc.backends.device.communicator import State
-from ferrorpc.backends.device.completion import IDLE_SECONDS, LINGER_SECONDS, NOTIFY_SECONDS, CompletionWatcher
+from ferrorpc.backends.device.completion import IDLE_SECONDS, LINGER_SECONDS, LONG_SECONDS, NOTIFY_SECONDS, CompletionWatcher
 from ferrorpc.backends.device.in_flight import InFlightExecution, first_cause
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, NcclError
 from ferrorpc.guard import Guard, Latch
@@ -121,6 +121,17 @@ def test_it_lasts_a_while_longer_so_that_what_follows_wakes_nobody() -> None:
     clock.advance(LINGER_SECONDS / 2)
     assert watcher.advance()
     assert not watcher.join(late)
+
+
+def test_after_a_long_wait_the_next_operation_gets_timers_of_its_own() -> None:
+    """Those of a watcher come the later, the longer it has waited: its next deadline would be noticed late."""
+    clock = ManualClock()
+    first = Operation(clock)
+    watcher = watcher_of([first])
+    clock.advance(2 * LONG_SECONDS)
+    first.end_event.passed = True
+    assert watcher.advance()
+    assert not watcher.join(Operation(clock, seconds=1e-3))
 
 
 def test_nothing_in_flight_has_no_deadline_and_fails_in_silence() -> None:

@@ -9,17 +9,21 @@ from typing import Final
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.device.in_flight import InFlightExecution, notify
+from ferrorpc.collectives.driver import PROBE_SECONDS
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import FOREVER, Guard, wake_nobody
 from ferrorpc.work import Work
 
 IDLE_SECONDS: Final = 1e-3
-"""The interval between two polls where nobody asks for the completions: buffers wait to be released."""
+"""The least interval between two polls where nobody asks for the completions: buffers wait to be released."""
 NOTIFY_SECONDS: Final = 200e-6
-"""The interval where somebody waits for a completion, or has asked for one."""
+"""The least interval where somebody waits for a completion, or has asked for one. After a long wait without any, both grow
+(`nap_seconds`)."""
 LINGER_SECONDS: Final = 5e-3
 """How long an idle watcher goes on, so that the next operation can join it."""
+LONG_SECONDS: Final = 4 * PROBE_SECONDS
+"""After waiting so long a watcher does not go on: its next timer may be due later than the next operation's deadline."""
 EMPTY_SECONDS: Final = 3600.0
 """The deadline of an idle watcher, which ends long before."""
 
@@ -75,7 +79,8 @@ class CompletionWatcher(Execution):
             self.position += 1
             self._drop_first()
         with self._lock:
-            self._is_over = not self._in_flight and self.guard.clock.now() >= self._empty_since + LINGER_SECONDS
+            if not self._in_flight and self.guard.clock.now() >= self._empty_since + LINGER_SECONDS:
+                self._is_over = True
             return self._is_over
 
     def _find_reached(self) -> None:
@@ -92,8 +97,10 @@ class CompletionWatcher(Execution):
             if self._in_flight:
                 self.guard = self._in_flight[0].guard
             else:
+                began = self.guard.started
                 self.guard = Guard(self.guard.clock, self.guard.latch, EMPTY_SECONDS)
                 self._empty_since = self.guard.started
+                self._is_over = self._empty_since - began > LONG_SECONDS
 
     def waiting_on(self) -> list[int]:
         return self._in_flight[0].waiting_on() if self._in_flight else []
