@@ -313,16 +313,23 @@ class Bank:
     def meet(self) -> Steps:
         """Waits until every peer has opened this stream, then gives the channels the control blocks and slots of all ranks."""
         places, channels = self._places, self.channels  # `close` leaves these as they are
-        for peer in self.peers:
-            while peer not in places:
-                place = self.control.find(peer, self.stream, len(channels))
-                if place is None:
-                    yield 0
-                else:
-                    places[peer] = place
+        while not self._has_found_all(places, len(channels)):
+            yield 0
         for channel in channels:
             channel.slots = [_slot(places[rank], channel.number) for rank in self._ranks]
             channel.others = [_block(places[peer], channel.number) for peer in self.peers]
+
+    def _has_found_all(self, places: dict[int, Place], channels: int) -> bool:
+        """Looks for all peers that have not been seen here, and not just for the first, so that others are not blamed."""
+        for peer in self.unseen():
+            place = self.control.find(peer, self.stream, channels)
+            if place is not None:
+                places[peer] = place
+        return len(places) == len(self._ranks)
+
+    def unseen(self) -> list[int]:
+        """World ranks of the peers that have not opened this stream, as far as this rank has looked."""
+        return [peer for peer in self.peers if peer not in self._places]
 
     def free(self) -> bool:
         """Frees slots and rings, unless a rank is still in an operation of this stream. Returns whether it did.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.control_blocks import STAGED, Array, Channel, Steps
+from ferrorpc.collectives.arena.control_blocks import LEFT, REDUCED, STAGED, Array, Channel, Steps
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.execution import Execution, deadline_error, describe_absent
@@ -100,13 +100,20 @@ class ArenaExecution(Execution):
             return []
         channel = self._channel
         peers = channel.bank.peers
-        if not channel.others:
-            return [peer for peer in peers if channel.bank.latest(peer)[0] == 0]
-        furthest = max(block[STAGED] for block in (channel.block, *channel.others))
-        absent = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < channel.block[STAGED]]
-        behind = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < furthest]
         lost = self._arena.transport.lost().keys() & peers  # what they wrote last does not tell that they have ended
-        return sorted({*(absent or behind), *lost}) or list(peers)
+        return sorted({*(self._behind() if channel.others else channel.bank.unseen()), *lost}) or list(peers)
+
+    def _behind(self) -> list[int]:
+        """World ranks of the peers that have not come as far as this rank has and needs, else those behind the furthest one."""
+        channel, needed = self._channel, self._reached
+        peers = list(zip(channel.bank.peers, channel.others, strict=True))
+        for word in (STAGED, REDUCED, LEFT):
+            reached = min(channel.block[word], needed)
+            behind = [peer for peer, other in peers if other[word] < reached]
+            if behind:
+                return behind
+        furthest = max(other[STAGED] for _, other in peers)
+        return [peer for peer, other in peers if other[STAGED] < furthest]
 
     def probe(self) -> None:
         """Probes over the lanes: a peer may be in a call that sends messages, or dead."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ferrorpc.collectives.arena.all_reduce import _TwoShotRun
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
 from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, STAGED
 from ferrorpc.collectives.arena.select import prepare
@@ -18,7 +20,7 @@ from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.transports.mailbox import FINISHED, SAME, Mailbox
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
-from tests.unit.collectives.shared_world import SharedWorld
+from tests.unit.collectives.shared_world import SharedWorld, own
 
 BARRIER = Call(Operation.BARRIER)
 
@@ -54,10 +56,17 @@ def world(size: int) -> Iterator[SharedWorld]:
         yield world
 
 
-def start(world: SharedWorld, rank: int, call: Call, number: int, *inputs: np.ndarray) -> Execution:
+class Stopped(Exception):
+    """A rank goes no further."""
+
+
+def start(
+    world: SharedWorld, rank: int, call: Call, number: int, *inputs: np.ndarray, output: np.ndarray | None = None
+) -> Execution:
     prepared = prepare(world.arenas[rank], call)
     assert prepared is not None
-    execution = prepared.start(Key(0, 0, number), inputs, None, Guard(SYSTEM_CLOCK, Latch(), 5.0))
+    outputs = None if output is None else [output]
+    execution = prepared.start(Key(0, 0, number), inputs, outputs, Guard(SYSTEM_CLOCK, Latch(), 5.0))
     execution.wake = lambda: None
     return execution
 
@@ -96,6 +105,53 @@ def test_who_has_never_been_anywhere_is_missing_at_a_barrier(world: SharedWorld)
         "rank 2 (not there yet: has entered nothing of this group)"
     )
     assert isinstance(first.timeout_error(), BarrierTimeoutError)
+
+
+def test_who_is_in_the_first_operation_of_a_stream_is_not_said_to_be_missing(world: SharedWorld) -> None:
+    here = [start(world, rank, all_reduce(ReduceOp.SUM), 1, np.ones(4, np.float32)) for rank in (0, 2)]
+    for execution in here:
+        assert not execution.advance()
+        assert execution.waiting_on() == [1]
+    assert here[0].explain().endswith(" #1 waits for rank 1 (not there yet: has entered nothing of this group)")
+    world.arenas[0].transport.lost_links[2] = PEER_LEFT
+    assert here[0].waiting_on() == [1, 2]
+
+
+LARGE = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (200,)),), ReduceOp.SUM)
+"""In four of the small chunks."""
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("size", [4])
+@pytest.mark.parametrize(
+    ("in_place", "stopped_in"),
+    [(ranks, step) for ranks in ((), (0,)) for step in ("stage", "reduce", "copy")]
+    + [((0, 1, 2, 3), step) for step in ("reduce", "copy")],
+)
+@pytest.mark.parametrize("chunk", range(4))
+def test_who_is_stopped_within_a_large_all_reduce_is_waited_for(
+    world: SharedWorld, monkeypatch: pytest.MonkeyPatch, in_place: tuple[int, ...], stopped_in: str, chunk: int
+) -> None:
+    def stopped(run: _TwoShotRun, number: int) -> Any:
+        if run._rank == 2 and number == chunk:
+            raise Stopped
+        return step(run, number)
+
+    step = getattr(_TwoShotRun, stopped_in)
+    monkeypatch.setattr(_TwoShotRun, stopped_in, stopped)
+    ones = np.ones(200, np.float32)
+    arrays = [own(world, rank, ones) if rank in in_place else ones.copy() for rank in range(4)]
+    parts = [start(world, rank, LARGE, 1, array, output=array) for rank, array in enumerate(arrays)]
+    left = dict(enumerate(parts))
+    for _ in range(100):
+        for rank, part in list(left.items()):
+            try:
+                if part.advance():
+                    del left[rank]
+            except Stopped:
+                del left[rank]
+    assert all(part.waiting_on() == [2] for part in left.values())
+    assert left or (stopped_in, chunk) == ("copy", 3), "in the last chunk nobody needs what it copies to memory of its own"
 
 
 @pytest.mark.parametrize("size", [4])
