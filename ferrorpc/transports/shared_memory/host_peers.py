@@ -8,6 +8,7 @@ belongs to a peer that has left; its link counts as lost only for operations tha
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
@@ -16,12 +17,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.errors import UsageError
-from ferrorpc.generation_errors import links_closed
+from ferrorpc.errors import FerroError, LimitExceededError, UsageError
+from ferrorpc.generation_errors import links_closed, reason_of
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS
 from ferrorpc.transports.shared_memory.hosts import Hosts
 from ferrorpc.transports.shared_memory.link import Link
+from ferrorpc.transports.shared_memory.peer_socket import RESOURCES_HINT
 from ferrorpc.transports.shared_memory.reader import Reader
 from ferrorpc.transports.shared_memory.segment import Segment
 from ferrorpc.transports.shared_memory.slots import Slots
@@ -71,7 +73,7 @@ class HostPeers:
         self._started = False
         self.is_closing = False
         sockets = [link.socket for link in links.values()]
-        self.reader = Reader(sockets, clock, self._message_received, self._socket_ended)
+        self.reader = Reader(sockets, clock, self._message_received, self._socket_ended, self._reading_failed)
         _all.add(self)
 
     @property
@@ -139,7 +141,8 @@ class HostPeers:
         try:
             for link in self.links.values():
                 link.end()
-                link.socket.send(GOODBYE)
+                with contextlib.suppress(LimitExceededError):  # the others are still told
+                    link.socket.send(GOODBYE)
             self._stop_reading(timeout)
         except BaseException:  # an interrupt: no later call goes on with this
             self.reader.stop(0.0)
@@ -177,6 +180,20 @@ class HostPeers:
         if not link.has_left:
             self.report_lost(peer, "its process ended without a goodbye")
         link.end()
+
+    def _reading_failed(self, error: Exception) -> None:
+        """Ends the generation, because this rank hears nothing more of its host peers."""
+        what = f"rank {self.rank} can read no more of what its host peers send: {reason_of(error)}"
+        if isinstance(error, FerroError):
+            cause = error
+        elif isinstance(error, OSError | MemoryError):
+            cause = LimitExceededError(what, hint=RESOURCES_HINT)
+        else:
+            cause = FerroError(what)
+        if not self.is_over:
+            self.latch.end(cause)
+        if type(cause) is FerroError:
+            raise error  # a bug is best seen where it is
 
     def abandon_in_child(self) -> None:
         """In a forked child: closes its copies of the sockets, so that peers see the parent's end while the child lives."""

@@ -6,17 +6,20 @@ Sending never blocks: what the kernel does not accept at once waits in a queue, 
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from ferrorpc.errors import LimitExceededError
 from ferrorpc.guard import wake_nobody
 from ferrorpc.transports.control import CONTROL_MAX
 
 MESSAGE_BYTES_MAX: Final = 32 << 10
 """Fits a message with the longest signature."""
+RESOURCES_HINT: Final = "give the host more memory, the process more open files (`ulimit -n`), or the host fewer ranks"
 READER_SECONDS: Final = 0.2
 """How long `close` waits for a thread that reads; far longer than a thread reads at a time."""
 
@@ -57,6 +60,9 @@ class PeerSocket:
         """Sends a message, in order. Returns False, and drops it, where CONTROL_MAX messages wait already.
 
         Drops it as well when the socket has ended, which the reader reports.
+
+        Raises:
+            LimitExceededError: the system refuses it, for lack of memory say. It is lost.
         """
         with self._lock:
             if not self._queue and self._sent(message):
@@ -74,6 +80,9 @@ class PeerSocket:
 
         Args:
             room: called on any thread; must not block.
+
+        Raises:
+            LimitExceededError: as `send`.
         """
         with self._lock:
             if self._queue:
@@ -87,7 +96,7 @@ class PeerSocket:
         return True
 
     def flush(self) -> None:
-        """Writes as many waiting messages as the kernel accepts."""
+        """Writes as many waiting messages as the kernel accepts. Raises LimitExceededError as `send`."""
         woken: list[Callable[[], None]] = []
         with self._lock:
             self._write()
@@ -119,6 +128,9 @@ class PeerSocket:
             except OSError as error:
                 if _is_of_a_handler(error):
                     raise
+                if not isinstance(error, ConnectionError) and error.errno not in (errno.ENOTCONN, errno.EBADF):
+                    refused = f"the system refuses what is sent to rank {self.peer}: {error}"
+                    raise LimitExceededError(refused, hint=RESOURCES_HINT) from None
                 self._over = True
         return True
 

@@ -36,6 +36,7 @@ class Reader:
     Args:
         on_message: called with (peer, message) for every message, in order; must not block.
         on_end: called with (peer) at the end of its socket; must not block.
+        on_failure: called on the reader thread with what has ended it before its time; must not block.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class Reader:
         clock: Clock,
         on_message: Callable[[int, bytes], None],
         on_end: Callable[[int], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
         self._clock = clock
         self._on_message = on_message
         self._on_end = on_end
+        self._on_failure = on_failure
         self._lock = threading.Lock()
         self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if sockets else -1
         self._sockets = sockets
@@ -67,14 +70,18 @@ class Reader:
                 self._over.set()
                 return
             self._has_begun = True
-        with select.epoll() as epoll:
-            try:
-                self._read_all(epoll)
-            finally:
-                with self._lock:
-                    for peer_socket in self._sockets:
-                        peer_socket.armed = None
-                self._over.set()
+        try:
+            with select.epoll() as epoll:
+                try:
+                    self._read_all(epoll)
+                finally:
+                    with self._lock:
+                        for peer_socket in self._sockets:
+                            peer_socket.armed = None
+        except Exception as error:  # noqa: BLE001  of no memory or no descriptor: all peers would seem to be silent
+            self._on_failure(error)
+        finally:
+            self._over.set()
 
     def busy_poll(self, peer_socket: PeerSocket, over: Callable[[], bool]) -> None:
         """Reads what comes on one socket on the calling thread, until `over` or for BUSY_POLL_SECONDS.

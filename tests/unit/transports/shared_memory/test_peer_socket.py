@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ferrorpc.errors import LimitExceededError
 from ferrorpc.transports.shared_memory.peer_socket import PeerSocket
 
 MESSAGE = b"\1" * 4000
@@ -119,6 +120,20 @@ def test_who_waits_for_room_is_told_of_the_end(ends: Ends, end: str) -> None:
     assert ends.told == 1
     assert not ends.peer_socket.pending
     assert ends.peer_socket.try_send(MESSAGE, ends.room), "what nobody receives is dropped"
+
+
+TOO_LARGE = bytes(64 << 10)
+"""More than the smallest buffer of a socket takes, ever."""
+
+
+@pytest.mark.parametrize("send", [PeerSocket.send, lambda peer_socket, message: peer_socket.try_send(message, lambda: None)])
+def test_what_the_system_refuses_is_raised_and_does_not_end_the_sending(ends: Ends, send: Callable[..., bool]) -> None:
+    """As the end of the socket, which nobody would report, it would have this and all later messages dropped."""
+    ends.peer_socket.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    with pytest.raises(LimitExceededError, match=r"refuses what is sent to rank 1: .*Message too long"):
+        send(ends.peer_socket, TOO_LARGE)
+    assert send(ends.peer_socket, b"next")
+    assert ends.other.recv(1 << 16) == b"next"
 
 
 def in_another_thread(body: Callable[[], object]) -> None:

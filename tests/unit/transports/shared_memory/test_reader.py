@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import select
 import socket
 import sys
 import threading
@@ -29,10 +31,11 @@ class Ends:
         self.heard: list[tuple[bytes, int]] = []
         """Each message, and the thread that it was handed on by."""
         self.ends: list[int] = []
+        self.failures: list[Exception] = []
         self.on_message: Callable[[bytes], None] = lambda message: None
         self.told = threading.Condition()
         self.peer_socket = PeerSocket(PEER, mine)
-        self.reader = Reader([self.peer_socket], clock, self._hear, self._end)
+        self.reader = Reader([self.peer_socket], clock, self._hear, self._end, self.failures.append)
         self.thread = threading.Thread(target=self.reader.run, daemon=True)
 
     def _hear(self, peer: int, message: bytes) -> None:
@@ -201,6 +204,35 @@ def test_what_the_kernel_had_no_room_for_is_written_while_somebody_attends(ends:
     for _ in range(sent):
         ends.busy_poll(lambda: False)
         assert ends.other.recv(1 << 16) == message
+
+
+def test_a_reader_that_finds_no_descriptor_tells_so_and_can_be_stopped(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(select, "epoll", full)
+        ends.reader.run()
+    assert [type(failure) for failure in ends.failures] == [OSError]
+    stopping = threading.Thread(target=ends.reader.stop, args=(0.0,), daemon=True)
+    stopping.start()
+    stopping.join(SECONDS)
+    assert not stopping.is_alive()
+
+
+def test_a_reader_that_ends_before_its_time_leaves_its_links_to_those_who_wait(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise MemoryError
+
+    ends.other.send(b"first")
+    with monkeypatch.context() as patched:
+        patched.setattr(ends.peer_socket, "receive", full)
+        ends.reader.run()
+    assert [type(failure) for failure in ends.failures] == [MemoryError]
+    ends.busy_poll(lambda: True)
+    assert [message for message, _ in ends.heard] == [b"first"]
 
 
 def test_who_waits_for_room_on_a_link_is_told_of_its_end(ends: Ends) -> None:

@@ -5,6 +5,7 @@ That it is a transport like any other is held by `tests/contract/test_transports
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -143,6 +144,63 @@ def test_what_finds_no_memory_ends_the_generation_and_not_the_thread_that_reads(
     assert "rank 1 has no memory for what rank 0 sent: 1 MiB" in failure.message
     pair.stranger.close(1.0)
     eventually(lambda: pair.transport._links[0].has_left)
+
+
+def test_a_message_that_finds_no_memory_ends_the_generation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads from all host peers ends, and they would seem to be silent."""
+
+    def full() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(pair.transport._links[0].socket, "receive", full)
+    pair.stranger.links[1].socket.send(frame_of(5))
+    cause = eventually(lambda: pair.latch.cause)
+    assert isinstance(cause, LimitExceededError)
+    assert cause.message == "rank 1 can read no more of what its host peers send: MemoryError"
+
+
+def test_a_reader_that_fails_while_the_links_are_closed_is_no_failure(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = threading.Event()
+
+    def full() -> None:
+        reading.set()
+        eventually(lambda: pair.transport._host_peers.is_closing)
+        raise MemoryError
+
+    monkeypatch.setattr(pair.transport._links[0].socket, "receive", full)
+    pair.stranger.links[1].socket.send(frame_of(5))
+    assert reading.wait(20.0)
+    pair.transport.close(20.0)
+    assert pair.latch.cause is None
+
+
+def test_a_bug_met_while_reading_ends_the_generation_and_is_shown(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: shown.append(told.exc_value))
+
+    def wrong() -> None:
+        raise ZeroDivisionError("so it is")
+
+    monkeypatch.setattr(pair.transport._links[0].socket, "receive", wrong)
+    pair.stranger.links[1].socket.send(frame_of(5))
+    cause = eventually(lambda: pair.latch.cause)
+    assert type(cause) is FerroError
+    assert cause.message.endswith("send: ZeroDivisionError: so it is")
+    assert isinstance(eventually(lambda: shown)[0], ZeroDivisionError)
+
+
+def test_a_waiting_message_that_the_system_refuses_ends_the_generation(pair: Pair) -> None:
+    """The reader thread writes it: nobody else would be told."""
+    ours = pair.transport._links[0].socket
+    sent = 0
+    while ours.try_send(frame_of(INLINE_BYTES), lambda: None):
+        sent += 1
+    ours.send(bytes(MESSAGE_BYTES_MAX))
+    ours.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    theirs = pair.stranger.links[1].socket
+    eventually(lambda: theirs.receive() is None and pair.latch.cause)
+    assert isinstance(pair.latch.cause, LimitExceededError)
+    assert "refuses what is sent to rank 0: " in pair.latch.cause.message
 
 
 def test_an_interrupt_while_a_message_is_read_ends_the_generation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
