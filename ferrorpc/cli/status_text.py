@@ -245,15 +245,15 @@ def _links(response: StatusResponse, previous: PreviousStatus | None) -> list[st
         return []
     size = max(max(pair) for pair in sent) + 1
     present = {member.rank for member in response.members if state_name(member.state) not in GONE}
-    if previous is None or not any(source in present for source, _ in sent):
+    before = {} if previous is None else _sent(previous.response)
+    if previous is None or not any(pair[0] in present and pair in before for pair in sent):
         return _busiest({pair: (kind, float(count), "") for pair, (kind, count) in sent.items()})
-    before = _sent(previous.response)
     rates = {
         pair: (kind, max(0, count - before[pair][1]) / previous.seconds, "/s")
         for pair, (kind, count) in sent.items()
         if pair[0] in present and pair in before  # one may be told of long after it began: as one of the busiest of many
     }
-    if size > MATRIX_RANKS_MAX or not rates:
+    if size > MATRIX_RANKS_MAX:
         return _busiest(rates)
     header = ["to", *map(str, range(size))]
     rows = [

@@ -6,12 +6,13 @@ import re
 import unicodedata
 from typing import Final
 
-_ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[@-~]")
+_ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]+[0-~])")
+"""Of colours and the cursor, of titles and links, and of character sets."""
 
 
 def cells(text: str) -> int:
     """How many cells it takes."""
-    plain = _ESCAPES.sub("", text)
+    plain = _ESCAPES.sub("", text).expandtabs()
     return len(plain) if plain.isascii() else sum(map(_cells_of, plain))
 
 
@@ -19,7 +20,7 @@ def cut(text: str, most: int) -> str:
     """The text if it takes so many cells at most; else what fits of it, without escape sequences, whose end may be missing."""
     if cells(text) <= most:
         return text
-    plain, left = _ESCAPES.sub("", text), most
+    plain, left = _ESCAPES.sub("", text).expandtabs(), most
     for place, character in enumerate(plain):
         left -= _cells_of(character)
         if left < 0:

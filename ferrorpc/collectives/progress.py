@@ -356,7 +356,9 @@ class Progress:
     def _fail(self, entry: _Entry, raised: BaseException) -> None:
         error = failure_of(entry.execution.label, raised)
         latch = entry.execution.guard.latch
-        if not (latch.ended_here or breaks(entry.execution, error)):
+        if latch.ended_here:  # which is reported already, and is no local matter of this operation
+            error = latch.ended_here[0].again()
+        elif not breaks(entry.execution, error):
             self._end(entry, error)
             return
         if latch.cause is not None:

@@ -295,9 +295,11 @@ class Connection:
         try:
             self._stay_connected()
         finally:
-            self._reader = 0  # another thread may get its identifier
-            if self.ended_by is None:  # a bug: the thread prints its traceback, and waiting callers must not hang
-                self._fail(FerroError(f"the thread that reads from {self.address} failed"))
+            try:
+                if self.ended_by is None:  # a bug: the thread prints its traceback, and waiting callers must not hang
+                    self._fail(FerroError(f"the thread that reads from {self.address} failed"))
+            finally:
+                self._reader = 0  # another thread may get its identifier
 
     def _stay_connected(self) -> None:
         delay = BACKOFF_FIRST_SECONDS

@@ -19,7 +19,7 @@ from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import copy_of
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.driver import check_ended_here, failure_of, out_of_memory, place_in_user_code, verdict
+from ferrorpc.collectives.driver import check_ended_here, out_of_memory, verdict
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.errors import (
@@ -294,14 +294,6 @@ class Dispatch:
     def interrupted(self, label: str, interrupt: str = "KeyboardInterrupt") -> None:
         """Ends the generation after an interrupt in an operation with a number: the other ranks wait for this one."""
         self.end(GroupAbortedError(self.backend.world_ranks[self.backend.rank], f"{interrupt} during {label}"))
-
-    def struck(self, label: str, error: BaseException) -> None:
-        """As `interrupted`, where this error is Ctrl-C or of a signal handler. Of others the generation knows already, or
-        `start` has given the number back."""
-        if isinstance(error, KeyboardInterrupt):
-            self.interrupted(label)
-        elif not isinstance(error, FerroError | MemoryError | RuntimeError) and place_in_user_code(error):
-            self.end(failure_of(label, error))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""

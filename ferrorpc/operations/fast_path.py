@@ -279,8 +279,8 @@ class FastPath:
                 execution = self._execution(prepared, number, channel, steps, found, seconds)
             dispatch.run(execution)
             return number
-        except BaseException as error:
-            dispatch.struck(prepared.signature, error)
+        except KeyboardInterrupt:
+            dispatch.interrupted(prepared.signature)
             raise
 
     def _execution(

@@ -267,7 +267,10 @@ class BackwardHooks:
 
 
 def _raise(error: FerroError) -> None:
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # a frame that refers to the error it raises is a cycle that keeps the step's arrays alive
 
 
 def check_not_shared(module: torch.nn.Module) -> None:

@@ -293,33 +293,6 @@ def test_a_call_that_fails_as_its_group_ends_keeps_no_arrays_either(world: list[
         gc.enable()
 
 
-class Late(Exception):
-    """What a signal handler raises."""
-
-
-@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
-def test_what_a_signal_handler_raises_right_after_an_operation_got_its_number_ends_the_generation(transport, monkeypatch):
-    """The other ranks wait for that number, and would do so until their timeout."""
-    with GrpcWorld(2, transport=transport) as world:
-
-        def body(group):
-            x = np.ones(4, np.float32)
-            group.all_reduce(x)
-            if group.rank == 0:
-
-                def struck(text):
-                    raise Late
-
-                with monkeypatch.context() as patch:
-                    patch.setattr(group.session.activity, "note", struck)
-                    with pytest.raises(Late):
-                        group.all_reduce(x)
-            with pytest.raises(GroupAbortedError, match=r"rank 0 ended the group: Late.* during all_reduce"):
-                group.all_reduce(x)
-
-        run_groups([ProcessGroup(backend, timeout=60.0) for backend in world.backends], body)
-
-
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
 def test_no_operation_returns_on_a_rank_that_has_found_what_ends_the_generation(transport):
     with GrpcWorld(2, transport=transport) as world:

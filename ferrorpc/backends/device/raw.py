@@ -127,7 +127,8 @@ class RawOperations:
     def _raw(self, label: Callable[[], str], launch: Callable[[Communicator, int], None], stream: Any) -> None:
         context, lanes = self.context, self.context.lanes
         lanes.latch.check()
-        check_ended_here(lanes.guard(None))
+        if lanes.latch.ended_here:
+            check_ended_here(lanes.guard(None))
         given = None if stream is None else context.device.adopt(stream)
         if given is not None:
             context.device.check_not_captured(given, "given")

@@ -330,7 +330,9 @@ class GrpcTransport(Transport):
         link = self._links[peer]
         if needed and link.has_left:
             self._report_left(peer)
-        opening = self._open_message(peer, number)  # without the lock, which beats take: it may wait long for the token's file
+        opening = b""
+        if not (self._closing or link.loss is not None or link.has_left or number in link.lanes):
+            opening = self._open_message(peer, number)  # without the lock, which beats take: the token's file may be slow
         with self._lock:
             if self._closing:
                 raise links_closed(self.rank)

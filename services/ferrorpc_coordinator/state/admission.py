@@ -135,6 +135,7 @@ class Admission:
             address=hello.address,
             labels=tuple((label.name, label.value) for label in hello.labels),
             last_rank=-1 if holder is None else holder.last_rank,
+            successor_of="" if holder is None else holder.launch,
             step_since=self._context.now,
         )
         return Admitted(member, token, resumed=False, replaced=holder if holder is not None and holder.alive else None)

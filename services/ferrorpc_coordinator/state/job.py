@@ -243,11 +243,13 @@ class Job:
 
     def _process_exited(self, exited: session_pb2.ProcessExit) -> None:
         member = self.members.get(exited.name)
-        is_known = member is not None and exited.instance_id in member.exit_report_ids
+        is_own = member is not None and exited.instance_id in member.exit_report_ids
         if member is not None and member.alive:
-            if is_known:
+            if is_own:
                 self.declare_dead(member, _exit_text(exited))
-        elif not is_known:  # perhaps the next of that name, which did not get as far as its Hello
+        elif member is None or not (
+            is_own or exited.instance_id == member.successor_of
+        ):  # the next one did not get to its Hello
             self.rendezvous.strays.exited(exited.name, _exit_text(exited), has_failed=exited.returncode != 0)
 
     # -- consequences --------------------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ class Member:
     generation: int = 0
     pinned: bool = False
     last_rank: int = -1
+    successor_of: str = ""
+    """What the launcher chose for the process whose name it took; that one's exit may be reported late."""
     step: int = 0
     step_since: int = 0
     """When its step counter last changed."""
@@ -80,7 +82,12 @@ class Member:
     @property
     def exit_report_ids(self) -> tuple[str, str, str]:
         """The instance ids in an exit report that match this process: empty, the part its launcher chose, and the full id."""
-        return "", self.instance_id.partition(".")[0], self.instance_id
+        return "", self.launch, self.instance_id
+
+    @property
+    def launch(self) -> str:
+        """The part of its instance id that its launcher chose."""
+        return self.instance_id.partition(".")[0]
 
     @property
     def run(self) -> str:

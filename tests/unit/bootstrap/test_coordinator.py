@@ -52,6 +52,8 @@ def test_the_first_line_is_read_where_many_files_are_open(pipe: tuple[int, int])
     reader, writer = pipe
     os.write(writer, b"listening 127.0.0.1:1\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard <= 1100:
+        pytest.skip(f"no more than {hard} files may be open here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, 1100)

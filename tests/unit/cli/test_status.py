@@ -268,7 +268,8 @@ def test_on_a_terminal_what_does_not_fit_is_cut_from_the_bottom_and_at_the_width
 
 def test_a_small_worlds_links_are_a_matrix_of_rates():
     earlier = answer()
-    assert "by grpc" not in as_text(later(), PreviousStatus(earlier, 2.0)), "nobody knows when it was sent"
+    told = as_text(later(), PreviousStatus(earlier, 2.0))
+    assert "  rank 0 to 1 by grpc: 9 MB\n" in f"{told}\n", "at no rate: nobody knows when it was sent"
     (sender,) = (member for member in earlier.members if member.rank == 0)
     sender.links.add(peer_rank=1, kind="grpc", sent_bytes=1_000_000)
     lines = as_text(later(), PreviousStatus(earlier, 2.0)).splitlines()

@@ -24,6 +24,7 @@ from ferrorpc.errors import (
     RendezvousTimeoutError,
     StaleGenerationError,
     StoreTimeoutError,
+    UsageError,
     VersionMismatchError,
 )
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
@@ -69,6 +70,22 @@ def test_it_is_refused_with_the_cause_on_a_thread_that_has_the_reading_threads_i
     over._read()
     with pytest.raises(CoordinatorUnavailableError, match="it stays away"):
         over.ask("a set", 0.1, CoordinatorUnavailableError, store=A_SET)
+
+
+def test_the_reading_thread_does_not_wait_for_itself_as_it_fails_by_a_bug() -> None:
+    failing, told = connection(), list[FerroError]()
+
+    def ask(cause: FerroError) -> None:
+        with pytest.raises(UsageError) as raised:
+            failing.ask("a set", 0.1, CoordinatorUnavailableError, store=A_SET)
+        told.append(raised.value)
+
+    failing._listener.session_ended = ask  # type: ignore[method-assign]
+    failing._stay_connected = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        failing._read()
+    assert len(told) == 1
+    assert failing.ended_by is not None
 
 
 def test_so_is_one_that_is_made_while_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,25 @@ def test_nothing_begins_once_the_group_is_closed_or_its_generation_over(world: S
     assert general.handed == []
 
 
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["before", "meanwhile"])
+def test_nothing_returns_once_this_rank_has_found_what_ends_its_generation(world: SharedWorld, meanwhile: bool) -> None:
+    general, spun = General(world), list[bool]()
+    found = general.backend.latch.ended_here
+    fast = FastPath(general, general.arena)  # type: ignore[arg-type]
+
+    def spin(steps: object) -> bool:
+        spun.append(True)
+        found.append(PeerLostError(1, "gone"))
+        return True
+
+    fast._spin = spin
+    if not meanwhile:
+        found.append(PeerLostError(1, "gone"))
+    with pytest.raises(GroupClosedError):  # what stands for the general path's answer
+        fast.all_reduce(np.ones(4), "sum", None, None)
+    assert (bool(spun), general.handed) == (meanwhile, [])
+
+
 @pytest.mark.parametrize(
     "out",
     [np.zeros(4, np.float32), np.zeros(5), np.zeros(8)[::2], [0.0] * 4, np.zeros(4).astype(">f8")],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -118,3 +120,25 @@ def test_each_module_in_a_backward_pass_is_averaged_where_the_weights_of_one_dif
         return found
 
     assert run_world(2, body) == [[1.5] * 3] * 2
+
+
+def test_nothing_of_a_refused_step_waits_for_a_garbage_collection():
+    def body(group):
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 1), group)
+
+        def refused():
+            x = torch.ones(5, 3)
+            with ddp.weighted(0.0):
+                try:
+                    ddp(x).sum().backward()
+                except UsageError as error:
+                    return weakref.ref(x), weakref.ref(error)
+            raise AssertionError("the weights sum to zero")
+
+        gc.disable()
+        try:
+            return [reference() is None for reference in refused()]
+        finally:
+            gc.enable()
+
+    assert run_world(2, body) == [[True, True]] * 2

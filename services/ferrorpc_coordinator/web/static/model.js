@@ -110,14 +110,16 @@ export class Model {
     return this.ranked().filter((member) => member.ownMs !== null).sort((a, b) => b.ownMs - a.ownMs);
   }
 
-  // The members that train, the one with the longest computing time per step first.
+  // The members that train, the one with the longest computing time per step first; of a job that is over, those that did.
   byComputeTime() {
-    return this.ranked().filter((member) => member.training && !gone(member)).sort((a, b) => b.training.computeMs - a.training.computeMs);
+    const trained = this.ranked().filter((member) => member.training);
+    const there = trained.filter((member) => !gone(member));
+    return (there.length ? there : trained).sort((a, b) => b.training.computeMs - a.training.computeMs);
   }
 
   // Describes a rank that is slower than the others although it works; empty if there is none.
   slowest() {
-    const training = this.byComputeTime();
+    const training = this.byComputeTime().filter((member) => !gone(member));
     if (training.length > 1) return slowestOf(training, (member) => member.training.computeMs, "of computing in a training step");
     return slowestOf(this.byOwnTime(), (member) => member.ownMs, "between two operations");
   }

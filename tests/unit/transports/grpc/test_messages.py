@@ -61,7 +61,9 @@ def test_beats_do_not_wait_until_the_tokens_file_is_read() -> None:
         transport._server.token = SimpleNamespace(both=both)  # type: ignore[assignment]
         with pytest.raises(CodecError):
             transport._new_lane_to(0, 0, needed=True)
-    assert seen == [{}]
+        transport._links[0].loss = "gone"
+        assert transport._new_lane_to(0, 0, needed=False) is None
+    assert seen == [{}], "and it is not read where nothing is dialled"
 
 
 FRAME = encode(Key(0, 0, 1), Header(0, "a()", DType.FLOAT32, (3,), 12), 0, bytes(12))
