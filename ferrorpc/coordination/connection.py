@@ -51,7 +51,8 @@ _log = logging.getLogger("ferrorpc.coordination")
 
 
 class Listener(Protocol):
-    """The owner of a connection. All but `explain` and `beat` run on the reading thread, where only `hello` may block."""
+    """The owner of a connection. All but `explain`, `beat` and `session_ended` run on the reading thread alone. Only `hello`
+    may block there."""
 
     def hello(self, resume_token: str) -> wire.Hello:
         """The first frame of a stream. Raises FerroError, as if the stream had ended with it."""

@@ -13,7 +13,9 @@ from ferrorpc.pipeline.schedules.lowering import Link, sources_of, targets_of
 FIRST_TAG: Final = 1 << 61
 """Tags of pipelines begin here, so that they do not equal the user's own."""
 PLACE_BITS: Final = 44
+"""Room for the transfers of one pipeline."""
 PIPELINES: Final = 1 << 16
+"""How many pipelines of a group have tags of their own."""
 
 
 @unique

@@ -247,9 +247,8 @@ class Job:
         if member is not None and member.alive:
             if is_own:
                 self.declare_dead(member, _exit_text(exited))
-        elif member is None or not (
-            is_own or exited.instance_id == member.successor_of
-        ):  # the next one did not get to its Hello
+        elif member is None or not (is_own or exited.instance_id == member.successor_of):
+            # Perhaps the next of that name, which did not get as far as its Hello.
             self.rendezvous.strays.exited(exited.name, _exit_text(exited), has_failed=exited.returncode != 0)
 
     # -- consequences --------------------------------------------------------------------------------------------------
