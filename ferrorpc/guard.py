@@ -237,7 +237,7 @@ def seconds_of(timeout: Any, default: float) -> float:
     if timeout is None:
         return default
     try:
-        seconds = -1.0 if isinstance(timeout, bool | str | bytes) else float(timeout)
+        seconds = -1.0 if isinstance(timeout, bool) else float(timeout)
     except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     if not seconds >= 0:

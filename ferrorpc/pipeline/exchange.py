@@ -32,7 +32,6 @@ class Exchange:
         placement: the rank of each piece.
         receives: what comes from other ranks, in the order in which it is used.
         pipeline: the pipeline's name in messages.
-        number: of the pipeline among those of the group.
         step: the number of the step.
         seconds: how long to wait for any one message.
         lanes: the GPU lanes to and from this rank.
@@ -45,7 +44,6 @@ class Exchange:
         placement: Sequence[int],
         receives: Iterable[Transfer],
         pipeline: str,
-        number: int,
         step: int,
         seconds: float,
         lanes: Mapping[Link, ProcessGroup],
@@ -54,7 +52,6 @@ class Exchange:
         self._group = group
         self._placement = placement
         self._pipeline = pipeline
-        self._number = number
         self._step = step
         self._seconds = seconds
         self._later = deque(receives)
@@ -72,7 +69,7 @@ class Exchange:
 
     def send(self, transfer: Transfer, value: Any) -> None:
         """Starts to send a copy of a value."""
-        target, tag = self._placement[transfer.target], self._tag(transfer)
+        target, tag = self._placement[transfer.target], transfer.tag(len(self._placement))
         lane = None if transfer.kind is TransferKind.TIED else self._outgoing.get(target)
         envelope = self._envelope(transfer)
         message, arrays = (pack(envelope, value), None) if lane is None else pack_split(envelope, value)
@@ -148,10 +145,7 @@ class Exchange:
             self._expected[transfer] = self._expect(transfer)
 
     def _expect(self, transfer: Transfer) -> Expected:
-        return self._group.expect(self._placement[transfer.source], self._tag(transfer), awaited=transfer)
-
-    def _tag(self, transfer: Transfer) -> int:
-        return transfer.tag(self._number, len(self._placement))
+        return self._group.expect(self._placement[transfer.source], transfer.tag(len(self._placement)), awaited=transfer)
 
     def _wait_to_receive(self, transfer: Transfer, work: Work[Any], host: bool = False) -> Any:
         source = self._placement[transfer.source]

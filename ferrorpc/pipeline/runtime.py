@@ -97,7 +97,7 @@ class Pipeline:
         self._is_first = 0 in numbers
         self._is_last = self.schedule.virtual_stages - 1 in numbers
         tied_names = _names_of_tied(tied)
-        self._number = _agreed_number(self.schedule, tied_names, group)
+        self._name = _agreed_name(self.schedule, tied_names, group)
         self._tied = TiedWeights(tied_names, self._pieces, self.schedule.placement, group)
         links = links_of(self.schedule.placement, self.schedule.edges)
         self._lanes = open_lanes(group, links, [piece.kind for piece in self._pieces.values()])
@@ -312,8 +312,7 @@ class Pipeline:
         orders: Mapping[int, Iterable[Transfer]],
     ) -> Iterator[Exchange]:
         """A context with an exchange; its end waits until what was sent has left."""
-        name, number = f"{self.schedule} #{self._number}", self._number
-        exchange = Exchange(self._group, self.schedule.placement, expected, name, number, self._steps, seconds, lanes, orders)
+        exchange = Exchange(self._group, self.schedule.placement, expected, self._name, self._steps, seconds, lanes, orders)
         try:
             yield exchange
             exchange.finish()
@@ -372,12 +371,12 @@ def _names_of_tied(tied: Any) -> list[list[str]]:
     return found
 
 
-def _agreed_number(schedule: Schedule, tied_names: Sequence[Sequence[str]], group: ProcessGroup) -> int:
-    """The pipeline's number in the group. Compares schedule, edges and tied weights of all ranks first."""
+def _agreed_name(schedule: Schedule, tied_names: Sequence[Sequence[str]], group: ProcessGroup) -> str:
+    """The pipeline's name in messages, unique in the group. Compares schedule, edges and tied weights of all ranks first."""
     wiring = f"edges {schedule.edges.pairs}\ntied {tied_names}"
     require_same(group, "pipeline schedules", f"{schedule}\n{wiring}\n{schedule.to_text()}")
     number = _made[group] = _made.get(group, 0) + 1
-    return number
+    return f"{schedule} #{number}"
 
 
 def _span(line: str, rank: int) -> Span:

@@ -11,11 +11,7 @@ from ferrorpc.pipeline.schedules.edges import Edges
 from ferrorpc.pipeline.schedules.lowering import Link, sources_of, targets_of
 
 FIRST_TAG: Final = 1 << 61
-"""Tags of pipelines begin here, so that they do not equal the user's own."""
-PLACE_BITS: Final = 44
-"""Room for the transfers of one pipeline."""
-PIPELINES: Final = 1 << 16
-"""How many pipelines of a group have tags of their own."""
+"""Tags of pipelines begin here, above those that users count from 0."""
 
 
 @unique
@@ -41,15 +37,10 @@ class Transfer(NamedTuple):
     kind: TransferKind
     number: int
 
-    def tag(self, pipeline: int, pieces: int) -> int:
-        """The tag of its message; unique among the transfers of a model of so many pieces, and of pipelines whose steps run at
-        the same time.
-
-        Args:
-            pipeline: its number in the group.
-        """
+    def tag(self, pieces: int) -> int:
+        """The tag of its message; unique among the transfers of a model of so many pieces."""
         place = (self.number * pieces + self.source) * pieces + self.target
-        return FIRST_TAG + (pipeline % PIPELINES << PLACE_BITS) + len(TransferKind) * place + self.kind
+        return FIRST_TAG + len(TransferKind) * place + self.kind
 
     def __str__(self) -> str:
         if self.kind is TransferKind.TIED:

@@ -241,7 +241,7 @@ def test_a_stage_goes_on_while_its_gpu_has_not_made_what_it_sends(
         released: list[bool] = []
         with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
             device_lanes = open_lanes(group, {(0, 1)}, [kind_of(cupy.zeros(1))])
-            exchange = Exchange(group, range(RANKS), receives, "gpipe", 1, 0, 20.0, device_lanes, {0: transfers})
+            exchange = Exchange(group, range(RANKS), receives, "gpipe", 0, 20.0, device_lanes, {0: transfers})
             if group.rank == 0:
                 stream.fake.enqueue(lambda: bool(released))  # what the stage computes takes long
                 y = cupy.asarray(np.zeros(5000))
@@ -270,9 +270,7 @@ def test_when_a_message_leaves_the_arrays_that_it_describes_are_launched(
         with gpu_of(cupy, "cuda_ipc", group.rank), cupy.cuda.Stream(non_blocking=True):
             kind = kind_of(cupy.zeros(1))
             device_lanes = open_lanes(group, {(0, 1)}, [kind])
-            exchange = Exchange(
-                group, range(RANKS), [transfer] * (group.rank == 1), "", 1, 0, 20.0, device_lanes, {0: [transfer]}
-            )
+            exchange = Exchange(group, range(RANKS), [transfer] * (group.rank == 1), "", 0, 20.0, device_lanes, {0: [transfer]})
             if group.rank == 0:
                 send, lane = group.send, device_lanes[0, 1]
                 before = lane._backend.context.program.next_number
@@ -391,9 +389,7 @@ def test_a_rank_whose_host_waits_for_arrays_that_do_not_come_is_freed(cupy: Stan
         with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
             kind = kind_of(cupy.zeros(1))
             device_lanes = open_lanes(group, {(0, 1)}, [kind])
-            exchange = Exchange(
-                group, range(RANKS), [transfer] * (group.rank == 1), "", 1, 0, 0.2, device_lanes, {0: [transfer]}
-            )
+            exchange = Exchange(group, range(RANKS), [transfer] * (group.rank == 1), "", 0, 0.2, device_lanes, {0: [transfer]})
             if group.rank == 0:
                 stream.fake.enqueue(lambda: bool(released))
                 exchange.send(transfer, cupy.zeros(3))
@@ -417,7 +413,7 @@ def test_what_has_arrived_is_not_kept_until_the_end_of_the_step(cupy: StandIn) -
         with gpu_of(cupy, "nccl", group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
             kind = kind_of(cupy.zeros(1))
             device_lanes = open_lanes(group, {(0, 1)}, [kind])
-            exchange = Exchange(group, range(RANKS), receives, "", 1, 0, 20.0, device_lanes, {0: transfers})
+            exchange = Exchange(group, range(RANKS), receives, "", 0, 20.0, device_lanes, {0: transfers})
             for transfer in transfers if group.rank == 0 else []:
                 exchange.send(transfer, cupy.zeros(3))
             for transfer in receives:

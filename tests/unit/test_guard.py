@@ -105,7 +105,7 @@ def test_many_threads_trip_a_latch_once() -> None:
     assert won.count(True) == 1
 
 
-@pytest.mark.parametrize("timeout", ["1", b"1", float("nan"), -1e-9, "soon", [1], 1j])
+@pytest.mark.parametrize("timeout", [float("nan"), -1e-9, "soon", [1], 1j])
 def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
     assert [seconds_of(good, 7.0) for good in (None, 0, 1.5, FOREVER)] == [7.0, 0.0, 1.5, FOREVER]
     with pytest.raises(UsageError, match="is no number of seconds"):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.collectives.ranks_and_tags import TAG_MAX
 from ferrorpc.errors import CodecError, GroupClosedError, TensorMismatchError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.pipeline.exchange import Exchange
@@ -89,7 +88,7 @@ def test_what_cannot_be_sent_is_refused_with_where_it_was_to_go(value, kind, mes
 def test_a_send_that_failed_at_once_is_told_of_like_one_that_fails_later(late: bool) -> None:
     work: Work[None] = Work(SYSTEM_CLOCK, "send")
     group: Any = SimpleNamespace(rank=0, world_ranks=(0, 1), send=lambda *arguments, **more: work)
-    exchange = Exchange(group, [0, 1], [], "gpipe", 1, 0, 5.0, {}, {})
+    exchange = Exchange(group, [0, 1], [], "gpipe", 1, 5.0, {}, {})
     ends: list[Callable[[], object]] = [
         lambda: exchange.send(Transfer(0, 1, TransferKind.FORWARD, 0), np.ones(3)),
         lambda: work.fail(GroupClosedError("rank 1 has closed this subgroup")),
@@ -98,10 +97,3 @@ def test_a_send_that_failed_at_once_is_told_of_like_one_that_fails_later(late: b
         end()
     with pytest.raises(GroupClosedError, match="rank 1 has closed"):
         exchange.finish()
-
-
-def test_tags_of_pipelines_differ_and_are_allowed() -> None:
-    transfers = [Transfer(source, source + 1, kind, 4095) for source in (0, 1022) for kind in TransferKind]
-    tags = {transfer.tag(pipeline, 1024) for transfer in transfers for pipeline in (1, 2, 0xFFFF)}
-    assert len(tags) == 3 * len(transfers)
-    assert max(tags) <= TAG_MAX

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
-from ferrorpc import SimulatedBackend, schedules
-from ferrorpc.group import ProcessGroup
+from ferrorpc import schedules
 from ferrorpc.pipeline.runtime import Pipeline
-from ferrorpc.testing import run_groups, run_world
+from ferrorpc.testing import run_world
 from tests.unit.pipeline.stages import Layer, batch, gradients, half_square, half_square_sum, one_process
 
 
@@ -112,35 +108,3 @@ def test_a_batch_that_counts_nothing_is_a_step_like_any_other(name: str):
     pipelined = dict(sorted((results[0][1] | results[1][1]).items()))
     for found, wanted in zip(gradients(pipelined.values()), gradients(alone), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
-
-
-class Held(Layer):
-    """Its forward waits for an event."""
-
-    def __init__(self, number: int, until: threading.Event) -> None:
-        super().__init__(number)
-        self.until = until
-
-    def forward(self, x):
-        assert self.until.wait(30.0)
-        return super().forward(x)
-
-
-def test_pipelines_of_one_group_may_run_their_steps_in_threads_of_their_own():
-    """The second one's messages come before the first one's."""
-    is_over = threading.Event()
-
-    def body(group):
-        slow = Pipeline(Held(group.rank, is_over), group, "gpipe", 2)
-        fast = Pipeline(Layer(group.rank), group, "gpipe", 2)
-        x, target = batch(4)
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(slow.step, x, target, half_square)
-            losses = [fast.step(x, target, half_square)]
-            is_over.set()
-            return [first.result(60.0), *losses]
-
-    groups = [ProcessGroup(backend, timeout=30.0) for backend in SimulatedBackend.create_group(2)]
-    found = run_groups(groups, body)
-    assert found[0] == [None, None]
-    assert found[1][0] == found[1][1] is not None
