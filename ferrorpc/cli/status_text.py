@@ -238,7 +238,8 @@ def _generation(generation: GenerationStatus) -> str:
 def _links(response: StatusResponse, previous: PreviousStatus | None) -> list[str]:
     """Bytes a second from row to column, given two responses and a small world; otherwise the busiest links.
 
-    Ranks that are gone send nothing any more, so for a finished job the totals are shown instead of rates.
+    Ranks that are gone send nothing any more, so for a finished job the totals are shown instead of rates; as where no link was
+    told of before.
     """
     sent = _sent(response)
     if not sent:

@@ -12,7 +12,7 @@ _ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|
 
 def cells(text: str) -> int:
     """How many cells it takes."""
-    plain = _ESCAPES.sub("", text).expandtabs()
+    plain = _plain(text)
     return len(plain) if plain.isascii() else sum(map(_cells_of, plain))
 
 
@@ -20,12 +20,16 @@ def cut(text: str, most: int) -> str:
     """The text if it takes so many cells at most; else what fits of it, without escape sequences, whose end may be missing."""
     if cells(text) <= most:
         return text
-    plain, left = _ESCAPES.sub("", text).expandtabs(), most
+    plain, left = _plain(text), most
     for place, character in enumerate(plain):
         left -= _cells_of(character)
         if left < 0:
             return plain[:place]
     return plain
+
+
+def _plain(text: str) -> str:
+    return _ESCAPES.sub("", text).expandtabs()
 
 
 def _cells_of(character: str) -> int:

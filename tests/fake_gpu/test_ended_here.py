@@ -54,7 +54,8 @@ def test_nothing_begins_after_that(cupy: StandIn, kind: Any, call: Callable[[Pro
     assert ranks.run(body) == [None, None]
 
 
-def test_what_the_gpu_completes_meanwhile_is_left_in_flight_until_then(cupy: StandIn) -> None:
+@pytest.mark.parametrize("host", [True, False])
+def test_what_the_gpu_completes_meanwhile_is_left_in_flight_until_then(cupy: StandIn, host: bool) -> None:
     ranks, found = Ranks(cupy, 2), threading.Barrier(2)
 
     def body(group: ProcessGroup) -> None:
@@ -71,7 +72,7 @@ def test_what_the_gpu_completes_meanwhile_is_left_in_flight_until_then(cupy: Sta
                 group.all_reduce(x, async_op=True).wait(host=True)
             return
         with pytest.raises(CollectiveMismatchError, match="gather"):
-            work.wait(host=True)
+            work.wait(host=host)
 
     assert ranks.run(body) == [None, None]
 

@@ -94,7 +94,8 @@ class DeviceWork(Work[Any]):
             return super().wait(timeout, host)
         if self._queued is not None:
             self._queued.wait(timeout)
-        may_have_failed = execution.guard.latch.cause is not None and not execution.has_completed
+        latch = execution.guard.latch
+        may_have_failed = (latch.cause is not None or latch.ended_here) and not execution.has_completed
         if execution.end_event is None or may_have_failed:
             return super().wait(timeout, host)
         execution.join()
