@@ -142,14 +142,14 @@ def unexpected(label: str, error: Exception) -> FerroError:
     told = translated(error)
     if isinstance(told, FerroError):
         return told
-    place = _place_in_user_code(error)
+    place = place_in_user_code(error)
     if place is not None:
         hint = f"see {place}, where it was raised; group.reform() makes a new generation"
         return ended_by(f"{reason_of(error)} during {label}", hint)
     return FerroError(f"{label}: {error!r}")
 
 
-def _place_in_user_code(error: Exception) -> str | None:
+def place_in_user_code(error: BaseException) -> str | None:
     """The last place in user code that this library called, directly or through another one; None if there is none."""
     place, trace = None, error.__traceback__
     while trace is not None:

@@ -77,7 +77,7 @@ class EventDrivenExecution(Execution):
 
     @property
     def can_be_assisted(self) -> bool:
-        return self.transfers is None
+        return self.device is None
 
     @property
     def has_ended(self) -> bool:  # type: ignore[override]

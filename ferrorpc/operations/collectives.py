@@ -463,6 +463,6 @@ class Collectives(PointToPoint):
         try:
             execution = dispatch.start(prepared, sources, result, seconds)
             return dispatch.finish(execution, result, async_op)
-        except KeyboardInterrupt:
-            dispatch.interrupted(operation.value)
+        except (KeyboardInterrupt, Exception) as error:
+            dispatch.struck(operation.value, error)
             raise

@@ -100,8 +100,8 @@ class DeviceFastPath:
             if not async_op and dispatch.ran(execution, prepared.signature):
                 return out
             return dispatch.finish(execution, DeviceResult(out), async_op)
-        except KeyboardInterrupt:
-            dispatch.interrupted(Operation.ALL_REDUCE.value)
+        except (KeyboardInterrupt, Exception) as error:
+            dispatch.struck(Operation.ALL_REDUCE.value, error)
             if execution is not None:  # perhaps it has no driver yet
                 execution.finish()
             raise

@@ -19,7 +19,7 @@ from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import copy_of
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.driver import check_ended_here, out_of_memory, verdict
+from ferrorpc.collectives.driver import check_ended_here, failure_of, place_in_user_code, verdict
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.errors import (
@@ -29,7 +29,6 @@ from ferrorpc.errors import (
     GroupClosedError,
     LimitExceededError,
     StaleGenerationError,
-    UsageError,
 )
 from ferrorpc.generation_errors import used_in_child
 from ferrorpc.guard import FOREVER, Guard, seconds_of, wake_nobody
@@ -217,12 +216,15 @@ class Dispatch:
         key = Key(backend.group_id, stream, place)
         try:
             return prepared.start(key, [source.data for source in sources], result.targets, guard)
-        except (UsageError, MemoryError, RuntimeError) as error:  # the last from CUDA, which comes before what is sent
+        except (FerroError, MemoryError, RuntimeError) as error:  # the last from CUDA; all come before what is sent
+            if isinstance(error, CollectiveTimeoutError):  # of a GPU, for whose array the others wait as well
+                raise verdict(guard, error) from None
             if number is None:
                 self._give_back(place)
-            elif isinstance(error, MemoryError):  # the others wait for this rank's operation of that number
-                label = f"operation {number} of stream {stream}"
-                raise verdict(guard, out_of_memory(label, error)) from None
+            elif isinstance(
+                error, MemoryError | LimitExceededError
+            ):  # the others wait for this rank's operation of that number
+                raise verdict(guard, failure_of(f"operation {number} of stream {stream}", error)) from None
             raise
 
     def start_at(self, prepared: PointerAllReduce, source: int, target: int, keeps: object, timeout: float | None) -> Execution:
@@ -294,6 +296,14 @@ class Dispatch:
     def interrupted(self, label: str, interrupt: str = "KeyboardInterrupt") -> None:
         """Ends the generation after an interrupt in an operation with a number: the other ranks wait for this one."""
         self.end(GroupAbortedError(self.backend.world_ranks[self.backend.rank], f"{interrupt} during {label}"))
+
+    def struck(self, label: str, error: BaseException) -> None:
+        """As `interrupted`, where this is Ctrl-C or an error of a signal handler. Of any other the generation knows, or `start`
+        has given the number back: also for a handler's RuntimeError, which it cannot tell from CUDA's."""
+        if isinstance(error, KeyboardInterrupt):
+            self.interrupted(label)
+        elif not isinstance(error, FerroError | MemoryError | RuntimeError) and place_in_user_code(error) is not None:
+            self.end(failure_of(label, error))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""

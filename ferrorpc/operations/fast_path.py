@@ -279,8 +279,8 @@ class FastPath:
                 execution = self._execution(prepared, number, channel, steps, found, seconds)
             dispatch.run(execution)
             return number
-        except KeyboardInterrupt:
-            dispatch.interrupted(prepared.signature)
+        except (KeyboardInterrupt, Exception) as error:
+            dispatch.struck(prepared.signature, error)
             raise
 
     def _execution(

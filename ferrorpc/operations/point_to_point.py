@@ -76,8 +76,8 @@ class PointToPoint:
             else:
                 execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
             return self._dispatch.send(execution, async_op)
-        except KeyboardInterrupt:
-            self._dispatch.interrupted(f"send(dst={dst}, tag={tag})")
+        except (KeyboardInterrupt, Exception) as error:
+            self._dispatch.struck(f"send(dst={dst}, tag={tag})", error)
             raise
 
     @overload

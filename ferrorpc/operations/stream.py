@@ -161,8 +161,8 @@ class Stream:
             dispatch.begin_in_stream(self._number, number)
             execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
             return dispatch.submit(execution, result)
-        except KeyboardInterrupt:
-            dispatch.interrupted(operation.value)
+        except (KeyboardInterrupt, Exception) as error:
+            dispatch.struck(operation.value, error)
             raise
 
 

@@ -19,6 +19,7 @@ from ferrorpc.errors import FerroError, GroupAbortedError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.operations.stream import Stream
+from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.groups import Ranks, end_of
 from tests.fake_gpu.shared_worlds import ipc_backends
@@ -215,3 +216,19 @@ def test_memory_of_what_was_in_its_stream_is_kept_until_the_gpu_has_come_past_it
     assert not is_given_back()
     released.append(True)
     eventually(is_given_back, "all memory is given back", SECONDS)
+
+
+def test_a_broadcast_whose_array_does_not_come_in_time_ends_the_generation(cupy: StandIn) -> None:
+    """The root's host waits for a small array before anything is sent, and the others wait for the root."""
+    released: list[bool] = []
+
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x = cupy.asarray(np.ones(4, np.float32))
+            stream.fake.enqueue(lambda: bool(released))
+            with pytest.raises(FerroError, match="the GPU did not come to the end of a copy"):
+                group.broadcast(x if group.rank == 0 else None, root=0, timeout=0.2 if group.rank == 0 else SECONDS)
+            released.append(True)
+            assert group._backend.latch.cause is not None
+
+    run_groups([ProcessGroup(backend) for backend in host_lanes(3)], body)

@@ -13,7 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, TensorMismatchError
+from ferrorpc.errors import (
+    CollectiveMismatchError,
+    FerroError,
+    GroupAbortedError,
+    LimitExceededError,
+    TensorMismatchError,
+)
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.operations.fast_path import GENERAL_PATH, FastPath
@@ -307,5 +313,45 @@ def test_no_operation_returns_on_a_rank_that_has_found_what_ends_the_generation(
             for call in (work.wait, lambda: group.all_reduce(np.ones(4, np.float32)), group.barrier):
                 with pytest.raises(CollectiveMismatchError):
                     call()
+
+        run_groups([ProcessGroup(backend, timeout=60.0) for backend in world.backends], body)
+
+
+def test_what_a_signal_handler_raises_right_after_an_operation_got_its_number_ends_the_generation(monkeypatch):
+    """The other ranks wait for that number, and would do so until their timeout."""
+    with GrpcWorld(2, transport="shared_memory") as world:
+
+        def body(group):
+            x = np.ones(4, np.float32)
+            group.all_reduce(x)
+            if group.rank == 0:
+
+                def struck(text):
+                    raise TimeoutError
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(group.session.activity, "note", struck)
+                    with pytest.raises(TimeoutError):
+                        group.all_reduce(x)
+            with pytest.raises(GroupAbortedError, match=r"rank 0 ended the group: TimeoutError.* during all_reduce"):
+                group.all_reduce(x)
+
+        run_groups([ProcessGroup(backend, timeout=60.0) for backend in world.backends], body)
+
+
+def test_a_numbered_operation_that_finds_no_shared_memory_ends_the_generation():
+    """The other ranks wait for this rank's operation of that number."""
+    with GrpcWorld(2, transport="shared_memory") as world:
+
+        def body(group):
+            stream = group.stream(channels=4)
+            group.barrier()
+            if group.rank == 0:
+                group._backend.arena.bank = full
+            with pytest.raises(LimitExceededError, match="no shared memory is left"):
+                stream.all_reduce(np.ones(4, np.float32), 0).wait()
+
+        def full(stream):
+            raise LimitExceededError("no shared memory is left")
 
         run_groups([ProcessGroup(backend, timeout=60.0) for backend in world.backends], body)

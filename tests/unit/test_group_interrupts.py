@@ -191,23 +191,24 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_an_interrupt_before_an_operation_waits_for_anything_ends_the_generation_too(
-    monkeypatch: pytest.MonkeyPatch, call: Callable[[ProcessGroup], Any]
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[ProcessGroup], Any], error: type[BaseException]
 ) -> None:
     """It has its number by then, which the others wait for."""
 
     def body(group: ProcessGroup) -> str:
         if group.rank == 0:
-            noting(monkeypatch, KeyboardInterrupt)
-            with pytest.raises(KeyboardInterrupt):
+            noting(monkeypatch, error)
+            with pytest.raises(error):
                 call(group)
         with pytest.raises(GroupAbortedError) as broken:
             group.barrier()
         return broken.value.cause
 
     for cause in run_world(2, body, timeout=10.0):
-        assert cause.startswith("KeyboardInterrupt during ")
+        assert f"{error.__name__} during " in cause
 
 
 def noting(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:

@@ -47,6 +47,9 @@ class General:
     def next_number(self) -> int:
         return next(self._numbers)
 
+    def struck(self, label: str, error: BaseException) -> None:
+        """Not by a signal handler."""
+
     def guard(self, seconds: float) -> Guard:
         return Guard(SYSTEM_CLOCK, self.backend.latch, seconds)
 
