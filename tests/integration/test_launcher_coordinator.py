@@ -168,11 +168,60 @@ def test_a_coordinator_that_cannot_be_configured_ends_the_job_with_64_and_says_w
 def test_a_coordinator_that_fails_before_it_listens_ends_the_job_with_75(tmp_path):
     write_script(tmp_path, "raise SystemExit(70)", name="ferrorpc_coordinator.py")
     script = write_script(tmp_path, "import time; time.sleep(60)")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    result = run("-n", "1", script, PYTHONPATH=path, timeout=30)
+    result = run("-n", "1", script, timeout=30, PYTHONPATH=before_others(tmp_path))
     assert result.returncode == 75
     assert result.stderr.count("the coordinator ended (exit code 70); it is started again") == 2
-    assert "ferrorpc: the coordinator cannot start on 127.0.0.1:" in result.stderr
+    *_, reason, fate = result.stderr.splitlines()
+    assert reason.startswith("ferrorpc: the coordinator cannot start on 127.0.0.1:")
+    assert fate == "ferrorpc: then: rank 0 stopped by ferrorpc (SIGTERM)"
+
+
+def before_others(directory):
+    """A PYTHONPATH with which modules in this directory are found first."""
+    return os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
+
+
+def test_workers_of_a_job_whose_coordinator_cannot_start_may_save_what_they_have(tmp_path):
+    coordinator = f"""
+import os, time
+while not os.path.exists({str(tmp_path / "ready")!r}):
+    time.sleep(0.02)
+raise SystemExit(64)
+"""
+    write_script(tmp_path, coordinator, name="ferrorpc_coordinator.py")
+    body = """
+        import signal, sys, time
+        def save(number, frame):
+            print("saved")
+            raise SystemExit(3)
+        signal.signal(signal.SIGTERM, save)
+        open(sys.argv[1], "w").close()
+        time.sleep(60)
+    """
+    result = run("-n", "1", write_script(tmp_path, body), str(tmp_path / "ready"), PYTHONPATH=before_others(tmp_path))
+    assert (result.returncode, result.stdout) == (64, "0: saved\n"), result.stderr
+
+
+def test_a_job_outlives_a_coordinator_that_has_served_and_cannot_be_started_again_for_a_while(tmp_path):
+    """As while somebody else has the port of its page."""
+    coordinator = f"""
+import pathlib, sys, time
+starts = pathlib.Path({str(tmp_path / "starts")!r})
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (count + 1))
+if count == 0:
+    print("listening 127.0.0.1:29700 cluster 1", flush=True)
+if count < 5:
+    print("start", count, file=sys.stderr, flush=True)
+    sys.exit(64)
+pathlib.Path({str(tmp_path / "go")!r}).touch()
+time.sleep(60)
+"""
+    write_script(tmp_path, coordinator, name="ferrorpc_coordinator.py")
+    result = run("-n", "2", write_script(tmp_path, WAITER), str(tmp_path), PYTHONPATH=before_others(tmp_path))
+    assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["0: went on", "1: went on"]), result.stderr
+    assert result.stderr.count("the coordinator ended (exit code 64); it is started again") == 3, "the 1st, 2nd and 4th time"
+    assert re.findall("^coordinator: start (.)$", result.stderr, re.MULTILINE) == ["0", "1", "2", "4"]
 
 
 def test_a_given_coordinator_is_used_and_none_is_started(tmp_path):

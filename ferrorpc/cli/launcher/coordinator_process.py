@@ -17,7 +17,7 @@ from ferrorpc.exit_codes import EXIT_CONFIG
 _RESTART_SECONDS: Final = 0.1
 _RESTART_SECONDS_MAX: Final = 2.0
 _FAILED_STARTS_MAX: Final = 3
-"""After this many exits in a row before it listened, the coordinator is not started again."""
+"""A coordinator that has ended so often, and never listened, is not started again."""
 _CRASHES: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 """Signals by which a process fails by itself, as gRPC does where it gets no thread."""
 
@@ -52,6 +52,8 @@ class CoordinatorProcess:
         self.has_listened = False
         """Whether it has ever been in service."""
         self._failed_starts = 0
+        self._ends = 0
+        """Since it last listened."""
         self._delay = _RESTART_SECONDS
         self.restart_at = NO_DEADLINE
         """When it is to be restarted; finite only while it is down."""
@@ -59,26 +61,31 @@ class CoordinatorProcess:
 
     @property
     def cannot_start(self) -> bool:
-        """Whether another restart is pointless."""
-        return self._failed_starts >= _FAILED_STARTS_MAX
+        """Whether another restart is pointless. What has listened once may do so again, and workers wait for it as long as they
+        are told to."""
+        return not self.has_listened and self._failed_starts >= _FAILED_STARTS_MAX
+
+    @property
+    def is_told(self) -> bool:
+        """Whether to show how it last ended and what it logs: of starts that fail in a row the 1st, 2nd, 4th, 8th and so on."""
+        return self._ends & (self._ends - 1) == 0
 
     def on_output(self, data: bytes) -> None:
         """Takes its standard output. The line "listening ..." says that it is in service."""
         for line in self._output.feed(data):
             if line.startswith(b"listening"):
                 self.has_listened = True
-                self._failed_starts = 0
+                self._ends = 0
                 self._delay = _RESTART_SECONDS
                 self.page_address = line.partition(b" http ")[2].decode()
 
     def check(self, now: float) -> str | None:
-        """Detects its exit and schedules the restart. Returns a description of the exit, once."""
-        if self.restart_at != NO_DEADLINE or self.child.poll() is None:
+        """Schedules the restart of a child that was found to have ended. Returns a description of the exit, once."""
+        if self.restart_at != NO_DEADLINE or self.child.returncode is None:
             return None
-        assert self.child.returncode is not None
         if self.child.returncode > 0 or -self.child.returncode in _CRASHES:  # one that was killed may well run the next time
-            misconfigured = self.child.returncode == EXIT_CONFIG and not self.has_listened
-            self._failed_starts = _FAILED_STARTS_MAX if misconfigured else self._failed_starts + 1
+            self._failed_starts += _FAILED_STARTS_MAX if self.child.returncode == EXIT_CONFIG else 1
+        self._ends += 1
         self.restart_at = now + self._delay
         self._delay = min(2 * self._delay, _RESTART_SECONDS_MAX)
         return describe(self.child.returncode)

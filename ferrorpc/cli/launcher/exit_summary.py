@@ -53,16 +53,19 @@ def exit_reason(returncode: int, tail: Sequence[str]) -> str:
     return (last_exception(tail) or "") if returncode > 0 else ""
 
 
-def launcher_exit_code(first: Exit | None, interrupted: int, *, clean: bool) -> int:
+def launcher_exit_code(first: Exit | None, interrupted: int, given_up: int = 0, *, clean: bool) -> int:
     """The launcher's own exit code.
 
     Args:
         first: the failure that explains the others; None without one.
         interrupted: the signal that asked the launcher to stop, or 0.
+        given_up: the code of a job that could not go on whatever its workers did, or 0.
         clean: whether every worker ended with 0.
     """
     if interrupted and not clean:
         return 128 + interrupted
+    if given_up:
+        return given_up
     if first is None:
         return 0
     return EXIT_RETRY if first.victim else exit_code(first.returncode)

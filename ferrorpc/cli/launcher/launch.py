@@ -33,6 +33,7 @@ from ferrorpc.cli.launcher.exit_summary import (
     launcher_exit_code,
     losses_line,
     restart_line,
+    victims_line,
     waiting_line,
 )
 from ferrorpc.cli.launcher.output import Console, WorkerStream
@@ -388,24 +389,26 @@ class _Launch:
     def _listen_to_coordinator(self, coordinator: CoordinatorProcess) -> None:
         stream = WorkerStream(self._console, 2, self._console.prefix("coordinator", 5), shown=True, log=None)
         self._pipes.listen(coordinator.child.stdout, lambda data, now: coordinator.on_output(data))
-        self._pipes.listen(coordinator.child.stderr, lambda data, now: self._on_coordinator_log(stream, data, now))
+        self._pipes.listen(coordinator.child.stderr, lambda data, now: self._on_coordinator_log(coordinator, stream, data, now))
 
-    def _on_coordinator_log(self, stream: WorkerStream, data: bytes, now: float) -> None:
+    def _on_coordinator_log(self, coordinator: CoordinatorProcess, stream: WorkerStream, data: bytes, now: float) -> None:
         """Shows what it logs until the job is told to stop. That members leave after that is expected."""
-        if not self._group.interrupted:
+        if coordinator.is_told and not self._group.interrupted:
             stream.feed(data, now)
 
     def _check_coordinator(self, now: float) -> None:
         coordinator = self._coordinator
         if coordinator is None or self._code is not None:
             return
+        if coordinator.child.poll() is not None:
+            self._pipes.drain(coordinator.child.stderr)  # `check` may begin to keep quiet
         exit_text = coordinator.check(now)
-        if exit_text is not None:
-            self._pipes.drain(coordinator.child.stderr)
         if exit_text is not None and coordinator.cannot_start:
             self._console.say(f"the coordinator cannot start on {self._plan.coordinator}: {exit_text}")
-            self._code = EXIT_CONFIG if coordinator.child.returncode == EXIT_CONFIG else EXIT_RETRY
-        elif exit_text is not None:
+            self._coordinator = None
+            code = EXIT_CONFIG if coordinator.child.returncode == EXIT_CONFIG else EXIT_RETRY
+            self._carry_out(self._group.give_up(code, now))
+        elif exit_text is not None and coordinator.is_told:
             self._console.say(f"the coordinator ended ({exit_text}); it is started again on {self._plan.coordinator}")
         elif now >= coordinator.restart_at:
             self._pipes.finish(coordinator.child.stdout)
@@ -437,9 +440,11 @@ class _Launch:
         self._console.close()
         first = self._group.first_failure
         clean = all(end.returncode == 0 for end in self._group.exits)
-        self._code = launcher_exit_code(first, self._group.interrupted, clean=clean)
+        self._code = launcher_exit_code(first, self._group.interrupted, self._group.given_up, clean=clean)
         if self._group.interrupted:
             self._console.say(f"stopped by {describe(-self._group.interrupted)}")
+        elif self._group.given_up:
+            self._console.say(victims_line(self._group.exits, self._labels))
         elif first is not None:
             worker, others = self._workers[first.worker], [end for end in self._group.exits if end is not first]
             log = None if worker.log is None else worker.log.name

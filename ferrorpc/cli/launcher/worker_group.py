@@ -8,6 +8,8 @@ By default the workers of one launcher start and end together. The phases, and w
     STOPPING  --`shutdown_seconds` are over, or a second signal-->  KILLING   SIGKILL to those left
     any       --all have ended-->           RUNNING again while restarts are left and no stop was requested, else DONE
 
+A job that cannot go on for another reason than its workers (`give_up`) is stopped as after the grace, and not restarted.
+
 A worker that was told to stop counts as ended when its whole process group has ended: a shell may exit at once while the
 program that it started still saves something. Bad configuration (exit code 64) is never retried.
 
@@ -112,6 +114,8 @@ class WorkerGroup:
     restarts: int = 0
     interrupted: int = 0
     """The stop signal that the launcher received; 0 for none."""
+    given_up: int = 0
+    """The exit code of a job that `give_up` has ended; 0 for any other."""
     alive: set[int] = field(default_factory=set)
     exits: list[Exit] = field(default_factory=list)
     """Exits of the current attempt."""
@@ -146,6 +150,11 @@ class WorkerGroup:
             return self._kill()
         self.interrupted = number
         return self._stop(self.policy.interrupt_number if number == signal.SIGINT else number, now)
+
+    def give_up(self, code: int, now: float) -> list[Action]:
+        """The job lacks what all of its workers need; `code` says so to whoever started it."""
+        self.given_up = code
+        return [] if self.phase in (Phase.STOPPING, Phase.KILLING) else self._stop(signal.SIGTERM, now)
 
     def tick(self, now: float) -> list[Action]:
         """Checks the deadline."""
@@ -190,7 +199,7 @@ class WorkerGroup:
         self.deadline = NO_DEADLINE
         misconfigured = any(end.returncode == EXIT_CONFIG for end in self.exits)
         first = self.first_failure
-        again = first is not None and self.restarts < self.policy.max_restarts and not self.interrupted
+        again = first is not None and self.restarts < self.policy.max_restarts and not (self.interrupted or self.given_up)
         if misconfigured or not again:
             self.phase = Phase.DONE
             return [Done()]

@@ -101,6 +101,8 @@ def test_exit_codes():
     assert launcher_exit_code(end(1, -9), 0, clean=False) == 137
     assert launcher_exit_code(end(1, 1, victim=True), 0, clean=False) == 75
     assert launcher_exit_code(end(1, -15, stopped=True), signal.SIGINT, clean=False) == 130
+    assert launcher_exit_code(end(1, -15, stopped=True), 0, 64, clean=False) == 64
+    assert launcher_exit_code(end(1, -15, stopped=True), signal.SIGINT, 64, clean=False) == 130
     assert launcher_exit_code(None, signal.SIGTERM, clean=True) == 0, "asked to stop, and all stopped well"
 
 

@@ -97,6 +97,23 @@ def test_a_signal_is_forwarded_and_the_second_one_kills():
     assert group.interrupted == signal.SIGINT
 
 
+def test_a_job_that_cannot_go_on_stops_its_workers_as_any_other_and_is_not_restarted():
+    group = running(2, max_restarts=3)
+    assert group.give_up(75, 1.0) == [Signal((0, 1), signal.SIGTERM)]
+    assert group.deadline == 31.0
+    assert ends(group, 0, -signal.SIGTERM, now=1.1) == []
+    assert ends(group, 1, -signal.SIGTERM, now=1.1) == [Done()]
+    assert group.given_up == 75
+    assert all(end.stopped for end in group.exits)
+
+
+def test_a_job_that_stops_already_is_not_told_again_that_it_cannot_go_on():
+    group = running(2)
+    group.signalled(signal.SIGINT, 1.0)
+    assert group.give_up(75, 2.0) == []
+    assert group.deadline == 31.0
+
+
 def test_a_signal_alone_becomes_sigkill_after_the_shutdown_time():
     group = running(1)
     group.signalled(signal.SIGTERM, 1.0)
