@@ -12,23 +12,24 @@ _ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|
 
 def cells(text: str) -> int:
     """How many cells it takes."""
-    plain = _plain(text)
-    return len(plain) if plain.isascii() else sum(map(_cells_of, plain))
+    shown = plain(text)
+    return len(shown) if shown.isascii() else sum(map(_cells_of, shown))
 
 
 def cut(text: str, most: int) -> str:
     """The text if it takes so many cells at most; else what fits of it, without escape sequences, whose end may be missing."""
     if cells(text) <= most:
         return text
-    plain, left = _plain(text), most
-    for place, character in enumerate(plain):
+    shown, left = plain(text), most
+    for place, character in enumerate(shown):
         left -= _cells_of(character)
         if left < 0:
-            return plain[:place]
-    return plain
+            return shown[:place]
+    return shown
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """The text without escape sequences, and with spaces for tabs."""
     return _ESCAPES.sub("", text).expandtabs()
 
 

@@ -172,6 +172,19 @@ def test_a_gang_is_restarted_until_it_ends_well(tmp_path):
     assert "ferrorpc: restart 2 of 3: ranks 0, 1, because rank 0 ended with exit code 1\n" in result.stderr
 
 
+def test_a_restart_names_the_exception_in_whatever_colours_and_whatever_follows_it(tmp_path):
+    body = """
+        import atexit, os, sys
+        if os.environ["LOCAL_RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "00":
+            atexit.register(lambda: [print("stored file", number, file=sys.stderr) for number in range(25)])
+            print("\\x1b[1;35mValueError\\x1b[0m: \\x1b[35mloss is nan\\x1b[0m", file=sys.stderr)
+            sys.exit(1)
+    """
+    result = run("-n", "1", "--max-restarts", "1", write_script(tmp_path, body))
+    assert result.returncode == 0, result.stderr
+    assert "because rank 0 ended with exit code 1: ValueError: loss is nan\n" in result.stderr
+
+
 def test_nothing_of_a_failed_worker_is_left_when_it_is_started_again(tmp_path):
     script = write_script(
         tmp_path,

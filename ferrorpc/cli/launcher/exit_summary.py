@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ferrorpc.cli.launcher.signals import describe, exit_code
 from ferrorpc.cli.launcher.worker_group import Exit, Phase, Start, WorkerGroup
+from ferrorpc.cli.terminal import plain
 from ferrorpc.errors import ConfigError
 from ferrorpc.exit_codes import EXIT_RETRY
 
@@ -14,6 +15,7 @@ _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationErro
 _OUTSIDE_ERRORS = ("RendezvousTimeoutError", "StaleGenerationError")
 _EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?((?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit))(: ?.*)?")
 _UNCAUGHT = 1
+_SHOWN_LINES = 20
 _REASON_CHARACTERS_MAX = 300
 """A report with a longer one could exceed PIPE_BUF: in JSON a character takes up to 12 bytes."""
 
@@ -21,7 +23,7 @@ _REASON_CHARACTERS_MAX = 300
 def last_exception(tail: Sequence[str]) -> str | None:
     """The exception that ended a Python process, as "ValueError: message", found in the last lines of its standard error."""
     for line in reversed(tail):
-        match = _EXCEPTION_LINE.fullmatch(line)
+        match = _EXCEPTION_LINE.fullmatch(plain(line))
         if match is not None:
             return (match[1] + (match[2] or ""))[:_REASON_CHARACTERS_MAX]
     return None
@@ -78,9 +80,10 @@ def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tai
         first: the first failing worker.
         others: how the other workers ended.
         labels: of the workers, as on the console.
-        tail: the last lines of the first one's standard error.
+        tail: the last lines of the first one's standard error, of which the report shows some.
         log: the file with the first one's whole output.
     """
+    tail = tail[-_SHOWN_LINES:]
     lost = "the first of those that lost a member or the coordinator" if first.victim else "the first to fail"
     lines = [f"rank {labels[first.worker]} ended with {describe(first.returncode)}; it was {lost}."]
     if tail:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import select
 from collections import deque
 from collections.abc import Mapping
@@ -17,8 +18,11 @@ from typing import IO, Final
 
 from ferrorpc.cli.terminal import cells, cut
 
-TAIL_LINES: Final = 20
+TAIL_LINES: Final = 200
+"""Loggers and other hooks may write much after the traceback that says why a process ends."""
 _TAIL_LINE_BYTES_MAX: Final = 1000
+_TRACEBACK_MARKS: Final = re.compile(rb"(?:[ ^~]|\x1b\[[\d;]*m)*")
+"""A line ^~~~ of a traceback, or an empty one; in colours, too."""
 _LINE_BYTES_MAX: Final = 64 * 1024
 """Longer lines are split, so that a worker that never writes a newline cannot fill the launcher's memory."""
 _PROGRESS_SECONDS: Final = 10.0
@@ -199,13 +203,13 @@ class WorkerStream:
     @property
     def tail(self) -> list[str]:
         """Its last lines; of long ones the beginning."""
-        return [_beginning(line).decode(errors="replace") for line in self._tail]
+        return [line.decode(errors="replace") for line in self._tail]
 
     def feed(self, data: bytes, now: float) -> None:
         """New bytes; b"" for the end of the stream."""
         self._keep(data)
         lines = self._buffer.feed(data) if data else self._buffer.finish()
-        self._tail.extend(line for line in lines if line.strip(b" ^~"))  # no ^~~~ lines of tracebacks
+        self._tail.extend(_beginning(line) for line in lines if not _TRACEBACK_MARKS.fullmatch(line))
         if self._shown:
             self._console.lines(self._descriptor, self._prefix, lines)
             self._console.progress(self._descriptor, self._prefix, self._buffer.progress, now)

@@ -41,6 +41,13 @@ def test_the_exception_is_found_at_the_end_of_a_traceback():
     assert last_exception([]) is None
 
 
+def test_an_exception_in_colours_is_found_too():
+    """Python 3.13 writes it so on terminals, and elsewhere with FORCE_COLOR."""
+    coloured = "\x1b[1;35mferrorpc.errors.PeerLostError\x1b[0m: \x1b[35mrank 2 was lost\x1b[0m"
+    assert last_exception([coloured]) == "PeerLostError: rank 2 was lost"
+    assert is_victim(1, [coloured])
+
+
 def test_the_last_of_several_exceptions_counts():
     assert last_exception([*TRACEBACK, "During handling", "KeyError: 'x'"]) == "KeyError: 'x'"
 
@@ -116,6 +123,12 @@ def test_the_report_shows_the_first_failure_its_words_and_the_victims_in_one_lin
         "all of its output: logs/rank1.log",
         "then: ranks 0, 3 ended with exit code 75; rank 2 stopped by ferrorpc (SIGTERM)",
     ]
+
+
+def test_the_report_shows_the_last_lines_alone_of_those_that_are_kept():
+    text = crash_report(end(1, 1), [], LABELS, [str(number) for number in range(200)], None)
+    assert text.splitlines()[1:3] == ["its last 20 lines on standard error:", "  | 180"]
+    assert text.endswith("  | 199")
 
 
 def test_the_first_victim_is_called_so_and_others_are_told_in_order_of_rank():

@@ -163,11 +163,12 @@ def test_the_tail_keeps_the_last_lines_even_of_workers_that_are_not_shown(sinks)
     out, err = sinks(), sinks()
     log = io.BytesIO()
     stream = WorkerStream(Console(out, err, {}), 2, b"0: ", shown=False, log=log)
-    stream.feed(b"".join(f"{n}\n".encode() for n in range(50)) + b"    ^^^^~~~^^\n\n" + b"last", 0.0)
+    marks = b"    ^^^^~~~^^\n\n    \x1b[31m~~\x1b[0m\x1b[1;31m^^\x1b[0m\n"
+    stream.feed(b"".join(f"{n}\n".encode() for n in range(500)) + marks + b"last", 0.0)
     stream.feed(b"", 0.0)
-    assert stream.tail == [*(str(n) for n in range(51 - TAIL_LINES, 50)), "last"]
+    assert stream.tail == [*(str(n) for n in range(501 - TAIL_LINES, 500)), "last"]
     assert err.text() == b""
-    assert log.getvalue().endswith(b"49\n    ^^^^~~~^^\n\nlast")
+    assert log.getvalue().endswith(b"499\n" + marks + b"last")
 
 
 def test_a_sink_that_does_not_block_is_waited_for(sinks):
