@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import environment, read_numbers, start, started, write_script
+from tests.integration.launching import environment, read_numbers, run, start, started, write_script
 
 SUM = """
     import json, os, sys, time
@@ -107,6 +107,34 @@ def test_a_report_whose_process_is_slow_to_start_is_waited_for(tmp_path, coordin
     (tmp_path / "sitecustomize.py").write_text(slow)
     ends = two_nodes(coordinator, write_script(tmp_path, SUM), "fail", workers="1", PYTHONPATH=str(tmp_path))
     assert re.search(r"PeerLostError: rank 1 \(node1-0 on .*\) was lost: .*SIGKILL", ends[0][1]), ends
+
+
+def test_a_reporter_that_has_ended_is_told_of_with_its_words_and_started_again_at_the_next_report(tmp_path, coordinator):
+    starts = f"""
+        import os, sys
+        if "ferrorpc.cli.launcher.exit_reporter" in sys.orig_argv and not os.path.exists({str(tmp_path / "ended")!r}):
+            open({str(tmp_path / "ended")!r}, "w").close()
+            print("no memory", file=sys.stderr, flush=True)
+            os._exit(1)
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(starts))
+    body = """
+        import os, sys, time
+        import ferrorpc
+        group = ferrorpc.init_process_group()
+        group.barrier()
+        while not os.path.exists(sys.argv[1]):  # since then nobody reports
+            time.sleep(0.02)
+        if group.rank == 1:
+            os.kill(os.getpid(), 9)
+        group.all_reduce(1.0)
+    """
+    script = write_script(tmp_path, body)
+    arguments = ("-n", "2", "--grace", "60", "--coordinator", coordinator, script, str(tmp_path / "ended"))
+    result = run(*arguments, timeout=50, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 128 + 9, result.stderr
+    assert "exit reporter: no memory\n" in result.stderr
+    assert result.stderr.count("exits of workers are not reported: the process that does so has ended;") == 1
 
 
 def test_a_signal_ends_the_wait_for_a_report(tmp_path, coordinator):

@@ -15,13 +15,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from ferrorpc.cli import client
 from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses
+from ferrorpc.cli.launcher.output import LineBuffer
 from ferrorpc.cli.launcher.signals import FORWARDED_SIGNALS, STOP_SIGNALS
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError, FerroError
@@ -35,28 +36,49 @@ RETRY_PAUSE_SECONDS: Final = 0.2
 
 
 class ExitReporter:
-    """The launcher's side: reports exits of workers through a child process that `start` starts, and counts its answers."""
+    """The launcher's side: reports exits of workers through a child process that `start` starts, and counts its answers.
 
-    def __init__(self, children: ChildProcesses, address: str, job: str, environment: Mapping[str, str]) -> None:
+    A job runs without it, too: the coordinator sees a worker's stream end.
+
+    Args:
+        say: told why exits are not reported, once until one is.
+    """
+
+    def __init__(
+        self, children: ChildProcesses, address: str, job: str, environment: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
         self._children = children
+        self._say = say
         self._command = [sys.executable, "-P", "-m", "ferrorpc.cli.launcher.exit_reporter", address, job]
         self._environment = dict(environment)
         self.child: Child | None = None
         self.started = False
         """Whether `start` was called; its process may be missing."""
+        self._output = LineBuffer()
+        self._has_complained = False
         self.ready = False
         """Whether the process has made its imports, which take it seconds on a busy machine."""
         self.unanswered = 0
         """Reports without an answer yet."""
 
-    def start(self) -> Child:
-        """Starts the process ahead of time, so that a report need not wait for its imports.
+    @property
+    def runs(self) -> bool:
+        """Whether its process is there."""
+        return self.child is not None and self.child.poll() is None
 
-        Raises:
-            ConfigError: it cannot be started. Reports are then dropped.
+    def start(self) -> Child | None:
+        """Starts the process, in place of one that has ended: ahead of time, so that a report need not wait for its imports.
+
+        Returns None where it cannot be started. Reports are then dropped.
         """
-        self.started = True
-        self.child = self._children.start(self._command, self._environment, stdin=subprocess.PIPE)
+        if self.child is not None:
+            self._children.discard(self.child)
+        self.started, self.ready, self.child, self._output = True, False, None, LineBuffer()
+        try:
+            self.child = self._children.start(self._command, self._environment, stdin=subprocess.PIPE)
+        except ConfigError as error:
+            self._complain(error.message)
+            return None
         assert self.child.stdin is not None
         os.set_blocking(self.child.stdin.fileno(), False)
         return self.child
@@ -79,22 +101,31 @@ class ExitReporter:
 
     def on_output(self, data: bytes) -> None:
         """Takes the process's standard output; b"" is its end."""
-        answers = data.count(b"\n")
-        if answers and not self.ready:
+        for line in self._output.feed(data):
             self.ready = True
-            answers -= 1
-        self.unanswered = max(0, self.unanswered - answers) if data else 0
+            answer, _, why = line.decode(errors="replace").partition(": ")
+            self.unanswered -= answer in ("ok", "failed")
+            if answer == "failed":
+                self._complain(why)
+            elif answer == "ok":
+                self._has_complained = False
+        if not data:
+            self.unanswered = 0
+            self._complain("the process that does so has ended")
+
+    def _complain(self, why: str) -> None:
+        if not self._has_complained:
+            otherwise = "the coordinator notices lost workers by itself, which takes some seconds"
+            self._say(f"exits of workers are not reported: {why}; {otherwise}")
+        self._has_complained = True
 
 
 def serve(address: str, job: str) -> None:
     """The process: reports each line of standard input and answers on standard output, once it has said that it is ready."""
+    import ferrorpc.coordination.channel  # noqa: F401 - so that no report waits for it
     from ferrorpc.v1.session_pb2 import ProcessExit, ReportRequest
 
     config = Config({"coordinator": address, "job": job})
-    try:
-        client.token(config)
-    except ConfigError as error:
-        click.echo(f"ferrorpc: the coordinator is not told how workers end: {error}", err=True)
     click.echo("ready")
     sys.stdout.flush()
     for line in sys.stdin:

@@ -140,7 +140,7 @@ class _Launch:
         self._group = WorkerGroup(plan.processes, plan.policy, elastic=plan.elastic)
         self._labels = [plan.label(worker) for worker in range(plan.processes)]
         self._pipes = Pipes()
-        self._reporter = ExitReporter(children, plan.coordinator, plan.job, self._environment)
+        self._reporter = ExitReporter(children, plan.coordinator, plan.job, self._environment, console.say)
         self._run_id = secrets.token_hex(4)
         self._workers: dict[int, Worker] = {}
         self._coordinator: CoordinatorProcess | None = None
@@ -369,22 +369,21 @@ class _Launch:
         tail = worker.err.tail
         is_last = self._plan.owns_coordinator and self._group.alive == {number}
         if not is_last:
-            if not self._reporter.started:
+            if not self._reporter.runs:
                 self._start_reporter()
             self._reporter.send(self._plan.name(number), worker.launch, returncode, exit_reason(returncode, tail))
         victim, outside = is_victim(returncode, tail), is_outside(returncode, tail)
         self._carry_out(self._group.exited(number, returncode, victim=victim, outside=outside, now=now))
 
     def _start_reporter(self) -> None:
-        """Starts the process that reports exits. A job runs without it, too: the coordinator sees a worker's stream end."""
-        try:
-            child = self._reporter.start()
-        except ConfigError as error:
-            how = "the coordinator notices lost workers by itself, which takes some seconds"
-            self._console.say(f"exits of workers are not reported: {error.message}; {how}")
-            return
-        self._pipes.listen(child.stdout, lambda data, now: self._reporter.on_output(data))
-        self._pipes.listen(child.stderr, lambda data, now: None)
+        """Starts the process that reports exits, anew where it has ended."""
+        if (before := self._reporter.child) is not None:
+            self._pipes.finish(before.stdout)
+            self._pipes.finish(before.stderr)
+        if (child := self._reporter.start()) is not None:
+            words = WorkerStream(self._console, 2, self._console.prefix("exit reporter", 5), shown=True, log=None)
+            self._pipes.listen(child.stdout, lambda data, now: self._reporter.on_output(data))
+            self._pipes.listen(child.stderr, words.feed)
 
     def _listen_to_coordinator(self, coordinator: CoordinatorProcess) -> None:
         stream = WorkerStream(self._console, 2, self._console.prefix("coordinator", 5), shown=True, log=None)

@@ -27,13 +27,18 @@ def reporter():
     """A child whose standard input the test reads."""
     reader, writer = os.pipe()
     with open(writer, "wb", buffering=0) as stdin:
-        yield SimpleNamespace(reader=reader, stdin=stdin)
+        yield SimpleNamespace(reader=reader, stdin=stdin, returncode=None, poll=lambda: None)
 
 
 @pytest.fixture
-def reports(reporter):
-    children = SimpleNamespace(start=lambda *arguments, **options: reporter)
-    found = ExitReporter(children, "127.0.0.1:29700", "j", {})
+def said():
+    return []
+
+
+@pytest.fixture
+def reports(reporter, said):
+    children = SimpleNamespace(start=lambda *arguments, **options: reporter, discard=lambda child: None)
+    found = ExitReporter(children, "127.0.0.1:29700", "j", {}, said.append)
     found.start()
     return found
 
@@ -103,6 +108,28 @@ def test_signals_that_every_process_of_a_job_gets_do_not_end_the_reporter():
             reporter.send_signal(number)
         reporter.stdin.close()
         assert reporter.wait(60) == 0
+
+
+def test_what_keeps_exits_from_being_reported_is_said_once_until_one_is_reported(reporter, reports, said):
+    reports.on_output(b"ready\nfailed: no token file\nfailed: no to")
+    reports.on_output(b"ken file\n")
+    after = "the coordinator notices lost workers by itself, which takes some seconds"
+    assert said == [f"exits of workers are not reported: no token file; {after}"]
+    reports.on_output(b"ok\n")
+    reports.on_output(b"")
+    assert said[1:] == [f"exits of workers are not reported: the process that does so has ended; {after}"]
+    os.close(reporter.reader)
+
+
+def test_a_reporter_that_is_started_anew_has_to_get_ready_again(reporter, reports):
+    reports.on_output(b"ready\no")
+    assert (reports.ready, reports.runs) == (True, True)
+    reports.start()
+    assert not reports.ready
+    reports.send("box-0", "launch0", 1, "")
+    reports.on_output(b"ready\nok\n")
+    assert (reports.ready, reports.unanswered) == (True, 0)
+    os.close(reporter.reader)
 
 
 def test_a_reporter_that_is_gone_owes_no_answer(reporter, reports):
