@@ -1,7 +1,8 @@
-"""Signals as bytes on a socket, so that the launcher's event loop can select on them as on any pipe."""
+"""Signals that wake the launcher's event loop, which can select on them as on any pipe."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class SignalInbox:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
+        self._arrived: list[int] = []
         self._before: dict[int, signal._HANDLER] = {}
         self._wakeup_before = -1
         self._mask_before: set[int] = set()
@@ -39,10 +41,10 @@ class SignalInbox:
 
     def read(self) -> list[int]:
         """The signals that have arrived since the last call, in order."""
-        try:
-            return list(self._reader.recv(4096))
-        except BlockingIOError:
-            return []
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(4096)  # first: a signal that arrives from here on makes it readable again
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def __enter__(self) -> SignalInbox:
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -62,7 +64,8 @@ class SignalInbox:
         self._writer.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The interpreter has already written the number to the wake-up socket."""
+        """The interpreter has already written to the socket, which may be full by now: it only wakes."""
+        self._arrived.append(number)
         if number in STOP_SIGNALS:
             self._on_stop()
 

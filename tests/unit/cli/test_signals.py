@@ -1,6 +1,7 @@
-"""Signals as readable bytes, and their names."""
+"""Signals that can be selected on, and their names."""
 
 import os
+import select
 import signal
 
 from ferrorpc.cli.launcher.signals import SignalInbox, describe, exit_code
@@ -15,6 +16,18 @@ def test_signals_are_read_in_order_and_only_those_that_stop_are_in_a_hurry():
         assert (inbox.read(), stops) == ([signal.SIGUSR1, signal.SIGCHLD], [])
         os.kill(os.getpid(), signal.SIGTERM)
         assert (inbox.read(), stops) == ([signal.SIGTERM], ["stop"])
+
+
+def test_no_signal_is_lost_after_more_than_the_socket_holds():
+    """As where hundreds of workers end while their output holds the launcher up."""
+    with SignalInbox(lambda: None) as inbox:
+        for _ in range(300):
+            os.kill(os.getpid(), signal.SIGCHLD)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert select.select([inbox], [], [], 0)[0]
+        assert inbox.read()[-1] == signal.SIGTERM
+        assert inbox.read() == []
+        assert not select.select([inbox], [], [], 0)[0]
 
 
 def test_everything_is_as_before_once_the_inbox_is_closed():
