@@ -370,12 +370,16 @@ class Job:
         self.barriers.erase()
 
     def status(self, after: int = 0, room: float = math.inf) -> session_pb2.StatusResponse:
-        """The job's status, or its page that begins after this many barriers and members and has `room` bytes for more."""
+        """The job's status, or its page that begins after this many members and barriers and has `room` bytes for more.
+
+        Barriers come last: one that is released between two pages shifts no member out of them.
+        """
         by_rank = sorted(self.members, key=lambda member: member.rank if member.rank >= 0 else math.inf)
         late = behind(by_rank, self.context.now)
         page = session_pb2.StatusResponse(job=self.context.job) if after else self._status_without_lists(by_rank, late)
-        members = self._members_status(by_rank, late, max(0, after - len(self.barriers)))
-        parts: Iterator[session_pb2.BarrierStatus | identity_pb2.Member] = chain(self.barriers.status(after), members)
+        barriers = self.barriers.status(max(0, after - len(by_rank)))
+        parts: Iterator[identity_pb2.Member | session_pb2.BarrierStatus]
+        parts = chain(self._members_status(by_rank, late, after), barriers)
         for part in parts:
             room -= part.ByteSize()
             if room < 0 and (page.barriers or page.members):

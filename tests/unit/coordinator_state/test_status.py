@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ferrorpc_coordinator.state.events import Received, Tick
@@ -111,27 +112,46 @@ def test_the_status_of_an_open_barrier_has_arrival_times() -> None:
     assert (list(barrier.missing_ranks), barrier.age_ms) == ([1], 2000)
 
 
+def pages_of(world: World) -> Iterator[session_pb2.StatusResponse]:
+    """The pages of the status, each as it is when it is asked for."""
+    received, more = 0, True
+    while more:
+        page = world.replies[world.call(session_pb2.StatusRequest(job=world.job, after=received))]
+        assert isinstance(page, session_pb2.StatusResponse)
+        yield page
+        received, more = received + len(page.barriers) + len(page.members), page.more
+
+
 def test_a_status_comes_in_pages_that_make_up_the_whole() -> None:
     """At 10,000 members it would be larger than clients accept."""
     world = world_of(9, status_page_bytes=60)
     for name in ("a", "b"):
         world.ask("m2", barrier=barrier_pb2.BarrierRequest(generation=1, name=name, ordinal=1, timeout_ms=60_000))
+    pages = list(pages_of(world))
+    assert len(pages) > 2
     whole = session_pb2.StatusResponse()
-    pages = 0
-    while whole.more or not pages:
-        request = session_pb2.StatusRequest(job=world.job, after=len(whole.barriers) + len(whole.members))
-        page = world.replies[world.call(request)]
-        assert isinstance(page, session_pb2.StatusResponse)
+    for page in pages:
         assert sum(part.ByteSize() for part in [*page.barriers, *page.members]) <= 60
-        whole.ClearField("more")
         whole.MergeFrom(page)
-        pages += 1
-    assert pages > 2
     expected = status_of(world)
     assert whole.headline == expected.headline
     assert whole.barriers == expected.barriers
     assert whole.members == expected.members
     assert whole.generations == expected.generations
+
+
+def test_a_barrier_that_is_released_between_two_pages_takes_no_member_with_it() -> None:
+    world = world_of(9, status_page_bytes=60)
+    released = barrier_pb2.BarrierRequest(generation=1, name="a", ordinal=1, timeout_ms=60_000)
+    other = barrier_pb2.BarrierRequest(generation=1, name="b", ordinal=1, timeout_ms=60_000)
+    world.ask("m0", barrier=released)
+    world.ask("m0", barrier=other)
+    ranks = []
+    for number, page in enumerate(pages_of(world), start=1):
+        ranks += [member.rank for member in page.members]
+        for rank in range(1, 9) if number == 2 else ():
+            world.ask(f"m{rank}", barrier=released)
+    assert ranks == [*range(9)]
 
 
 def test_the_first_page_tells_of_whoever_is_behind_on_a_later_one() -> None:
