@@ -33,14 +33,14 @@ def held_ports(*numbers: int) -> Iterator[list[int]]:
         yield [_bind(stack.enter_context(socket.socket()), number) for number in numbers]
 
 
-def free_port(besides: str = "") -> int:
-    """A loopback port that nobody has now, other than that of the address `besides`.
+def free_port(*besides: int) -> int:
+    """A loopback port that nobody has now, other than these.
 
     Raises:
         ConfigError: this machine has no loopback address, or no ports are left.
     """
-    with held_ports(0, 0) as ports:  # asked again, the kernel may offer a port that was given back
-        return next(port for port in ports if not besides.endswith(f":{port}"))
+    with held_ports(*[0] * (len(besides) + 1)) as ports:  # asked again, the kernel may offer a port that was given back
+        return next(port for port in ports if port not in besides)
 
 
 def _bind(holder: socket.socket, number: int) -> int:

@@ -223,8 +223,13 @@ def make_plan(
         raise ConfigError(f"--http-port with a coordinator at {address}", hint="give --http-port to `ferrorpc coordinator`")
     single = node_span == (1, 1)
     master = master_addr or (LOOPBACK if single else split_address(address)[0])
-    port = master_port or (_master_port(address) if single else DEFAULT_MASTER_PORT)
-    chosen_ports = [split_address(address)[1]] * owns + [port] * (single and not master_port)
+    own_port = split_address(address)[1]
+    port = master_port or (_master_port(own_port) if single else DEFAULT_MASTER_PORT)
+    chosen_ports = [own_port] * owns + [port] * (single and not master_port)
+    page_port = config["http_port"] if http_port is None and owns else http_port
+    if page_port == 0:  # the coordinator keeps its page's address when it is started again
+        page_port = free_port(own_port, port)
+        chosen_ports.append(page_port)
     return Plan(
         command=command_line,
         processes=count,
@@ -234,7 +239,7 @@ def make_plan(
         node=node,
         coordinator=address,
         owns_coordinator=owns,
-        http_port=http_port,
+        http_port=page_port,
         job=config["job"],
         master=(master, port),
         chosen_ports=tuple(chosen_ports),
@@ -245,10 +250,10 @@ def make_plan(
     )
 
 
-def _master_port(coordinator: str) -> int:
+def _master_port(own_port: int) -> int:
     """A port for torch.distributed, for which alone a machine needs IPv4's loopback if its coordinator is known."""
     try:
-        return free_port(besides=coordinator)
+        return free_port(own_port)
     except ConfigError as error:
         raise ConfigError(error.message, hint=f"{error.hint}; or give --master-port", retryable=error.retryable) from None
 

@@ -1,5 +1,6 @@
 """The launcher's own coordinator: started, started again on its address, and reached by the commands."""
 
+import contextlib
 import json
 import os
 import re
@@ -95,7 +96,12 @@ def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
     assert (job.returncode, sorted(out.splitlines()), err) == (0, ["0: went on", "1: went on"], "")
 
 
-def test_a_job_that_lives_a_while_is_told_of_how_to_watch_it(tmp_path):
+def is_served(page):
+    with contextlib.suppress(OSError):
+        return urllib.request.urlopen(f"{page}/healthz", timeout=10).read() == b"ok\n"
+
+
+def test_a_job_that_lives_a_while_is_told_of_how_to_watch_it_also_after_the_coordinator_was_started_again(tmp_path):
     pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
     name = "night's;$(1)"
     launcher = start("-n", "1", "--job", name, "--http-port", "0", write_script(tmp_path, WAITER), str(tmp_path))
@@ -109,11 +115,16 @@ def test_a_job_that_lives_a_while_is_told_of_how_to_watch_it(tmp_path):
         assert words[-1] == name
         words.remove("--watch")
         assert ferrorpc(*words).returncode in (0, 64), "reached; the job is known once somebody joins"
-        assert urllib.request.urlopen(f"{told[2]}/healthz", timeout=10).read() == b"ok\n"
+        assert is_served(told[2])
+        pid, address = coordinator_of(launcher.pid)
+        os.kill(pid, signal.SIGKILL)
+        assert not wait_until_gone([pid])
+        eventually(lambda: is_served(told[2]), "the page at the address that was told")
     finally:
         (tmp_path / "go").touch()
         _, err = launcher.communicate(timeout=60)
-    assert (launcher.returncode, err) == (0, "")
+    assert launcher.returncode == 0
+    assert err == f"ferrorpc: the coordinator ended (SIGKILL); it is started again on {address}\n"
 
 
 def test_a_coordinator_that_dies_is_started_again_on_its_address_and_journal(job, tmp_path):

@@ -28,7 +28,7 @@ class CoordinatorProcess:
     Args:
         data_dir: where it begins its journal; in a temporary directory that `children` removes. Where there is no room for one,
             the coordinator says so, and members do not survive a restart.
-        http_port: of its status page; None leaves that to the environment.
+        http_port: of its status page; None without one.
     """
 
     def __init__(

@@ -41,9 +41,9 @@ class Plan:
         node: this node's name, the first half of its members' names.
         coordinator: host:port.
         owns_coordinator: whether this launcher starts it.
-        http_port: of its status page; None for that of FERRORPC_HTTP_PORT, if any.
+        http_port: of its status page; None without one.
         master: address and port of torch.distributed's own store.
-        chosen_ports: those of these two that nobody asked for by number: the launcher keeps them from others while it runs.
+        chosen_ports: those of these three that nobody asked for by number: the launcher keeps them from others while it runs.
         log_dir: where each worker's output is also written; None for the console alone.
         shown: workers whose output the console shows; None for all.
         role: value of ROLE_NAME.

@@ -240,6 +240,23 @@ def test_the_coordinator_and_torchs_store_get_different_ports(script):
     assert plan.label(1) == "1"
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_any_free_port_for_the_page_is_chosen_once_and_kept(script, monkeypatch, flag):
+    """The coordinator may be started again, and the page's address has been announced by then."""
+    if not flag:
+        monkeypatch.setenv("FERRORPC_HTTP_PORT", "0")
+    plan = make_plan(target=(script,), http_port=0 if flag else None)
+    assert plan.http_port
+    assert set(plan.chosen_ports) == {int(plan.coordinator.rpartition(":")[2]), plan.master[1], plan.http_port}
+    assert len(plan.chosen_ports) == 3
+    assert make_plan(target=(script,), http_port=29701).chosen_ports[2:] == ()
+
+
+def test_the_page_of_a_given_coordinator_is_not_the_launchers(script, monkeypatch):
+    monkeypatch.setenv("FERRORPC_HTTP_PORT", "0")
+    assert make_plan(target=(script,), coordinator="h:1").http_port is None
+
+
 def test_a_machine_without_a_loopback_whose_coordinator_is_named_needs_but_torchs_port(script, monkeypatch):
     """As one with IPv6 alone."""
     monkeypatch.setattr("ferrorpc.cli.ports.LOOPBACK", "192.0.2.1")  # of the documentation's network: nobody has it
