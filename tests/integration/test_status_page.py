@@ -4,6 +4,7 @@ FERRORPC_SCREENSHOTS=DIR keeps a picture of each.
 """
 
 import os
+import re
 import socket
 import threading
 from contextlib import ExitStack
@@ -219,6 +220,21 @@ def test_what_a_link_carried_before_it_was_told_of_is_at_no_rate_and_a_rank_with
     browser.open(f"http://{process.http_address}/")
     browser.until("document.readyState === 'complete' && location.protocol === 'http:'")
     assert browser.evaluate(LINKS) == [[2e6, None], [2e6, 5e5], 3]
+
+
+CLOCK = """(async () => {
+  const { clock } = await import("/text.js");
+  const hour = 3_600_000, then = new Date(Date.now() - 72 * hour);
+  return [clock(hour), clock(72 * hour), then.toLocaleDateString([], { month: "short", day: "numeric" })];
+})()"""
+
+
+def test_what_is_days_old_has_its_date(browser, process):
+    browser.open(f"http://{process.http_address}/")
+    browser.until("document.readyState === 'complete' && location.protocol === 'http:'")
+    today, days_old, date = browser.evaluate(CLOCK)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", today)
+    assert re.fullmatch(rf"{date}, \d\d:\d\d:\d\d", days_old)
 
 
 def test_the_headline_and_who_is_behind_are_the_coordinators_and_whoever_is_missing_at_a_barrier_is_late(browser, process):

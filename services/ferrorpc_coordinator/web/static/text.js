@@ -15,8 +15,11 @@ export function milliseconds(ms) {
   return ms < 999.5 ? ms.toPrecision(3) : count(Math.round(ms));
 }
 
+// When that was; with the date if it is a day ago or more.
 export function clock(ageMs) {
-  return new Date(Date.now() - ageMs).toLocaleTimeString([], { hour12: false });
+  const then = new Date(Date.now() - ageMs);
+  const time = then.toLocaleTimeString([], { hour12: false });
+  return ageMs < 86_400_000 ? time : `${then.toLocaleDateString([], { month: "short", day: "numeric" })}, ${time}`;
 }
 
 export function bytes(count) {
