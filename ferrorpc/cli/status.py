@@ -84,6 +84,7 @@ def _watch(config: Config, *, as_json: bool) -> NoReturn:
     Waits for a job that does not exist yet, and for a coordinator that has answered before. Such a coordinator is dialled anew,
     because certificates may have been renewed meanwhile.
     """
+    token(config)  # one that cannot be read is not waited for as a job that has not begun is
     history: list[tuple[float, StatusResponse]] = []
     problems = _Problems()
     while True:

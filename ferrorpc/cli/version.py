@@ -9,7 +9,15 @@ import click
 from ferrorpc.cli.table import table
 from ferrorpc.versions import own_version, version_of
 
-_PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "cupy-cuda12x", "nvidia-nccl-cu12")
+_PACKAGES = (
+    ("grpcio",),
+    ("protobuf",),
+    ("numpy",),
+    ("torch",),
+    ("cupy-cuda12x", "cupy-cuda13x"),
+    ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+"""Distributions, of each row one or more."""
 
 
 @click.command("version")
@@ -19,6 +27,9 @@ def command(verbose: bool) -> None:
     if not verbose:
         click.echo(own_version())
         return
-    rows = [("ferrorpc", own_version()), *((name, version_of(name) or "not installed") for name in _PACKAGES)]
+    rows = [("ferrorpc", own_version())]
+    for names in _PACKAGES:
+        found = [(name, version_of(name)) for name in names if version_of(name)]
+        rows += found or [(" or ".join(names), "not installed")]
     rows += [("python", platform.python_version()), ("system", platform.platform())]
     click.echo(table(("component", "version"), rows))

@@ -214,6 +214,20 @@ def test_version_says_what_is_installed(capfd):
     assert "python" in out
 
 
+@pytest.mark.parametrize(
+    ("installed", "shown"),
+    [
+        ({"nvidia-nccl-cu13": "2.28"}, ["cupy-cuda12x or cupy-cuda13x not installed", "nvidia-nccl-cu13 2.28"]),
+        ({"cupy-cuda12x": "14.0", "nvidia-nccl-cu12": "2.27"}, ["cupy-cuda12x 14.0", "nvidia-nccl-cu12 2.27"]),
+    ],
+)
+def test_version_names_the_packages_of_either_cuda(monkeypatch, capfd, installed, shown):
+    monkeypatch.setattr("ferrorpc.cli.version.version_of", lambda name: installed.get(name, ""))
+    assert run(["version", "-v"]) == 0
+    rows = [" ".join(line.split()) for line in capfd.readouterr().out.splitlines()]
+    assert [row for row in rows if row.startswith(("cupy", "nvidia"))] == shown
+
+
 def test_the_version_is_also_an_option(capfd):
     assert run(["--version"]) == 0
     assert capfd.readouterr().out.strip() == version("ferrorpc")

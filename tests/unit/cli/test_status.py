@@ -223,6 +223,16 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
         status._watch(Config({}), as_json=False)
 
 
+def test_watching_with_a_token_that_cannot_be_read_ends_at_once(monkeypatch, capfd, tmp_path):
+    def sleep(seconds):
+        raise AssertionError("it is waited for")
+
+    monkeypatch.setenv("FERRORPC_TOKEN_FILE", str(tmp_path / "missing"))
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(ConfigError, match="missing"):
+        status._watch(Config({"coordinator": "127.0.0.1:1"}), as_json=False)
+
+
 def watch(monkeypatch, answers, seconds=0.0):
     """Watches a job that gives these answers, so many seconds apart, until it is interrupted after the last."""
     left = list(answers)
