@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -230,6 +231,24 @@ def test_workers_that_fail_together_are_started_again_once_their_reports_had_tim
     ended, began = (read_numbers(tmp_path, f"{name}?", 2, timeout=0.1) for name in ("ended", "began"))
     waits = [later - before for before, later in zip(ended, began, strict=True)]
     assert min(waits) >= 1e9, "a report that nobody answers, and that would name the successor, has a second"
+
+
+def test_each_of_several_workers_that_fail_together_is_told_of_with_its_exception(tmp_path):
+    body = """
+        import os, sys, time
+        directory, rank = sys.argv[1], os.environ["RANK"]
+        if rank != "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError(f"loss of {rank} is nan")
+        open(f"{directory}/began{rank}", "w").close()
+        while not all(os.path.exists(f"{directory}/began{each}") for each in range(3)):
+            time.sleep(0.02)
+    """
+    flags = ("--coordinator", "127.0.0.1:1", "--max-restarts", "4", "--restart", "worker")
+    result = run("-n", "3", *flags, write_script(tmp_path, body), str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    line = r"^ferrorpc: restart [12] of 4: rank (\d), because rank \1 ended with exit code 1: (.*)$"
+    told = re.findall(line, result.stderr, re.MULTILINE)
+    assert sorted(told) == [("1", "ValueError: loss of 1 is nan"), ("2", "ValueError: loss of 2 is nan")]
 
 
 def test_a_stop_ends_a_restart_that_waits_for_an_unreachable_coordinator(tmp_path):

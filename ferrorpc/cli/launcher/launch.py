@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,8 +145,10 @@ class _Launch:
         self._run_id = secrets.token_hex(4)
         self._workers: dict[int, Worker] = {}
         self._coordinator: CoordinatorProcess | None = None
-        self._pending_restart: tuple[Start, float] | None = None
-        """Workers that are still to be started, and the latest time for it."""
+        self._to_start: deque[tuple[int, int]] = deque()
+        """Workers that are still to be started, each with the number of restarts so far."""
+        self._answer_by = 0.0
+        """Until then they wait for answers to reports of their predecessors' exits."""
         self._refused_until = 0.0
         """No worker is started before that, as the system has refused one."""
         self._poll_groups_at = NO_DEADLINE
@@ -165,6 +168,7 @@ class _Launch:
         self._pipes.call(self._inbox.fileno(), self._on_signals)
         # Workers first: they take longer to reach their first call than the coordinator takes to listen.
         self._carry_out(self._group.begin())
+        self._spawn()
         if self._plan.owns_coordinator:
             self._coordinator = CoordinatorProcess(
                 self._children, self._plan.coordinator, self._directory / "journal", self._environment, self._plan.http_port
@@ -187,14 +191,10 @@ class _Launch:
         self._check_coordinator(now)
         if self._warm_up_pending and now >= self._started + _WARM_UP_SECONDS:
             self._warm_up()
-        if self._pending_restart is not None:
-            start, latest = self._pending_restart
-            if self._group.phase in (Phase.STOPPING, Phase.KILLING):
-                self._pending_restart = None
-                self._abandon(start)
-            elif now >= self._refused_until and (now >= latest or not self._reporter.unanswered):
-                self._pending_restart = None
-                self._spawn(start)
+        if self._group.phase in (Phase.STOPPING, Phase.KILLING):
+            self._abandon()
+        elif now >= self._start_at:
+            self._spawn()
         self._explain_wait(now)
 
     def _explain_wait(self, now: float) -> None:
@@ -212,10 +212,14 @@ class _Launch:
             deadlines.append(self._coordinator.restart_at)
         if self._warm_up_pending:
             deadlines.append(self._started + _WARM_UP_SECONDS)
-        if self._pending_restart is not None:
-            due = self._pending_restart[1] if self._reporter.unanswered else now
-            deadlines.append(max(due, self._refused_until))
+        if self._to_start:
+            deadlines.append(self._start_at)
         return min(deadlines)
+
+    @property
+    def _start_at(self) -> float:
+        """When the next worker may be started."""
+        return max(self._refused_until, self._answer_by if self._reporter.unanswered else 0.0)
 
     @property
     def _warm_up_pending(self) -> bool:
@@ -252,15 +256,12 @@ class _Launch:
                 self._finish()
 
     def _start(self, start: Start) -> None:
-        """Starts workers, or postpones that until the exits of their predecessors have been reported."""
-        if self._pending_restart is not None:
-            before = self._pending_restart[0]
-            start = Start(before.workers + start.workers, start.attempt, before.cause or start.cause)
-        if self._reporter.unanswered:
-            self._pending_restart = (start, time.monotonic() + _ANSWER_SECONDS)
-        else:
-            self._pending_restart = None
-            self._spawn(start)
+        """Has workers started once the exits of their predecessors have been reported."""
+        if start.cause is not None:
+            tail = self._workers[start.cause.worker].err.tail
+            self._console.say(restart_line(start, self._plan.policy.max_restarts, self._labels, tail))
+        self._to_start.extend((worker, start.attempt) for worker in start.workers)
+        self._answer_by = time.monotonic() + _ANSWER_SECONDS
 
     def _signal(self, worker: int, number: int) -> None:
         if worker in self._workers and not self._workers[worker].child.send(number):
@@ -268,32 +269,28 @@ class _Launch:
 
     # -- workers ---------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, start: Start) -> None:
-        if start.cause is not None:
-            tail = self._workers[start.cause.worker].err.tail
-            self._console.say(restart_line(start, self._plan.policy.max_restarts, self._labels, tail))
+    def _spawn(self) -> None:
+        """Starts what is to be started, for a while."""
         until = time.monotonic() + _SPAWN_SECONDS
-        for started, number in enumerate(start.workers):
-            if (now := time.monotonic()) >= until:
-                self._pending_restart = (Start(start.workers[started:], start.attempt, None), now)
-                return
+        while self._to_start and (now := time.monotonic()) < until:
+            number, attempt = self._to_start[0]
             if (before := self._workers.get(number)) is not None:
                 self._finish_output(before)
                 self._children.discard(before.child)
-            environment = worker_environment(self._plan, number, start.attempt, self._environment, self._directory)
+            environment = worker_environment(self._plan, number, attempt, self._environment, self._directory)
             name = f"{self._run_id}/{secrets.token_hex(4)}"
             stdin = inheritable_stdin() if self._plan.processes == 1 else subprocess.DEVNULL
             environment.update({LAUNCH_VARIABLE: name, GIVEN_VARIABLE: given_settings(environment)})
             try:
                 child = self._children.start(self._plan.command, environment, stdin=stdin)
             except ConfigError as error:
-                left = start.workers[started:]
-                if not start.attempt or self._group.alive <= {*left}:  # there is nobody who can wait for it
+                if not attempt or self._group.alive <= {left for left, _ in self._to_start}:  # nobody can wait for it
                     raise
                 self._console.say(f"rank {self._labels[number]} is not started again yet: {error.message}")
-                self._pending_restart, self._refused_until = (Start(left, start.attempt, None), now), now + REFUSED_SECONDS
+                self._refused_until = now + REFUSED_SECONDS
                 return
-            self._workers[number] = self._connect(number, child, name, start.attempt)
+            self._to_start.popleft()
+            self._workers[number] = self._connect(number, child, name, attempt)
 
     def _connect(self, number: int, child: Child, launch: str, attempt: int) -> Worker:
         log = self._open_log(number, attempt)
@@ -344,9 +341,10 @@ class _Launch:
                 for worker in sorted(self._group.alive):
                     self._signal(worker, number)
 
-    def _abandon(self, restart: Start) -> None:
-        """The job stops before these workers were started again: they count as stopped."""
-        for number in restart.workers:
+    def _abandon(self) -> None:
+        """The job stops before these workers were started: they count as stopped."""
+        abandoned, self._to_start = self._to_start, deque()
+        for number, _ in abandoned:
             self._carry_out(self._group.exited(number, -signal.SIGTERM, victim=False, outside=False, now=time.monotonic()))
 
     def _check_exits(self) -> None:
