@@ -61,6 +61,7 @@ class GrpcBackend(MessageBackend):
             if len(host_peers.ranks) > 1:
                 near = SharedMemoryTransport(host_peers, mailbox, told)
                 transport = RoutedTransport(near, near.peers, transport, session.clock)
+                server.close_lanes = partial(transport.close, CLOSE_SECONDS, latch.unhealthy)
                 control = ControlBlocks(host_peers)
             tuning = Tuning(published(assignment.cost_table), asked, _host_of_each(host_peers.hosts))
             super().__init__(transport, session, timeout=timeout, control=control, basis=tuning)

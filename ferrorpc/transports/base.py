@@ -12,7 +12,7 @@ only one side has entered, and memory is bounded by eager chunks times operation
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrorpc.wire.frames import Header, Key
@@ -93,5 +93,9 @@ class Transport(ABC):
         return {}
 
     @abstractmethod
-    def close(self, timeout: float) -> None:
-        """Flushes what was sent, says goodbye to every peer and stops. Idempotent; takes at most `timeout` seconds."""
+    def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
+        """Flushes what was sent, says goodbye to every peer and stops. Idempotent; takes at most `timeout` seconds.
+
+        Args:
+            unawaited: peers that it does not wait for, as long as they are in it.
+        """

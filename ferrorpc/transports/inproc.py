@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from operator import index
 from typing import Any, Protocol
 
@@ -207,7 +207,7 @@ class InprocTransport(Transport):
         """`peer` has left, and everything that it sent before has arrived."""
         self._departed.add(peer)
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
         self._closed = True
         if self._network.leave(self.rank):
             for peer in range(self.size):

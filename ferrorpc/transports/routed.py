@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container
+from typing import Any, Final
 
 import numpy as np
 
 from ferrorpc.guard import Clock
 from ferrorpc.transports.base import Transport
 from ferrorpc.wire.frames import Header, Key
+
+FAR_SECONDS: Final = 1.0
+"""What the near transport leaves to the far one when both close: that writes meanwhile, and only has to say goodbye."""
 
 
 class RoutedTransport(Transport):
@@ -58,8 +61,7 @@ class RoutedTransport(Transport):
     def lost(self) -> dict[int, str]:
         return self._far.lost() | self._near.lost()
 
-    def close(self, timeout: float) -> None:
-        """As `Transport.close`. The near transport gets at most half of the time, so that some is left for the far one."""
+    def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
         deadline = self._clock.now() + timeout
-        self._near.close(timeout / 2)
-        self._far.close(max(0.0, deadline - self._clock.now()))
+        self._near.close(max(timeout / 2, timeout - FAR_SECONDS), unawaited)
+        self._far.close(max(0.0, deadline - self._clock.now()), unawaited)

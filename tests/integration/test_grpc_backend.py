@@ -267,7 +267,7 @@ def test_a_close_says_for_whom_it_waits_and_that_it_gave_up_and_the_peer_hears_t
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("ferrorpc.backends.message.CLOSE_SECONDS", 2.0)
-    monkeypatch.setattr("ferrorpc.transports.grpc.transport.EXPLAIN_SECONDS", 0.5)
+    monkeypatch.setattr("ferrorpc.transports.closing.EXPLAIN_SECONDS", 0.5)
     heard: list[str] = []
 
     def body(group: ProcessGroup) -> None:

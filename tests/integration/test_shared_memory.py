@@ -29,6 +29,34 @@ def test_a_script_that_never_closes_says_goodbye_to_its_host_peers(tmp_path: Pat
     assert result.stdout.splitlines() == ["0: True {} None"]
 
 
+def test_what_a_script_sent_arrives_though_it_ends_before_a_host_peer_reads_it(tmp_path: Path) -> None:
+    body = """
+    import time
+    import numpy as np
+    import ferrorpc
+
+    group = ferrorpc.init_process_group(transport="shared_memory", timeout=20.0)
+    group.barrier()
+    socket = group._backend.transport._near._links[1 - group.rank].socket
+    if group.rank == 0:
+        group.store.wait("deaf")
+        sent = 0
+        while not socket.pending:  # the last one is beyond what the kernel takes
+            group.send(np.full(2500, sent, np.float32), 1)
+            sent += 1
+        group.store.set("sent", str(sent).encode())
+    else:
+        with socket.reading:
+            group.store.set("deaf", b"")
+            sent = int(group.store.get("sent"))
+            time.sleep(1.0)
+        print([int(group.recv(0)[0]) for _ in range(sent)] == list(range(sent)))
+    """
+    result = run("-n", "2", write_script(tmp_path, body))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["1: True"]
+
+
 def test_the_way_is_chosen_for_each_pair_and_told(tmp_path: Path) -> None:
     """Rank 2 shares nothing: what goes to it goes over gRPC, and what the others send each other does not."""
     body = """

@@ -71,11 +71,6 @@ class StreamHandler(Protocol):
     def serve(self, source: int, lane: int, requests: RequestIterator, context: Any) -> Iterator[bytes]:
         """Runs stream `lane` from rank `source` on the calling thread. Yields what goes back."""
 
-    def close_at_exit(self) -> None:
-        """Says goodbye on every stream, once its peer has received what was sent. Nothing is done where it is closed already.
-
-        It does not wait for a peer that the coordinator reports as stalled or suspect."""
-
     def abandon_in_child(self) -> None:
         """In a forked child: leaves the parent's streams alone from now on."""
 
@@ -138,6 +133,8 @@ class WorkerServer:
         self._refusals = RefusalLog()
         self._changed = threading.Condition()
         self._handler: StreamHandler | None = None
+        self.close_lanes: Callable[[], None] = lambda: None
+        """Closes the lanes of the newest generation, also those that are no streams."""
         self._closed = False
         self._threads = ThreadPerCall(SYSTEM_CLOCK, "ferrorpc-incoming")
         self._server = grpc.server(
@@ -218,26 +215,25 @@ class WorkerServer:
         """Why TLS prevents this process from reaching a peer; None where it does not. Takes up to 4 s."""
         return diagnose(address, self._tls, job, Role.WORKER)
 
-    def register(self, handler: StreamHandler) -> None:
-        """Hands streams to this handler from now on: those of its job and generation."""
+    def register(self, handler: StreamHandler, close_lanes: Callable[[], None]) -> None:
+        """Hands streams to this handler from now on: those of its job and generation. Sets `close_lanes`."""
         with self._changed:
             if self._closed:
                 raise GroupClosedError("this process's server for peers is closed")
             self._handler = handler
+            self.close_lanes = close_lanes
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Says goodbye on every stream and stops listening. Idempotent. Takes as long as healthy peers need to receive what was
-        sent to them, up to CLOSE_SECONDS; those of a group that was closed have received it already."""
+        """Closes the lanes and stops listening. Idempotent. Takes as long as healthy peers need to receive what was sent to
+        them, up to CLOSE_SECONDS; those of a group that was closed have received it already."""
         with self._changed:
             if self._closed:
                 return
             self._closed = self._threads.closing = True
-            handler = self._handler
             self._changed.notify_all()
         self._token_parker.unpark()
-        if handler is not None:
-            handler.close_at_exit()
+        self.close_lanes()
         self._stop()
         _open_servers.discard(self)
 

@@ -12,9 +12,8 @@ that has said goodbye has left without a fault: its link counts as lost only whe
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -23,9 +22,10 @@ import numpy as np
 from ferrorpc.config import LANES_MAX
 from ferrorpc.errors import CodecError, FerroError, PermissionDeniedError
 from ferrorpc.generation_errors import PEER_LEFT, links_closed
-from ferrorpc.guard import Clock, Latch
+from ferrorpc.guard import Clock, Guard, Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, CLOSE_SECONDS, Transport
+from ferrorpc.transports.closing import wait_for_readers
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc.incoming_stream import GOODBYE, IncomingStream, refusal
 from ferrorpc.transports.grpc.lane import Lane
@@ -38,8 +38,6 @@ from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key, encode
 
-_log = logging.getLogger("ferrorpc.transports")
-
 DIAL_SECONDS: Final = 20.0
 
 UNREACHED_SECONDS: Final = 1.0
@@ -47,12 +45,6 @@ UNREACHED_SECONDS: Final = 1.0
 
 ANSWER_SECONDS: Final = 0.5
 """How long the goodbyes to the senders of incoming streams may take, which come last."""
-
-READER_POLL_SECONDS: Final = 0.5
-"""How often a closing rank looks whether it still has to wait for its peers."""
-
-EXPLAIN_SECONDS: Final = 5.0
-"""After how long it logs for whom."""
 
 
 class GrpcTransport(Transport):
@@ -89,7 +81,7 @@ class GrpcTransport(Transport):
         """Nothing is sent any more."""
         self._deaf = False
         """Senders are told goodbye: only once peers have read what was sent, or they would not wait for it any longer."""
-        server.register(self)
+        server.register(self, partial(self.close, CLOSE_SECONDS, latch.unhealthy))
 
     # -- what the collectives call -------------------------------------------------------------------------------------
 
@@ -145,14 +137,7 @@ class GrpcTransport(Transport):
         with self._lock:
             return {peer: link.loss for peer, link in enumerate(self._links) if link.loss is not None}
 
-    def close(self, timeout: float) -> None:
-        self._close(timeout, ())
-
-    def close_at_exit(self) -> None:
-        self._close(CLOSE_SECONDS, self._latch.unhealthy)
-
-    def _close(self, timeout: float, unawaited: Container[int]) -> None:
-        """As `close`, but without waiting for peers while they are `unawaited`."""
+    def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
         with self._lock:
             if self._closing:
                 return
@@ -163,7 +148,7 @@ class GrpcTransport(Transport):
         for lane in lanes:
             lane.finish(len(self._links[lane.peer].lanes), discard=broken)
         if not broken:
-            self._wait_for_readers(lanes, deadline - min(ANSWER_SECONDS, timeout / 2), unawaited)
+            self._wait_for_readers(lanes, timeout - min(ANSWER_SECONDS, timeout / 2), unawaited)
             deadline = min(deadline, self._clock.now() + ANSWER_SECONDS)
         with self._lock:
             self._deaf = True
@@ -178,26 +163,19 @@ class GrpcTransport(Transport):
         for stream in incoming:
             stream.end()
 
-    def _wait_for_readers(self, lanes: list[Lane], deadline: float, unawaited: Container[int]) -> None:
+    def _wait_for_readers(self, lanes: list[Lane], seconds: float, unawaited: Container[int]) -> None:
         """Waits until the peers have read all that was sent to them. The end of the generation ends that."""
 
         def give_up() -> None:
             for lane in lanes:
                 lane.cancel()
 
+        def unread() -> dict[int, Callable[[float], object]]:
+            return {lane.peer: lane.wait for lane in lanes if not lane.ended}
+
         ticket = self._latch.watch(give_up)
-        began = now = self._clock.now()
-        explain_at = began + EXPLAIN_SECONDS
-        while now < deadline and (awaited := [lane for lane in lanes if not (lane.ended or lane.peer in unawaited)]):
-            if now >= explain_at:
-                explain_at = deadline
-                _log.warning("rank %d closes once %s received all that it sent", self.rank, _have(awaited))
-            awaited[0].wait(min(READER_POLL_SECONDS, deadline - now))
-            now = self._clock.now()
+        wait_for_readers(self.rank, unread, unawaited, Guard(self._clock, self._latch, seconds))
         self._latch.forget(ticket)
-        if self._latch.cause is None and (unread := [lane for lane in lanes if not lane.ended]):
-            what = "rank %d closes after %.1f s, before %s confirmed that all it sent arrived"
-            _log.warning(what, self.rank, now - began, _have(unread))
 
     def abandon_in_child(self) -> None:
         self._lock = threading.Lock()  # a thread of the parent may have held it
@@ -401,9 +379,3 @@ class GrpcTransport(Transport):
                 return False
             link.loss = reason
             return True
-
-
-def _have(lanes: Iterable[Lane]) -> str:
-    """Their peers with the verb, such as "rank 2 has"."""
-    peers = sorted({lane.peer for lane in lanes})
-    return f"rank {peers[0]} has" if len(peers) == 1 else f"ranks {peers} have"

@@ -12,15 +12,16 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from ferrorpc.errors import FerroError, LimitExceededError, UsageError
 from ferrorpc.generation_errors import links_closed, reason_of
-from ferrorpc.guard import Clock, Latch
+from ferrorpc.guard import Clock, Guard, Latch
 from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS
+from ferrorpc.transports.closing import wait_for_readers
 from ferrorpc.transports.shared_memory.hosts import Hosts
 from ferrorpc.transports.shared_memory.link import Link
 from ferrorpc.transports.shared_memory.peer_socket import RESOURCES_HINT
@@ -129,8 +130,8 @@ class HostPeers:
         """As `Transport.lost`."""
         return {peer: link.loss for peer, link in self.links.items() if link.loss is not None}
 
-    def close(self, timeout: float) -> None:
-        """Says goodbye, stops reading and releases the memory. Idempotent; takes at most `timeout` seconds.
+    def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
+        """As `Transport.close`; also releases the memory.
 
         Arrays in this rank's segment stay valid, and so do views of other segments, although nobody writes them any more.
         """
@@ -143,7 +144,7 @@ class HostPeers:
                 link.end()
                 with contextlib.suppress(LimitExceededError):  # the others are still told
                     link.socket.send(GOODBYE)
-            self._stop_reading(timeout)
+            self._stop_reading(timeout, unawaited)
         except BaseException:  # an interrupt: no later call goes on with this
             self.reader.stop(0.0)
             raise
@@ -154,7 +155,7 @@ class HostPeers:
             if self._segment is not None:
                 self._segment.close()
 
-    def _stop_reading(self, timeout: float) -> None:
+    def _stop_reading(self, timeout: float, unawaited: Container[int]) -> None:
         """Waits until all that was sent is written. The end of the generation ends that."""
         if not self._started:
             timeout = 0.0  # an interrupt within `start` hides whether there is a thread
@@ -163,7 +164,9 @@ class HostPeers:
             return
         ticket = self.latch.watch(self.reader.discard)
         try:
-            self.reader.stop(timeout)
+            self.reader.finish()
+            wait_for_readers(self.rank, self.reader.unread, unawaited, Guard(self._clock, self.latch, timeout))
+            self.reader.stop(0.0)
         finally:
             self.latch.forget(ticket)
 

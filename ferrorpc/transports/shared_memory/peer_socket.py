@@ -56,6 +56,11 @@ class PeerSocket:
         """Whether messages wait until the kernel accepts them."""
         return bool(self._queue)
 
+    def all_written(self) -> bool:
+        """Whether no message is `pending`, also none that a thread just tries to write."""
+        with self._lock:
+            return not self._queue
+
     def send(self, message: bytes) -> bool:
         """Sends a message, in order. Returns False, and drops it, where CONTROL_MAX messages wait already.
 

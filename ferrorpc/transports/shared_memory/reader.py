@@ -128,17 +128,27 @@ class Reader:
                     return True
         return False
 
+    def finish(self) -> None:
+        """Lets the thread end once all waiting messages are written."""
+        self._stopping = True
+        self._wake()
+
     def stop(self, timeout: float) -> None:
         """Ends the thread once all waiting messages are written, or after `timeout` seconds. One that begins only later ends at
         once."""
-        self._stopping = True
-        self._wake()
+        self.finish()
         if not self._over.wait(timeout):
             self.discard()
             with self._lock:
                 has_begun = self._has_begun
             if has_begun:
                 self._over.wait()
+
+    def unread(self) -> dict[int, Callable[[float], object]]:
+        """By each peer to which messages wait to be written, what waits for that; empty once the thread has ended."""
+        if self._over.is_set():
+            return {}
+        return {peer_socket.peer: self._over.wait for peer_socket in self._sockets if not peer_socket.all_written()}
 
     def discard(self) -> None:
         """Gives up the messages that are not written yet."""

@@ -10,7 +10,7 @@ Cost: two copies of the payload, in two processes, and four system calls. The co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Final
 
 import numpy as np
@@ -108,8 +108,8 @@ class SharedMemoryTransport(Transport):
     def lost(self) -> dict[int, str]:
         return self._host_peers.lost()
 
-    def close(self, timeout: float) -> None:
-        self._host_peers.close(timeout)
+    def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
+        self._host_peers.close(timeout, unawaited)
 
     def _link_to(self, peer: int, needed: bool = True) -> Link | None:
         """The link to a peer; None where nothing can be sent any more. One that has left is reported as lost where `needed`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,23 +19,26 @@ class Slow:
         self.clock = clock
         self.seconds = seconds
         self.given = -1.0
+        self.unawaited: Container[int] = ()
 
-    def close(self, timeout: float) -> None:
-        self.given = timeout
+    def close(self, timeout: float, unawaited: Container[int]) -> None:
+        self.given, self.unawaited = timeout, unawaited
         self.clock.advance(min(timeout, self.seconds))
 
 
-def given(near_takes: float) -> tuple[float, float]:
-    clock = ManualClock()
+def given(near_takes: float, timeout: float = 10.0) -> tuple[float, float]:
+    clock, unwell = ManualClock(), {2}
     near: Any = Slow(clock, near_takes)
     far: Any = Slow(clock, 0.0)
-    RoutedTransport(near, (1,), far, clock).close(10.0)
+    RoutedTransport(near, (1,), far, clock).close(timeout, unwell)
+    assert near.unawaited is far.unawaited is unwell
     return near.given, far.given
 
 
-def test_a_host_peer_that_hangs_leaves_half_of_the_time_and_one_that_does_not_all_of_it() -> None:
-    assert given(near_takes=100.0) == (5.0, 5.0)
-    assert given(near_takes=1.0) == (5.0, 9.0)
+def test_a_host_peer_that_hangs_leaves_a_second_for_goodbyes_and_one_that_does_not_all_of_the_time() -> None:
+    assert given(near_takes=100.0) == (9.0, 1.0)
+    assert given(near_takes=1.0) == (9.0, 9.0)
+    assert given(near_takes=100.0, timeout=1.0) == (0.5, 0.5)
 
 
 def test_whom_either_has_not_reached_is_told() -> None:

@@ -31,7 +31,7 @@ class NoServer:
 
     token = "secret"
 
-    def register(self, handler: GrpcTransport) -> None:
+    def register(self, handler: GrpcTransport, close_lanes: object) -> None:
         self.handler = handler
 
 

@@ -5,6 +5,7 @@ That it is a transport like any other is held by `tests/contract/test_transports
 from __future__ import annotations
 
 import itertools
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -260,10 +261,9 @@ def test_who_waits_for_room_is_told_when_the_host_peer_leaves_and_what_found_non
 def test_the_end_of_the_generation_ends_the_wait_for_a_host_peer_that_reads_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading, payload = threading.Event(), np.zeros(INLINE_BYTES, np.uint8)
+    reading = threading.Event()
     monkeypatch.setattr(HostWorld, "_receive", lambda *_: reading.wait(60.0))
-    while pair.transport.send(0, KEY, header_of(1 << 30), 0, payload, lambda: None):
-        pass
+    leave_unread(pair)
     closing = threading.Thread(target=pair.transport.close, args=(60.0,), daemon=True)
     closing.start()
     closing.join(0.2)
@@ -272,6 +272,36 @@ def test_the_end_of_the_generation_ends_the_wait_for_a_host_peer_that_reads_noth
     closing.join(20.0)
     assert not closing.is_alive()
     reading.set()
+
+
+def test_a_close_says_for_which_host_peer_it_waits_and_that_it_gave_up(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ferrorpc.transports.closing.EXPLAIN_SECONDS", 0.0)
+    leave_unread(pair)
+    with caplog.at_level("WARNING", "ferrorpc.transports"):
+        pair.transport.close(0.5)
+    waited, gave_up = [record.getMessage() for record in caplog.records]
+    assert waited == "rank 1 closes once rank 0 has received all that it sent"
+    assert re.fullmatch(r"rank 1 closes after \d\.\d s, before rank 0 has confirmed that all it sent arrived", gave_up)
+
+
+def test_a_close_waits_for_a_host_peer_only_as_long_as_it_is_well(pair: Pair) -> None:
+    leave_unread(pair)
+    closing = threading.Thread(target=pair.transport.close, args=(60.0, pair.latch.unhealthy), daemon=True)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    pair.latch.unhealthy[0] = "rank 0 is stalled"
+    closing.join(20.0)
+    assert not closing.is_alive()
+
+
+def leave_unread(pair: Pair) -> None:
+    """Sends to a peer that reads nothing until a message waits for room."""
+    payload = np.zeros(INLINE_BYTES, np.uint8)
+    while pair.transport.send(0, KEY, header_of(1 << 30), 0, payload, lambda: None):
+        pass
 
 
 def test_the_longest_frame_fits_into_its_message_and_into_its_slot() -> None:
