@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -73,7 +73,8 @@ class SenderThreads:
         self._lock = threading.Lock()
         self._queues: dict[int, deque[tuple[Array, int]]] = {}
         """What is still to be sent to each peer. A peer has an entry as long as its thread runs."""
-        self._drained = guard.clock.parker()
+        self.ended = guard.clock.parker()
+        """Unparked at the end of each thread."""
         self.error: Exception | None = None
 
     def send(self, data: Array, peer: int, tag: int) -> None:
@@ -99,25 +100,17 @@ class SenderThreads:
                 self._backend.send(data, peer, tag)
             except Exception as problem:  # noqa: BLE001  the driver raises it: a third party's send may raise anything
                 self.error = problem
-        self._drained.unpark()
+        self.ended.unpark()
 
     def check(self) -> None:
         """Raises what stopped a thread."""
         if self.error is not None:
             raise self.error
 
-    def drain(self) -> None:
-        """Waits until all is sent. Raises what stopped it, or the cause that ended the generation."""
-        latch = self._guard.latch
-        ticket = latch.watch(self._drained.unpark)
-        try:
-            while self._queues and self.error is None:
-                latch.check()
-                if not self._drained.park(self._guard.deadline):
-                    raise CollectiveTimeoutError([], f"a send took longer than {self._guard.seconds:g} s")
-        finally:
-            latch.forget(ticket)
-        self.check()
+    def peers(self) -> list[int]:
+        """To whom a thread still sends."""
+        with self._lock:
+            return sorted(self._queues)
 
 
 class Turns:
@@ -160,7 +153,7 @@ class BlockingExecution(Execution):
         self._backend = backend
         self._label = label
         self._peers = list(peers)
-        """What it waits for, as group ranks: any of these at first, then one after the other."""
+        """What it waits for, as group ranks: any of these at first, then one after the other, then those it still sends to."""
         self._timers: WaitTimers | None = None
         """Of the whole operation; None while it has not had to wait."""
 
@@ -186,6 +179,18 @@ class BlockingExecution(Execution):
     def check(self) -> None:
         """Raises what ends its waits before their time."""
         self.guard.latch.check()
+
+    def park_until(self, is_over: Callable[[], bool], parker: Parker) -> None:
+        """Waits until `is_over`, the deadline, or `check` raises. `parker` is unparked when it may be over."""
+        self._timers = self._timers or WaitTimers(self)
+        ticket = self.guard.latch.watch(parker.unpark)
+        try:
+            while not is_over():
+                self.check()
+                if not parker.park(self._timers.due()):
+                    self._timers.act()
+        finally:
+            self.guard.latch.forget(ticket)
 
     def receive(self, src: int, tag: int, out: Array | None = None) -> Array:
         """A blocking recv until the deadline, or until `check` raises."""
@@ -256,9 +261,14 @@ class BlockingCollective(BlockingExecution):
                 self._take(action)
             else:
                 self._workspace.apply(index, 0, self._workspace.elements(action))
-        self._senders.drain()
+        self.park_until(self._all_sent, self._senders.ended)
+        self._senders.check()
         self.results, self.specs = self._workspace.results
         return True
+
+    def _all_sent(self) -> bool:
+        self._peers = self._senders.peers()
+        return not self._peers
 
     def _message(self, index: int, action: Send) -> Array:
         """The contents of a send, as an array that does not change any more."""
@@ -308,17 +318,9 @@ class BlockingMessage(BlockingExecution):
 
     def await_turn(self) -> None:
         """Waits until those that were called before are over."""
-        turn, guard = self._turn, self.guard
-        if turn is None or self._turns.is_first(self._place, turn):
-            return
-        ticket = guard.latch.watch(turn.unpark)
-        try:
-            while not self._turns.is_first(self._place, turn):
-                guard.latch.check()
-                if not turn.park(guard.deadline):
-                    raise self.timeout_error()
-        finally:
-            guard.latch.forget(ticket)
+        turn = self._turn
+        if not (turn is None or self._turns.is_first(self._place, turn)):
+            self.park_until(lambda: self._turns.is_first(self._place, turn), turn)
 
     def finish(self) -> None:
         if self._turn is not None:

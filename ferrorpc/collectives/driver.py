@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -233,10 +234,20 @@ def check_ended_here(guard: Guard) -> None:
         raise _first_cause(guard, guard.latch.ended_here[0].again())
 
 
+def standing(execution: Execution) -> tuple[list[int], str]:
+    """What an operation waits for, as far as is known, for a thread that waits no longer. It takes no turn, which only who
+    goes on with the operation may have: else a wake-up could be lost."""
+    try:
+        return execution.waiting_on(), execution.explain()
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another thread is just ending it
+        return [], ""
+
+
 def drive_apart(execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
     """Drives an execution on a thread of its own, which ends with it. The Work's result is `convert(execution)`."""
     clock = execution.guard.clock
     work: Work[Any] = Work(clock, execution.label)
+    work.standing = partial(standing, execution)
 
     def body() -> None:
         try:

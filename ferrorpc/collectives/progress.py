@@ -29,6 +29,7 @@ from ferrorpc.collectives.driver import (
     WaitTimers,
     breaks,
     failure_of,
+    standing,
     unmade_result,
 )
 from ferrorpc.collectives.execution import Execution
@@ -108,15 +109,6 @@ class _Entry:
         return self.verdict_by if self.failure is not None else self.patience.due()
 
 
-def _standing(entry: _Entry) -> tuple[list[int], str]:
-    """What an operation waits for, as far as is known, for a thread that waits no longer. It reads without the turn, which only
-    who goes on with the operation may have: else a wake-up could be lost."""
-    try:
-        return entry.execution.waiting_on(), entry.execution.explain()
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another thread is just ending it
-        return [], ""
-
-
 class Progress:
     """The thread that interleaves all asynchronous executions of one process (of one virtual world)."""
 
@@ -161,7 +153,7 @@ class Progress:
                 self._started = True
         if execution.can_be_assisted and not self._clock.one_at_a_time:
             work.assist = partial(self._assist, entry)
-        work.standing = partial(_standing, entry)
+        work.standing = partial(standing, execution)
         entry.scheduled = execution.has_begun and execution.polling is None
         has_only_timers, due = entry.scheduled, entry.due()  # events advance it already
         # The ticket is set before others can wake the entry: from then on it may end at any time, and needs its ticket.

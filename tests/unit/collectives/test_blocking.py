@@ -23,13 +23,13 @@ from ferrorpc import (
     ProcessGroup,
 )
 from ferrorpc.collectives import driver
-from ferrorpc.collectives.blocking import SenderThreads
-from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
+from ferrorpc.guard import Latch
 from ferrorpc.testing import FaultPlan, run_groups, run_world
 from ferrorpc.testing.contract_groups import SubgroupContract
 from tests.contract.queues import QueueBackend, Wires, queue_backends
 from tests.contract.wrapped import WrappedBackend
 from tests.interrupts import InterruptAt
+from tests.waiting import eventually
 
 
 class CutBackend(QueueBackend):
@@ -204,19 +204,41 @@ def test_a_barriers_timeout_is_one_of_a_barrier_and_names_who_is_missing():
 
 
 def test_a_send_that_does_not_end_is_not_waited_for_once_the_generation_is_over():
-    class Stuck:
-        def send(self, data: Any, dst: int, tag: int = 0) -> None:
-            entered.set()
-            over.wait(30.0)
+    over = threading.Event()
 
-    entered, over, latch = threading.Event(), threading.Event(), Latch()
-    senders = SenderThreads(Stuck(), Guard(SYSTEM_CLOCK, latch, 30.0))  # type: ignore[arg-type]
-    senders.send(np.zeros(1), 1, 0)
-    assert entered.wait(5.0)
-    SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.01, lambda: latch.trip(PeerLostError(1, "signal 9")))
+    class Stuck(QueueBackend):
+        def send(self, data: Any, dst: int, tag: int = 0) -> None:
+            self.latch.trip(PeerLostError(1, "signal 9"))
+            over.wait(60.0)
+
     with pytest.raises(PeerLostError, match="signal 9"):
-        senders.drain()
+        ProcessGroup(queue_backends(2, Stuck)[0]).broadcast(np.ones(3), root=0, timeout=30.0)
     over.set()
+
+
+def test_sends_that_wait_for_their_peer_are_explained_and_the_timeout_names_it(monkeypatch, caplog):
+    monkeypatch.setattr(driver, "EXPLAIN_SECONDS", 0.3)
+    over = threading.Event()
+
+    class Meeting(QueueBackend):
+        def send(self, data: Any, dst: int, tag: int = 0) -> None:
+            if dst == 2:
+                over.wait(60.0)
+
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        ProcessGroup(queue_backends(3, Meeting)[0]).scatter([np.ones(3)] * 3, timeout=1.0)
+    over.set()
+    assert raised.value.waiting_on == [2]
+    assert any("#1 waits for ranks [2]" in record.getMessage() for record in caplog.records)
+
+
+def test_a_wait_for_an_operation_that_still_runs_says_for_whom():
+    with ProcessGroup(queue_backends(2)[0]) as group:
+        work = group.recv(1, async_op=True, timeout=1.0)
+        with pytest.raises(CollectiveTimeoutError, match=r"recv.* waits for ranks \[1\]; it still runs") as raised:
+            work.wait(0.1)
+        assert raised.value.waiting_on == [1]
+        assert isinstance(eventually(work.exception), CollectiveTimeoutError)
 
 
 def test_waits_in_virtual_time_replay():
