@@ -20,7 +20,7 @@ from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Operation, example
 from ferrorpc.coordination.base import Session, Store
 from ferrorpc.errors import BackendUnavailableError, FerroError, GroupAbortedError, GroupClosedError, UsageError
-from ferrorpc.generation_errors import generation_replaced, reason_of
+from ferrorpc.generation_errors import ended_by, generation_replaced, reason_of
 from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives
@@ -294,10 +294,10 @@ class ProcessGroup(Collectives):
             if not isinstance(error, BackendUnavailableError):
                 self._dispatch.give_up()
             session = self._backend.session
-            if not isinstance(error, FerroError) and session is not None:
-                place = session.membership.assignment
-                if place.generation != self.generation:  # the others have the next one, and wait for this rank there
-                    session.membership.latch.end(GroupAbortedError(place.rank, f"{reason_of(error)} during reform()"))
+            if session is not None and session.membership.assignment.generation != self.generation:
+                # the others have the next one, and wait for this rank there
+                told = error if isinstance(error, FerroError) else ended_by(f"{reason_of(error)} during reform()")
+                session.membership.latch.end(told)
             raise
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from ferrorpc.errors import (
     FerroError,
     GroupAbortedError,
     GroupClosedError,
+    LimitExceededError,
     PeerLostError,
     RendezvousTimeoutError,
 )
@@ -31,6 +32,7 @@ from ferrorpc.testing import run_groups
 from ferrorpc.testing.reference import worst_rounding
 from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.transports.grpc.server import WorkerServer
+from ferrorpc.transports.shared_memory.host_peers import HostPeers
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.codecs import CODEC_NAMES
 from ferrorpc.wire.frames import Key
@@ -306,6 +308,31 @@ def test_a_rank_that_left_before_it_was_dialled_is_no_matter_of_the_network() ->
             group.all_reduce(np.ones(3))
 
     with GrpcWorld(2) as world:
+        run_groups([ProcessGroup(backend) for backend in world.backends], body)
+
+
+def test_a_rank_that_fails_in_reform_once_it_has_its_place_tells_the_others_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has said goodbye there, and lives."""
+    start, failed = HostPeers.start, threading.Event()
+
+    def refused(host_peers: HostPeers, *callbacks: Any) -> None:
+        if host_peers.rank == 0 and host_peers.latch is not world.backends[0].latch:
+            raise LimitExceededError("the system refuses a thread")
+        start(host_peers, *callbacks)
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            with pytest.raises(LimitExceededError, match=r"^the system refuses a thread"):
+                group.reform()
+            failed.set()
+        else:
+            with group.reform() as renewed:
+                assert failed.wait(SECONDS)
+                with pytest.raises(LimitExceededError, match="rank 0 ended the group: the system refuses a thread"):
+                    renewed.all_reduce(1.0)
+
+    with GrpcWorld(2, transport="auto") as world:
+        monkeypatch.setattr(HostPeers, "start", refused)
         run_groups([ProcessGroup(backend) for backend in world.backends], body)
 
 
