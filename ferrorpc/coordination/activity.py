@@ -26,7 +26,7 @@ class Activity:
 
     Attributes:
         operations: how many operations have begun.
-        last: the last of them, as text.
+        last: the last of them, or what a pipeline has computed since, as text.
     """
 
     def __init__(self) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from ferrorpc.arrays.base import Kind as ArrayKind
-from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError
+from ferrorpc.coordination.base import Session
+from ferrorpc.errors import BackendUnavailableError, CollectiveMismatchError, CollectiveTimeoutError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.operations.expected import Expected
 from ferrorpc.pipeline import device_lanes
@@ -50,6 +52,9 @@ class Exchange:
         orders: Mapping[int, Iterable[Transfer]],
     ) -> None:
         self._group = group
+        self._session: Session | None = None
+        with suppress(BackendUnavailableError):  # raised if there is no coordinator
+            self._session = group.session
         self._placement = placement
         self._pipeline = pipeline
         self._step = step
@@ -99,6 +104,11 @@ class Exchange:
             return message.value(message.payload, kind)
         self._arrivals.append((transfer, work))
         return message.value(self._wait_to_receive(transfer, work), kind)
+
+    def computing(self, action: str) -> None:
+        """Shows this rank in an action, where its last receive, which is over, would look like one that still waits."""
+        if self._session is not None:
+            self._session.activity.last = action
 
     def _message(self, transfer: Transfer) -> Message:
         """Waits for the message of a transfer."""
@@ -165,9 +175,12 @@ class Exchange:
         return Envelope(self._pipeline, self._step, str(transfer))
 
     def _timed_out(self, what: str, peer: int) -> BaseException:
-        """What to raise after too long a wait for a rank: the first cause, which is the timeout of one rank of the pipeline."""
+        """What to raise after too long a wait for a rank: the first cause, which is the timeout of one rank of the pipeline.
+        Ranks often wait in a chain, and any of them is the first: so it says what each was last seen in."""
+        world_ranks = self._group.world_ranks
+        known = "" if self._session is None else self._session.described(world_ranks)
         message = f"this rank of the pipeline waited {self._seconds:g} s for {what}"
-        return self._group.fail(CollectiveTimeoutError([self._group.world_ranks[peer]], message))
+        return self._group.fail(CollectiveTimeoutError([world_ranks[peer]], "; ".join(filter(None, (message, known)))))
 
 
 def _drop_complete(works: deque[tuple[Transfer, Work[Any]]]) -> None:

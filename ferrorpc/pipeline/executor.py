@@ -83,13 +83,15 @@ class Executor:
 
     def _run_compute(self, each: Action) -> None:
         value = None if each.kind is Kind.BACKWARD_WEIGHT else self._input(each)
+        name = str(each)
+        self._exchange.computing(name)
         start = self._clock.now()
         result = self._computed(each, value)
         if each.kind is Kind.FORWARD and each.stage == len(self._placement) - 1:
             self._batch_io.output(each.microbatch, result)
         stop = self._clock.now()
         label, chunk = KIND_LABELS[each.kind], self._chunk[each.stage]
-        self.spans.append(Span(str(each), self._rank, start, stop, label, str(each.microbatch), chunk))
+        self.spans.append(Span(name, self._rank, start, stop, label, str(each.microbatch), chunk))
         self.peak = max(self.peak, sum(piece.held for piece in self._pieces.values()))
         if each.kind is not Kind.BACKWARD_WEIGHT:
             self._keep(each, result)

@@ -87,7 +87,7 @@ def test_what_cannot_be_sent_is_refused_with_where_it_was_to_go(value, kind, mes
 @pytest.mark.parametrize("late", [False, True])
 def test_a_send_that_failed_at_once_is_told_of_like_one_that_fails_later(late: bool) -> None:
     work: Work[None] = Work(SYSTEM_CLOCK, "send")
-    group: Any = SimpleNamespace(rank=0, world_ranks=(0, 1), send=lambda *arguments, **more: work)
+    group: Any = SimpleNamespace(session=None, rank=0, world_ranks=(0, 1), send=lambda *arguments, **more: work)
     exchange = Exchange(group, [0, 1], [], "gpipe", 1, 5.0, {}, {})
     ends: list[Callable[[], object]] = [
         lambda: exchange.send(Transfer(0, 1, TransferKind.FORWARD, 0), np.ones(3)),

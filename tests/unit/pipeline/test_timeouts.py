@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,37 @@ def test_one_rank_raises_the_timeout_and_all_others_name_it(late: int) -> None:
             assert isinstance(error, CollectiveTimeoutError if rank == own else GroupAbortedError)
             assert "waited 7 s for" in error.message
             assert rank == own or error.fields["rank"] == own
+
+
+class StuckForward(Layer):
+    """A layer whose second forward pass takes long on the first rank."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group.rank)
+        self._group = group
+        self._forwards = 0
+
+    def forward(self, x: Any) -> Any:
+        self._forwards += 1
+        if self._group.rank == 0 and self._forwards == 2:
+            self._group.session.clock.parker().park(self._group.session.clock.now() + 20.0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_is_first_says_what_every_rank_is_in_so_the_one_that_waits_for_nobody_is_seen(seed: int) -> None:
+    """All later stages wait in a chain, and any of them may be the first whose deadline passes."""
+
+    def body(group: Any) -> str:
+        pipe = Pipeline(StuckForward(group), group, "1f1b", 4)
+        with pytest.raises(FerroError) as caught:
+            pipe.step(*batch(8), half_square, timeout=7.0)
+        return caught.value.message
+
+    for told in run_world(4, body, seed=seed, timeout=100.0):
+        assert re.search("rank 0 [^;]*, last seen in 0F1;", told)
+        for rank in 1, 2, 3:
+            assert re.search(rf"rank {rank} [^;]*, last seen in recv\(from rank {rank - 1},", told)
 
 
 def test_outputs_that_the_next_stage_never_takes_are_a_timeout_that_names_it() -> None:
