@@ -2,7 +2,8 @@
 
 A post-accumulate hook on every parameter reports that its gradient is complete. A callback that autograd runs at the end of a
 backward pass contributes what is left, and another one, behind those of all modules, waits for the reduction: ranks may have
-the modules in different orders. A reduction begins with the pass in which an output of `forward` gets its gradient, if
+the modules in different orders, but for those with `check_every` or a hook of several collectives, each of which waits for the
+one before. A reduction begins with the pass in which an output of `forward` gets its gradient, if
 that pass accumulates into the parameters' `.grad`; one that only asks for the gradient of the input, or `torch.autograd.grad`,
 does not, and is not synchronised. Nested passes (re-entrant checkpoints run one for each segment) may accumulate a parameter's
 gradient in several parts, so these gradients are reduced only at the end of the outer pass. The first step reduces everything

@@ -5,9 +5,13 @@ For torch modules, see tests/unit/torch/test_edge_cases.py. All worlds are simul
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
+from ferrorpc.ddp.hooks.compress import Compress
+from ferrorpc.ddp.hooks.top_k import TopK
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.parameter import Parameter
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
@@ -52,13 +56,17 @@ def test_unused_parameters_that_differ_by_rank_and_by_step():
             assert found[step] == {name: sum(share) / 2 if share else None for name, share in shares.items()}
 
 
-def test_two_synchronisers_begun_in_different_orders_do_not_mix():
+@pytest.mark.parametrize("hook", [None, Compress("f16"), TopK(1.0)])
+def test_two_synchronisers_begun_in_different_orders_do_not_mix(hook):
+    """Also with hooks of one collective."""
+
     def body(group):
-        syncs = [GradientSynchronizer({"a": np.zeros(8)}, group) for _ in range(2)]
+        like = {"a": np.zeros(8, np.float32)}
+        syncs = [GradientSynchronizer(like, group, hook=copy.deepcopy(hook)) for _ in range(2)]
         found = {}
         for number in (0, 1) if group.rank else (1, 0):
             step = syncs[number].step().__enter__()
-            step.ready("a", np.full(8, 10.0 * number + group.rank))
+            step.ready("a", np.full(8, 10.0 * number + group.rank, np.float32))
             found[number] = step
         for step in found.values():
             step.__exit__(None, None, None)
