@@ -289,14 +289,16 @@ class Pipeline:
         expected = receives(rows[rank], placement, edges) + (self._tied.gradient_receives() if has_backwards else [])
         keep_contexts = has_backwards or self.schedule.is_forward_first
         orders = {source: sends_to(rank, rows[source], placement, edges) for source, _ in self._lanes}
-        with self._exchange(expected, seconds, self._lanes, orders) as exchange:
+        tied_step = self._tied.step() if has_backwards else nullcontext()
+        with tied_step, self._exchange(expected, seconds, self._lanes, orders) as exchange:
             executor = Executor(rank, self._pieces, self.schedule, exchange, batch_io, self._clock, keep_contexts)
             try:
-                with self._tied.step(exchange) if has_backwards else nullcontext():
-                    for piece in executor.run(rows[rank]):
-                        self._tied.piece_completed(piece, exchange)
-                        if not self._tied.in_piece(piece):
-                            on_gradients(piece)
+                for piece in executor.run(rows[rank]):
+                    self._tied.piece_completed(piece, exchange)
+                    if not self._tied.in_piece(piece):
+                        on_gradients(piece)
+                if has_backwards:
+                    self._tied.sum_gradients(exchange)
                 for piece in filter(self._tied.in_piece, self._pieces):
                     on_gradients(piece)
             finally:

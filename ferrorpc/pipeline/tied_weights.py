@@ -119,10 +119,10 @@ class TiedWeight:
                 value, place = copied(parameter.grad), kind_of(parameter.grad).pointer_of(parameter.grad)
                 found[number] = _Before(copied(value) if place in places else parameter.grad, value)
                 places.add(place)
+        self._grads_before = {piece: found[id(parameter)] for piece, parameter in self.own.items()}
         for number, before in found.items():
             if before is not None:
                 parameters[number].grad = _written(before.array, _zeros_like(before.value))
-        self._grads_before = {piece: found[id(parameter)] for piece, parameter in self.own.items()}
 
     def piece_completed(self, piece: int, exchange: Exchange) -> None:
         """A piece of this rank has done its last backward. If it is the last one here with a copy, their gradients are sent."""
@@ -172,7 +172,7 @@ class TiedWeight:
         self._is_replaced = False
 
     def undo_step(self) -> None:
-        """Puts the gradients of earlier steps back, if they are still set aside."""
+        """Puts the gradients of earlier steps back, if the step began and did not end."""
         for piece, before in self._grads_before.items():
             self.own[piece].grad = _put_back(before)
         self._grads_before = {}
@@ -295,16 +295,14 @@ class TiedWeights:
             weight.broadcast(exchange)
 
     @contextmanager
-    def step(self, exchange: Exchange) -> Iterator[None]:
-        """A context for the backwards of a step. At its end all copies of each weight get the sum of their gradients; after an
-        error they have those from before the step. Raises UsageError if a tied weight is not there any more."""
+    def step(self) -> Iterator[None]:
+        """A context for the backwards of a step, and what is behind them. After an error all copies have the gradients from
+        before the step. Raises UsageError if a tied weight is not there any more."""
         try:
             self._look_up()
             for weight in self._weights:
                 weight.begin_step()
             yield
-            for weight in self._weights:
-                weight.sum_gradients(exchange)
             for weight in self._weights:
                 weight.end_step()
         except BaseException:
@@ -316,6 +314,11 @@ class TiedWeights:
         """Must be called when a piece of this rank has done its last backward."""
         for weight in self._weights:
             weight.piece_completed(piece, exchange)
+
+    def sum_gradients(self, exchange: Exchange) -> None:
+        """Gives all copies of each weight the sum of their gradients."""
+        for weight in self._weights:
+            weight.sum_gradients(exchange)
 
     def _look_up(self) -> None:
         """Finds the copies on this rank. Each time, because modules may replace their parameters."""

@@ -11,7 +11,7 @@ from ferrorpc.ddp.parameter import Parameter
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.testing import run_world
-from tests.unit.pipeline.test_tied_weights import ONES, Times, total
+from tests.unit.pipeline.test_tied_weights import ONES, InPlace, OwnArray, Times, total
 
 TIED = [("0/weight", "1/weight")]
 
@@ -45,6 +45,47 @@ def test_a_step_that_cannot_begin_leaves_the_gradients_of_the_last_one():
         return [each.weight.grad.item() for each in stages]
 
     assert run_world(1, body) == [[21.0, 21.0]]
+
+
+class FullMemory(Parameter):
+    """A parameter whose gradient cannot be set once, if `is_full`."""
+
+    is_full = False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "grad" and self.is_full:
+            self.is_full = False
+            raise MemoryError
+        super().__setattr__(name, value)
+
+
+def test_a_failure_while_gradients_are_set_aside_leaves_those_of_the_last_step():
+    def body(group):
+        stages = Times(2.0), Times(2.0, FullMemory(np.array([2.0])))
+        pipe = Pipeline(stages, group, "zbv", 2, tied=TIED)
+        pipe.step(ONES, ONES, total, reduction="sum")
+        stages[1].weight.is_full = True
+        with pytest.raises(MemoryError):
+            pipe.step(ONES, ONES, total, reduction="sum")
+        return [each.weight.grad.item() for each in stages]
+
+    assert run_world(1, body) == [[16.0, 16.0]]
+
+
+@pytest.mark.parametrize("make", [Times, InPlace, OwnArray])
+def test_a_failure_after_the_sums_leaves_the_gradients_of_the_last_step(make):
+    def refuse(piece: int) -> None:
+        raise ValueError(f"no room for stage {piece}")
+
+    def body(group):
+        stages = make(2.0), make(2.0)
+        pipe = Pipeline(stages, group, "zbv", 2, tied=TIED)
+        pipe.step(ONES, ONES, total, reduction="sum")
+        with pytest.raises(ValueError, match="no room for stage 0"):
+            pipe.step(ONES, ONES, total, reduction="sum", on_gradients=refuse)
+        return [each.weight.grad.item() for each in stages]
+
+    assert run_world(1, body) == [[16.0, 16.0]]
 
 
 def test_a_shared_weight_may_be_replaced_for_all_of_its_stages():
