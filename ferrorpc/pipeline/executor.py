@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.errors import UsageError
@@ -17,6 +17,9 @@ from ferrorpc.pipeline.schedules.schedule import Schedule
 from ferrorpc.pipeline.stage import Piece
 from ferrorpc.pipeline.transfers import Transfer, inputs_of, outputs_of
 from ferrorpc.plans.span import Span
+
+_COMPLETING: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.SEND_BACKWARD)
+"""The last of these completes a piece's gradients, and what others wait for."""
 
 
 class Executor:
@@ -66,20 +69,20 @@ class Executor:
 
         Yields the number of each piece as soon as its last backward is done and sent on: nobody waits while the caller uses it.
         """
-        last = {each.stage: each for each in actions if each.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
-        completed: int | None = None
+        last = {each.stage: each for each in actions if each.kind in _COMPLETING}
+        completed: list[int] = []
         for each in actions:
             if each.kind.sends:
                 for transfer in outputs_of(each, self._edges):
                     if self._placement[transfer.target] != self._rank:
                         self._exchange.send(transfer, self._values.pop(transfer))
             elif each.kind.computes:
-                if completed is not None:
-                    yield completed
+                yield from completed
+                completed.clear()
                 self._run_compute(each)
-                completed = each.stage if each == last.get(each.stage) else None
-        if completed is not None:
-            yield completed
+            if each == last.get(each.stage):
+                completed.append(each.stage)
+        yield from completed
 
     def _run_compute(self, each: Action) -> None:
         value = None if each.kind is Kind.BACKWARD_WEIGHT else self._input(each)

@@ -149,6 +149,43 @@ def test_no_stage_waits_for_what_another_does_with_its_gradients(name: str) -> N
     assert run_world(3, body) == [[3.0]] * 3
 
 
+class Telling(Layer):
+    """A layer that tells rank 1 when it has got its second gradient."""
+
+    def __init__(self, number: int, group: ProcessGroup) -> None:
+        super().__init__(number)
+        self._group = group
+        self._backwards = 0
+
+    def backward(self, context, grad_y):
+        self._backwards += 1
+        if self._backwards == 2:
+            self._group.send(np.ones(1), 1, tag=7)
+        return super().backward(context, grad_y)
+
+
+def test_gradients_are_handed_over_behind_their_last_send_also_where_a_schedule_has_that_late() -> None:
+    rows = [list(row) for row in schedules.interleaved(2, 2, chunks=2).with_messages().actions]
+    last = rows[1].pop([str(each) for each in rows[1]].index("3SEND_B1"))
+    rows[1].insert([str(each) for each in rows[1]].index("1SEND_B0"), last)
+    schedule = schedules.Schedule.of("late", rows)
+    assert "3B1 1RECV_B0 1B0 3SEND_B1 1SEND_B0" in schedule.to_text()
+
+    def body(group: ProcessGroup) -> list[int]:
+        pipe = Pipeline([Layer(0), Telling(2, group) if group.rank == 0 else Layer(3)], group, schedule)
+        told: list[int] = []
+
+        def meet(piece: int) -> None:
+            if piece == 3:
+                group.recv(0, tag=7, timeout=30)
+            told.append(piece)
+
+        pipe.step(*batch(2), half_square, on_gradients=meet)
+        return told
+
+    assert run_world(2, body) == [[2, 0], [3, 1]]
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_handed_over_after_the_step_they_leave_later_and_are_the_same(name: str) -> None:
     early, _ = run(name, early=True)
