@@ -215,14 +215,15 @@ class Reducer:
                 "while others wait for its part in the other",
                 hint="average both in one synchroniser, or as parts of one wrapped module; or open one block after the other",
             )
-        self.is_uneven = True
-        groups.append(self._group)
         try:
+            self.is_uneven = True
+            groups.append(self._group)
             with others_told(self._group):
                 yield
-        finally:
-            groups.remove(self._group)
+        finally:  # an interrupt may have come before it was appended
             self.is_uneven = False
+            if self._group in groups:
+                groups.remove(self._group)
 
 
 def check_means(parameters: Iterable[tuple[str, TensorSpec]], what: str) -> None:

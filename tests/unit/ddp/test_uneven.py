@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import sys
+from contextlib import nullcontext, suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ import pytest
 from ferrorpc import hooks
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
-from ferrorpc.errors import GroupAbortedError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, UsageError
 from ferrorpc.testing import run_world
+from tests.interrupts import InterruptAt
 from tests.unit.ddp.model import Plain
 
 REFUSED = "the weights of all ranks sum to"
@@ -123,3 +126,29 @@ def test_blocks_of_groups_with_no_other_rank_in_common_may_be_open_together():
         return found
 
     assert [len(found) for found in run_world(4, body)] == [2, 3, 4, 6]
+
+
+def test_wherever_the_begin_or_the_end_of_a_block_is_interrupted_none_is_open_behind_it():
+    """Neither of the same synchroniser nor of another one."""
+
+    def body(group, place):
+        syncs = [GradientSynchronizer({"w": np.zeros(2)}, group) for _ in range(2)]
+        struck = False
+        if group.rank == 0:
+            sys.setprofile(InterruptAt(place, lambda file: file.endswith("ferrorpc/ddp/reducer.py")))
+            try:
+                with syncs[0].uneven():
+                    pass
+            except KeyboardInterrupt:
+                struck = True
+            finally:
+                sys.setprofile(None)
+        for sync in syncs:
+            with suppress(GroupAbortedError, PeerLostError, CollectiveTimeoutError), sync.uneven():
+                pass
+        return struck
+
+    place = 1
+    while run_world(2, partial(body, place=place))[0]:
+        place += 1
+    assert place > 3
