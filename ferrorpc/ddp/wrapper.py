@@ -11,6 +11,7 @@ from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import UsageError
 
 _DEVICE: Final = "bring the module to the device before it is wrapped: module.to(device)"
+_BUFFERS: Final = 'leave it out, or pass buffers="local" in place of False'
 _NOT_NEEDED: Final = "leave it out: ranks may use different parameters in every step"
 _COUNTERPARTS: Final = {
     "device_ids": _DEVICE,
@@ -18,7 +19,10 @@ _COUNTERPARTS: Final = {
     "dim": "leave it out: a wrapper has one module and one device",
     "process_group": "pass the group as group=, such as init_process_group() returned",
     "device_mesh": "pass a group as group=, such as ferrorpc.Mesh gives for a dimension",
-    "broadcast_buffers": 'leave it out, or pass buffers="local" in place of False',
+    "broadcast_buffers": _BUFFERS,
+    "forward_sync_buffers": _BUFFERS,
+    "bucket_cap_mb_list": "pass one cap for all buckets, as bucket_cap_mb=25",
+    "batched_grad_copy": "leave it out: gradients are views of the buckets, or copied together",
     "find_unused_parameters": _NOT_NEEDED,
     "skip_all_reduce_unused_params": _NOT_NEEDED,
     "static_graph": _NOT_NEEDED,

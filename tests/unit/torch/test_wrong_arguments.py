@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 
 import numpy as np
@@ -165,6 +166,19 @@ WRONG |= {
 @pytest.mark.parametrize("case", WRONG)
 def test_it_is_a_usage_error_that_says_what_to_pass(case: str) -> None:
     check(*WRONG[case], ends_the_group=case.startswith("within"))
+
+
+def test_every_argument_of_torchs_wrapper_is_taken_or_told_its_counterpart() -> None:
+    own = inspect.signature(DistributedDataParallel.__init__).parameters
+    refused = [name for name in inspect.signature(nn.parallel.DistributedDataParallel).parameters if name not in own]
+    assert "device_ids" in refused
+
+    def body(group: ferrorpc.ProcessGroup) -> None:
+        for name in refused:
+            with pytest.raises(UsageError, match=f"{name}= is an argument of torch's"):
+                DistributedDataParallel(layer(), group=group, **{name: None})
+
+    run_world(1, body)
 
 
 def test_a_loss_of_torch_is_told_how_to_come_with_its_gradient() -> None:
