@@ -91,6 +91,7 @@ class Schedule(Table):
     @classmethod
     def from_csv(cls, source: str | Path, name: str = "custom") -> Schedule:
         """Reads such a CSV, also one that torch wrote. Actions that overlap in torch's are put one after the other.
+        Empty lines at the end are ignored.
 
         Args:
             source: a path; or the text itself, if it is a str with a line break or a comma in it.
@@ -102,10 +103,13 @@ class Schedule(Table):
         is_text = isinstance(source, str) and ("\n" in source or "," in source)
         try:
             text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-            rows = [[each for cell in row for each in actions_of_cell(cell)] for row in csv.reader(io.StringIO(text))]
+            cells = csv.reader(io.StringIO(text.removeprefix("\ufeff")))  # a mark that spreadsheets write
+            rows = [[each for cell in row for each in actions_of_cell(cell)] for row in cells]
         except UsageError as error:
             raise UsageError(f"{'' if is_text else f'{source}: '}{error.message}", hint=error.hint) from None
         except (UnicodeDecodeError, csv.Error) as error:
             what = "the text" if is_text else source
             raise UsageError(f"{what} is no CSV in UTF-8: {error}", hint="give what to_csv() wrote") from None
+        while rows and not rows[-1]:
+            rows.pop()
         return cls.of(name, rows)

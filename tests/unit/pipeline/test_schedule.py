@@ -152,6 +152,13 @@ def test_a_table_with_overlapped_pairs_is_read():
     assert Schedule.from_csv("0F0,1F0,(0F1;1B0)OVERLAP_F_B,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n").to_text().split() == rows
 
 
+def test_a_csv_of_a_spreadsheet_is_read_whose_text_begins_with_a_mark_and_ends_with_empty_lines(tmp_path: Path):
+    schedule = schedules.gpipe(2, 2)
+    text = f"\ufeff{schedule.to_csv()}\r\n,,,,,\r\n"
+    (tmp_path / "s.csv").write_text(text, encoding="utf-8", newline="")
+    assert Schedule.from_csv(text).actions == Schedule.from_csv(tmp_path / "s.csv").actions == schedule.actions
+
+
 def test_a_cell_that_is_no_action_is_refused():
     with pytest.raises(UsageError, match="'0UNSHARD' is no action"):
         Schedule.from_csv("0UNSHARD,0F0,0B0\n")
