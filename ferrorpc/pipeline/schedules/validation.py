@@ -66,7 +66,7 @@ def _checked_credits(value: Any) -> int:
 def checked_cap(value: Any, what: str) -> float:
     """A cap on activations. Raises UsageError if it is no number; infinity is one."""
     cap = number_of(value)
-    if math.isnan(cap):
+    if not cap > -math.inf:  # nor NaN
         raise UsageError(f"{what}={value!r} is no number of activations", hint="give a number, or None for any")
     return cap
 

@@ -81,8 +81,9 @@ def test_a_cap_that_nothing_fits_and_costs_that_are_none_are_refused():
         schedules.search({**EQUAL, "forward": [1.0, 1.0, 1.0, float("nan")]})
     with pytest.raises(UsageError, match="lists of one length"):
         schedules.search(dict.fromkeys(COST_NAMES, 1.0))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="memory_cap=nan"):
-        schedules.search(EQUAL, memory_cap=float("nan"))
+    for cap in "nan", "-inf":
+        with pytest.raises(UsageError, match=f"memory_cap={cap}"):
+            schedules.search(EQUAL, memory_cap=float(cap))
 
 
 def test_a_cap_without_end_is_none():
