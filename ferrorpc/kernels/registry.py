@@ -35,7 +35,7 @@ def converter(dtype: DType) -> Converter:
     if found is None:
         makers = available(dtype)
         found = next(makers[name]() for name in makers if name == "numpy" or _is_exact(dtype, name))
-        if "torch" in makers or "torch" not in sys.modules:
+        if "torch" in makers or sys.modules.get("torch") is None:
             cached[dtype] = found
     return found
 

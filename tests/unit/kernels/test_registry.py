@@ -40,6 +40,15 @@ def test_numpy_is_used_if_nothing_else_is_loaded(fresh, monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+def test_a_torch_that_a_program_blocks_is_none(fresh, monkeypatch, dtype):
+    """It stands in sys.modules as None then. A converter was made for each use."""
+    monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert type(registry.converter(dtype)) is NUMPY[dtype]
+    assert registry.converter(dtype) is registry.converter(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
 def test_torch_is_used_as_soon_as_it_is_loaded(fresh, monkeypatch, dtype):
     torch = pytest.importorskip("torch")
     monkeypatch.delitem(sys.modules, "torch")
