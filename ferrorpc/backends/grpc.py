@@ -68,7 +68,7 @@ class GrpcBackend(MessageBackend):
             self._asked = asked
             self._server = server
             self._path = path
-            session.activity.set_traffic_source(partial(_traffic, transport, None if control is None else control.calls))
+            membership.activity.set_traffic_source(partial(_traffic, transport, None if control is None else control.calls))
             undo.pop_all()
 
     def renew(self, timeout: float) -> GrpcBackend:

@@ -1,5 +1,5 @@
-"""What a member reports with each heartbeat: its last operation, the time it spent in operations and training steps, and the
-bytes it sent to each peer."""
+"""What a member reports with each heartbeat about its generation: its last operation, the time it spent in operations and
+training steps, and the bytes it sent to each peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINKS_MAX: Final = 32
 
 
 class Activity:
-    """Counters that operations update and heartbeats report.
+    """Counters of one generation, which operations update and heartbeats report.
 
     Any thread may update them, without a lock: a lost addition does no harm. The methods are cheap, because some are called for
     every operation.
@@ -64,8 +64,7 @@ class Activity:
         self._operation_seconds += exposed_seconds
 
     def set_traffic_source(self, traffic: Callable[[], Traffic]) -> None:
-        """Reports the links of another generation from now on."""
-        self._reported_bytes = {}
+        """Reports these links from now on."""
         self._traffic = traffic
 
     def beat(self, generation: int, now: float, *, is_last: bool = False) -> session_pb2.Beat:

@@ -19,7 +19,8 @@ DESCRIBE_SECONDS: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One generation on this rank: its assignment, the latch that trips when it is over, and the numbers of its barriers.
+    """One generation on this rank: its assignment, the latch that trips when it is over, the numbers of its barriers, and what
+    this rank has done in it, for status and error messages. Operations that end late count in the generation they began in.
 
     `latch.end(failure)` ends it on every rank. The coordinator keeps the first cause, which trips the latch here and on all
     others; if it does not answer within a second, the latch trips with `failure` itself. If a later generation has begun, this
@@ -29,6 +30,7 @@ class Membership:
     assignment: Assignment
     latch: Latch = field(default_factory=Latch)
     ordinals: Ordinals = field(default_factory=Ordinals)
+    activity: Activity = field(default_factory=Activity)
 
 
 def before_joining(job: str) -> Membership:
@@ -129,8 +131,11 @@ class Session(ABC):
     store: Store
     membership: Membership
     """The current generation; that of `before_joining` until there is one."""
-    activity: Activity
-    """What this rank does, for status and error messages. It counts every operation."""
+
+    @property
+    def activity(self) -> Activity:
+        """That of the current generation."""
+        return self.membership.activity
 
     @abstractmethod
     def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:

@@ -246,7 +246,8 @@ class LocalWorld:
         self.generation = _Generation(self.generation.number + 1, ranked)
         for rank, member in enumerate(ranked):
             assignment = Assignment(self.job, self.cluster_id, self.generation.number, rank, peers, reason)
-            member.assign(Membership(assignment, Latch(member.end_generation)))
+            latch, activity = Latch(member.end_generation), ReportingActivity(member.note_operation)
+            member.assign(Membership(assignment, latch, activity=activity))
 
 
 def _by_rank(members: Sequence[LocalSession], elastic: bool) -> list[LocalSession]:
@@ -279,7 +280,6 @@ class LocalSession(Session):
         self.gave_up_at = -math.inf
         """Clock time when its last `rejoin` timed out in this generation."""
         self.store = LocalStore(world.keyspace, world.condition, world.timeout, self._check_alive, self._owner_of)
-        self.activity = ReportingActivity(self._note_operation)
         self._last_operation_at = self.clock.now()
 
     @property
@@ -406,7 +406,8 @@ class LocalSession(Session):
             list(absent), f"no generation followed generation {before} within {timeout:.3g} s: it lacks {lacks}"
         )
 
-    def _note_operation(self) -> None:
+    def note_operation(self) -> None:
+        """It begins an operation."""
         self._last_operation_at = self.clock.now()
         if self._world.on_operation is not None:
             self._world.on_operation(self.number)

@@ -12,7 +12,6 @@ from typing import Any, Final, Self
 
 from ferrorpc.config import Config, host_name
 from ferrorpc.coordination import limits, process_exit
-from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session, before_joining
 from ferrorpc.coordination.channel import ChannelFactory, token_for
 from ferrorpc.coordination.connection import Connection
@@ -105,7 +104,6 @@ class RemoteSession(Session):
         )
         self._token = token_for(address, config)
         self._worker_address = worker_address
-        self.activity = Activity()
         self.membership = before_joining(job)
         self._returned = self.membership
         """The last one that `rejoin` returned. A later one, which came after `rejoin` had given up, is for its next caller."""
@@ -279,7 +277,7 @@ class RemoteSession(Session):
             payload=payload,
         )
         began = self.clock.now()
-        self.activity.operating(began)
+        membership.activity.operating(began)
         try:
             with membership.ordinals.use(name, participants) as ordinal:
                 request.ordinal = ordinal
@@ -287,7 +285,7 @@ class RemoteSession(Session):
         except BarrierTimeoutError as error:
             raise told_to(membership.assignment.rank, error) from None
         finally:
-            self.activity.operated(self.clock.now() - began)
+            membership.activity.operated(self.clock.now() - began)
         return list(response.payloads)
 
     def exchange_nccl_id(
@@ -337,7 +335,8 @@ class RemoteSession(Session):
 
     def beat(self) -> wire.Beat:
         """The next heartbeat."""
-        return self.activity.beat(self._generation, self.clock.now(), is_last=self.left)
+        membership = self.membership
+        return membership.activity.beat(self._number_of(membership), self.clock.now(), is_last=self.left)
 
     def welcomed(self) -> None:
         """Drops what the previous stream reported, which the coordinator repeats, and sends the volatile requests again."""

@@ -138,7 +138,7 @@ class Member(google.protobuf.message.Message):
     address: builtins.str
     """host:port of its worker server."""
     step: builtins.int
-    """The step counter in its last heartbeat."""
+    """The operations that it has begun in its generation, as of its last heartbeat."""
     beat_age_ms: builtins.int
     """Milliseconds since the last frame from it."""
     reason: builtins.str
@@ -148,7 +148,7 @@ class Member(google.protobuf.message.Message):
     step_age_ms: builtins.int
     """Milliseconds since its step counter last changed."""
     operation_ms: builtins.int
-    """Total milliseconds spent in operations, including waiting."""
+    """Total milliseconds spent in its operations, including waiting."""
     behind_ms: builtins.int
     """In a status: milliseconds for which its step has not advanced although another's is ahead; 0 if it keeps up."""
     @property
@@ -159,7 +159,7 @@ class Member(google.protobuf.message.Message):
 
     @property
     def training(self) -> Global___Training:
-        """All its training steps; unset before the first."""
+        """All its training steps in this generation; unset before the first."""
 
     def __init__(
         self,

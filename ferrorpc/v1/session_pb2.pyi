@@ -206,18 +206,18 @@ class Beat(google.protobuf.message.Message):
     LINKS_FIELD_NUMBER: builtins.int
     TRAINING_FIELD_NUMBER: builtins.int
     step: builtins.int
-    """Counts this member's operations, which shows whether it makes progress."""
+    """Counts this member's operations in this generation, which shows whether it makes progress."""
     activity: builtins.str
     generation: builtins.int
     operation_ms: builtins.int
-    """Total milliseconds spent in operations, including waiting."""
+    """Total milliseconds spent in its operations, including waiting."""
     @property
     def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Link]:
         """Links on which something was sent since they were last reported; at most 32 per heartbeat, and not in every heartbeat."""
 
     @property
     def training(self) -> ferrorpc.v1.identity_pb2.Training:
-        """All its training steps; unset before the first."""
+        """All its training steps in this generation; unset before the first."""
 
     def __init__(
         self,

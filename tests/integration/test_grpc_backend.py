@@ -51,7 +51,7 @@ class Announced(LocalSession):
     def assign(self, membership: Membership) -> None:
         assignment = membership.assignment
         peers = tuple(dataclasses.replace(peer, address=self.addresses.get(peer.name, "")) for peer in assignment.peers)
-        super().assign(Membership(dataclasses.replace(assignment, peers=peers), membership.latch))
+        super().assign(dataclasses.replace(membership, assignment=dataclasses.replace(assignment, peers=peers)))
 
 
 class GrpcWorld:

@@ -148,11 +148,11 @@ class Generations:
                 replaced = generation_replaced(before.number, generation.number)
                 self.end(before, f"replaced by generation {generation.number}", detail_of(replaced))
             for member in before.members:
-                member.assign_rank(-1, 0)
+                member.lose_rank()
         self.newest = generation
         self._context.newest_generation = generation.number
         for rank, member in enumerate(generation.members):
-            member.assign_rank(rank, generation.number)
+            member.assign_rank(rank, generation.number, self._context.now)
         self._context.durable_state.next_revision()
         self._save(generation)
         self._remember(generation, began=self._context.now)
@@ -294,7 +294,7 @@ class Generations:
         if newest is None:
             return
         for rank, member in enumerate(newest.members):
-            member.assign_rank(rank, newest.number)
+            member.assign_rank(rank, newest.number, self._context.now)
             if member.liveness is Liveness.LEFT:
                 newest.departed.add(rank)
 

@@ -63,6 +63,7 @@ class Member:
     successor_of: str = ""
     """What the launcher chose for the process whose name it took; that one's exit may be reported late."""
     step: int = 0
+    """Operations begun in its last generation; the next ones are of that, too."""
     step_since: int = 0
     """When its step counter last changed."""
     activity: str = ""
@@ -71,7 +72,7 @@ class Member:
     training: identity_pb2.Training | None = None
     """Where the time of its training steps went."""
     links: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Peer's world rank -> (kind of link, bytes sent to it in this generation)."""
+    """Peer's world rank -> (kind of link, bytes sent to it)."""
     open_requests: set[int] = field(default_factory=set)
     answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
     """By the numbers of its requests, for repeated ones."""
@@ -118,7 +119,10 @@ class Member:
         return f"{self.name} on {self.host}" if self.host else self.name
 
     def beat(self, beat: session_pb2.Beat, now: int, most_links: int) -> None:
-        """Updates the member from a heartbeat. At most `most_links` links are kept."""
+        """Updates the member from a heartbeat of its generation: one from before it counts nothing. At most `most_links` links
+        are kept."""
+        if beat.generation != self.generation:
+            return
         if beat.step != self.step:
             self.step, self.step_since = beat.step, now
         self.activity = beat.activity[:256]
@@ -128,8 +132,6 @@ class Member:
             self.training = identity_pb2.Training(
                 steps=spent.steps, compute_ms=spent.compute_ms, exposed_ms=spent.exposed_ms, hidden_ms=spent.hidden_ms
             )
-        if beat.generation != self.generation:
-            return
         for link in beat.links:
             if link.peer_rank in self.links or len(self.links) < most_links:
                 self.links[link.peer_rank] = link.kind[:16], link.sent_bytes
@@ -139,12 +141,17 @@ class Member:
         chosen = sorted(self.links.items(), key=lambda item: (-item[1][1], item[0]))[:most]
         return [identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent) for peer, (kind, sent) in chosen]
 
-    def assign_rank(self, rank: int, generation: int) -> None:
-        """Sets its rank in a generation; -1 for none."""
-        self.rank, self.generation = rank, generation
+    def assign_rank(self, rank: int, generation: int, now: int) -> None:
+        """Gives it a rank in a generation, in which it has done nothing yet."""
+        self.rank = self.last_rank = rank
+        self.generation = generation
+        self.step, self.step_since, self.operation_ms, self.training = 0, now, 0, None
         self.links.clear()
-        if rank >= 0:
-            self.last_rank = rank
+
+    def lose_rank(self) -> None:
+        """It has none in the newest generation. What it did in its last one stays known, for error messages."""
+        self.rank, self.generation = -1, 0
+        self.links.clear()
 
     def row(self) -> bytes:
         """The journal row, which survives a restart of the coordinator."""

@@ -78,14 +78,6 @@ def test_many_busy_links_take_turns() -> None:
     assert sorted(seen) == list(range(size))
 
 
-def test_a_new_generation_begins_from_nothing() -> None:
-    activity = Activity()
-    activity.set_traffic_source(lambda: {1: ("grpc", 100)})
-    assert links_of(activity) == {1: ("grpc", 100)}
-    activity.set_traffic_source(lambda: {1: ("grpc", 40)})
-    assert links_of(activity) == {1: ("grpc", 40)}
-
-
 def test_training_steps_are_summed_and_their_waits_are_time_in_operations() -> None:
     activity = Activity()
     assert not activity.beat(1, 0.0).HasField("training")

@@ -10,6 +10,7 @@ import pytest
 
 from ferrorpc import logs
 from ferrorpc.config import Config
+from ferrorpc.coordination.activity import LINKS_EVERY_BEATS
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import (
     BarrierTimeoutError,
@@ -48,11 +49,11 @@ class Played:
     def answer(self, **result: Any) -> None:
         self.connection._handle_frame(wire.ServerFrame(position=self.position, result=wire.Result(**result)))
 
-    def join(self, size: int) -> None:
+    def join(self, size: int, generation: int = 1) -> None:
         """Gives it rank 0 of a world of this size."""
-        self.position.generation = 1
+        self.position.generation = generation
         peers = [identity_pb2.Member(name=f"m{rank}") for rank in range(size)]
-        self.answer(sequence=99, join=rendezvous_pb2.JoinResponse(generation=1, rank=0, peers=peers))
+        self.answer(sequence=99, join=rendezvous_pb2.JoinResponse(generation=generation, rank=0, peers=peers))
 
 
 def test_an_id_that_was_not_answered_before_an_outage_is_offered_once_after_it() -> None:
@@ -136,6 +137,24 @@ def test_the_last_heartbeat_is_sent_directly_before_the_leave() -> None:
         leaving.result(20)
     assert (beat.beat.step, beat.beat.activity, beat.beat.links[0].sent_bytes) == (1, "barrier() #7", 100)
     assert leave.HasField("leave")
+
+
+def test_heartbeats_of_a_generation_tell_only_what_was_done_in_it() -> None:
+    """Its members' counts are compared, so all begin at 0, and its ranks may be fewer."""
+    played = Played()
+    played.welcome()
+    played.join(3)
+    former = played.session.activity
+    former.set_traffic_source(lambda: {2: ("grpc", 100)})
+    former.note("all_reduce #1")
+    former.stepped(1.0, 1.0, 1.0)
+    played.join(2, generation=2)
+    former.note("all_reduce #2")  # an operation of a thread that has not heard of the end yet
+    former.operated(1.0)
+    for _ in range(LINKS_EVERY_BEATS):
+        assert played.session.beat() == wire.Beat(generation=2)
+    played.session.activity.note("broadcast #1")
+    assert played.session.beat() == wire.Beat(generation=2, step=1, activity="broadcast #1")
 
 
 @pytest.mark.parametrize("reason", ["", "ValueError: batch 17 is damaged"])

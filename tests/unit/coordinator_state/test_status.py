@@ -48,6 +48,27 @@ def test_the_status_of_a_member_has_the_age_of_its_step_and_its_time_in_operatio
     assert [(member.step, member.step_age_ms, member.operation_ms) for member in told] == [(4, 2000, 1700), (5, 0, 0)]
 
 
+def test_what_a_member_has_done_counts_from_the_beginning_of_its_generation() -> None:
+    """Or a rank that hangs would be ahead of those that have taken the place of others."""
+    world = world_of(2)
+    training = identity_pb2.Training(steps=3)
+    for rank in range(2):
+        beat(world, rank, step=100 + rank, activity="all_reduce #100", operation_ms=9, training=training, generation=1)
+    world.tick(SECOND)
+    for rank in range(2):
+        policy = rendezvous_pb2.WorldPolicy(min_size=2, max_size=2)
+        join = rendezvous_pb2.JoinRequest(policy=policy, after_generation=1, pinned_rank=rank, timeout_ms=60_000)
+        world.ask(f"m{rank}", join=join)
+    beat(world, 0, step=101, operation_ms=10, training=training, generation=1)  # was under way
+    told = status_of(world).members
+    assert [(member.rank, member.step, member.step_age_ms, member.operation_ms) for member in told] == [(0,) * 4, (1, 0, 0, 0)]
+    assert not any(member.HasField("training") for member in told)
+    world.clients["m0"].frozen = world.clients["m1"].frozen = True
+    beat(world, 1, step=1, generation=2)
+    world.tick(3 * SECOND)
+    assert [member.behind_ms for member in status_of(world).members] == [3000, 0]
+
+
 def test_all_that_a_beat_tells_is_in_the_status() -> None:
     world = world_of(2)
     told: dict[str, Any] = {"links": [link(1, 7)], "training": identity_pb2.Training(steps=1, compute_ms=2)}
