@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -30,3 +31,16 @@ class InterruptAt:
         self.left -= 1
         if self.left == 0:
             raise KeyboardInterrupt
+
+
+def was_struck(place: int, call: Callable[[], object], files: tuple[str, ...]) -> bool:
+    """Interrupts a call at that place in these files. Returns whether the call got there."""
+    strike, before = InterruptAt(place, lambda file: file.endswith(files)), sys.getprofile()
+    sys.setprofile(strike)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return False

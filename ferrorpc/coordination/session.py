@@ -189,11 +189,11 @@ class RemoteSession(Session):
             return
         if latch.cause is not None or self._reported is latch:
             return
-        self._reported = latch
         request = wire.ReportRequest(generation=membership.assignment.generation, failure=_bounded(failure))
         try:
             self._connection.post("the report of a failure", latch, report=request)
             self.clock.call_at(self.clock.now() + REPORT_SECONDS, lambda: self._trip(latch, failure))
+            self._reported = latch  # last: one that was interrupted is made again, and the first report counts
         except FerroError:
             self._trip(latch, failure)
 

@@ -18,8 +18,8 @@ from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.transports.grpc.server import WorkerServer
 from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.members import join
+from tests.interrupts import was_struck
 from tests.threads import SECONDS
-from tests.unit.test_interrupted_ends import was_struck
 from tests.waiting import eventually
 
 FILES = ("ferrorpc/bootstrap/process_group.py", "ferrorpc/coordination/session.py")

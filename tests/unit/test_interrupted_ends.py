@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,22 +10,9 @@ import pytest
 import ferrorpc
 from ferrorpc import GroupAbortedError, GroupClosedError, PeerLostError, ProcessGroup
 from ferrorpc.testing import run_world
-from tests.interrupts import InterruptAt
+from tests.interrupts import was_struck
 
 FILES = ("ferrorpc/group.py", "ferrorpc/operations/dispatch.py")
-
-
-def was_struck(place: int, call: Callable[[], object], files: tuple[str, ...] = FILES) -> bool:
-    """Interrupts a call at that place in these files. Returns whether the call got there."""
-    strike, before = InterruptAt(place, lambda file: file.endswith(files)), sys.getprofile()
-    sys.setprofile(strike)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(before)
-    return False
 
 
 def alone() -> ProcessGroup:
@@ -46,7 +31,7 @@ def test_wherever_close_is_interrupted_the_group_is_left(is_subgroup: bool) -> N
                 group.barrier(timeout=60.0)
             return False
         work = group.recv(1, async_op=True)
-        struck = was_struck(place, group.close)
+        struck = was_struck(place, group.close, FILES)
         group.close()
         with pytest.raises(GroupClosedError):
             work.wait(1.0)
