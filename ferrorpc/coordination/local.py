@@ -49,8 +49,8 @@ class _Exchange:
     ids_needed: int = 0
     """An exchange of ids is complete with so many ids; a barrier (0) when all participants have arrived."""
     arrived: dict[int, list[bytes]] = field(default_factory=dict)
-    ended: int = 0
-    """Participants that have left the barrier, with or without its outcome."""
+    left: set[int] = field(default_factory=set)
+    """Ranks that have left the barrier, with or without its outcome. One that was interrupted may come again."""
     outcome: list[bytes] | FerroError | None = None
 
     @property
@@ -77,11 +77,15 @@ class _Generation:
     _past: deque[tuple[str, str, int]] = field(default_factory=deque)
     """Barriers that all participants have left, oldest first."""
 
-    def all_have_left(self, key: tuple[str, str, int]) -> None:
-        """Forgets a barrier's payloads and outcome. For a while it is known, so that nobody uses its number for other ranks."""
+    def leave_barrier(self, key: tuple[str, str, int], rank: int) -> None:
+        """A rank leaves a barrier, known for a while once all have: to those interrupted, and so that no number recurs."""
         exchange = self.exchanges[key]
-        exchange.arrived, exchange.outcome = {}, []
-        self._past.append(key)
+        if rank in exchange.left:
+            return
+        exchange.left.add(rank)
+        if len(exchange.left) == len(exchange.ranks):
+            exchange.arrived = {}
+            self._past.append(key)
         while len(self._past) > REMEMBERED_BARRIERS:
             del self.exchanges[self._past.popleft()]
 
@@ -326,24 +330,20 @@ class LocalSession(Session):
         limits.check_key(name)
         payload, seconds = limits.check_payload(payload), seconds_of(timeout, self._world.timeout)
         exchange = _Exchange(f"barrier {name!r}", self._participants(ranks))
-        with self.membership.ordinals.use(name, exchange.ranks) as ordinal:
+
+        def meet(ordinal: int) -> list[bytes]:
             key = ("barrier", name, ordinal)
             with self._condition.lock:
-                generation, exchange = self._arrive(key, exchange, [payload])
+                generation, met = self._arrive(key, exchange, [payload])
             try:
-                payloads = self._wait_for(generation, exchange, seconds)
-            except FerroError as error:
-                self._leave_barrier(generation, key)
-                raise told_to(self.rank, error) if isinstance(error, BarrierTimeoutError) else error from None
-            self._leave_barrier(generation, key)  # not where it is interrupted: the next use goes on with it
-            return payloads
+                return self._wait_for(generation, met, seconds)
+            except BarrierTimeoutError as error:
+                raise told_to(self.rank, error) from None
+            finally:
+                with self._condition.lock:
+                    generation.leave_barrier(key, self.rank)
 
-    def _leave_barrier(self, generation: _Generation, key: tuple[str, str, int]) -> None:
-        with self._condition.lock:
-            exchange = generation.exchanges[key]
-            exchange.ended += 1
-            if exchange.ended == len(exchange.ranks):
-                generation.all_have_left(key)
+        return self.membership.ordinals.use(name, exchange.ranks, meet)
 
     def exchange_nccl_id(
         self,

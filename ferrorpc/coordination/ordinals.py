@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import Lock
-from typing import Final
+from typing import Final, TypeVar
 
 from ferrorpc.errors import BarrierTimeoutError, FerroError
+
+Result = TypeVar("Result")
 
 NAMES_MAX: Final = 8_192
 """Names kept for each set of participants. A coordinator knows at most 5,120 of their barriers, open and past: of a name that
@@ -25,31 +26,38 @@ class Ordinals:
         self._lock = Lock()
         self._last: dict[tuple[int, ...], dict[str, int]] = {}
 
-    @contextmanager
-    def use(self, name: str, ranks: tuple[int, ...]) -> Iterator[int]:
-        """A context that is one use of `name`, and its number. One that is interrupted has no end: the next use goes on with
-        it, or this rank would meet the others' next one from then on."""
-        ordinal = self.next(name, ranks)
+    def use(self, name: str, ranks: tuple[int, ...], meet: Callable[[int], Result]) -> Result:
+        """What `meet` returns, which is called with the number of this use of `name`. One that is interrupted has no end: the
+        next use goes on with it, or this rank would meet the others' next one from then on."""
+        with self._lock:
+            before = self._last_of(name)
         try:
-            yield ordinal
+            return meet(self.next(name, ranks))
         except FerroError:
             raise
         except BaseException:
             with self._lock:
-                numbers = self._last.get(ranks, {})
-                if numbers.get(name) == ordinal:
-                    numbers[name] = ordinal - 1
+                if self._last_of(name) <= before + 1:  # no other thread has used it since
+                    self._set(name, ranks, before)
             raise
 
     def next(self, name: str, ranks: tuple[int, ...]) -> int:
         """The number of this use of `name`, from 1, by these participants (world ranks in ascending order)."""
         with self._lock:
-            ordinal = 1 + sum(numbers.pop(name, 0) for numbers in self._last.values())
-            numbers = self._last.setdefault(ranks, {})
-            numbers[name] = ordinal
-            if len(numbers) > NAMES_MAX:
-                del numbers[next(iter(numbers))]
+            ordinal = 1 + self._last_of(name)
+            self._set(name, ranks, ordinal)
             return ordinal
+
+    def _last_of(self, name: str) -> int:
+        return max((numbers.get(name, 0) for numbers in self._last.values()), default=0)
+
+    def _set(self, name: str, ranks: tuple[int, ...], ordinal: int) -> None:
+        for numbers in self._last.values():
+            numbers.pop(name, None)
+        numbers = self._last.setdefault(ranks, {})
+        numbers[name] = ordinal
+        if len(numbers) > NAMES_MAX:
+            del numbers[next(iter(numbers))]
 
 
 def told_to(rank: int, error: BarrierTimeoutError) -> BarrierTimeoutError:

@@ -276,17 +276,19 @@ class RemoteSession(Session):
             timeout_ms=milliseconds(seconds),
             payload=payload,
         )
-        began = self.clock.now()
-        membership.activity.operating(began)
-        try:
-            with membership.ordinals.use(name, participants) as ordinal:
-                request.ordinal = ordinal
+
+        def meet(ordinal: int) -> list[bytes]:
+            request.ordinal, began = ordinal, self.clock.now()
+            membership.activity.operating(began)
+            try:
                 response = self._ask_generation(f"barrier {name!r}", seconds, partial(BarrierTimeoutError, []), barrier=request)
-        except BarrierTimeoutError as error:
-            raise told_to(membership.assignment.rank, error) from None
-        finally:
-            membership.activity.operated(self.clock.now() - began)
-        return list(response.payloads)
+                return list(response.payloads)
+            except BarrierTimeoutError as error:
+                raise told_to(membership.assignment.rank, error) from None
+            finally:
+                membership.activity.operated(self.clock.now() - began)
+
+        return membership.ordinals.use(name, participants, meet)
 
     def exchange_nccl_id(
         self,

@@ -5,7 +5,12 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
+import pytest
+
+from ferrorpc import ProcessGroup
 from ferrorpc.errors import GroupAbortedError
+from ferrorpc.testing import run_world
+from ferrorpc.v1.barrier_pb2 import BarrierResponse
 from tests.interrupts import was_struck
 from tests.unit.coordination.test_session import Played
 from tests.waiting import eventually
@@ -32,3 +37,34 @@ def test_wherever_the_end_of_a_generation_is_interrupted_a_second_one_ends_it() 
     assert place > 10
     for played, latch in ended:
         assert eventually(lambda: played.streams[0] or latch.cause)  # noqa: B023  called at once
+
+
+def test_wherever_a_barrier_is_interrupted_its_next_use_has_the_same_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in itertools.count(1):
+        played = joined()
+        monkeypatch.setattr(played.connection, "ask", lambda *_, **__: BarrierResponse())
+        barrier, ordinals = partial(played.session.barrier, "epoch"), played.session.membership.ordinals
+        for _ in range(3):
+            barrier()
+        if not was_struck(place, barrier, ("coordination/session.py", "coordination/ordinals.py")):
+            break
+        assert ordinals.next("epoch", (0, 1)) == 4, place
+    assert place > 10
+
+
+def test_wherever_a_barrier_of_a_local_world_is_interrupted_the_next_call_has_its_payloads() -> None:
+    files = ("coordination/local.py", "coordination/ordinals.py", "coordination/condition.py")
+
+    def body(group: ProcessGroup, place: int) -> tuple[bool, list[bytes]]:
+        barrier = partial(group.session.barrier, "epoch", str(group.rank).encode(), timeout=5.0)
+        barrier()
+        if group.rank == 0 and was_struck(place, barrier, files):
+            return True, barrier()
+        return False, [b"0", b"1"] if group.rank == 0 else barrier()
+
+    for place in itertools.count(1):
+        found = run_world(2, partial(body, place=place))
+        assert [payloads for _, payloads in found] == [[b"0", b"1"]] * 2, place
+        if not found[0][0]:
+            break
+    assert place > 20

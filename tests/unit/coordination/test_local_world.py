@@ -171,7 +171,7 @@ def test_a_join_that_is_interrupted_leaves_no_member_that_nobody_runs(monkeypatc
     assert world.session(0).rejoin(20).assignment.size == 1
 
 
-def test_payloads_of_barriers_that_all_have_left_are_forgotten_and_so_are_older_barriers(monkeypatch):
+def test_barriers_that_all_have_left_are_known_for_a_while(monkeypatch):
     monkeypatch.setattr(local, "REMEMBERED_BARRIERS", 3)
     world = LocalWorld(2)
     on_all(world, lambda s: [s.barrier("b", bytes(4096)) for _ in range(10)], [0, 1])
