@@ -143,14 +143,18 @@ class Connection:
             MessageTooLargeError: it is larger than the coordinator takes; nothing was sent.
             FerroError: the connection has ended.
         """
-        check_size(label, **body)
+        request = Request(wire.ClientFrame(**body), label, latch)
+        self._post(request)
+        return request
+
+    def _post(self, request: Request) -> None:
+        check_size(request)
         with self._condition.lock:
             if self.ended_by is not None:  # close() has failed the waiting requests, and fails no later one
                 raise self.ended_by.again()
-            request = self._requests.add(label, latch, self._outages.uptime(), **body)
+            self._requests.add(request, self._outages.uptime())
             if self._outages.is_up:
                 self._send(request.frame)
-        return request
 
     def repeat(self, label: str, latch: Latch, **body: Any) -> None:
         """Posts a request that was answered on an earlier stream. One without an answer yet is sent again anyway."""
@@ -176,15 +180,16 @@ class Connection:
                 f"{label} on the thread that reads what the coordinator sends, as by a handler of its log lines",
                 hint="let such a handler put its records into a queue (logging.handlers.QueueHandler)",
             )
-        request = self.post(label, latch, **body)
+        request = Request(wire.ClientFrame(**body), label, latch)
         try:
+            self._post(request)
             return self._answer_of(request, seconds, timeout_error)
         finally:
-            if request.outcome is None:  # interrupted: it must not be sent again after an outage
+            if request.answer is None:  # its caller has raised: after an outage it must not be sent (again)
                 self._drop(request)
 
     def _answer_of(self, request: Request, seconds: float, timeout_error: Callable[..., FerroError]) -> Any:
-        """As `ask`, for a request that was sent."""
+        """As `ask`, for a request that was posted."""
         label, wait_log = request.label, WaitLog(self._clock.now())
         while True:
             until, explain_at = self._give_up_at(request, seconds), wait_log.due

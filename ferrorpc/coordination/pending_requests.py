@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from google.protobuf.message import Message
 
@@ -23,7 +23,7 @@ class Request:
     """One request.
 
     Attributes:
-        frame: the frame to send, with its number.
+        frame: the frame to send; its number is 0 until it is posted.
         label: its name in log lines and errors, such as "barrier 'epoch'".
         latch: of the generation it belongs to; None if it outlives generations.
         began: the connection's own time when it was posted; outages do not count in it.
@@ -65,12 +65,11 @@ class PendingRequests:
         self._sequence = 0
         self._open: dict[int, Request] = {}
 
-    def add(self, label: str, latch: Latch | None, began: float, **body: Any) -> Request:
-        """A new request, with the next number."""
+    def add(self, request: Request, began: float) -> None:
+        """Gives a new request the next number."""
         self._sequence += 1
-        request = Request(wire.ClientFrame(sequence=self._sequence, **body), label, latch, began)
+        request.frame.sequence, request.began = self._sequence, began
         self._open[self._sequence] = request
-        return request
 
     def complete(self, sequence: int, answer: Message | FerroError) -> None:
         """Gives a request its answer. An answer to a request that was dropped is ignored."""
@@ -92,12 +91,11 @@ class PendingRequests:
             self.complete(sequence, error)
 
 
-def check_size(label: str, **body: Any) -> None:
+def check_size(request: Request) -> None:
     """Refuses a request that is larger than a coordinator takes, before it is sent.
 
     Raises:
         MessageTooLargeError: naming the request and the limit.
     """
-    ((kind, message),) = body.items()
-    most = VALUE_BYTES_MAX + STORE_OVERHEAD_BYTES if kind == "store" else FRAME_BYTES_MAX
-    require(f"the bytes of {label}", message.ByteSize(), "frame_bytes", most, MessageTooLargeError)
+    most = VALUE_BYTES_MAX + STORE_OVERHEAD_BYTES if request.frame.HasField("store") else FRAME_BYTES_MAX
+    require(f"the bytes of {request.label}", request.frame.ByteSize(), "frame_bytes", most, MessageTooLargeError)

@@ -295,3 +295,19 @@ def test_who_rejoins_over_a_connection_that_was_refused_is_told_so_at_once() -> 
     played.connection.close(ConfigError("the name is another's", retryable=True))
     with pytest.raises(ConfigError, match="the name is another's"), ThreadPoolExecutor(1) as pool:
         pool.submit(played.session.rejoin, 600.0).result(5)
+
+
+def test_a_barrier_that_has_raised_is_not_arrived_at_after_an_outage() -> None:
+    """It would release the others, who would go on without this rank."""
+    played = Played()
+    played.welcome()
+    played.join(2)
+    played.lose()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(played.session.barrier, "checkpoint")
+        eventually(played.connection._requests.unanswered)
+        played.session.session_ended(GroupAbortedError(0, "out of memory"))
+        with pytest.raises(GroupAbortedError):
+            waiting.result(20)
+    played.welcome()
+    assert played.streams[-1] == []
