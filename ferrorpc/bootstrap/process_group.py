@@ -100,6 +100,8 @@ def init_process_group(
             hint="use the group that the first call returned, or close() it first; for several groups at once use "
             "group.subgroup(), or ProcessGroup(backend)",
         )
+    for session in _open:
+        session.leave()  # to the end, where that was interrupted
     chosen = {"backend": backend, "transport": transport}
     arguments = settings | {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
     config = Config(arguments)

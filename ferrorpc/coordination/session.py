@@ -115,6 +115,8 @@ class RemoteSession(Session):
         self._reported: Latch | None = None
         self._leave_callbacks: list[Callable[[], None]] = []
         self.left = False
+        """It leaves, or has left."""
+        self._is_over = False
         self._connection = Connection(
             ChannelFactory(address, job, config),
             self,
@@ -217,15 +219,16 @@ class RemoteSession(Session):
         return list(self._pending)
 
     def leave(self, reason: str = "") -> None:
-        if self.left:
+        if self._is_over:
             return
         self.left = True
-        process_exit.unregister(self)
         try:
             if not reason:
                 self._run_leave_callbacks()
-        finally:  # also when it is interrupted, or the heartbeats would go on and nobody could leave any more
+        finally:  # also when it is interrupted: the others must hear of it soon
             self._end(reason)
+        process_exit.unregister(self)
+        self._is_over = True  # only here: who was interrupted leaves again, to the end
 
     def _end(self, reason: str) -> None:
         generation = self._generation
@@ -251,7 +254,7 @@ class RemoteSession(Session):
             clear_log_origin(self.job)
 
     def on_leave(self, close: Callable[[], None]) -> None:
-        """Calls `close` when this session leaves, for what lives as long as the session.
+        """Calls `close` when this session leaves, and again where that was interrupted: for what lives as long as the session.
 
         It is called before a clean Leave, so that data in flight still arrives, but after a Leave with a reason, so that the
         others hear of the failure first.
@@ -404,7 +407,7 @@ class RemoteSession(Session):
 
     def abandon_in_child(self) -> None:
         """In a forked child: makes every use an error, and leaves the parent's connection alone."""
-        self.left = True
+        self.left = self._is_over = True
         self._connection.abandon_in_child()
         self.membership.latch.cause = self._connection.ended_by
 
@@ -446,8 +449,9 @@ class RemoteSession(Session):
             self.membership.latch.end(member_left(report.rank, reason))
 
     def _run_leave_callbacks(self) -> None:
-        while self._leave_callbacks:
-            self._leave_callbacks.pop()()
+        for close in reversed(self._leave_callbacks):
+            close()
+        self._leave_callbacks.clear()
 
     def _trip(self, latch: Latch, cause: FerroError) -> None:
         if latch.trip(cause):

@@ -45,6 +45,20 @@ def test_wherever_a_join_is_interrupted_the_process_can_join_again(service: Coor
     assert place > 20
 
 
+def test_wherever_a_leave_is_interrupted_the_process_can_join_again(service: CoordinatorProcess) -> None:
+    init = partial(ferrorpc.init_process_group, coordinator=service.address, world_size=1, timeout=5.0)
+    for place in itertools.count(1):
+        group = init()
+        struck = was_struck(place, group.close, ("ferrorpc/coordination/session.py",))
+        if not group.session.left:
+            group.close()
+        with init() as following:
+            assert following.all_reduce(1) == 1
+        if not struck:
+            break
+    assert place > 10
+
+
 def test_the_others_are_told_of_an_interrupt_as_the_rendezvous_ends(
     service: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

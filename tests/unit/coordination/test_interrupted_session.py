@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from ferrorpc import ProcessGroup
+from ferrorpc.coordination import session as session_module
 from ferrorpc.errors import GroupAbortedError
 from ferrorpc.testing import run_world
 from ferrorpc.v1.barrier_pb2 import BarrierResponse
@@ -66,5 +67,21 @@ def test_wherever_a_barrier_of_a_local_world_is_interrupted_the_next_call_has_it
         found = run_world(2, partial(body, place=place))
         assert [payloads for _, payloads in found] == [[b"0", b"1"]] * 2, place
         if not found[0][0]:
+            break
+    assert place > 20
+
+
+def test_wherever_a_leave_is_interrupted_a_second_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "LEAVE_SECONDS", 0.0)
+    for place in itertools.count(1):
+        played, closed = joined(), set[int]()
+        for number in range(2):
+            played.session.on_leave(partial(closed.add, number))
+        struck = was_struck(place, played.session.leave, (*SESSION, "coordination/process_exit.py"))
+        played.session.leave()
+        assert played.connection.ended_by is not None, place
+        assert played.session.membership.latch.cause is not None, place
+        assert closed == {0, 1}, place
+        if not struck:
             break
     assert place > 20
