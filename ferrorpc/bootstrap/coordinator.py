@@ -70,15 +70,16 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     announced, pipe, process = _spawn(["--listen", listen], {**environment, **config.given()})
     try:
         ready = _first_line(announced)
+        if ready.startswith(b"listening"):
+            _pipes[address] = pipe
+            process_exit.at_exit(_announce_exit)
+            return
     except BaseException:
+        _pipes.pop(address, None)
         os.close(pipe)  # what nobody knows of then ends
         raise
     finally:
         os.close(announced)
-    if ready.startswith(b"listening"):
-        _pipes[address] = pipe
-        process_exit.at_exit(_announce_exit)
-        return
     os.close(pipe)
     code, import_error = _end(process), ready.decode(errors="replace").strip()
     if import_error:
@@ -135,26 +136,37 @@ def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, i
     Raises:
         ConfigError: the system refuses a process.
     """
-    announced, announcing = os.pipe()
-    watched, pipe = os.pipe()
+    program = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(_import_path()), "--transient", "--starter-fd", "0", *arguments]
     try:
-        process = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(_import_path()), "--transient", "--starter-fd", "0", *arguments],
-            dict(environment),
-            file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
-            setsid=True,
-            setsigmask=_BLOCKED,
-        )
+        with contextlib.ExitStack() as own:  # closed where this is interrupted, too: a coordinator that was started then ends
+            with contextlib.ExitStack() as passed_on:
+                announced, announcing = _pipe(own, passed_on)
+                watched, pipe = _pipe(passed_on, own)
+                process = os.posix_spawn(
+                    sys.executable,
+                    program,
+                    dict(environment),
+                    file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
+                    setsid=True,
+                    setsigmask=_BLOCKED,
+                )
+            own.pop_all()
     except OSError as error:
-        os.close(announced)
-        os.close(pipe)
-        hint = "raise the limit of processes (`ulimit -u`), or run `ferrorpc coordinator` and name it in FERRORPC_COORDINATOR"
-        raise ConfigError(f"rank 0 could not start a coordinator: {error.strerror}", hint=hint, retryable=True) from None
-    finally:
-        os.close(announcing)
-        os.close(watched)
+        raise ConfigError(
+            f"rank 0 could not start a coordinator: {error.strerror}",
+            hint="raise the limits of processes (`ulimit -u`) and open files (`ulimit -n`), or run `ferrorpc coordinator` and "
+            "name it in FERRORPC_COORDINATOR",
+            retryable=True,
+        ) from None
     return announced, pipe, process
+
+
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+    """The two ends of a pipe, each of which a context closes."""
+    ends = os.pipe()
+    reader.callback(os.close, ends[0])
+    writer.callback(os.close, ends[1])
+    return ends
 
 
 def _import_path() -> list[str]:

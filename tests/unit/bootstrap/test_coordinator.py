@@ -190,13 +190,32 @@ def test_one_that_does_not_listen_is_ended_while_it_is_a_child_and_its_exit_code
     assert len(killed) == (0 if ends else 1)
 
 
-def test_a_process_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_process_that_cannot_be_started_leaves_no_descriptor_open(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that was started as an interrupt came: the end of its pipe ends it."""
+
     def refused(*_: object, **__: object) -> int:
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        raise KeyboardInterrupt if interrupted else OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "posix_spawn", refused)
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(ConfigError, match="Resource temporarily unavailable"):
+    with pytest.raises((ConfigError, KeyboardInterrupt), match=r"^$|Resource temporarily unavailable"):
+        coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_second_pipe_that_is_refused_leaves_none_of_the_first_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, pipes = os.pipe, list[tuple[int, int]]()
+
+    def pipe() -> tuple[int, int]:
+        if pipes:
+            raise OSError(errno.EMFILE, "Too many open files")
+        pipes.append(real())
+        return pipes[0]
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError, match="Too many open files"):
         coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
     assert os.listdir("/proc/self/fd") == before
 
