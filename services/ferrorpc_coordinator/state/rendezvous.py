@@ -457,7 +457,11 @@ class Rendezvous:
 
     def _last_holders(self, ranks: list[int]) -> dict[int, Member]:
         """The last process that had or claimed each of these ranks, if there was one."""
-        holders = {member.last_rank: member for member in self._members if not member.alive} | self._claimants
+        newest = self._generations.newest
+        gone = sorted((member for member in self._members if not member.alive), key=lambda member: member.revision)
+        holders = {member.last_rank: member for member in gone}  # perhaps of one that had it before; the newest holders count
+        holders |= {} if newest is None else {member.rank: member for member in newest.members if not member.alive}
+        holders |= self._claimants
         holders |= {member.rank: member for member in self._living_without(self._ready())}
         return {rank: holders[rank] for rank in ranks if rank in holders}
 

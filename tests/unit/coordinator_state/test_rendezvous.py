@@ -6,7 +6,7 @@ import pytest
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode, RendezvousTimeoutError
-from ferrorpc.v1 import identity_pb2
+from ferrorpc.v1 import identity_pb2, rendezvous_pb2
 from ferrorpc.wire.error_detail import restore
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import ask_elastic, error, join
@@ -453,3 +453,20 @@ def test_runs_use_one_job_after_each_other_and_take_members_that_are_of_none() -
     of_run(world, "", "d")
     join(world, "d", size=2)
     assert [world.clients[name].generation for name in "cd"] == [2, 2]
+
+
+def test_who_had_a_missing_rank_last_is_named_not_a_process_that_came_back_for_it_and_went() -> None:
+    world = World()
+    join(world, "a", "b", size=2)
+    join(world, "s", size=2)  # a spare
+    world.ask("b", leave=rendezvous_pb2.LeaveRequest(reason="OSError: the disk is full"))
+    join(world, "a", size=2)
+    assert world.clients["s"].rank == 1
+    world.hello("b")
+    join(world, "b", size=2)
+    world.ask("b", leave=rendezvous_pb2.LeaveRequest())
+    world.ask("s", leave=rendezvous_pb2.LeaveRequest(reason="CUDA error"))
+    join(world, "a", size=2, timeout_ms=5000)
+    world.tick(6 * SECOND)
+    message = error(world, "a").message
+    assert "missing: rank 1; rank 1 (s): dead (CUDA error)" in message, message
