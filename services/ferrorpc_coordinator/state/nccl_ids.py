@@ -37,7 +37,6 @@ class Exchange:
     """The ids received so far for one communicator. `outcome` is set once."""
 
     ranks: tuple[int, ...]
-    since: int
     ids: dict[int, bytes] = field(default_factory=dict)
     waiting: dict[int, Requester] = field(default_factory=dict)
     outcome: nccl_pb2.CommBootstrapResponse | error_pb2.ErrorDetail | None = None
@@ -73,7 +72,7 @@ class NcclIdRelay:
             most = COMMUNICATORS_MAX
             require("communicators of a generation", len(self._exchanges) + 1, "COMMUNICATORS_MAX", most)
             require("the communicator's name", len(request.communicator), "key_bytes", self._context.limits.key_bytes)
-            exchange = self._exchanges[key] = Exchange(ranks, self._context.now)
+            exchange = self._exchanges[key] = Exchange(ranks)
         if exchange.ranks != ranks:
             raise UsageError(
                 f"communicator {key.communicator!r} #{key.attempt}: {requester} names ranks {list(ranks)}, others "
@@ -93,8 +92,9 @@ class NcclIdRelay:
         exchange.waiting[rank] = requester
         if self._fail_if_impossible(key, exchange, generation):
             return
-        until = self._context.now + request.timeout_ms * MILLISECOND
-        self._context.arm(("bootstrap", key, rank), until, partial(self._time_out, key, rank))
+        since = self._context.now
+        until = since + request.timeout_ms * MILLISECOND
+        self._context.arm(("bootstrap", key, rank), until, partial(self._time_out, key, rank, since))
 
     def member_gone(self, generation: Generation) -> None:
         """A member left a generation that goes on. Requests that wait for its ids fail."""
@@ -150,10 +150,10 @@ class NcclIdRelay:
         self._finish(key, exchange, detail_of(lost))
         return True
 
-    def _time_out(self, key: Key, rank: int) -> None:
+    def _time_out(self, key: Key, rank: int, since: int) -> None:
         exchange = self._exchanges[key]
         requester = exchange.waiting.pop(rank)
         missing = [leader for leader in exchange.leaders if leader not in exchange.ids]
-        waited = format_seconds(self._context.now - exchange.since)
+        waited = format_seconds(self._context.now - since)
         text = f"rank {rank} waited {waited} for the ids of communicator {key.communicator!r}; not offered by leaders {missing}"
         self._context.answer(requester, detail_of(CollectiveTimeoutError(missing, text)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ferrorpc_coordinator.state import nccl_ids
+from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import nccl_pb2, rendezvous_pb2
@@ -114,3 +115,13 @@ def test_a_generation_has_as_many_communicators_as_the_limit_says(monkeypatch: p
     outcomes = [world.clients["a"].results[number].WhichOneof("outcome") for number in numbers]
     assert outcomes == ["comm_bootstrap", "comm_bootstrap", "error"]
     assert error(world, "a").code == ErrorCode.LIMIT_EXCEEDED
+
+
+def test_who_times_out_is_told_how_long_it_has_waited_itself() -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    for name, seconds in [("b", 60), ("c", 5)]:
+        request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=seconds * 1000)
+        world.ask(name, comm_bootstrap=request)
+        world.tick(50 * SECOND)
+    assert "rank 2 waited 5.0 s for the ids" in error(world, "c").message
