@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 from ferrorpc.coordination import limits
@@ -43,7 +44,7 @@ class RemoteStore(Store):
         self._connection = connection
         self._timeout = timeout
         self._turns = Condition(SYSTEM_CLOCK)
-        self._writing = 0
+        self._writing = set[object]()
         self._request_ids = itertools.count(secrets.randbits(31) << 32 | 1)
 
     def set(self, key: str, value: bytes, *, bind: str = "job") -> None:
@@ -101,21 +102,23 @@ class RemoteStore(Store):
     def _write(self, label: str, **operation: Any) -> wire.StoreResponse:
         if self._connection.ended_by is not None:  # as in a forked child, where nobody may ever release the lock
             raise self._connection.ended_by.again()
-        while not self._turns.wait_for(self._take_turn, SYSTEM_CLOCK.now() + self._timeout):
-            if not self._connection.outage():
-                text = f"{label} had no turn for {self._timeout:g} s: {WRITES_MAX} others have no answer"
-                raise StoreTimeoutError(text, hint="look at the coordinator's log; this write was not sent", retryable=True)
+        turn = object()
         try:
+            while not self._turns.wait_for(partial(self._take_turn, turn), SYSTEM_CLOCK.now() + self._timeout):
+                if not self._connection.outage():
+                    text = f"{label} had no turn for {self._timeout:g} s: {WRITES_MAX} others have no answer"
+                    hint = "look at the coordinator's log; this write was not sent"
+                    raise StoreTimeoutError(text, hint=hint, retryable=True)
             return self._ask(label, **operation)
         finally:
             with self._turns.lock:
-                self._writing -= 1
+                self._writing.discard(turn)
                 self._turns.notify_all()
 
-    def _take_turn(self) -> bool | None:
-        if self._writing >= WRITES_MAX:
+    def _take_turn(self, turn: object) -> bool | None:
+        if len(self._writing) >= WRITES_MAX:
             return None
-        self._writing += 1
+        self._writing.add(turn)
         return True
 
     def _ask(self, label: str, seconds: float | None = None, **operation: object) -> wire.StoreResponse:

@@ -454,7 +454,9 @@ class RemoteSession(Session):
         self._leave_callbacks.clear()
 
     def _trip(self, latch: Latch, cause: FerroError) -> None:
-        if latch.trip(cause):
+        try:
+            latch.trip(cause)
+        finally:  # also where a watcher has raised
             self._connection.wake()
 
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from ferrorpc import ProcessGroup
-from ferrorpc.coordination import session as session_module
-from ferrorpc.errors import GroupAbortedError
+from ferrorpc.coordination import connection, session as session_module
+from ferrorpc.errors import FerroError, GroupAbortedError
 from ferrorpc.testing import run_world
 from ferrorpc.v1.barrier_pb2 import BarrierResponse
 from tests.interrupts import was_struck
@@ -84,4 +84,19 @@ def test_wherever_a_leave_is_interrupted_a_second_one_leaves(monkeypatch: pytest
         assert closed == {0, 1}, place
         if not struck:
             break
+    assert place > 20
+
+
+def test_wherever_a_write_is_interrupted_it_gives_back_its_turn_and_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "REPLY_MARGIN_SECONDS", 0.0)
+    files = (*SESSION, "coordination/remote_store.py", "coordination/condition.py")
+    for place in itertools.count(1):
+        played = joined()
+        played.session.store._timeout = 0.0
+        try:
+            assert was_struck(place, partial(played.session.store.set, "key", b"value"), files)
+        except FerroError:  # nobody answers
+            break
+        assert not played.session.store._writing, place
+        assert not played.connection._requests.unanswered(), place
     assert place > 20

@@ -82,7 +82,7 @@ def test_no_more_writes_are_under_way_than_a_coordinator_remembers():
         sums = [pool.submit(store.add, "k") for _ in range(WRITES_MAX + 40)]
         assert connection.full.wait(20)
         hasty = RemoteStore(connection, 20.0)
-        hasty._writing, hasty._timeout = WRITES_MAX, 0.05
+        hasty._writing, hasty._timeout = set(range(WRITES_MAX)), 0.05
         with pytest.raises(StoreTimeoutError, match="no turn") as caught:
             hasty.set("k", b"v")
         assert caught.value.retryable

@@ -314,3 +314,20 @@ def test_a_barrier_that_has_raised_is_not_arrived_at_after_an_outage() -> None:
             waiting.result(20)
     played.welcome()
     assert played.streams[-1] == []
+
+
+def test_who_waits_for_the_coordinator_hears_of_the_end_also_where_a_watcher_of_the_latch_raises() -> None:
+    def raises() -> None:
+        raise RuntimeError("a watcher's bug")
+
+    played = Played()
+    played.welcome()
+    played.join(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(played.session.barrier, "epoch")
+        eventually(lambda: played.connection._condition._waiting)
+        played.session.membership.latch.watch(raises)
+        with pytest.raises(RuntimeError):
+            played.session.session_ended(GroupAbortedError(0, "out of memory"))
+        with pytest.raises(GroupAbortedError):
+            waiting.result(2.0)
