@@ -91,7 +91,7 @@ class JoinResponse(google.protobuf.message.Message):
     rank: builtins.int
     """World rank. A member that gets no place in a generation is not answered yet: it waits for the next one as a spare."""
     reason: builtins.str
-    """Why this generation began, such as "4 of 4 joined" or "replaces generation 3: rank 2 was lost"."""
+    """Why this generation began, such as "4 of 4 joined" or "4 of 4 joined, after generation 3: rank 2 was lost"."""
     cost_table: builtins.str
     """The cost table that all ranks of this generation choose algorithms by, as JSON; empty for the one shipped with ferrorpc."""
     @property
@@ -120,6 +120,7 @@ class LeaveRequest(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     generation: builtins.int
+    """Says where the sender was. Nothing depends on it: it leaves the job, in whatever generation that is."""
     reason: builtins.str
     """Empty for a clean end; else the exception or signal that ended the process, which the others get as the cause."""
     def __init__(
