@@ -174,7 +174,7 @@ class BlockingExecution(Execution):
         return CollectiveTimeoutError(self.waiting_on(), f"after {self.guard.seconds:g} s, {self.explain()}")
 
     def finish(self) -> None:
-        """Does nothing: it holds nothing."""
+        self._timers = None  # which know it: a cycle would keep its arrays
 
     def check(self) -> None:
         """Raises what ends its waits before their time."""
@@ -323,6 +323,7 @@ class BlockingMessage(BlockingExecution):
             self.park_until(lambda: self._turns.is_first(self._place, turn), turn)
 
     def finish(self) -> None:
+        super().finish()
         if self._turn is not None:
             self._turns.leave(self._place, self._turn)
             self._turn = None

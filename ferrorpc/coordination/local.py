@@ -85,6 +85,8 @@ class _Generation:
         exchange.left.add(rank)
         if len(exchange.left) == len(exchange.ranks):
             exchange.arrived = {}
+            if self._past:  # the payloads of the last one are kept, for who was interrupted as it left
+                self.exchanges[self._past[-1]].outcome = []
             self._past.append(key)
         while len(self._past) > REMEMBERED_BARRIERS:
             del self.exchanges[self._past.popleft()]
@@ -239,9 +241,8 @@ class LocalWorld:
         returning = [member for member in old.members if member in rejoining]
         chosen = (returning + [session for session in rejoining if session not in returning])[: self._max_size]
         self._record_end(old, -1, generation_replaced(old.number, old.number + 1))
-        self._begin_generation(
-            chosen, f"replaces generation {old.number}: {old.cause.message if old.cause else 'it was asked for'}"
-        )
+        why = old.cause.message if old.cause else "it was asked for"
+        self._begin_generation(chosen, f"replaces generation {old.number}: {why}")
 
     def _begin_generation(self, members: Sequence[LocalSession], reason: str) -> None:
         self.sessions = [session for session in self.sessions if session.alive]
@@ -278,8 +279,7 @@ class LocalSession(Session):
         self.number = number
         self.name = name
         self.membership = before_joining(world.job)
-        self.state = "joining"
-        self.reason = ""
+        self.state, self.reason = "joining", ""
         self.rejoining = self.reforming = False  # the latter stays true when it gives up
         self.gave_up_at = -math.inf
         """Clock time when its last `rejoin` timed out in this generation."""

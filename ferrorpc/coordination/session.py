@@ -116,7 +116,7 @@ class RemoteSession(Session):
         self._leave_callbacks: list[Callable[[], None]] = []
         self.left = False
         """It leaves, or has left."""
-        self._is_over = False
+        self._is_leaving = self._is_over = False
         self._connection = Connection(
             ChannelFactory(address, job, config),
             self,
@@ -219,16 +219,17 @@ class RemoteSession(Session):
         return list(self._pending)
 
     def leave(self, reason: str = "") -> None:
-        if self._is_over:
+        if self._is_over or self._is_leaving:
             return
-        self.left = True
+        self.left = self._is_leaving = True
         try:
-            if not reason:
-                self._run_leave_callbacks()
-        finally:  # also when it is interrupted: the others must hear of it soon
-            self._end(reason)
-        process_exit.unregister(self)
-        self._is_over = True  # only here: who was interrupted leaves again, to the end
+            try:
+                if not reason:
+                    self._run_leave_callbacks()
+            finally:  # also when it is interrupted: the others must hear of it soon
+                self._end(reason)
+        finally:
+            self._is_leaving = False
 
     def _end(self, reason: str) -> None:
         generation = self._generation
@@ -252,6 +253,8 @@ class RemoteSession(Session):
             self._trip(self.membership.latch, own)
             self._run_leave_callbacks()
             clear_log_origin(self.job)
+            process_exit.unregister(self)
+            self._is_over = True  # only here: who was interrupted leaves again, to the end
 
     def on_leave(self, close: Callable[[], None]) -> None:
         """Calls `close` when this session leaves, and again where that was interrupted: for what lives as long as the session.
@@ -449,9 +452,13 @@ class RemoteSession(Session):
             self.membership.latch.end(member_left(report.rank, reason))
 
     def _run_leave_callbacks(self) -> None:
-        for close in reversed(self._leave_callbacks):
-            close()
-        self._leave_callbacks.clear()
+        while self._leave_callbacks:
+            try:
+                self._leave_callbacks[-1]()
+            except Exception:
+                self._leave_callbacks.pop()
+                raise
+            self._leave_callbacks.pop()  # only now: one that was interrupted is called again
 
     def _trip(self, latch: Latch, cause: FerroError) -> None:
         try:

@@ -92,6 +92,9 @@ class Transport(ABC):
         decides, unless it is away."""
         return {}
 
+    def finish(self) -> None:  # noqa: B027  most have nothing to do before `close`
+        """Takes nothing more to send, and lets goodbyes follow what was sent. Returns at once; `close` does it, too."""
+
     @abstractmethod
     def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
         """Flushes what was sent, says goodbye to every peer and stops. Idempotent; takes at most `timeout` seconds.

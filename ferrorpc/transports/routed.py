@@ -12,7 +12,7 @@ from ferrorpc.transports.base import Transport
 from ferrorpc.wire.frames import Header, Key
 
 FAR_SECONDS: Final = 1.0
-"""What the near transport leaves to the far one when both close: that writes meanwhile, and only has to say goodbye."""
+"""What the near transport leaves to the far one when both close: that writes meanwhile."""
 
 
 class RoutedTransport(Transport):
@@ -63,5 +63,6 @@ class RoutedTransport(Transport):
 
     def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
         deadline = self._clock.now() + timeout
+        self._far.finish()
         self._near.close(max(timeout / 2, timeout - FAR_SECONDS), unawaited)
         self._far.close(max(0.0, deadline - self._clock.now()), unawaited)

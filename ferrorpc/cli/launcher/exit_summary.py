@@ -15,7 +15,6 @@ _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationErro
 _OUTSIDE_ERRORS = ("RendezvousTimeoutError", "StaleGenerationError")
 _EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?((?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit))(: ?.*)?")
 _UNCAUGHT = 1
-_SHOWN_LINES = 20
 _REASON_CHARACTERS_MAX = 300
 """A report with a longer one could exceed PIPE_BUF: in JSON a character takes up to 12 bytes."""
 
@@ -80,10 +79,9 @@ def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tai
         first: the first failing worker.
         others: how the other workers ended.
         labels: of the workers, as on the console.
-        tail: the last lines of the first one's standard error, of which the report shows some.
+        tail: the last lines of the first one's standard error, which the report shows.
         log: the file with the first one's whole output.
     """
-    tail = tail[-_SHOWN_LINES:]
     lost = "the first of those that lost a member or the coordinator" if first.victim else "the first to fail"
     lines = [f"rank {labels[first.worker]} ended with {describe(first.returncode)}; it was {lost}."]
     if tail:

@@ -18,8 +18,8 @@ from typing import IO, Final
 
 from ferrorpc.cli.terminal import cells, cut
 
-TAIL_LINES: Final = 200
-"""Loggers and other hooks may write much after the traceback that says why a process ends."""
+TAIL_LINES: Final = 20
+"""What a rank logged longer ago, such as an error that it handled, does not say why it ended."""
 _TAIL_LINE_BYTES_MAX: Final = 1000
 _TRACEBACK_MARKS: Final = re.compile(rb"(?:[ ^~]|\x1b\[[\d;]*m)*")
 """A line ^~~~ of a traceback, or an empty one; in colours, too."""

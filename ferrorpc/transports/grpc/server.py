@@ -233,9 +233,11 @@ class WorkerServer:
             self._closed = self._threads.closing = True
             self._changed.notify_all()
         self._token_parker.unpark()
-        self.close_lanes()
-        self._stop()
-        _open_servers.discard(self)
+        try:
+            self.close_lanes()
+        finally:  # also where that is interrupted
+            self._stop()
+            _open_servers.discard(self)
 
     def _stop(self) -> None:
         """Stops gRPC's server, whose thread may have ended for lack of memory: `stop(None)` would wait for that for ever."""

@@ -77,8 +77,8 @@ class GrpcTransport(Transport):
         self._dial_seconds = dial_seconds
         self._lock = threading.Lock()
         self._links = [Link() for _ in range(assignment.size)]
-        self._closing = False
-        """Nothing is sent any more."""
+        self._closing = self._closed = False
+        """Nothing is sent any more; close() was called."""
         self._deaf = False
         """Senders are told goodbye: only once peers have read what was sent, or they would not wait for it any longer."""
         server.register(self, partial(self.close, CLOSE_SECONDS, latch.unhealthy))
@@ -137,16 +137,28 @@ class GrpcTransport(Transport):
         with self._lock:
             return {peer: link.loss for peer, link in enumerate(self._links) if link.loss is not None}
 
-    def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
+    def finish(self) -> None:
         with self._lock:
             if self._closing:
                 return
             self._closing = True
-            lanes = [lane for link in self._links for lane in link.lanes.values()]
+        for lane in self._lanes():
+            lane.finish(len(self._links[lane.peer].lanes), discard=self._latch.cause is not None)
+
+    def _lanes(self) -> list[Lane]:
+        """Those that were opened. None is opened any more once this is closing."""
+        with self._lock:
+            return [lane for link in self._links for lane in link.lanes.values()]
+
+    def close(self, timeout: float, unawaited: Container[int] = ()) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.finish()
+        lanes = self._lanes()
         broken = self._latch.cause is not None
         deadline = self._clock.now() + (min(timeout, BROKEN_CLOSE_SECONDS) if broken else timeout)
-        for lane in lanes:
-            lane.finish(len(self._links[lane.peer].lanes), discard=broken)
         if not broken:
             self._wait_for_readers(lanes, timeout - min(ANSWER_SECONDS, timeout / 2), unawaited)
             deadline = min(deadline, self._clock.now() + ANSWER_SECONDS)
@@ -179,7 +191,7 @@ class GrpcTransport(Transport):
 
     def abandon_in_child(self) -> None:
         self._lock = threading.Lock()  # a thread of the parent may have held it
-        self._closing = True
+        self._closing = self._closed = True
 
     # -- what the server calls -----------------------------------------------------------------------------------------
 

@@ -125,12 +125,6 @@ def test_the_report_shows_the_first_failure_its_words_and_the_victims_in_one_lin
     ]
 
 
-def test_the_report_shows_the_last_lines_alone_of_those_that_are_kept():
-    text = crash_report(end(1, 1), [], LABELS, [str(number) for number in range(200)], None)
-    assert text.splitlines()[1:3] == ["its last 20 lines on standard error:", "  | 180"]
-    assert text.endswith("  | 199")
-
-
 def test_the_first_victim_is_called_so_and_others_are_told_in_order_of_rank():
     text = crash_report(end(1, 75, victim=True), [end(2, 0), end(0, 0)], ["0", "1", "2"], ["one line"], None)
     assert "its last 2 lines on standard error:" in crash_report(end(1, 1), [], ["0", "1"], ["one", "two"], None)

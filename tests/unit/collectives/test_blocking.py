@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -371,3 +373,22 @@ def test_an_interrupt_anywhere_in_a_recv_keeps_no_message_from_the_next():
             return
         assert raised
         assert receiver.recv(1) in (1.0, 2.0)
+
+
+def test_an_operation_that_is_over_keeps_no_arrays_where_nothing_collects_garbage():
+    def body(group):
+        x = np.ones(1000, np.float32)
+        held = weakref.ref(x)
+        group.all_reduce(x)
+        work = group.send(x, 1 - group.rank, async_op=True)
+        np.testing.assert_array_equal(group.recv(1 - group.rank), x)
+        work.wait()
+        del x, work
+        eventually(lambda: held() is None, "the array is let go of")
+
+    gc.collect()
+    gc.disable()
+    try:
+        run_groups([ProcessGroup(backend) for backend in queue_backends(2)], body)
+    finally:
+        gc.enable()

@@ -87,6 +87,28 @@ def test_wherever_a_leave_is_interrupted_a_second_one_leaves(monkeypatch: pytest
     assert place > 20
 
 
+def test_a_leave_within_a_leave_does_nothing_and_a_callback_that_fails_keeps_nothing_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_module, "LEAVE_SECONDS", 0.0)
+    played, called = joined(), list[str]()
+    session = played.session
+
+    def fails() -> None:
+        called.append("fails")
+        session.leave("terminated")  # as a signal handler may
+        assert played.connection.ended_by is None
+        raise RuntimeError("a bug in a callback")
+
+    session.on_leave(lambda: called.append("other"))
+    session.on_leave(fails)
+    with pytest.raises(RuntimeError, match="a bug in a callback"):
+        session.leave()
+    session.leave()
+    assert called == ["fails", "other"]
+    assert played.connection.ended_by is not None
+
+
 def test_wherever_a_write_is_interrupted_it_gives_back_its_turn_and_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "REPLY_MARGIN_SECONDS", 0.0)
     files = (*SESSION, "coordination/remote_store.py", "coordination/condition.py")

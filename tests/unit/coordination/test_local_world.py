@@ -181,6 +181,7 @@ def test_barriers_that_all_have_left_are_known_for_a_while(monkeypatch):
     kept = world.generation.exchanges
     assert list(kept) == [("barrier", "b", 9), ("barrier", "b", 10), ("barrier", "late", 1)]
     assert not any(exchange.arrived for exchange in kept.values())
+    assert not kept["barrier", "b", 9].outcome, "only the last one keeps payloads"
 
 
 def test_a_barrier_that_lacks_ranks_names_each_and_breaks_nothing():

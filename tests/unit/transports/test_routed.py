@@ -20,6 +20,10 @@ class Slow:
         self.seconds = seconds
         self.given = -1.0
         self.unawaited: Container[int] = ()
+        self.finished_at = -1.0
+
+    def finish(self) -> None:
+        self.finished_at = self.clock.now()
 
     def close(self, timeout: float, unawaited: Container[int]) -> None:
         self.given, self.unawaited = timeout, unawaited
@@ -30,7 +34,9 @@ def given(near_takes: float, timeout: float = 10.0) -> tuple[float, float]:
     clock, unwell = ManualClock(), {2}
     near: Any = Slow(clock, near_takes)
     far: Any = Slow(clock, 0.0)
+    began = clock.now()
     RoutedTransport(near, (1,), far, clock).close(timeout, unwell)
+    assert far.finished_at == began, "peers on other hosts do not wait for those of this one"
     assert near.unawaited is far.unawaited is unwell
     return near.given, far.given
 
