@@ -386,7 +386,7 @@ class Staging:
         """
         self.let_go()
         download = Download(self.device, self.downloads, source, np.empty(source.shape, source.dtype))
-        return self._downloaded(download, Guard(SYSTEM_CLOCK, Latch(), COPY_SECONDS) if guard is None else guard)
+        return self._downloaded(download, guard)
 
     def to_pinned(self, source: DeviceArray, guard: Guard) -> Array:
         """As `to_host`, in memory that `host_memory` allocates, and for an operation with this guard.
@@ -397,36 +397,31 @@ class Staging:
         """
         return self._downloaded(self.start_download(source), guard)
 
-    def _downloaded(self, download: Download, guard: Guard) -> Array:
-        def is_complete() -> bool:
-            guard.latch.check()
-            download.advance()
-            return download.is_complete
-
+    def _downloaded(self, download: Download, guard: Guard | None) -> Array:
         try:
-            until_true(is_complete, guard.clock, max(guard.deadline - guard.clock.now(), 0.0))
+            _complete(download, guard)
         finally:
             download.finish()
         return download.data
 
-    def to_device(self, source: Array) -> DeviceArray:
+    def to_device(self, source: Array, guard: Guard | None = None) -> DeviceArray:
         """A copy of a C-contiguous host array on the device, for which the caller's current stream waits.
 
-        `source` may change when it returns. The host does not wait for the GPU while pinned memory is free. Raises as
-        `to_host`.
+        `source` may change when it returns. The host does not wait for the GPU while pinned memory is free. `guard` and errors
+        as for `to_host`.
         """
         target = self.device.empty(source.shape, source.dtype, self.device.current())
-        self.write(target, source)
+        self.write(target, source, guard)
         return target
 
-    def write(self, target: DeviceArray, source: Array) -> None:
+    def write(self, target: DeviceArray, source: Array, guard: Guard | None = None) -> None:
         """target[:] = source, for a host array of equal size, as `to_device`."""
         if not source.nbytes:
             return
         self.let_go()
         copy = self.pool.lend(source.shape, source.dtype)
         if copy is None:
-            self._uploaded(Upload(self.device, self.uploads, None, target), source)
+            self._uploaded(Upload(self.device, self.uploads, None, target), source, guard)
             return
         copy[...] = source
         stream = self.device.current()
@@ -435,18 +430,25 @@ class Staging:
         finally:  # also where it is interrupted
             self.uploads.keep((target, copy), stream.record())
 
-    def _uploaded(self, upload: Upload, source: Array) -> None:
+    def _uploaded(self, upload: Upload, source: Array, guard: Guard | None) -> None:
         upload.allow(source, 0, source.nbytes)
-
-        def is_complete() -> bool:
-            upload.advance()
-            return upload.is_complete
-
         try:
-            until_true(is_complete, SYSTEM_CLOCK, COPY_SECONDS)
+            _complete(upload, guard)
             upload.make_stream_wait()
         finally:
             upload.finish()
+
+
+def _complete(copy: Download | Upload, guard: Guard | None) -> None:
+    """Advances a copy until it is complete. `guard` and errors as for `Staging.to_host`."""
+    limits = Guard(SYSTEM_CLOCK, Latch(), COPY_SECONDS) if guard is None else guard
+
+    def is_complete() -> bool:
+        limits.latch.check()
+        copy.advance()
+        return copy.is_complete
+
+    until_true(is_complete, limits.clock, max(limits.deadline - limits.clock.now(), 0.0))
 
 
 def wait_for(event: Event, clock: Clock, seconds: float) -> None:

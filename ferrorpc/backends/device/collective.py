@@ -154,7 +154,7 @@ class CollectiveExecution(DeviceExecution):
         return (self._prepared.on_host is None or self._key.stream == 0) and super().begin()
 
     def _uploaded(self, array: Any) -> DeviceArray:
-        return self.context.device.staging.to_device(array) if is_host(array) else array
+        return self.context.device.staging.to_device(array, self.guard) if is_host(array) else array
 
     @property
     def label(self) -> str:
