@@ -296,6 +296,10 @@ class CompressedDeviceExecution(PlanExecution):
         self._moves += 1
         return self._workspace.uploaded(frame)
 
+    @property
+    def waits_for_own_gpu(self) -> bool:
+        return self._workspace.is_pending()
+
     def make_stream_wait(self) -> None:
         if self._workspace.mark is not None:
             self._workspace.device.current().wait(self._workspace.mark)

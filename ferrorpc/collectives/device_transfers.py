@@ -92,6 +92,7 @@ class DeviceTransfers:
         self.has_new_input = True
         self.position = 0
         self._is_over = False
+        """Whether the part on the host is over."""
         self._has_succeeded = False
         self._in_place = in_place
         self._downloads = downloads = {item: each for item, each in enumerate(self.sources) if isinstance(each, Download)}
@@ -157,6 +158,11 @@ class DeviceTransfers:
     def has_all_inputs(self) -> bool:
         """Whether all inputs are on the host."""
         return _are_complete(self._downloads)
+
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether the GPU holds up the operation: not all inputs are on the host, or all that is left are uploads."""
+        return self._is_over or not self.has_all_inputs
 
     def allow_upload(self, item: int, data: Array, first: int, last: int) -> None:
         """Says that elements [first, last) of a result are final. `data` is the whole result on the host."""

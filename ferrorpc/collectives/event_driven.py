@@ -76,6 +76,11 @@ class EventDrivenExecution(Execution):
         return self._drive() if self.transfers is None else self.transfers.advance(self, self._drive)
 
     @property
+    def waits_for_own_gpu(self) -> bool:
+        """Whether this rank's GPU holds it up."""
+        return self.transfers is not None and self.transfers.waits_for_gpu
+
+    @property
     def can_be_assisted(self) -> bool:
         return self.device is None
 

@@ -344,7 +344,7 @@ class PlanExecution(EventDrivenExecution):
                 parts.append(describe_absent(rank, answer.last_signature, answer.last_number))
             else:
                 parts.append(f"rank {rank} (is in it too)")
-        if self.transfers is not None and not self.transfers.has_all_inputs:
+        if self.waits_for_own_gpu:
             parts.append("this rank's own GPU")
         return f"{self.label} waits for {', '.join(parts) or 'its turn on this rank'}"
 

@@ -96,6 +96,9 @@ class _PointToPoint(EventDrivenExecution):
         if hasattr(self, "wake"):
             self.notify()
 
+    def waiting_on(self) -> list[int]:
+        return [] if self.waits_for_own_gpu else [self._peer]
+
     def _with_reach(self, text: str) -> str:
         """An explanation that ends with what the peer is to do, and whether the peer could be reached at all, and still can."""
         lost, unreached = self._transport.lost().get(self._peer), self._transport.unreached().get(self._peer)
@@ -105,8 +108,9 @@ class _PointToPoint(EventDrivenExecution):
 
     def _timed_out(self, hint: str) -> CollectiveTimeoutError:
         """The error of its deadline. The hint is for a peer that is there."""
-        found = hint_about([self._peer], self._transport, hint)
-        return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}", hint=found)
+        ranks = self.waiting_on()
+        found = hint_about(ranks, self._transport, hint)
+        return CollectiveTimeoutError(ranks, f"after {self.guard.seconds:g} s, {self.explain()}", hint=found)
 
 
 class SendExecution(_PointToPoint):
@@ -167,15 +171,12 @@ class SendExecution(_PointToPoint):
             self._transport.mailbox.began_sending(self._key)
             queues.leave(self)
 
-    def waiting_on(self) -> list[int]:
-        return [self._peer]
-
     def probe(self) -> None:
         """Asks only whether the receiver has closed the group: one that has not called recv yet is not in any operation."""
         self._transport.probe(self._peer, self._key, SEND)
 
     def explain(self) -> str:
-        if self.transfers is not None and not self.transfers.has_all_inputs:
+        if self.waits_for_own_gpu:
             return f"{self.label} waits for this rank's own GPU"
         who = f"rank {self._peer} to receive from rank {self._transport.rank} with tag {self._tag}"
         return self._with_reach(f"{self.label} waits for {who}")
@@ -281,14 +282,13 @@ class RecvExecution(_PointToPoint):
         self._transport.busy_poll(self._peer, lambda: self._ended)
         return self._ended
 
-    def waiting_on(self) -> list[int]:
-        return [self._peer]
-
     def probe(self) -> None:
         """Asks whether the sender has closed the group. Sending on the lane also shows whether the peer is gone."""
         self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, ANY_NUMBER), self.label)
 
     def explain(self) -> str:
+        if self.waits_for_own_gpu:
+            return f"{self.awaited or self.label} waits for this rank's own GPU"
         if self.awaited is not None:
             return self._with_reach(f"this rank waits for {self.awaited} of rank {self._peer}")
         who = f"rank {self._peer} to send to rank {self._transport.rank} with tag {self._tag}"

@@ -93,7 +93,7 @@ class ArenaExecution(Execution):
 
     @property
     def _waits_for_own_gpu(self) -> bool:
-        return self.transfers is not None and not self.transfers.has_all_inputs
+        return self.transfers is not None and self.transfers.waits_for_gpu
 
     def waiting_on(self) -> list[int]:
         if self._waits_for_own_gpu:
