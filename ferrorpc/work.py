@@ -141,18 +141,7 @@ class Work(Generic[Result]):
         seconds = seconds_of(timeout, FOREVER)
         until = self._clock.now() + seconds
         if not self._done:
-            began = self._clock.now()
-            if self.meter is not None:
-                self.meter.operating(began)
-            try:
-                assist = self.assist  # it is gone as soon as another thread ends the operation
-                if assist is not None and seconds > ASSIST_SECONDS:
-                    assist()
-                if not self._done:
-                    self._park(until, seconds)
-            finally:
-                if self.meter is not None:
-                    self.meter.operated(self._clock.now() - began)
+            self._await(until, seconds)
         self._observe()
         error = self._translated(self._error)
         if error is not None:  # a copy, whose traceback this handle does not keep, nor with it the caller's frame
@@ -212,6 +201,23 @@ class Work(Generic[Result]):
             with contextlib.suppress(RuntimeError):  # another thread has it
                 self._result_lock.release()
         return True
+
+    def _await(self, until: float, seconds: float, park: Callable[[float, float], None] | None = None) -> None:
+        """Waits until the operation has ended, or as `park` does, and counts the time. Raises as `wait`."""
+        began = self._clock.now()
+        if self.meter is not None:
+            self.meter.operating(began)
+        try:
+            assist = self.assist  # it is gone as soon as another thread ends the operation
+            if assist is not None and seconds > ASSIST_SECONDS:
+                assist()
+            if park is not None:
+                park(until, seconds)
+            elif not self._done:
+                self._park(until, seconds)
+        finally:
+            if self.meter is not None:
+                self.meter.operated(self._clock.now() - began)
 
     def _park(self, until: float, seconds: float) -> None:
         parker = self._clock.parker()

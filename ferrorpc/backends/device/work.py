@@ -12,7 +12,7 @@ from ferrorpc.collectives.driver import unmade_result
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import FerroError
-from ferrorpc.guard import Clock
+from ferrorpc.guard import FOREVER, Clock, Parker, seconds_of
 from ferrorpc.work import Work
 
 
@@ -23,14 +23,16 @@ class DeviceWork(Work[Any]):
     `wait(host=True)` blocks the host until the operation is done.
     """
 
+    _waiting: list[Parker]
+    """Of threads that wait until it is in its stream, where it was not at first."""
+
     def __init__(self, clock: Clock, execution: DeviceExecution, convert: Callable[[Execution], Any]) -> None:
         super().__init__(clock, execution)
         self._execution = execution
         self._convert = convert
-        self._queued: Work[None] | None = None
         if execution.end_event is None:
-            self._queued = Work(clock, f"{execution.label}, until it is in its stream")
-            execution.on_queued = self._is_queued
+            self._waiting = []
+            execution.on_queued = self._wake
 
     def done(self) -> bool:
         if not self._done:
@@ -84,27 +86,47 @@ class DeviceWork(Work[Any]):
                 error = unmade_result(self.label, problem)
         return self.fail(error)
 
-    def _is_queued(self) -> None:
-        if self._queued is not None and not self._queued.has_ended:
-            self._queued.complete(None)
-
     def wait(self, timeout: float | None = None, host: bool = False) -> Any:
         execution = self._execution
         if host or self._done or not self.is_on_device:
             return super().wait(timeout, host)
-        if self._queued is not None:
-            self._queued.wait(timeout)
         latch = execution.guard.latch
-        may_have_failed = (latch.cause is not None or latch.ended_here) and not execution.has_completed
-        if execution.end_event is None or may_have_failed:
-            return super().wait(timeout, host)
+        if execution.end_event is None or latch.cause is not None or latch.ended_here:
+            self._await_launch(timeout)
+            if self.has_ended:
+                return super().wait()
         execution.join()
         self._give(execution)
         return self._result
 
-    def _end(self) -> None:
-        self._is_queued()
-        super()._end()
+    def _await_launch(self, timeout: float | None) -> None:
+        """Waits until it is in its stream; until it has ended where the generation's end may have struck it."""
+        execution, seconds = self._execution, seconds_of(timeout, FOREVER)
+        until, latch = self._clock.now() + seconds, execution.guard.latch
+        if not self._is_queued():
+            self._await(until, seconds, self._park_until_queued)
+        if (latch.cause is not None or latch.ended_here) and not (self._done or execution.has_completed):
+            self._await(until, seconds)
+
+    def _park_until_queued(self, until: float, seconds: float) -> None:
+        """Nobody has to notice the completion sooner for it."""
+        parker = self._clock.parker()
+        self._waiting.append(parker)
+        super().on_done(parker.unpark)
+        try:
+            while not self._is_queued():
+                if not parker.park(until) and not self._is_queued():
+                    raise self._still_runs(seconds)
+        finally:
+            self._waiting.remove(parker)
+            self._forget(parker.unpark)
+
+    def _is_queued(self) -> bool:
+        return self._execution.end_event is not None or self._done
+
+    def _wake(self) -> None:
+        for parker in tuple(self._waiting):
+            parker.unpark()
 
     def complete(self, result: Any) -> None:
         """Sets the result, unless `wait` has made it already."""
