@@ -114,7 +114,10 @@ def _spare(things: deque[T], alone: int) -> T | None:
         alone: the reference count of a thing to which nobody else refers.
     """
     for _ in range(min(EVENTS_LOOKED_AT, len(things))):
-        found = things.popleft()
+        try:
+            found = things.popleft()
+        except IndexError:  # other threads look at the last ones
+            break
         things.append(found)
         if sys.getrefcount(found) == alone:
             return found
@@ -200,14 +203,17 @@ class Device:
         free, not finalizers: in a garbage cycle a finalizer may run before that of an object which still uses the event.
         """
         events = self.events
-        if events:
+        try:
             found = events.popleft()  # as `_spare` does, whose call would take as long
+        except IndexError:  # there is none, or other threads look at them
+            other = None
+        else:
             events.append(found)
             if sys.getrefcount(found) == _ALONE:
                 return found
             other = _spare(events, _ALONE)
-            if other is not None:
-                return other
+        if other is not None:
+            return other
         with self._telling(), self.here():
             number = self.runtime.eventCreateWithFlags(self.runtime.eventDisableTiming)
         made = Event(self.runtime, number, self.have_context)

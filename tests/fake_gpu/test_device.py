@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -355,3 +356,26 @@ def test_a_thread_that_has_used_no_gpu_makes_no_context_on_another_than_the_grou
     cupy.machine.gpus[0].has_context = False
     run_groups([ProcessGroup(backend) for backend in backends], body)
     assert not cupy.machine.gpus[0].has_context
+
+
+class LastTaken(deque[Any]):
+    """Marks of a GPU, of which another thread takes the last one just when one is to be looked at."""
+
+    def __init__(self, things: Iterable[Any], looks: int) -> None:
+        super().__init__(things)
+        self.looks = looks
+
+    def popleft(self) -> Any:
+        self.looks -= 1
+        if self.looks < 0:
+            raise IndexError("pop from an empty deque")
+        return super().popleft()
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_two_threads_may_look_for_a_spare_mark_at_once(cupy: StandIn, looks: int) -> None:
+    device = device_of(cupy, 0)
+    in_use = device.event()
+    device.events = LastTaken(device.events, looks)
+    assert device.event() is not in_use
+    assert len(device.events) == 2
