@@ -291,11 +291,11 @@ class ProcessGroup(Collectives):
         try:
             return ProcessGroup(self._backend.renew(max(0.0, until - clock.now())), self.timeout)
         except BaseException as error:
-            if not isinstance(error, BackendUnavailableError):
-                self._dispatch.give_up()
             session = self._backend.session
-            if session is not None and session.membership.assignment.generation != self.generation:
-                # the others have the next one, and wait for this rank there
+            has_next = session is not None and session.membership.assignment.generation != self.generation
+            if has_next or not isinstance(error, BackendUnavailableError):  # which a backend that cannot do it raises at once
+                self._dispatch.give_up()
+            if session is not None and has_next:  # the others have the next one, and wait for this rank there
                 told = error if isinstance(error, FerroError) else ended_by(f"{reason_of(error)} during reform()")
                 session.membership.latch.end(told)
             raise

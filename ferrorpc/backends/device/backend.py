@@ -288,7 +288,11 @@ class DeviceBackend(RawOperations, Backend):
         lanes = self.lanes.renew(max(timeout / 2, until - self.clock.now()))
         if not isinstance(lanes, MessageBackend):
             raise AssertionError(f"{lanes!r} is no message backend")
-        return self._renewed(lanes)
+        try:
+            return self._renewed(lanes)
+        except BaseException:
+            lanes.close()
+            raise
 
     @abstractmethod
     def _renewed(self, lanes: MessageBackend) -> Self:

@@ -1,0 +1,45 @@
+"""reform() of groups on GPUs: where the next generation cannot be made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ferrorpc.backends.nccl import backend as over_nccl
+from ferrorpc.backends.simulated import SimulatedBackend
+from ferrorpc.errors import BackendUnavailableError, GroupClosedError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.fake_gpu.groups import Ranks
+
+
+def test_a_reform_in_vain_keeps_no_lanes_of_the_next_generation_and_may_be_called_again(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a replacement of a lost rank has another NCCL."""
+    ranks, introduce, renew, lanes = Ranks(cupy, 2), over_nccl.introduce, SimulatedBackend.renew, list[SimulatedBackend]()
+
+    def differs(*arguments: Any) -> None:
+        raise BackendUnavailableError("their versions of NCCL differ")
+
+    def renewed(old: SimulatedBackend, timeout: float) -> SimulatedBackend:
+        lanes.append(renew(old, timeout))
+        return lanes[-1]
+
+    def in_vain(group: ProcessGroup) -> None:
+        with pytest.raises(BackendUnavailableError, match="differ"):
+            group.reform()
+        with pytest.raises(GroupClosedError, match="came to nothing") as raised:
+            group.all_reduce(ranks.array())
+        assert "call group.reform() again" in raised.value.hint
+
+    def again(group: ProcessGroup) -> list[float]:
+        return cupy.asnumpy(group.reform().all_reduce(ranks.array())).tolist()
+
+    monkeypatch.setattr(over_nccl, "introduce", differs)
+    monkeypatch.setattr(SimulatedBackend, "renew", renewed)
+    assert ranks.run(in_vain) == [None, None]
+    assert [each.transport._closed for each in lanes] == [True, True]
+    monkeypatch.setattr(over_nccl, "introduce", introduce)
+    assert ranks.run(again) == [[2.0] * 4] * 2
