@@ -16,7 +16,7 @@ import pytest
 
 import ferrorpc
 from ferrorpc.backends.device import launch_queue
-from ferrorpc.errors import GroupAbortedError
+from ferrorpc.errors import FerroError, GroupAbortedError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu import nccl
@@ -30,7 +30,7 @@ STAND_INS = f"{LIBRARY}testing/"
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt on the thread that enters it, at the n-th place where Python looks for signals in the library:
+    """Raises an error on the thread that enters it, at the n-th place where Python looks for signals in the library:
     as one of its functions begins, and as a call into compiled code, for which the stand-ins are taken, returns.
 
     Where `with` has just entered a lock is no such place, or the lock would stay locked. Python 3.14 does look for signals
@@ -40,9 +40,10 @@ class Interrupt:
         place: where it struck; None where the calls had fewer places.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.place: str | None = None
         self._left = number
+        self._error = error
 
     def __enter__(self) -> Interrupt:
         sys.setprofile(self._look)
@@ -61,7 +62,7 @@ class Interrupt:
         self._left -= 1
         if not self._left:
             self.place = f"{at.f_code.co_qualname}, line {at.f_lineno}"
-            raise KeyboardInterrupt
+            raise self._error
 
 
 def _is_in_library(frame: FrameType) -> bool:
@@ -144,6 +145,53 @@ def interrupted(cupy: StandIn, way: str, number: int) -> str | None:
     assert not backend.context.program.lock.locked()
     if backend.latch.cause is not None:
         assert "KeyboardInterrupt during all_reduce" in backend.latch.cause.message
+    for group in ranks.groups:
+        group.close()
+    return interrupt.place
+
+
+def test_an_error_of_a_handler_in_the_start_of_a_call_comes_before_it_or_ends_the_group(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, launches: None
+) -> None:
+    """Otherwise this rank's next operation would meet the others' one that it has launched before: the sums would be wrong."""
+    for number in range(1, 1000):
+        if struck_in_its_start(cupy, monkeypatch, number) is None:
+            assert number > 20
+            return
+
+
+def struck_in_its_start(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, number: int) -> str | None:
+    """As `interrupted`, by a RuntimeError, as CUDA's are, while the fast path starts the call."""
+    ranks, both, interrupt = Ranks(cupy, 2), threading.Barrier(2), Interrupt(number, RuntimeError)
+
+    def body(group: ProcessGroup) -> None:
+        x, y, dispatch, refused = ranks.array(), ranks.array() * 10, group._dispatch, False
+        group.all_reduce(x, out=x)
+        group.synchronize()
+        both.wait(SECONDS)
+        if group.rank == 0:
+            start_at = dispatch.start_at
+
+            def struck(*arguments: Any) -> Any:
+                with interrupt:
+                    return start_at(*arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(dispatch, "start_at", struck)
+                try:
+                    group.all_reduce(x, out=x)
+                except RuntimeError:
+                    refused = True
+        with suppress(FerroError):
+            if refused or group.rank:
+                group.all_reduce(x, out=x)
+            group.all_reduce(y, out=y)
+            group.synchronize()
+            assert (cupy.asnumpy(x).tolist(), cupy.asnumpy(y).tolist()) == ([4.0] * 4, [20.0] * 4), interrupt.place
+
+    assert ranks.run(body) == [None, None], interrupt.place
+    cause = ranks.backends[0].latch.cause
+    assert cause is None or "RuntimeError" in cause.message
     for group in ranks.groups:
         group.close()
     return interrupt.place

@@ -38,8 +38,8 @@ class AllReducePrepared(CollectivePrepared):
         execution.enter()
         try:
             self.context.lanes.transport.mailbox.record(key, self.signature)  # so that probes of the others are answered
-        except BaseException:  # an interrupt, as in `enter`
-            execution.release()
+        except BaseException as error:
+            execution.struck(error)
             raise
         return execution
 

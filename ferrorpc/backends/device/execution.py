@@ -10,6 +10,7 @@ from ferrorpc.arrays.event import Event
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.in_flight import InFlightExecution, first_cause
 from ferrorpc.backends.device.launch_queue import LaunchQueue
+from ferrorpc.collectives.driver import failure_of, verdict
 from ferrorpc.collectives.execution import deadline_error
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
@@ -158,6 +159,9 @@ class ImmediateExecution(DeviceExecution):
         stream: where to launch it; None for the launch queue's stream, which first waits for what the caller's stream holds.
     """
 
+    has_place = False
+    """Whether it has taken its place in program order."""
+
     def __init__(self, context: GroupContext, guard: Guard, stream: Stream | None = None) -> None:
         super().__init__(context, context.program, guard)
         self.results, self.specs = [], []
@@ -186,15 +190,22 @@ class ImmediateExecution(DeviceExecution):
                     queue.check()
                     self.caller, self._begins = self.device.marked()
                 with queue.lock:
-                    self.number = queue.enqueue(self)
+                    self.number, self.has_place = queue.enqueue(self), True
                     self.context.add(self)
                     try:
                         self._launch_in_turn()
                     except Exception as problem:  # noqa: BLE001  drivers know what to do about each kind
                         self._early_error = problem.with_traceback(None)
-        except BaseException:  # an interrupt, too: no driver will have it, so it must not keep its place
-            self.release()
+        except BaseException as error:
+            self.struck(error)
             raise
+
+    def struck(self, error: BaseException) -> None:
+        """Ends its part here after an error that no driver will have: a refusal, an interrupt, or another error of a signal
+        handler. If it has its place, perhaps it was launched, perhaps not: the other ranks cannot go on with this one."""
+        if self.has_place and not isinstance(error, FerroError):
+            verdict(self.guard, failure_of(self.label, error))
+        self.finish()
 
     @first_cause
     def advance(self) -> bool:
