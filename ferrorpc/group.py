@@ -253,9 +253,9 @@ class ProcessGroup(Collectives):
         and its subgroups are closed; the membership in the job, and the store, remain.
 
         Args:
-            timeout: seconds until the others have come; None for the group's. At most three quarters of them go to what is in
-                flight here and in subgroups, and to what peers have not received yet. Connecting to the others afterwards has
-                the timeouts of `init_process_group`.
+            timeout: seconds until the others have come; None for the group's. At most three quarters of them (on GPUs, seven
+                eighths) go to what is in flight here and in subgroups, and to what peers have not received yet. Connecting to
+                the others afterwards has the timeouts of `init_process_group`.
 
         Raises:
             RendezvousTimeoutError: naming who is missing. It may be called again, as after Ctrl-C; operations of this group

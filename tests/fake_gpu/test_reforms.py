@@ -1,17 +1,18 @@
-"""reform() of groups on GPUs: where the next generation cannot be made."""
+"""reform() of groups on GPUs: where the next generation cannot be made, and what it does about what is in flight."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from ferrorpc.backends.nccl import backend as over_nccl
 from ferrorpc.backends.simulated import SimulatedBackend
-from ferrorpc.errors import BackendUnavailableError, GroupClosedError
+from ferrorpc.errors import BackendUnavailableError, GroupClosedError, RendezvousTimeoutError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.fake_gpu.groups import Ranks
+from tests.fake_gpu.groups import SECONDS, Ranks
 
 
 def test_a_reform_in_vain_keeps_no_lanes_of_the_next_generation_and_may_be_called_again(
@@ -43,3 +44,21 @@ def test_a_reform_in_vain_keeps_no_lanes_of_the_next_generation_and_may_be_calle
     assert [each.transport._closed for each in lanes] == [True, True]
     monkeypatch.setattr(over_nccl, "introduce", introduce)
     assert ranks.run(again) == [[2.0] * 4] * 2
+
+
+def test_its_timeout_bounds_the_wait_for_a_result_that_a_peer_never_gives(cupy: StandIn) -> None:
+    ranks, given_up = Ranks(cupy, 2), threading.Event()
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank:
+            assert given_up.wait(SECONDS)
+            return
+        x = ranks.array()
+        group.all_reduce(x, out=x, timeout=3 * SECONDS)
+        with pytest.raises(RendezvousTimeoutError):
+            group.reform(timeout=0.2)
+        given_up.set()
+
+    assert ranks.run(body) == [None, None]
+    for group in ranks.groups:
+        group.close()

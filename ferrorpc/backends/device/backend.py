@@ -44,7 +44,7 @@ from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.errors import CollectiveTimeoutError, FerroError
-from ferrorpc.guard import Guard
+from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.transports.closed_groups import Begun
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
@@ -284,7 +284,7 @@ class DeviceBackend(RawOperations, Backend):
     def renew(self, timeout: float) -> Self:
         """The backend of the next generation, with new lanes and a new communicator."""
         until = self.clock.now() + timeout
-        self._shut(self.clock.now() + CLOSE_SECONDS)
+        self._shut(until - timeout / 2)
         lanes = self.lanes.renew(max(timeout / 2, until - self.clock.now()))
         if not isinstance(lanes, MessageBackend):
             raise AssertionError(f"{lanes!r} is no message backend")
@@ -299,10 +299,12 @@ class DeviceBackend(RawOperations, Backend):
         """A new backend like this one over new lanes."""
 
     def close(self) -> None:
-        self._shut(self.clock.now() + CLOSE_SECONDS)
+        self._shut(FOREVER)
         self.lanes.close()
 
     def _shut(self, until: float) -> None:
+        """Ends what the group has on the GPU, by clock time `until`: results that callers have, until their own deadlines; then
+        for at most CLOSE_SECONDS all that is left."""
         if self._closed:
             return
         self._closed = True
@@ -313,22 +315,24 @@ class DeviceBackend(RawOperations, Backend):
         self._contexts.remove(self.context)
         if self.latch.cause is None:
             with contextlib.suppress(FerroError):  # what is still in flight is aborted with its communicator
-                self._finish_joined(contexts)
-                until = max(until, self.clock.now() + CLOSE_SECONDS)
+                self._finish_joined(contexts, until)
+            until = min(until, self.clock.now() + CLOSE_SECONDS)
+            with contextlib.suppress(FerroError):
                 self.synchronize(until)
             self._depart()
             if self.latch.cause is None:
                 self.context.ending.close(mine, until)
 
-    def _finish_joined(self, contexts: Sequence[GroupContext]) -> None:
-        """Waits for the operations whose results callers have, until their deadlines. Raises the generation's first cause."""
+    def _finish_joined(self, contexts: Sequence[GroupContext], until: float) -> None:
+        """Waits for the operations whose results callers have, until their deadlines, or until clock time `until`. Raises the
+        generation's first cause."""
         parker = self.clock.parker()
         while left := _joined(contexts):
             self.latch.check()
             for execution in left:
                 execution.try_complete()
             now = self.clock.now()
-            if now >= max(execution.guard.deadline for execution in left):
+            if now >= min(until, max(execution.guard.deadline for execution in left)):
                 return
             parker.park(now + POLL_SECONDS)
 
