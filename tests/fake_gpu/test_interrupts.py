@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 
 import ferrorpc
 from ferrorpc.backends.device import launch_queue
+from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi
 from ferrorpc.errors import FerroError, GroupAbortedError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -195,6 +196,26 @@ def struck_in_its_start(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, number: 
     for group in ranks.groups:
         group.close()
     return interrupt.place
+
+
+def test_an_interrupt_leaves_no_group_of_nccls_open_on_its_thread() -> None:
+    """What the thread asks of NCCL later would be added to that group, and never be launched."""
+    depths, number, interrupt = [0], 0, Interrupt(1)
+    bindings = SimpleNamespace(
+        get_version=lambda: 22809,
+        Config=lambda: SimpleNamespace(ptr=0),
+        comm_init_rank_scalable=lambda *arguments: "comm",
+        NCCLError=LookupError,
+        group_start=lambda: depths.append(depths[-1] + 1),
+        group_end=lambda: depths.append(depths[-1] - 1),
+    )
+    end = Nccl4pyApi(bindings).init(2, 0, [bytes(128)])
+    while number == 0 or interrupt.place is not None:
+        number, depths[:] = number + 1, [0]
+        with suppress(KeyboardInterrupt), Interrupt(number) as interrupt:
+            end.grouped(lambda: None)
+        assert (min(depths), depths[-1]) == (0, 0), interrupt.place
+    assert number > 4
 
 
 def test_an_interrupt_leaves_no_operation_in_flight_that_ended_before_its_work_was_known() -> None:

@@ -105,14 +105,13 @@ def nccl4py(version: int, record: Recorder) -> Any:
 
 
 def every_call(end: Any) -> None:
-    with end.grouped():
-        end.all_reduce(1, 2, 3, FLOAT, SUM, 9)
-        end.reduce(1, 2, 3, FLOAT, SUM, 5, 9)
-        end.reduce_scatter(1, 2, 3, FLOAT, SUM, 9)
-        end.broadcast(1, 2, 3, FLOAT, 5, 9)
-        end.all_gather(1, 2, 3, FLOAT, 9)
-        end.send(1, 3, FLOAT, 5, 9)
-        end.recv(2, 3, FLOAT, 5, 9)
+    end.all_reduce(1, 2, 3, FLOAT, SUM, 9)
+    end.reduce(1, 2, 3, FLOAT, SUM, 5, 9)
+    end.reduce_scatter(1, 2, 3, FLOAT, SUM, 9)
+    end.broadcast(1, 2, 3, FLOAT, 5, 9)
+    end.all_gather(1, 2, 3, FLOAT, 9)
+    end.send(1, 3, FLOAT, 5, 9)
+    end.recv(2, 3, FLOAT, 5, 9)
 
 
 def test_nccl4py_gets_its_arguments_in_its_order() -> None:
@@ -121,7 +120,7 @@ def test_nccl4py_gets_its_arguments_in_its_order() -> None:
     assert (api.version, api.features, api.unique_id()) == (22809, Features(True, True, True), ID)
     end: Any = api.init(4, 2, [ID, ID])
     assert end.state() is State.IN_PROGRESS
-    every_call(end)
+    end.grouped(lambda: every_call(end))
     child = end.split(0, 3)
     assert (end.split(None, 0), child.state()) == (None, State.IN_PROGRESS)
     end.finalize(), end.destroy(), child.abort()
@@ -189,7 +188,7 @@ def test_an_abort_frees_nothing_that_another_thread_looks_at_and_lets_in_no_more
     for each in threads:
         each.join()
     assert record.calls[1:] == [("looked",), ("comm_abort", "comm")]
-    for ask in (end.state, end.finalize, lambda: end.all_reduce(1, 2, 3, FLOAT, SUM, 9), lambda: every_call(end)):
+    for ask in (end.state, end.finalize, lambda: end.all_reduce(1, 2, 3, FLOAT, SUM, 9), lambda: end.grouped(list)):
         with pytest.raises(NcclError, match="aborted"):
             ask()
     end.abort(), end.destroy()
@@ -247,7 +246,7 @@ def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> Non
     api = cupy_nccl(record)
     assert api.features == Features(False, True, True)
     end = complete(api.init(4, 2, [ID]))
-    every_call(end)
+    end.grouped(lambda: every_call(end))
     complete(complete(end).split(1, 3))
     end.abort()
     calls = [call for call in record.calls if call != ("check_async_error",)]
@@ -277,12 +276,15 @@ def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> Non
 def test_a_query_of_cupys_communicator_by_another_thread_is_no_part_of_a_group() -> None:
     record = Recorder()
     end = complete(cupy_nccl(record).init(2, 0, [ID]))
-    with end.grouped():
+
+    def calls() -> None:
         end.send(1, 3, FLOAT, 1, 9)
         record.raises = {"check_async_error": Refused(6)}
         with pytest.raises(NcclError, match="ncclCommGetAsyncError: remote error"):
             end.state()
         record.raises = {}
+
+    end.grouped(calls)
     complete(end)
     assert record.calls[record.calls.index(("groupStart",)) :][1:3] == [("send", 1, 3, 7, 1, 9), ("groupEnd",)]
 
@@ -338,8 +340,7 @@ def failing_group() -> tuple[Any, threading.Event]:
     end = complete((api := cupy_nccl(record)).init(2, 0, [ID]))
     api.bindings.groupEnd = lambda: come.wait(10) and record.call("groupEnd")
     record.raises = {"groupEnd": Refused(6)}
-    with end.grouped():
-        end.send(1, 3, FLOAT, 1, 9)
+    end.grouped(lambda: end.send(1, 3, FLOAT, 1, 9))
     return end, come
 
 
@@ -373,8 +374,7 @@ def test_a_failure_that_is_not_nccls_ends_a_thread_of_cupys_binding_too(call: st
 
     def begin() -> None:
         end = complete(cupy_nccl(record).init(2, 0, [ID]))
-        with end.grouped():
-            end.send(1, 3, FLOAT, 1, 9)
+        end.grouped(lambda: end.send(1, 3, FLOAT, 1, 9))
         complete(end)
 
     with pytest.raises(NcclError, match="not 128 bytes"):
@@ -386,12 +386,11 @@ def test_a_group_that_is_given_up_before_its_end_launches_nothing() -> None:
     end = complete(cupy_nccl(record).init(2, 0, [ID]))
 
     def broken() -> None:
-        with end.grouped():
-            end.send(1, 3, FLOAT, 1, 9)
-            raise LookupError
+        end.send(1, 3, FLOAT, 1, 9)
+        raise LookupError
 
     with pytest.raises(LookupError):
-        broken()
+        end.grouped(broken)
     assert complete(end).state() is State.SUCCESS
     assert ("groupStart",) not in record.calls
 

@@ -19,7 +19,6 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
@@ -144,13 +143,12 @@ class IpcCommunicator(Communicator):
         """As `Communicator.recv`."""
         self._begin(("recv", peer), self._messages[peer].recv(target, count * _ITEM_BYTES[datatype], stream))
 
-    @contextmanager
-    def grouped(self) -> Iterator[None]:
+    def grouped(self, calls: Callable[[], object]) -> None:
         """As `Communicator.grouped`: sequences of operations proceed side by side, the operations of each in order."""
         group: defaultdict[Hashable, list[Waits]] = defaultdict(list)
         self._group = group
         try:
-            yield
+            calls()
         finally:
             self._group = None
         with self._lock:

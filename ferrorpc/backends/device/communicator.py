@@ -8,9 +8,8 @@ of it until that changes. Errors are NcclError with the field `status`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from enum import IntEnum, unique
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from ferrorpc.errors import NcclError, TensorMismatchError
 from ferrorpc.types import DType, ReduceOp, refusal
@@ -88,8 +87,11 @@ class Communicator(Protocol):
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """ncclRecv."""
 
-    def grouped(self) -> AbstractContextManager[Any]:
-        """ncclGroupStart and ncclGroupEnd: what this thread calls within is launched as one."""
+    def grouped(self, calls: Callable[[], object]) -> None:
+        """ncclGroupStart and ncclGroupEnd: what `calls` asks of this communicator is launched as one.
+
+        No context manager, whose own steps an interrupt could strike between the two.
+        """
 
     def split(self, color: int | None, key: int) -> Communicator | None:
         """ncclCommSplit, in which all ranks take part: a communicator for each color, ordered by key; None without a color.

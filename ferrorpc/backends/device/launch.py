@@ -206,8 +206,7 @@ def _all_to_all(launch: Launch) -> None:
 
 def _as_one(parts: Callable[[Launch], None]) -> Callable[[Launch], None]:
     def run(launch: Launch) -> None:
-        with launch.communicator.grouped():
-            parts(launch)
+        launch.communicator.grouped(lambda: parts(launch))
 
     return run
 

@@ -104,15 +104,14 @@ class RawOperations:
                 raise SelfSendError(f"rank {peer} cannot send to or receive from itself")
 
         def launch(end: Communicator, pointer: int) -> None:
-            with end.grouped():
-                for source, size_bytes, peer in sends:
-                    end.send(source, size_bytes, BYTES, peer, pointer)
-                for target, size_bytes, peer in recvs:
-                    end.recv(target, size_bytes, BYTES, peer, pointer)
+            for source, size_bytes, peer in sends:
+                end.send(source, size_bytes, BYTES, peer, pointer)
+            for target, size_bytes, peer in recvs:
+                end.recv(target, size_bytes, BYTES, peer, pointer)
 
         if sends or recvs:
             label = f"exchange_raw({len(sends)} sends, {len(recvs)} receives)"
-            self._raw(lambda: label, launch, stream)
+            self._raw(lambda: label, lambda end, pointer: end.grouped(lambda: launch(end, pointer)), stream)
 
     def _reduction(self, op: str | ReduceOp, dtype: str | DType) -> tuple[Op, DataType, int]:
         try:

@@ -170,17 +170,15 @@ class CupyCommunicator:
         """As `Communicator.recv`."""
         self._call("ncclRecv", lambda nccl: nccl.recv(target, count, int(datatype), peer, stream))
 
-    @contextmanager
-    def grouped(self) -> Iterator[None]:
-        """As `Communicator.grouped`. Another thread launches the calls within, because they may wait for other ranks."""
-        calls: list[Callable[[Any], object]] = []
-        self._group = calls
+    def grouped(self, calls: Callable[[], object]) -> None:
+        """As `Communicator.grouped`. Another thread launches them, because they may wait for other ranks."""
+        group = self._group = list[Callable[[Any], object]]()
         try:
-            yield
+            calls()
         finally:
             self._group = None
         self._is_launching = True
-        SYSTEM_CLOCK.start(lambda: self._launch(calls), "ferrorpc-nccl-group")
+        SYSTEM_CLOCK.start(lambda: self._launch(group), "ferrorpc-nccl-group")
 
     def _launch(self, calls: Sequence[Callable[[Any], object]]) -> None:
         bindings = self._api.bindings

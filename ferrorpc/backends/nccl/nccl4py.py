@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
@@ -127,15 +126,19 @@ class Nccl4pyCommunicator:
         with self._lock:
             return "" if self._is_gone else str(self._nccl.get_last_error(self._comm)).strip()
 
-    @contextmanager
-    def grouped(self) -> Iterator[None]:
-        """As `Communicator.grouped`."""
+    def grouped(self, calls: Callable[[], object]) -> None:
+        """As `Communicator.grouped`. Not by `_ask`: an interrupt that came as its own code runs would leave the group open."""
         with self._lock:
-            self._ask("ncclGroupStart", self._nccl.group_start)
+            if self._is_gone:
+                raise self._gone_error("ncclGroupStart")
             try:
-                yield
+                self._nccl.group_start()
+                calls()
             finally:
-                self._ask("ncclGroupEnd", self._nccl.group_end)
+                try:
+                    self._nccl.group_end()
+                except self._nccl.NCCLError as error:
+                    self._api.refused("ncclGroupEnd", error, self.last_error)
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.all_reduce`."""

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
 from ferrorpc.backends.nccl.api import Features
@@ -126,13 +125,12 @@ class FakeApi:
                 raise failed("ncclCommInitRank", State.INVALID_ARGUMENT, f"rank {rank} of {size} was there already")
             return FakeCommunicator(self, meeting, rank, completes=unique_ids[0] not in self.world.absent)
 
-    @contextmanager
-    def grouped(self) -> Iterator[None]:
+    def grouped(self, calls: Callable[[], object]) -> None:
         """As `Communicator.grouped`."""
         parts: list[tuple[FakeCommunicator, Part, int]] = []
         self._thread.grouped = parts
         try:
-            yield
+            calls()
         finally:
             self._thread.grouped = None
             for communicator in dict.fromkeys(entry[0] for entry in parts):
@@ -247,9 +245,9 @@ class FakeCommunicator:
         """As `Communicator.recv`."""
         self.api.call(self, Part("recv", 0, target, count, datatype, None, peer), stream)
 
-    def grouped(self) -> AbstractContextManager[Any]:
+    def grouped(self, calls: Callable[[], object]) -> None:
         """As `Communicator.grouped`."""
-        return self.api.grouped()
+        self.api.grouped(calls)
 
     def split(self, color: int | None, key: int) -> Communicator | None:
         """As `Communicator.split`."""
