@@ -16,6 +16,7 @@ from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import (
+    BarrierTimeoutError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     FerroError,
@@ -58,6 +59,24 @@ def test_a_barrier_here_and_an_operation_there_is_such_a_difference(cupy: StandI
 
     for error in ranks.run(body):
         assert error.signatures == {0: "barrier()", 1: "all_reduce(op=sum, float32[4]) by NCCL"}
+    ranks.wait_for_aborts()
+
+
+def test_a_barrier_that_waits_for_this_ranks_gpu_names_its_own_timeout(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank:
+            end_of(group, GroupAbortedError)
+            return
+        x = ranks.array()
+        group.all_reduce(x, out=x, timeout=SECONDS)
+        with pytest.raises(
+            BarrierTimeoutError, match=r"after 0\.2 s, barrier\(\) #\d waits for the GPU of this rank: all_reduce"
+        ):
+            group.barrier(timeout=0.2)
+
+    assert ranks.run(body) == [None, None]
     ranks.wait_for_aborts()
 
 

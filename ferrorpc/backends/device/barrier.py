@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ferrorpc.backends.device.context import GroupContext
-from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.execution import Execution, Prepared, deadline_error
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
@@ -31,6 +31,7 @@ class _BarrierExecution(Execution):
         self.polling = context.polling
         self.results, self.specs = [], []
         self._before = context.in_flight()
+        self._describe = context.lanes.session.described
         self._inner = inner
 
     @property
@@ -57,7 +58,7 @@ class _BarrierExecution(Execution):
         return self._inner.explain()
 
     def timeout_error(self) -> FerroError:
-        return self._before[0].timeout_error() if self._before else self._inner.timeout_error()
+        return deadline_error(self, self._describe, barrier=True) if self._before else self._inner.timeout_error()
 
     def finish(self) -> None:
         self._inner.finish()
