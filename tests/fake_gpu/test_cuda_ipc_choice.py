@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
 from ferrorpc.arrays.devices import device_of
 from ferrorpc.backends import gpu
+from ferrorpc.backends.cuda_ipc.communicator import IpcCommunicator
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import Peer
 from tests.integration.test_grpc_backend import GrpcWorld
@@ -64,3 +66,23 @@ def test_whether_ranks_take_turns_is_unknown_to_an_older_cuda(cupy: StandIn, mon
 
 def test_the_ranks_on_a_gpu() -> None:
     assert gpu.ranks_on("a", [peer(0, "a"), peer(1, "b"), peer(2, "a"), peer(3, None)]) == [0, 2]
+
+
+def test_auto_is_the_same_on_all_ranks_whatever_one_of_them_meets(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a host has no NVRTC to compile kernels with."""
+    made = IpcCommunicator.__init__
+
+    def makes(communicator: Any, device: Any, clock: Any, own: Any, *arguments: Any) -> None:
+        if own.rank == 1:
+            raise LookupError("no libnvrtc-builtins.so")
+        made(communicator, device, clock, own, *arguments)
+
+    monkeypatch.setattr(IpcCommunicator, "__init__", makes)
+    monkeypatch.setattr(gpu, "shares_gpu", lambda peers: True)
+    monkeypatch.setattr(gpu, "nccl_usable", lambda peers: False)
+    with caplog.at_level(logging.WARNING), GrpcWorld(2, transport="shared_memory") as world:
+        assert [backend.name for backend in world.backends] == ["grpc"] * 2
+    assert caplog.text.count("cannot share GPU memory: rank 1: LookupError: no libnvrtc-builtins.so") == 2
+    assert not cupy.machine.shared

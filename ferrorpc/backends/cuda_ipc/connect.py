@@ -21,7 +21,8 @@ from ferrorpc.backends.cuda_ipc.peers import Own, Peer, part
 from ferrorpc.backends.device.communicator import Communicator
 from ferrorpc.collectives.arena.control_blocks import Array
 from ferrorpc.coordination.base import Session
-from ferrorpc.errors import CollectiveTimeoutError, NcclError
+from ferrorpc.errors import FerroError, NcclError
+from ferrorpc.generation_errors import reason_of
 from ferrorpc.transports.shared_memory.host_peers import HostPeers
 
 CONNECT_SECONDS: Final = 30.0
@@ -79,8 +80,8 @@ class IpcConnector:
             undo.callback(part, own, peers, clock, ABORT_SECONDS)
             try:
                 own.put_up()
-            except NcclError as error:
-                problem = error.message[:PROBLEM_CHARACTERS]
+            except Exception as error:  # noqa: BLE001  the others wait to hear of it, whatever it is
+                problem = self._told(error)
             told = json.dumps({"offset": offset, "process": self._process, "problem": problem})
             others = [json.loads(text) for text in self._meet(f"{name}/put-up", ranks, told)]
             if not any(other["problem"] for other in others):
@@ -92,8 +93,8 @@ class IpcConnector:
                     for peer in peers:
                         peer.open()
                     made = IpcCommunicator(self._device, clock, own, peers, free)
-                except (NcclError, CollectiveTimeoutError) as error:
-                    problem = error.message[:PROBLEM_CHARACTERS]
+                except Exception as error:  # noqa: BLE001  as above
+                    problem = self._told(error)
             met = dict(zip(ranks, self._meet(f"{name}/opened", ranks, problem), strict=True))
             if made is not None and not any(met.values()):
                 undo.pop_all()
@@ -117,6 +118,11 @@ class IpcConnector:
         if self._host_peers is None:
             raise AssertionError(f"rank {rank} shares no memory")
         return ControlBlock(self._host_peers.memory(rank)[offset : offset + block_bytes(size)], size)
+
+    def _told(self, error: Exception) -> str:
+        """What the others hear of an error. Raises the cause that ended the generation, of which they hear as well."""
+        self._session.membership.latch.check()
+        return (error.message if isinstance(error, FerroError) else reason_of(error))[:PROBLEM_CHARACTERS]
 
     def _meet(self, name: str, ranks: Sequence[int], said: str) -> list[str]:
         """Exchanges texts. Returns those of all ranks, in their order."""
