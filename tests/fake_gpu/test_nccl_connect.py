@@ -277,6 +277,22 @@ def test_a_division_that_the_end_of_the_generation_meets_raises_its_cause(
         connector.split(parent, "subgroup 5", [0, 1], 0)
 
 
+def test_a_division_that_an_interrupt_strikes_leaves_no_part_behind(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, _ = nccl_backends(cupy, 2)
+    connector = NcclConnector(backend.api, backend.session, contextlib.nullcontext, INIT, VERDICT)
+    waited = list[Any]()
+
+    def waits(communicator: Any, *arguments: Any) -> None:
+        waited.append(communicator)
+        if len(waited) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(connector, "_await", waits)
+    with pytest.raises(KeyboardInterrupt):
+        connector.split(backend.context.program.communicator, "subgroup 5", [0, 1], 0)
+    assert [communicator.aborted for communicator in waited] == [False, True]
+
+
 def test_where_the_library_cannot_split_subgroups_get_an_id_of_their_own(cupy: StandIn) -> None:
     nccl = FakeNccl(cupy.machine, version=21700)
     backends = nccl_backends(cupy, 2, nccl)

@@ -109,9 +109,10 @@ class NcclConnector:
             for communicator, what in ((parent, label), (child, f"{label} of ranks {list(ranks)}")):
                 if communicator is not None:
                     self._await(communicator, what, f"NCCL's {what} was not complete within {self._seconds:g} s")
-        except FerroError:
+        except BaseException as error:
             self.give_up(child)
-            self._session.membership.latch.check()  # a communicator that was aborted says only that
+            if isinstance(error, FerroError):
+                self._session.membership.latch.check()  # a communicator that was aborted says only that
             raise
         return child
 
