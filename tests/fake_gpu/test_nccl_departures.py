@@ -13,8 +13,8 @@ from ferrorpc.backends.device.departures import CLOSED_MAX, Departures
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.coordination.local import LocalWorld
-from ferrorpc.errors import PeerLostError
-from ferrorpc.guard import SYSTEM_CLOCK, Guard
+from ferrorpc.errors import LimitExceededError, PeerLostError
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, SystemClock
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
@@ -143,6 +143,22 @@ def test_who_leaves_with_an_operation_in_flight_is_needed_for_it(cupy: StandIn, 
     probe(call)
     assert isinstance(backends[0].latch.cause, PeerLostError)
     released.append(True)
+
+
+def test_a_probe_for_which_there_is_no_thread_is_left_out(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends, start = nccl_backends(cupy, 2), SystemClock.start
+
+    def refuses(clock: SystemClock, body: Any, name: str) -> None:
+        if name == PROBE_THREAD:
+            raise LimitExceededError("the system refuses a thread")
+        start(clock, body, name)
+
+    monkeypatch.setattr(SystemClock, "start", refuses)
+    execution = started(cupy, backends[0], 1)
+    eventually(execution.advance, "it is in its stream")
+    execution.probe()
+    started(cupy, backends[1], 1).advance()
+    eventually(execution.try_complete, "it completes all the same")
 
 
 def test_a_rank_that_closed_very_many_groups_tells_of_the_latest(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ferrorpc.collectives.driver import drive
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import progress_of
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, LimitExceededError
 from ferrorpc.wire.frames import Key
 
 PROBE_THREAD: Final = "ferrorpc-device-probe"
@@ -89,7 +89,8 @@ class GroupContext:
                 for rank in self.departures.still_needed(self.others, key, number):
                     self.lanes.transport.probe(rank, key, signature)
 
-        self.lanes.clock.start(body, PROBE_THREAD)
+        with suppress(LimitExceededError):  # the next probe may get a thread
+            self.lanes.clock.start(body, PROBE_THREAD)
 
     def drive(self, execution: InFlightExecution) -> list[Any]:
         """Drives an operation on the caller's thread until it is complete. Releases one that fails."""
