@@ -400,7 +400,7 @@ def test_a_rank_outside_a_subgroup_hears_that_the_split_failed() -> None:
     end = complete(cupy_nccl(record).init(2, 0, [ID]))
     record.raises = {"commSplit": Refused(6)}
     assert end.split(None, 0) is None
-    with pytest.raises(NcclError, match="remote error"):
+    with pytest.raises(NcclError, match="ncclCommSplit: remote error"):
         complete(end)
 
 

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
@@ -51,7 +52,8 @@ class CupyNcclApi:
     def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
         """As `NcclApi.init`; this binding takes one id only."""
         device = int(self._cupy.cuda.Device().id)
-        return CupyCommunicator(self, device, lambda: self.bindings.NcclCommunicator(size, unique_ids[0], rank))
+        make = partial(self.bindings.NcclCommunicator, size, unique_ids[0], rank)
+        return CupyCommunicator(self, device, "ncclCommInitRank", make)
 
     def enter(self, device: int) -> None:
         """Makes a GPU the current device of the calling thread, which is one of this module's."""
@@ -74,7 +76,7 @@ class CupyCommunicator:
     An abort frees what another thread may be using, so it waits for the call in progress, however long that takes.
     """
 
-    def __init__(self, api: CupyNcclApi, device: int, make: Callable[[], Any]) -> None:
+    def __init__(self, api: CupyNcclApi, device: int, call: str, make: Callable[[], Any]) -> None:
         self._api = api
         self._device = device
         self._made: Any = None
@@ -88,16 +90,16 @@ class CupyCommunicator:
         self._is_launching = False
         """Whether a thread is launching a group."""
         self._given_up = False
-        SYSTEM_CLOCK.start(lambda: self._make(make), "ferrorpc-nccl-init")
+        SYSTEM_CLOCK.start(lambda: self._make(call, make), "ferrorpc-nccl-init")
 
-    def _make(self, make: Callable[[], Any]) -> None:
+    def _make(self, call: str, make: Callable[[], Any]) -> None:
         made = None
         try:
             self._api.enter(self._device)
-            with self._api.refusals("ncclCommInitRank"):
+            with self._api.refusals(call):
                 made = make()
         except Exception as problem:  # noqa: BLE001  whatever it is, `state` has to tell it to the thread that waits
-            self._problem = _told("ncclCommInitRank", problem)
+            self._problem = _told(call, problem)
         with self._lock:
             self._made, self._is_over, late = made, True, self._given_up
         if late and made is not None:
@@ -204,7 +206,7 @@ class CupyCommunicator:
             with self._lock:
                 return self._nccl.commSplit(_NO_COLOR if color is None else color, key)
 
-        self._splitting = CupyCommunicator(self._api, self._device, divide)
+        self._splitting = CupyCommunicator(self._api, self._device, "ncclCommSplit", divide)
         return None if color is None else self._splitting
 
     def abort(self) -> None:
