@@ -16,6 +16,7 @@ import pytest
 
 import ferrorpc
 from ferrorpc.backends.device import launch_queue
+from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi
 from ferrorpc.errors import FerroError, GroupAbortedError
 from ferrorpc.group import ProcessGroup
@@ -23,7 +24,7 @@ from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu import nccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.work import Work
-from tests.fake_gpu.groups import SECONDS, Ranks
+from tests.fake_gpu.groups import SECONDS, Ranks, end_of
 from tests.waiting import eventually
 
 LIBRARY = f"{ferrorpc.__path__[0]}/"
@@ -196,6 +197,29 @@ def struck_in_its_start(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, number: 
     for group in ranks.groups:
         group.close()
     return interrupt.place
+
+
+def test_an_error_of_a_handler_in_a_raw_call_ends_the_group_and_leaves_nothing_in_flight(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, watch = Ranks(cupy, 2), GroupContext.watch
+
+    def struck(context: GroupContext, execution: Any) -> None:
+        if context.rank == 0:
+            raise ValueError("of a handler")
+        watch(context, execution)
+
+    monkeypatch.setattr(GroupContext, "watch", struck)
+
+    def body(group: ProcessGroup) -> None:
+        x = ranks.array()
+        with pytest.raises(ValueError, match="of a handler") if group.rank == 0 else suppress(GroupAbortedError):
+            ranks.backends[group.rank].all_reduce_raw(x.data.ptr, x.data.ptr, x.size, "float32")
+        assert "ValueError: of a handler during all_reduce_raw" in str(end_of(group, GroupAbortedError))
+
+    assert ranks.run(body) == [None, None]
+    ranks.wait_for_aborts()
+    eventually(lambda: not ranks.backends[0].context.in_flight(), "nothing is in flight", SECONDS)
 
 
 def test_an_interrupt_leaves_no_group_of_nccls_open_on_its_thread() -> None:

@@ -15,8 +15,8 @@ from ferrorpc.backends.device.communicator import Communicator, Connector, DataT
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.execution import ImmediateExecution
 from ferrorpc.backends.device.launch import BYTES
-from ferrorpc.collectives.driver import check_ended_here, verdict
-from ferrorpc.errors import GroupAbortedError, InvalidRankError, SelfSendError
+from ferrorpc.collectives.driver import check_ended_here
+from ferrorpc.errors import InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, ReduceOp, dtype_named
 
@@ -132,16 +132,13 @@ class RawOperations:
         if given is not None:
             context.device.check_not_captured(given, "given")
         execution = RawExecution(context, label, launch, given, lanes.guard(None))
+        execution.enter()
         try:
-            execution.enter()
             if not execution.ran():
                 context.drive(execution)
                 execution.ran()
-        except KeyboardInterrupt:  # perhaps it was launched, perhaps not: the other ranks cannot go on with this one
-            if lanes.latch.cause is None:
-                cause = GroupAbortedError(lanes.world_ranks[lanes.rank], f"KeyboardInterrupt during {execution.label}")
-                verdict(execution.guard, cause)
-            execution.finish()
+        except BaseException as error:
+            execution.struck(error)
             raise
 
 
