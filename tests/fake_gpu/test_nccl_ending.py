@@ -337,6 +337,22 @@ def test_a_look_at_an_operation_that_comes_after_the_close_ends_nothing_for_the_
     assert (looked.is_set(), failures) == (True, [])
 
 
+def test_a_close_for_which_there_are_no_threads_ends_all_the_same(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks, start = Ranks(cupy, 2), SystemClock.start
+
+    def refuses(clock: SystemClock, body: Callable[[], None], name: str) -> None:
+        if name == ending_module.THREAD:
+            raise LimitExceededError("the system refuses a thread")
+        start(clock, body, name)
+
+    monkeypatch.setattr(SystemClock, "start", refuses)
+    assert ranks.run(lambda group: group.close()) == [None, None]
+    assert [backend.lanes.transport._closed for backend in ranks.backends] == [True, True]
+    assert "the system refuses a thread" in caplog.text
+
+
 def test_a_communicator_that_has_met_an_error_is_aborted_when_its_group_closes(cupy: StandIn) -> None:
     ranks = Ranks(cupy, 2)
     (meeting,) = ranks.nccl.meetings.values()

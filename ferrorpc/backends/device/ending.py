@@ -225,7 +225,8 @@ class Ending:
 def on_own_thread(
     clock: Clock, on_device: Callable[[], AbstractContextManager[Any]], work: Callable[[], None], until: float
 ) -> bool:
-    """Runs a call that may block on a thread of its own. Returns whether it was over by clock time `until`."""
+    """Runs a call that may block on a thread of its own. Returns whether it was over by clock time `until`; where the system
+    refuses the thread it is left out, and logged."""
     over: list[bool] = []
     parker = clock.parker()
 
@@ -239,7 +240,11 @@ def on_own_thread(
             over.append(True)
             parker.unpark()
 
-    clock.start(body, THREAD)
+    try:
+        clock.start(body, THREAD)
+    except LimitExceededError as refusal:
+        _log.warning("a communicator is not ended: %s", refusal.message)
+        return False
     while not over and parker.park(until):
         pass
     return bool(over)
