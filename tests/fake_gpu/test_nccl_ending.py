@@ -337,6 +337,36 @@ def test_a_look_at_an_operation_that_comes_after_the_close_ends_nothing_for_the_
     assert (looked.is_set(), failures) == (True, [])
 
 
+@pytest.mark.parametrize("which", ["world", "subgroup"])
+def test_a_close_that_was_interrupted_ends_the_communicators_when_it_is_called_again(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def struck(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    def body(group: ProcessGroup) -> None:
+        part = group.subgroup([0, 1])
+        assert part is not None
+        chosen = group if which == "world" else part
+        group.barrier()
+        if group.rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(chosen._backend, "_finish_joined", struck)
+                with pytest.raises(KeyboardInterrupt):
+                    chosen.close()
+        chosen.close()
+
+    assert ranks.run(body) == [None, None]
+    (meeting,) = ranks.nccl.meetings.values()
+    (part,) = meeting.children.values()
+    ends = [*part.ends.values(), *(meeting.ends.values() if which == "world" else ())]
+    eventually(lambda: all(end.aborted or end.destroyed for end in ends), "all of its communicators are ended", SECONDS)
+    for group in ranks.groups:
+        group.close()
+
+
 def test_a_close_for_which_there_are_no_threads_ends_all_the_same(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -102,7 +102,6 @@ class DeviceBackend(RawOperations, Backend):
         self.timeout = lanes.timeout
         self._connector = connector
         self._stream = stream
-        self._closed = False
         self.reductions = {}
 
     @property
@@ -305,14 +304,14 @@ class DeviceBackend(RawOperations, Backend):
     def _shut(self, until: float) -> None:
         """Ends what the group has on the GPU, by clock time `until`: results that callers have, until their own deadlines; then
         for at most CLOSE_SECONDS all that is left."""
-        if self._closed:
+        if self.context not in self._contexts:
             return
-        self._closed = True
-        contexts = [self.context]
-        mine = [queue.communicator for queue in (self.context.program, self.context.numbered) if queue is not None]
-        if self.group_id == 0:  # also those of subgroups that were not closed
-            contexts, mine = list(self._contexts), self.context.ending.communicators()
-        self._contexts.remove(self.context)
+        contexts, mine = list(self._contexts), self.context.ending.communicators()
+        if self.group_id:  # else also those of subgroups that were not closed
+            contexts = [self.context]
+            queues = self.context.program, self.context.numbered
+            own = [queue.communicator for queue in queues if queue is not None]
+            mine = [communicator for communicator in mine if communicator in own]
         if self.latch.cause is None:
             with contextlib.suppress(FerroError):  # what is still in flight is aborted with its communicator
                 self._finish_joined(contexts, until)
@@ -322,6 +321,7 @@ class DeviceBackend(RawOperations, Backend):
             self._depart()
             if self.latch.cause is None:
                 self.context.ending.close(mine, until)
+        self._contexts.remove(self.context)  # last: an interrupt leaves the rest to the next call
 
     def _finish_joined(self, contexts: Sequence[GroupContext], until: float) -> None:
         """Waits for the operations whose results callers have, until their deadlines, or until clock time `until`. Raises the
