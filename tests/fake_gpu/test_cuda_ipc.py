@@ -16,7 +16,6 @@ from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.cuda_ipc.communicator import ABORT_SECONDS, kernel_of
 from ferrorpc.backends.cuda_ipc.control_block import SLOTS, block_bytes
 from ferrorpc.backends.device.communicator import DataType, Op
-from ferrorpc.backends.device.ending import Ending
 from ferrorpc.backends.registry import Place, create
 from ferrorpc.errors import (
     BackendUnavailableError,
@@ -330,10 +329,11 @@ def test_a_rank_whose_gpu_waits_for_a_killed_rank_for_ever_ends_to_be_started_ag
     with GrpcWorld(2, transport="shared_memory") as world:
 
         def make(rank: int) -> CudaIpcBackend:
-            lanes = world.backends[rank]
-            here = device_of(cupy, 0).here
-            ending = Ending(lanes.clock, lanes.latch, here, abort_seconds=0.1, leave=codes.append, exit_later=never)
-            return CudaIpcBackend(lanes, device_of(cupy, 0), ending=ending, slot_bytes=SLOT_BYTES, process=f"process-{rank}")
+            lanes, process = world.backends[rank], f"process-{rank}"
+            backend = CudaIpcBackend(lanes, device_of(cupy, 0), slot_bytes=SLOT_BYTES, process=process)
+            ending = backend.context.ending
+            ending._seconds, ending._leave, ending._exit_later = 0.1, codes.append, never
+            return backend
 
         backends: list[Any] = in_threads(2, make)
         found = [ProcessGroup(backend, timeout=SECONDS) for backend in backends]

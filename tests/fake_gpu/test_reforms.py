@@ -13,6 +13,8 @@ from ferrorpc.errors import BackendUnavailableError, GroupClosedError, Rendezvou
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.groups import SECONDS, Ranks
+from tests.fake_gpu.shared_worlds import ipc_backends
+from tests.threads import in_threads, results_of
 
 
 def test_a_reform_in_vain_keeps_no_lanes_of_the_next_generation_and_may_be_called_again(
@@ -62,3 +64,28 @@ def test_its_timeout_bounds_the_wait_for_a_result_that_a_peer_never_gives(cupy: 
     assert ranks.run(body) == [None, None]
     for group in ranks.groups:
         group.close()
+
+
+def test_ranks_that_open_each_others_memory_do_so_in_the_next_generation(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, opened = cupy.cuda.runtime, list[bytes]()
+    opens = runtime.ipcOpenMemHandle
+
+    def open_handle(handle: bytes) -> int:
+        opened.append(handle)
+        return int(opens(handle))
+
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", open_handle)
+    with ipc_backends(cupy, 2) as backends:
+        groups = [ProcessGroup(backend, timeout=SECONDS) for backend in backends]
+
+        def body(rank: int) -> ProcessGroup:
+            with cupy.cuda.Device(0):
+                return groups[rank].reform()
+
+        before = len(opened)
+        renewed = results_of(in_threads(2, body))
+        assert (before, len(opened)) == (2, 4)
+        in_threads(2, lambda rank: renewed[rank].close())
+    assert not cupy.machine.shared

@@ -10,7 +10,6 @@ from typing import Any, Self
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.cuda_ipc.connect import SLOT_BYTES, IpcConnector, this_process
 from ferrorpc.backends.device.backend import DeviceBackend
-from ferrorpc.backends.device.ending import Ending
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.errors import BackendUnavailableError
 
@@ -39,7 +38,6 @@ class CudaIpcBackend(DeviceBackend):
         device: Device,
         *,
         stream: Any = None,
-        ending: Ending | None = None,
         slot_bytes: int = SLOT_BYTES,
         process: str | None = None,
     ) -> None:
@@ -48,11 +46,11 @@ class CudaIpcBackend(DeviceBackend):
                 "GPU memory is shared among ranks of one host that share its memory, and these do not",
                 "use backend='grpc', or give each rank a GPU of its own and use backend='hybrid'",
             )
-        process = this_process() if process is None else process
+        self._process = this_process() if process is None else process
         host_peers = None if lanes.control is None else lanes.control.host_peers
         self._slot_bytes = slot_bytes
-        connector = IpcConnector(device, lanes.session, host_peers, process, slot_bytes)
-        super().__init__(lanes, device, connector, stream=stream, ending=ending)
+        connector = IpcConnector(device, lanes.session, host_peers, self._process, slot_bytes)
+        super().__init__(lanes, device, connector, stream=stream)
 
     def _renewed(self, lanes: MessageBackend) -> Self:
-        return type(self)(lanes, self.device, stream=self._stream, slot_bytes=self._slot_bytes)
+        return type(self)(lanes, self.device, stream=self._stream, slot_bytes=self._slot_bytes, process=self._process)

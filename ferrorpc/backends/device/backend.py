@@ -63,25 +63,16 @@ class DeviceBackend(RawOperations, Backend):
         connector: makes communicators.
         stream: where everything is launched, CuPy's or a CUDA stream as a number; None for a stream of the backend's own, of
             the highest priority, which does not wait for the legacy default stream.
-        ending: aborts and closes communicators; None for the default, whose last resort is to end the process.
 
     Raises:
         NcclError: the communicator could not be made; the message says who did not come or what each rank met.
     """
 
-    def __init__(
-        self,
-        lanes: MessageBackend,
-        device: Device,
-        connector: Connector,
-        *,
-        stream: Any = None,
-        ending: Ending | None = None,
-    ) -> None:
+    def __init__(self, lanes: MessageBackend, device: Device, connector: Connector, *, stream: Any = None) -> None:
         own = _stream(device, stream)
         communicator = connector.connect(WORLD, lanes.world_ranks)
         program = LaunchQueue(communicator, *own)
-        ending = Ending(lanes.clock, lanes.latch, device.beside_captures) if ending is None else ending
+        ending = Ending(lanes.clock, lanes.latch, device.beside_captures)
         self._set_up(GroupContext(lanes, device, program, Departures(lanes.session), ending), connector, stream, [])
         ending.add(communicator)
 

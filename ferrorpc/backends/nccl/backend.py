@@ -9,8 +9,6 @@ from typing import Any, Self
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.device.backend import DeviceBackend
-from ferrorpc.backends.device.communicator import Connector
-from ferrorpc.backends.device.ending import Ending
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.api import NcclApi
 from ferrorpc.backends.nccl.connect import NcclConnector
@@ -27,7 +25,6 @@ class OverNccl(DeviceBackend):
         lanes: the same ranks' backend for host memory; closed with this one.
         device: this rank's GPU.
         api: the binding of NCCL.
-        connector: makes communicators; None for one over the binding, with its default deadlines.
 
     The others as in `DeviceBackend`.
 
@@ -36,21 +33,11 @@ class OverNccl(DeviceBackend):
         NcclError: the communicator could not be made; the message says who did not come or what each rank met.
     """
 
-    def __init__(
-        self,
-        lanes: MessageBackend,
-        device: Device,
-        api: NcclApi,
-        *,
-        connector: Connector | None = None,
-        stream: Any = None,
-        ending: Ending | None = None,
-    ) -> None:
+    def __init__(self, lanes: MessageBackend, device: Device, api: NcclApi, *, stream: Any = None) -> None:
         self.api = api
         introduce(lanes.session, device.uuid, api.version, api.name, lanes.timeout)
-        if connector is None:
-            connector = NcclConnector(api, lanes.session, device.beside_captures)
-        super().__init__(lanes, device, connector, stream=stream, ending=ending)
+        connector = NcclConnector(api, lanes.session, device.beside_captures)
+        super().__init__(lanes, device, connector, stream=stream)
 
     def _renewed(self, lanes: MessageBackend) -> Self:
         return type(self)(lanes, self.device, self.api, stream=self._stream)
