@@ -299,10 +299,10 @@ class Dispatch:
 
     def struck(self, label: str, error: BaseException) -> None:
         """As `interrupted`, where this is Ctrl-C or an error of a signal handler. Of any other the generation knows, or `start`
-        has given the number back."""
+        has given the number back, as after a RuntimeError, which may be CUDA's."""
         if isinstance(error, KeyboardInterrupt):
             self.interrupted(label)
-        elif not isinstance(error, FerroError | MemoryError) and place_in_user_code(error) is not None:
+        elif not isinstance(error, FerroError | MemoryError | RuntimeError) and place_in_user_code(error) is not None:
             self.end(failure_of(label, error))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
