@@ -109,7 +109,7 @@ class _PointToPoint(EventDrivenExecution):
     def _timed_out(self, hint: str) -> CollectiveTimeoutError:
         """The error of its deadline. The hint is for a peer that is there."""
         ranks = self.waiting_on()
-        found = hint_about(ranks, self._transport, hint)
+        found = hint_about(ranks, self._transport, hint) if ranks else "look at what its stream on the GPU waits for"
         return CollectiveTimeoutError(ranks, f"after {self.guard.seconds:g} s, {self.explain()}", hint=found)
 
 

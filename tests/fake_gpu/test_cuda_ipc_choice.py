@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -68,21 +70,37 @@ def test_the_ranks_on_a_gpu() -> None:
     assert gpu.ranks_on("a", [peer(0, "a"), peer(1, "b"), peer(2, "a"), peer(3, None)]) == [0, 2]
 
 
-def test_auto_is_the_same_on_all_ranks_whatever_one_of_them_meets(
-    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where a host has no NVRTC to compile kernels with."""
+def fail() -> None:
+    raise LookupError("no libnvrtc-builtins.so\udce9")
+
+
+def failing_on_rank_1(monkeypatch: pytest.MonkeyPatch, fails: Callable[[], None]) -> None:
     made = IpcCommunicator.__init__
 
     def makes(communicator: Any, device: Any, clock: Any, own: Any, *arguments: Any) -> None:
         if own.rank == 1:
-            raise LookupError("no libnvrtc-builtins.so")
+            fails()
         made(communicator, device, clock, own, *arguments)
 
-    monkeypatch.setattr(IpcCommunicator, "__init__", makes)
+    makes_in_library = FunctionType(makes.__code__, {"__name__": "cupy"}, closure=makes.__closure__)
+    monkeypatch.setattr(IpcCommunicator, "__init__", makes_in_library)
     monkeypatch.setattr(gpu, "shares_gpu", lambda peers: True)
     monkeypatch.setattr(gpu, "nccl_usable", lambda peers: False)
+
+
+def test_auto_is_the_same_on_all_ranks_whatever_one_of_them_meets(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a host has no NVRTC to compile kernels with."""
+    failing_on_rank_1(monkeypatch, FunctionType(fail.__code__, {"__name__": "cupy.cuda.compiler", "LookupError": LookupError}))
     with caplog.at_level(logging.WARNING), GrpcWorld(2, transport="shared_memory") as world:
         assert [backend.name for backend in world.backends] == ["grpc"] * 2
-    assert caplog.text.count("cannot share GPU memory: rank 1: LookupError: no libnvrtc-builtins.so") == 2
+    assert caplog.text.count("cannot share GPU memory: rank 1: LookupError: no libnvrtc-builtins.so\\udce9") == 2
+    assert not cupy.machine.shared
+
+
+def test_what_a_signal_handler_raises_meanwhile_is_its_rank_s(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_on_rank_1(monkeypatch, fail)
+    with pytest.raises(LookupError, match="no libnvrtc"), GrpcWorld(2, transport="shared_memory"):
+        pass
     assert not cupy.machine.shared

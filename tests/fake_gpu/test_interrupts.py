@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import ferrorpc
-from ferrorpc.backends.device import launch_queue
+from ferrorpc.backends.device import execution as execution_module, launch_queue
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi
-from ferrorpc.errors import FerroError, GroupAbortedError
+from ferrorpc.errors import FerroError, GroupAbortedError, NcclError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu import nccl
@@ -240,6 +240,25 @@ def test_an_interrupt_leaves_no_group_of_nccls_open_on_its_thread() -> None:
             end.grouped(lambda: None)
         assert (min(depths), depths[-1]) == (0, 0), interrupt.place
     assert number > 4
+
+
+def test_a_group_of_nccls_that_is_refused_is_not_ended() -> None:
+    def start() -> None:
+        error: Any = LookupError("the driver is gone")
+        error.status = 1
+        raise error
+
+    bindings = SimpleNamespace(
+        get_version=lambda: 22809,
+        Config=lambda: SimpleNamespace(ptr=0),
+        comm_init_rank_scalable=lambda *arguments: "comm",
+        get_last_error=lambda comm: "",
+        NCCLError=LookupError,
+        group_start=start,
+        group_end=lambda: pytest.fail("ended"),
+    )
+    with pytest.raises(NcclError, match="ncclGroupStart"):
+        Nccl4pyApi(bindings).init(2, 0, [bytes(128)]).grouped(lambda: None)
 
 
 def test_an_interrupt_leaves_no_operation_in_flight_that_ended_before_its_work_was_known() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ferrorpc.backends.nccl import backend as over_nccl
 from ferrorpc.backends.simulated import SimulatedBackend
-from ferrorpc.errors import BackendUnavailableError, GroupClosedError, RendezvousTimeoutError
+from ferrorpc.errors import BackendUnavailableError, FerroError, GroupClosedError, RendezvousTimeoutError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.groups import SECONDS, Ranks
@@ -89,3 +89,29 @@ def test_ranks_that_open_each_others_memory_do_so_in_the_next_generation(
         assert (before, len(opened)) == (2, 4)
         in_threads(2, lambda rank: renewed[rank].close())
     assert not cupy.machine.shared
+
+
+def test_a_close_by_another_thread_while_it_waits_is_a_close_like_any_other(cupy: StandIn) -> None:
+    ranks, over = Ranks(cupy, 2), threading.Event()
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank:
+            assert over.wait(SECONDS)
+            return
+        x = ranks.array()
+        group.all_reduce(x, out=x, timeout=3.0)
+        ended: list[Any] = []
+
+        def close() -> None:
+            with cupy.cuda.Device(0):
+                group.close()
+
+        thread = threading.Timer(0.2, lambda: ended.extend(in_threads(1, lambda _: close())))
+        thread.start()
+        with pytest.raises(FerroError):
+            group.reform(timeout=1.0)
+        thread.join()
+        over.set()
+        assert ended == [None]
+
+    assert ranks.run(body) == [None, None]

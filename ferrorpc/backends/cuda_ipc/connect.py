@@ -20,6 +20,7 @@ from ferrorpc.backends.cuda_ipc.control_block import ControlBlock, block_bytes
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer, part
 from ferrorpc.backends.device.communicator import Communicator
 from ferrorpc.collectives.arena.control_blocks import Array
+from ferrorpc.collectives.driver import place_in_user_code
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import FerroError, NcclError
 from ferrorpc.generation_errors import reason_of
@@ -71,6 +72,7 @@ class IpcConnector:
         """
         own_rank, size = list(ranks).index(self._session.membership.assignment.rank), len(ranks)
         clock, peers, problem, made = self._session.clock, list[Peer](), "", None
+        of_user: Exception | None = None
         with ExitStack() as undo:
             offset, bytes_, free = self._room(block_bytes(size))
             undo.callback(free)
@@ -81,7 +83,7 @@ class IpcConnector:
             try:
                 own.put_up()
             except Exception as error:  # noqa: BLE001  the others wait to hear of it, whatever it is
-                problem = self._told(error)
+                problem, of_user = self._told(error), error if place_in_user_code(error) else None
             told = json.dumps({"offset": offset, "process": self._process, "problem": problem})
             others = [json.loads(text) for text in self._meet(f"{name}/put-up", ranks, told)]
             if not any(other["problem"] for other in others):
@@ -94,11 +96,13 @@ class IpcConnector:
                         peer.open()
                     made = IpcCommunicator(self._device, clock, own, peers, free)
                 except Exception as error:  # noqa: BLE001  as above
-                    problem = self._told(error)
+                    problem, of_user = self._told(error), error if place_in_user_code(error) else None
             met = dict(zip(ranks, self._meet(f"{name}/opened", ranks, problem), strict=True))
             if made is not None and not any(met.values()):
                 undo.pop_all()
                 return made
+        if of_user is not None:  # of a signal handler
+            raise of_user
         raise NcclError(
             f"the ranks of {name!r} cannot share GPU memory: "
             + "; ".join(f"rank {rank}: {words}" for rank, words in met.items() if words),
@@ -122,7 +126,8 @@ class IpcConnector:
     def _told(self, error: Exception) -> str:
         """What the others hear of an error. Raises the cause that ended the generation, of which they hear as well."""
         self._session.membership.latch.check()
-        return (error.message if isinstance(error, FerroError) else reason_of(error))[:PROBLEM_CHARACTERS]
+        text = error.message if isinstance(error, FerroError) else reason_of(error)
+        return text.encode("ascii", "backslashreplace").decode()[:PROBLEM_CHARACTERS]
 
     def _meet(self, name: str, ranks: Sequence[int], said: str) -> list[str]:
         """Exchanges texts. Returns those of all ranks, in their order."""

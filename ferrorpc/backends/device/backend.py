@@ -312,7 +312,8 @@ class DeviceBackend(RawOperations, Backend):
             self._depart()
             if self.latch.cause is None:
                 self.context.ending.close(mine, until)
-        self._contexts.remove(self.context)  # last: an interrupt leaves the rest to the next call
+        with contextlib.suppress(ValueError):  # another thread has just done the same
+            self._contexts.remove(self.context)  # last: an interrupt leaves the rest to the next call
 
     def _finish_joined(self, contexts: Sequence[GroupContext], until: float) -> None:
         """Waits for the operations whose results callers have, until their deadlines, or until clock time `until`. Raises the

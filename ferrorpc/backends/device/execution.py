@@ -203,9 +203,13 @@ class ImmediateExecution(DeviceExecution):
     def struck(self, error: BaseException) -> None:
         """Ends its part here after an error that no driver will have: a refusal, an interrupt, or another error of a signal
         handler. If it has its place, perhaps it was launched, perhaps not: the other ranks cannot go on with this one."""
-        if self.has_place and not isinstance(error, FerroError):
+        if not self.has_place or isinstance(error, FerroError):
+            self.finish()
+            return
+        try:
             verdict(self.guard, failure_of(self.label, error))
-        self.finish()
+        finally:  # not `finish`: where the coordinator is slow to name the cause, nobody would come back to it
+            self.release()
 
     @first_cause
     def advance(self) -> bool:

@@ -131,12 +131,18 @@ class Nccl4pyCommunicator:
         with self._lock:
             if self._is_gone:
                 raise self._gone_error("ncclGroupStart")
+            is_refused = False
             try:
-                self._nccl.group_start()
+                try:
+                    self._nccl.group_start()
+                except self._nccl.NCCLError as error:
+                    is_refused = error.status != State.IN_PROGRESS
+                    self._api.refused("ncclGroupStart", error, self.last_error)
                 calls()
             finally:
                 try:
-                    self._nccl.group_end()
+                    if not is_refused:
+                        self._nccl.group_end()
                 except self._nccl.NCCLError as error:
                     self._api.refused("ncclGroupEnd", error, self.last_error)
 
