@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ferrorpc
-from ferrorpc.backends.device import execution as execution_module, launch_queue
+from ferrorpc.backends.device import launch_queue
 from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi
 from ferrorpc.errors import FerroError, GroupAbortedError, NcclError
