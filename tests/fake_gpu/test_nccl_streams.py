@@ -361,8 +361,11 @@ def test_a_completed_operation_keeps_its_result_although_the_generation_ends_bef
     with ProcessGroup(backend) as group:
         x = cupy.asarray(np.ones(4, np.float32))
         group.all_reduce(x, async_op=True).wait(host=True)  # the first connects
+        watches_no_more = threading.Event()
         with monkeypatch.context() as patch:
-            patch.setattr(CompletionWatcher, "advance", lambda watcher: False)
+            patch.setattr(CompletionWatcher, "advance", lambda watcher: watches_no_more.set())
+            group.all_reduce(x, async_op=True)  # perhaps completed by the thread that was just watching
+            assert watches_no_more.wait(10.0)
             works = [group.all_reduce(each, async_op=True) for each in (x, x[::2])]
             backend.synchronize(SYSTEM_CLOCK.now() + 10.0)
             assert not any(work.done() for work in works)
