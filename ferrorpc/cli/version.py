@@ -29,7 +29,7 @@ def command(verbose: bool) -> None:
         return
     rows = [("ferrorpc", own_version())]
     for names in _PACKAGES:
-        found = [(name, version_of(name)) for name in names if version_of(name)]
+        found = [(name, version) for name in names if (version := version_of(name))]
         rows += found or [(" or ".join(names), "not installed")]
     rows += [("python", platform.python_version()), ("system", platform.platform())]
     click.echo(table(("component", "version"), rows))

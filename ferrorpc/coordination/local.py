@@ -105,13 +105,7 @@ class LocalWorld:
     """
 
     def __init__(
-        self,
-        size: int,
-        clock: Clock = SYSTEM_CLOCK,
-        job: str = "local",
-        *,
-        min_size: int | None = None,
-        timeout: float = 60.0,
+        self, size: int, clock: Clock = SYSTEM_CLOCK, job: str = "local", *, min_size: int | None = None, timeout: float = 60.0
     ) -> None:
         self.job = job
         self.cluster_id = f"local-{next(_world_numbers)}"
@@ -336,14 +330,18 @@ class LocalSession(Session):
             with self._condition.lock:
                 generation, met = self._arrive(key, exchange, [payload])
             try:
-                return self._wait_for(generation, met, seconds)
-            except BarrierTimeoutError as error:
-                raise told_to(self.rank, error) from None
-            finally:
-                with self._condition.lock:
-                    generation.leave_barrier(key, self.rank)
+                payloads = self._wait_for(generation, met, seconds)
+            except FerroError as error:
+                self._leave_barrier(generation, key)
+                raise told_to(self.rank, error) if isinstance(error, BarrierTimeoutError) else error from None
+            self._leave_barrier(generation, key)  # not where it is interrupted: the next use goes on with it
+            return payloads
 
         return self.membership.ordinals.use(name, exchange.ranks, meet)
+
+    def _leave_barrier(self, generation: _Generation, key: tuple[str, str, int]) -> None:
+        with self._condition.lock:
+            generation.leave_barrier(key, self.rank)
 
     def exchange_nccl_id(
         self,

@@ -156,6 +156,20 @@ def test_a_barrier_of_some_ranks_needs_only_those_and_can_be_used_again():
     assert on_all(world, twice, [0, 2]) == [[[b"0a", b"2a"], [b"0b", b"2b"]]] * 2
 
 
+def test_a_barrier_that_is_interrupted_keeps_its_payloads_for_the_rank_whatever_others_meet_for_meanwhile(monkeypatch):
+    world = LocalWorld(3)
+
+    def interrupted(condition, find, until):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(world.condition), "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            world.session(1).barrier("all", b"1")
+    on_all(world, lambda s: (s.barrier("all", str(s.rank).encode()), s.barrier("pair", ranks=[0, 2])), [0, 2])
+    assert world.session(1).barrier("all", b"1") == [b"0", b"1", b"2"]
+
+
 def test_a_join_that_is_interrupted_leaves_no_member_that_nobody_runs(monkeypatch):
     world = LocalWorld(2, min_size=1)
     world.kill(1, "signal 9")
