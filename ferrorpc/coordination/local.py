@@ -16,6 +16,7 @@ from ferrorpc.coordination import limits
 from ferrorpc.coordination.activity import ReportingActivity
 from ferrorpc.coordination.base import MemberReport, Membership, Session, before_joining
 from ferrorpc.coordination.condition import Condition
+from ferrorpc.coordination.local_exchange import Exchange
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
 from ferrorpc.coordination.nccl_ids import leaders
 from ferrorpc.coordination.ordinals import told_to
@@ -41,31 +42,6 @@ _world_numbers = itertools.count(1)
 
 
 @dataclass(slots=True)
-class _Exchange:
-    """A barrier or an exchange of NCCL ids: its participants, what each has brought, and its outcome for all."""
-
-    label: str
-    ranks: tuple[int, ...]
-    ids_needed: int = 0
-    """An exchange of ids is complete with so many ids; a barrier (0) when all participants have arrived."""
-    arrived: dict[int, list[bytes]] = field(default_factory=dict)
-    left: set[int] = field(default_factory=set)
-    """Ranks that have left the barrier, with or without its outcome. One that was interrupted may come again."""
-    outcome: list[bytes] | FerroError | None = None
-
-    @property
-    def missing(self) -> list[int]:
-        return [rank for rank in self.ranks if rank not in self.arrived]
-
-    def arrive(self, rank: int, brought: list[bytes]) -> None:
-        self.arrived[rank] = brought
-        parts = [part for rank in self.ranks for part in self.arrived.get(rank, ())]
-        complete = len(parts) >= self.ids_needed if self.ids_needed else not self.missing
-        if complete and self.outcome is None:
-            self.outcome = parts
-
-
-@dataclass(slots=True)
 class _Generation:
     """One generation: its members in rank order, the cause of its end, and its barriers and exchanges of ids."""
 
@@ -73,7 +49,7 @@ class _Generation:
     members: list[LocalSession]
     cause: FerroError | None = None
     origin: int = -1
-    exchanges: dict[tuple[str, str, int], _Exchange] = field(default_factory=dict)
+    exchanges: dict[tuple[str, str, int], Exchange] = field(default_factory=dict)
     _past: deque[tuple[str, str, int]] = field(default_factory=deque)
     """Barriers that all participants have left, oldest first."""
 
@@ -323,7 +299,7 @@ class LocalSession(Session):
     ) -> list[bytes]:
         limits.check_key(name)
         payload, seconds = limits.check_payload(payload), seconds_of(timeout, self._world.timeout)
-        exchange = _Exchange(f"barrier {name!r}", self._participants(ranks))
+        exchange = Exchange(f"barrier {name!r}", self._participants(ranks))
 
         def meet(ordinal: int) -> list[bytes]:
             key = ("barrier", name, ordinal)
@@ -353,7 +329,7 @@ class LocalSession(Session):
     ) -> list[bytes]:
         participants = self._participants(ranks)
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
-        exchange = _Exchange(label, participants, len(leaders(participants)))
+        exchange = Exchange(label, participants, len(leaders(participants)))
         failure = unique_ids if isinstance(unique_ids, FerroError) else None
         brought = [] if isinstance(unique_ids, FerroError) else list(unique_ids or ())
         with self._condition.lock:
@@ -422,7 +398,7 @@ class LocalSession(Session):
     def _participants(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
         return limits.check_participants(ranks, self.rank, self.membership.assignment.size)
 
-    def _arrive(self, key: tuple[str, str, int], exchange: _Exchange, brought: list[bytes]) -> tuple[_Generation, _Exchange]:
+    def _arrive(self, key: tuple[str, str, int], exchange: Exchange, brought: list[bytes]) -> tuple[_Generation, Exchange]:
         """Arrives at the exchange of this key, opening it if need be. The caller holds the lock."""
         self._check_alive()
         generation = self._world.generation
@@ -441,7 +417,7 @@ class LocalSession(Session):
         self._condition.notify_all()
         return generation, found
 
-    def _wait_for(self, generation: _Generation, exchange: _Exchange, seconds: float) -> list[bytes]:
+    def _wait_for(self, generation: _Generation, exchange: Exchange, seconds: float) -> list[bytes]:
         rank = self.rank
 
         def ended() -> bool | None:
@@ -491,7 +467,7 @@ def _lost_link_error(reporter: int, peer: int, member: LocalSession, reason: str
     return already_reforming(peer, needed_by) if member.reforming else link_lost(reporter, peer, reason)
 
 
-def _timeout_error(generation: _Generation, exchange: _Exchange, seconds: float) -> FerroError:
+def _timeout_error(generation: _Generation, exchange: Exchange, seconds: float) -> FerroError:
     missing = "; ".join(str(generation.members[rank].member_report(rank)) for rank in exchange.missing)
     message = f"{exchange.label} was not complete within {seconds:g} s; missing: {missing}"
     error = CollectiveTimeoutError if exchange.ids_needed else BarrierTimeoutError

@@ -18,10 +18,12 @@ from ferrorpc.arrays.kinds import spec_of, view_on_host
 from ferrorpc.consistency import require_same
 from ferrorpc.errors import CollectiveMismatchError
 from ferrorpc.group import ProcessGroup
+from ferrorpc.wire.limits import BARRIER_BYTES_MAX
 
 HASH_BYTES: Final = 16
 GROUPS_MAX: Final = 128
-"""How many hashes one barrier carries: 2 KiB of the 4 KiB that its payload may have."""
+"""How many hashes a rank brings to one barrier: 2 KiB of the 4 KiB that its payload may have. In worlds beyond 512 ranks they
+are fewer, as there the payloads of all ranks together are limited."""
 
 
 def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: str, when: str, remedy: str) -> None:
@@ -46,8 +48,9 @@ def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: str, wh
     if len({each[0] for each in found}) > 1:
         require_same(group, "weights", facts)
     first, last = 0, len(names)
+    groups = min(GROUPS_MAX, BARRIER_BYTES_MAX // (HASH_BYTES * group.size))
     while True:
-        step = -(-(last - first) // GROUPS_MAX)
+        step = -(-(last - first) // groups)
         starts = range(first, last, step)
         found = _exchange(group, barrier, [_hash(*hashes[start : min(start + step, last)]) for start in starts])
         place = next(index for index in range(len(starts)) if len({each[index] for each in found}) > 1)

@@ -12,6 +12,8 @@ KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20
 PAYLOAD_BYTES_MAX: Final = 4 << 10
 """Of one member at a barrier."""
+BARRIER_BYTES_MAX: Final = 1 << 20
+"""Of all members at a barrier together, which must fit into its answer."""
 FRAME_BYTES_MAX: Final = 256 << 10
 """Any control frame except one that sets a value."""
 WRITES_MAX: Final = 128

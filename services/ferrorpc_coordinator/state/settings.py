@@ -7,6 +7,7 @@ from typing import Final
 
 from ferrorpc.config import NAME_BYTES_MAX
 from ferrorpc.wire.limits import (
+    BARRIER_BYTES_MAX,
     FRAME_BYTES_MAX,
     KEY_BYTES_MAX,
     LEASE_SECONDS_MAX,
@@ -34,8 +35,8 @@ class Limits:
     """Any control frame except one that sets a value."""
     payload_bytes: int = PAYLOAD_BYTES_MAX
     """Payload of one member at a barrier."""
-    barrier_bytes: int = 1 << 20
-    """Payloads of all members at one barrier, which must fit into its answer."""
+    barrier_bytes: int = BARRIER_BYTES_MAX
+    """Payloads of all members at one barrier."""
     name_bytes: int = NAME_BYTES_MAX
     hello_bytes: int = 16 << 10
     """A Hello. The other members receive what it contains."""

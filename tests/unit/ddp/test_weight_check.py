@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ferrorpc.coordination import local_exchange
 from ferrorpc.ddp import weight_check
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
@@ -16,10 +17,13 @@ from tests.unit.ddp.model import Plain
 X = np.zeros(2, np.float32)
 
 
+@pytest.mark.parametrize("together_bytes", [1 << 20, 4 * 3 * weight_check.HASH_BYTES])
 @pytest.mark.parametrize("count", [1, 5, 9, 96, 600])
-def test_the_first_parameter_that_differs_is_named_however_many_there_are(count, monkeypatch):
-    """With 8 hashes a barrier, so that up to four of them are needed."""
+def test_the_first_parameter_that_differs_is_named_however_many_there_are(count, together_bytes, monkeypatch):
+    """With 8 hashes of each rank a barrier, or 3, as in a large world, so that several barriers are needed."""
     monkeypatch.setattr(weight_check, "GROUPS_MAX", 8)
+    for module in (weight_check, local_exchange):
+        monkeypatch.setattr(module, "BARRIER_BYTES_MAX", together_bytes)
     guilty = max(0, count - 2)
 
     def body(group):
