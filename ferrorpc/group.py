@@ -72,8 +72,7 @@ class ProcessGroup(Collectives):
         """The group of the next generation, until `reform` returns it: an interrupt must not lose it."""
         self._block: weakref.ref[ProcessGroup] | None = None
         """The group whose `with` block closes this one."""
-        session = backend.session
-        self._generation = 1 if session is None else session.membership.assignment.generation
+        self._membership = None if backend.session is None else backend.session.membership
 
     @property
     def rank(self) -> int:
@@ -94,7 +93,7 @@ class ProcessGroup(Collectives):
     def generation(self) -> int:
         """The number of this group's generation, from 1. Each `reform` gives the next group a larger one, as long as the
         coordinator has lost nothing."""
-        return self._generation
+        return 1 if self._membership is None else self._membership.assignment.generation
 
     @property
     def backend(self) -> str:
@@ -292,7 +291,7 @@ class ProcessGroup(Collectives):
             return ProcessGroup(self._backend.renew(max(0.0, until - clock.now())), self.timeout)
         except BaseException as error:
             session = self._backend.session
-            has_next = session is not None and session.membership.assignment.generation != self.generation
+            has_next = session is not None and session.membership is not self._membership
             if has_next or not isinstance(error, BackendUnavailableError):  # which a backend that cannot do it raises at once
                 self._dispatch.give_up()
             if session is not None and has_next:  # the others have the next one, and wait for this rank there

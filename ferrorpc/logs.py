@@ -15,6 +15,7 @@ ORIGIN_FIELDS: Final = ("job", "rank", "generation")
 """Attributes of a log record that say where it comes from. A record without them (`extra`) gets those of this process."""
 _origin: dict[str, Any] = {}
 _telling = threading.local()
+_logger: Final = logging.getLogger("ferrorpc")
 _level = logging.NOTSET
 """The level that `set_up_logging` gave last."""
 
@@ -44,15 +45,16 @@ def set_up_logging(config: Config) -> None:
     A level that the program has given them stays, unless the setting is given too.
     """
     global _level
-    logger, root = logging.getLogger("ferrorpc"), logging.getLogger()
-    if logger.level in (logging.NOTSET, _level) or config.source("log_level") != "default":
-        logger.setLevel(config["log_level"])
-        _level = logger.level
-    if not logger.handlers and not root.handlers:
+    root = logging.root
+    if _logger.level in (logging.NOTSET, _level) or config.source("log_level") != "default":
+        if logging.getLevelName(_logger.level) != config["log_level"]:  # Ctrl-C in setLevel may leave logging's lock locked
+            _logger.setLevel(config["log_level"])
+        _level = _logger.level
+    if not _logger.handlers and not root.handlers:
         added = _StandardErrorHandler()
         added.addFilter(lambda _record: not root.handlers)  # those get the record as well
-        logger.addHandler(added)
-    for handler in logger.handlers:
+        _logger.addHandler(added)
+    for handler in _logger.handlers:
         if isinstance(handler, _StandardErrorHandler):
             handler.setFormatter(JsonFormatter() if config["log_format"] == "json" else TextFormatter())
 

@@ -62,10 +62,15 @@ def test_wherever_reform_is_interrupted_the_group_can_be_formed_again_or_closed(
         group.reform()
 
 
-def test_an_interrupt_of_reform_that_comes_too_late_ends_the_generation_that_the_others_have() -> None:
-    """They would wait there for this rank, which waits for them to ask for another one."""
+@pytest.mark.parametrize("numbers_begin_anew", [False, True])
+def test_an_interrupt_of_reform_that_comes_too_late_ends_the_generation_that_the_others_have(numbers_begin_anew: bool) -> None:
+    """They would wait there for this rank, which waits for them to ask for another one. A coordinator that has lost its journal
+    gives the next generation the number of this one."""
 
     def body(group: ProcessGroup, place: int) -> bool:
+        if numbers_begin_anew:
+            group.session._world.generation.number = 0
+            group._backend._networks._networks.clear()
         if group.rank == 0:
             made = list[ProcessGroup]()
             files = (*FILES, "backends/simulated.py", "coordination/local.py")

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import sys
+import threading
 
 import pytest
 
@@ -53,6 +54,16 @@ def test_what_others_say_of_themselves_can_neither_begin_a_line_nor_command_a_te
     first, *others = TextFormatter().format(told).split("\n")
     assert first.endswith("WARNING ferrorpc.test: it is \\x1b[2Jgone\\r")
     assert others == ["    2026-01-01 CRITICAL all is lost\\x07"]
+
+
+def test_a_later_init_waits_for_no_lock_of_logging(monkeypatch):
+    new_logger(monkeypatch)
+    logs.set_up_logging(Config(environment={}))
+    later = threading.Thread(target=logs.set_up_logging, args=(Config(environment={}),), daemon=True)
+    with logging._lock:
+        later.start()
+        later.join(10.0)
+        assert not later.is_alive()
 
 
 def new_logger(monkeypatch):

@@ -128,8 +128,9 @@ class _FreeRanges:
 class Segment:
     """One rank's memory in one generation: writable here, and readable for processes that get its read-only descriptor.
 
-    In a forked child the segment is closed and its mapping becomes private: nobody else sees what the child writes into its
-    arrays. It is no snapshot: pages that the child has not written show what its parent writes later.
+    In a forked child the segment is closed and its mapping becomes private, also where only arrays have outlived it: nobody
+    else sees what the child writes into them. It is no snapshot: pages that the child has not written show what its parent
+    writes later.
 
     Args:
         name: shown in /proc/<pid>/maps.
@@ -153,7 +154,9 @@ class Segment:
         self._free = _FreeRanges(CONTROL_OFFSET + CONTROL_BYTES, self.size_bytes - CONTROL_OFFSET - CONTROL_BYTES)
         self._released: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._is_private = False
+        self._mapped = weakref.ref(mapped)
+        weakref.finalize(mapped, os.close, self._descriptor).atexit = False  # a child needs it as long as there are arrays
         _segments.add(self)
 
     @property
@@ -238,15 +241,15 @@ class Segment:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                os.close(self._descriptor)
                 self._end = self.address
                 self.memory = np.empty(0, np.uint8)
 
     def make_private(self) -> None:
         """In a forked child: replaces the shared mapping by a private one, in which pages are copied when the child writes."""
         self._lock = threading.Lock()
-        if self._closed:
+        if self._is_private or self._mapped() is None:  # closed, and without arrays
             return
+        self._is_private = True
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         mapped = _libc.mmap(self.address, self.size_bytes, protection, flags, self._descriptor, 0)

@@ -237,19 +237,21 @@ def test_threads_may_allocate_and_free(segment: Segment) -> None:
     assert segment.used_bytes == 0
 
 
-def test_what_is_freed_after_the_end_punches_no_hole_into_a_file_that_has_the_descriptor_now(
-    segment: Segment, tmp_path: Path
-) -> None:
-    block, descriptor = segment.allocate(PUNCH_HOLE_BYTES_MIN), segment._descriptor
-    path = tmp_path / "somebody's file"
-    path.write_bytes(b"\1" * (block.offset + block.array.size))
+def test_what_is_freed_after_the_end_stays_for_peers_that_still_read_it(segment: Segment) -> None:
+    block, theirs = segment.allocate(PUNCH_HOLE_BYTES_MIN), seen_by_a_peer(segment)
+    block.array[:] = 1
     segment.close()
-    opened = os.open(path, os.O_RDWR)
-    os.dup2(opened, descriptor)
     block.free()
-    for each in {opened, descriptor}:
-        os.close(each)
-    assert path.read_bytes().count(b"\1") == block.offset + block.array.size
+    assert theirs[block.offset : block.offset + PUNCH_HOLE_BYTES_MIN].all()
+
+
+def test_the_descriptor_is_closed_with_the_last_array(segment: Segment) -> None:
+    array, descriptor = segment.empty((4,), np.dtype(np.int32)), segment._descriptor
+    segment.close()
+    assert os.fstat(descriptor).st_size == SIZE_BYTES_MIN
+    del array
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_a_program_that_is_started_does_not_get_the_memory(segment: Segment) -> None:
@@ -319,20 +321,31 @@ def test_a_segment_of_another_size_or_secret_is_not_believed(segment: Segment) -
         seen_by_a_peer(segment, nonce=secrets.token_bytes(NONCE_BYTES))
 
 
-def test_what_a_forked_child_writes_is_its_own(segment: Segment) -> None:
+@pytest.mark.parametrize("is_over", [False, True])
+def test_what_a_forked_child_writes_is_its_own(is_over: bool, segment: Segment) -> None:
     array = segment.empty((1 << 19,), np.dtype(np.int32))
     array[:] = 5
-    theirs = seen_by_a_peer(segment)
+    theirs, offset = seen_by_a_peer(segment), segment.locate(array)
+    if is_over:
+        segment.close()
 
     def child() -> bool:
         whole = bool((array == 5).all())
         array[:] = 6
-        return whole and bool((array == 6).all())
+        return whole and in_a_forked_child(lambda: bool((array == 6).all())) == 0
 
     assert in_a_forked_child(child) == 0
     assert (array == 5).all()
-    offset = segment.locate(array)
     assert (theirs[offset : offset + array.nbytes].view(np.int32) == 5).all()
+
+
+def test_a_forked_child_maps_nothing_where_its_parent_has_no_segment_any_more(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[object] = []
+    monkeypatch.setattr(segments, "_libc", SimpleNamespace(mmap=lambda *_: mapped.append(_), mprotect=lambda *_: None))
+    segment.close()
+    assert in_a_forked_child(lambda: not mapped) == 0
 
 
 def test_a_child_may_be_forked_while_a_thread_allocates(segment: Segment) -> None:
