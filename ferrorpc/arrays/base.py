@@ -247,9 +247,16 @@ def check_writable(origin: np.ndarray[Any, Any]) -> None:
 
 
 def check_distinct(array: Any) -> None:
-    """Raises TensorMismatchError if elements of an array, on the host or a GPU, share memory."""
-    if array.size and any(stride == 0 and count > 1 for stride, count in zip(array.strides, array.shape, strict=True)):
-        raise TensorMismatchError("out has elements that share memory (it was broadcast or expanded)", hint="pass a copy of it")
+    """Raises TensorMismatchError if elements of an array, on the host or a GPU, may share memory."""
+    if not array.size:
+        return
+    extent_bytes = array.itemsize
+    for stride, count in sorted((abs(stride), count) for stride, count in zip(array.strides, array.shape, strict=True)):
+        if count > 1:
+            if stride < extent_bytes:
+                what = "it was broadcast, expanded or made by as_strided"
+                raise TensorMismatchError(f"out has elements that share memory ({what})", hint="pass a copy of it")
+            extent_bytes += stride * (count - 1)
 
 
 def check_apart(outs: Sequence[Out]) -> None:

@@ -73,10 +73,14 @@ class Replica:
 
     def broadcast(self, root: int) -> None:
         """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
-        broadcast_arrays(self._weights_now() | self._buffers_now(), self.group, root)
+        self._share(named_parameters(self.module), self._buffers_now(), root)
 
-    def _weights_now(self) -> dict[str, Any]:
-        return {name: parameter.data for name, parameter in named_parameters(self.module).items()}
+    def _share(self, parameters: Mapping[str, HasGradient], buffers: Mapping[str, Any], root: int) -> None:
+        """Gives every rank these weights and buffers of rank `root`, in place. Collective."""
+        weights = {name: parameter.data for name, parameter in parameters.items()}
+        broadcast_arrays(weights | dict(buffers), self.group, root)
+        for parameter in parameters.values():  # torch takes `data`, which was written, for another tensor
+            kind_of(parameter).will_write(parameter)
 
     def _buffers_now(self) -> dict[str, Any]:
         return {f"buffer {name}": array for name, array in named_buffers(self.module).items()}
@@ -296,9 +300,8 @@ class Replica:
                     follow()
         counts = self.group.all_gather(np.int64(own))
         root = int(np.argmax([int(count) for count in counts]))
-        weights = self._weights_now() if follow is None else {}
-        buffers = {} if self._buffers.mode == "local" else self._buffers_now()
-        broadcast_arrays(weights | buffers, self.group, root)
+        parameters = named_parameters(self.module) if follow is None else {}
+        self._share(parameters, {} if self._buffers.mode == "local" else self._buffers_now(), root)
 
     def _take_step(self, reduction: Reduction) -> None:
         """Leaves gradients as on the ranks that took this step, and compares weights where they do."""

@@ -214,10 +214,21 @@ def test_out_that_does_not_fit_is_refused(out):
         view_out(out, TensorSpec(DType.FLOAT64, (3,)))
 
 
-def test_out_whose_elements_share_memory_is_refused():
-    out = np.lib.stride_tricks.as_strided(np.zeros(1), (3,), (0,))
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((3,), (0,)), ((4, 3), (8, 8)), ((3, 4), (-8, 8)), ((2, 3), (16, 8)), ((3, 1, 2), (8, 0, 8)), ((3,), (4,))],
+)
+def test_out_whose_elements_share_memory_is_refused(shape, strides):
+    out = np.lib.stride_tricks.as_strided(np.zeros(12)[6:], shape, strides)
     with pytest.raises(TensorMismatchError, match="share memory"):
-        view_out(out, TensorSpec(DType.FLOAT64, (3,)))
+        view_out(out, TensorSpec(DType.FLOAT64, shape))
+
+
+@pytest.mark.parametrize("index", [np.s_[::2, ::-1], np.s_[:, 1], np.s_[::-1], np.s_[1:2, :, ::3], np.s_[..., None, 0]])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_out_may_be_any_cut_of_an_array(index, axes):
+    out = np.zeros((3, 4, 5)).transpose(axes)[index]
+    view_out(out, TensorSpec(DType.FLOAT64, out.shape))
 
 
 def test_out_without_elements_is_fine():

@@ -56,6 +56,22 @@ def test_an_optimizer_keeps_identical_weights_on_all_ranks() -> None:
     check_same(run_world(3, body))
 
 
+@pytest.mark.parametrize("way", ["broadcast_parameters", "uneven"])
+def test_a_graph_from_before_weights_were_made_equal_is_refused(way: str) -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group)
+        loss = ddp(batch(group.rank)).square().sum()
+        if way == "uneven":
+            with ddp.uneven():
+                pass
+        else:
+            ddp.broadcast_parameters()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_world(2, body)
+
+
 def test_several_forward_passes_may_share_one_backward_pass() -> None:
     def local(module, rank):
         (module(batch(rank)).square().sum() + module(batch(rank, 1)).sum()).backward()
