@@ -42,7 +42,7 @@ class _ParameterHook:
         call: what autograd calls, with this object first.
     """
 
-    __slots__ = ("_address", "_alias", "_call", "_handle", "_replica", "name", "parameter", "slot")
+    __slots__ = ("_address", "_alias", "_attributes", "_call", "_handle", "_replica", "name", "parameter", "slot")
 
     def __init__(self, name: str, replica: Replica, call: Callable[[_ParameterHook, Any], None]) -> None:
         self.name = name
@@ -60,16 +60,21 @@ class _ParameterHook:
 
     def _register(self) -> None:
         self._handle = self.parameter.register_post_accumulate_grad_hook(self._call)
+        # That gives autograd a first hook's dict; a tensor that was swapped in has none, until it is assigned.
+        self.parameter._post_accumulate_grad_hooks = self.parameter._post_accumulate_grad_hooks
+        self._attributes = self.parameter.__dict__
 
     def remove(self) -> None:
         self._handle.remove()
         del self._call  # a cycle: without it the buckets are freed with their wrapper
 
     def move_last(self) -> None:
-        """Registers it again, after all others: hooks are called in the order of their registration."""
+        """Registers it again, after all others: hooks are called in the order of their registration. And where `swap_tensors`,
+        which exchanges two parameters' attributes too, has given this one a tensor whose hooks autograd does not know."""
         if not self.parameter.requires_grad:  # frozen since: torch takes no hook, and none is called
             return
-        if next(reversed(self.parameter._post_accumulate_grad_hooks)) != self._handle.id:
+        is_last = next(reversed(self.parameter._post_accumulate_grad_hooks)) == self._handle.id
+        if not is_last or self.parameter.__dict__ is not self._attributes:
             self._handle.remove()
             self._register()
 
