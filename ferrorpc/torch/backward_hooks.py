@@ -150,7 +150,8 @@ class BackwardHooks:
             hook.move_last()
 
     def watch(self, outputs: Any) -> None:
-        """Hooks the outputs of a forward pass, tensors in any containers, to notice their backward pass.
+        """Hooks the outputs of a forward pass, tensors in mappings, lists, tuples, dataclasses and what torch takes for
+        containers, to notice their backward pass. A leaf is none: its hook would stay with it.
 
         Raises:
             UsageError: the previous backward pass began and did not end. The generation ends too, because other ranks wait.
@@ -315,16 +316,27 @@ def _versions_of_hooked(parameters: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _tensors(outputs: Any, around: tuple[Any, ...] = ()) -> Iterator[torch.Tensor]:
-    """The tensors in any containers, and in dataclasses, which may contain themselves.
+    """The tensors in any containers, which may contain themselves.
 
     Args:
-        around: the dataclasses that the outputs are in.
+        around: what the outputs are in.
     """
     for each in tree_leaves(outputs):
         if isinstance(each, torch.Tensor):
             yield each
-        elif is_dataclass(each) and not isinstance(each, type) and not any(each is outer for outer in around):
-            yield from _tensors([getattr(each, field.name, None) for field in fields(each)], (*around, each))
+        elif (members := _members(each)) and not any(each is outer for outer in around):
+            yield from _tensors(members, (*around, each))
+
+
+def _members(leaf: Any) -> list[Any]:
+    """What is in a container that is a leaf to torch, which knows containers by their very class."""
+    if isinstance(leaf, Mapping):
+        return list(leaf.values())
+    if isinstance(leaf, list | tuple):
+        return list(leaf)
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return [getattr(leaf, field.name, None) for field in fields(leaf)]
+    return []
 
 
 def _nearest_leaf(node: Any, own: Collection[int]) -> Any:
