@@ -234,7 +234,8 @@ def _output(y: Any, module: torch.nn.Module) -> Any:
             f"{type(module).__name__} returned a {type(y).__name__}, which cannot go on to the next stage",
             hint="wrap the module in one that returns a tensor, or a tuple of tensors and Nones",
         )
-    is_new = y.grad_fn is not None and not y._is_view() and not y._version
+    counts_writes = not y.is_inference()
+    is_new = y.grad_fn is not None and not y._is_view() and counts_writes and not y._version
     return y if is_new else y.clone()
 
 

@@ -198,6 +198,39 @@ def test_outputs_of_an_inference_may_all_be_in_the_same_memory():
     torch.testing.assert_close(y, linear(0)(x).detach())
 
 
+class Masking(nn.Module):
+    """Gives a mask besides, or hands on the one that it is given, twice; the next stage writes to one of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer = linear(number)
+
+    def forward(self, x, mask=None, same=None):
+        y = self.layer(x)
+        if mask is None:
+            return y, (x > 0).float(), None
+        return y * mask if same is None else y + same.mul_(2), mask, mask
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("gpipe", 4), ("dualpipe_v", 2)])
+def test_stages_hand_on_what_they_are_given_in_inference_mode_too(name: str, ranks: int):
+    schedule, (x, _) = schedules.named(name, ranks, MICROBATCHES), batch()
+
+    def body(group):
+        stages = [Stage(Masking(number)) for number in schedule.pieces(group.rank)]
+        with torch.inference_mode():
+            return Pipeline(stages, group, schedule).forward(x)
+
+    (found,) = [each for each in run_world(ranks, body) if each is not None]
+    with torch.no_grad():
+        y, mask, _ = Masking(0)(x)
+        y = linear(1)(y) * mask
+        for number in (2, 3):
+            y = linear(number)(y) + 2 * mask
+    for each, wanted in zip(found, (y, mask, mask), strict=True):
+        torch.testing.assert_close(each, wanted)
+
+
 class Reusing(nn.Module):
     """Trains, and returns what it computes in the memory of the microbatch before."""
 
