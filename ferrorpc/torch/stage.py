@@ -222,6 +222,8 @@ def _leaf(x: Any, needs_grad: bool = True) -> Any:
         return None
     if not isinstance(x, torch.Tensor):
         raise UsageError(f"a stage of torch was given a {type(x).__name__}", hint="pass tensors, such as torch.from_numpy(x)")
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        x = x.clone()  # which a graph may save; stages compute one in any mode
     return x.detach().requires_grad_(needs_grad and (x.is_floating_point() or x.is_complex()))
 
 

@@ -231,6 +231,19 @@ def test_stages_hand_on_what_they_are_given_in_inference_mode_too(name: str, ran
         torch.testing.assert_close(each, wanted)
 
 
+def test_what_was_made_in_inference_mode_may_go_through_a_pipeline_in_any_mode():
+    with torch.inference_mode():
+        x = batch()[0]
+
+    def body(group):
+        with torch.no_grad():
+            return Pipeline(Stage(linear(group.rank)), group, "gpipe", MICROBATCHES).forward(x)
+
+    _, found = run_world(2, body)
+    with torch.no_grad():
+        torch.testing.assert_close(found, linear(1)(linear(0)(x)))
+
+
 class Reusing(nn.Module):
     """Trains, and returns what it computes in the memory of the microbatch before."""
 
