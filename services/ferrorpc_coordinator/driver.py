@@ -334,8 +334,9 @@ class Driver:
     def _release(self, effect: Outgoing) -> None:
         if isinstance(effect, Send):
             self._counters.observe(effect.frame)
-            for stream, data in effect.encoded():
-                self._write(stream, data)
+            shared = effect.frame.SerializeToString()
+            for stream, overlay in effect.recipients:
+                self._write(stream, shared, overlay)
         elif isinstance(effect, Reply):
             self._answer(effect)
         elif effect.stream in self._queues:
@@ -360,9 +361,9 @@ class Driver:
         queues, shared = self._queues, effect.frame.ByteSize()
         return [(queues[stream], shared + len(overlay)) for stream, overlay in effect.recipients if stream in queues]
 
-    def _write(self, stream: int, data: bytes) -> None:
+    def _write(self, stream: int, shared: bytes, overlay: bytes) -> None:
         queue = self._queues.get(stream)
-        if queue is not None and not queue.overflowed and not queue.push(data):
+        if queue is not None and not queue.overflowed and not queue.push(shared, overlay):
             _log.warning("stream %d leaves too much unread and is disconnected; it may resume", stream)
             self._loop.call_soon(self.disconnect, stream)
 

@@ -19,7 +19,7 @@ END_SECONDS: Final = 5.0
 
 
 class SendQueue:
-    """Encoded frames, in order.
+    """Encoded frames, in order, each as the body that it shares with those of other streams, and its overlay.
 
     Invariants: 1. `push` and `finish` never block. 2. What was pushed before `finish` is written before `drain` returns, unless
     the limit was exceeded, in which case everything unwritten is dropped at once, or the client does not read it within
@@ -48,7 +48,7 @@ class SendQueue:
         self._left_bytes = 0
         self._greeted = False
         """Whether the first frame was read: if it was a refusal, it was the only one, and the client may be a stranger."""
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[tuple[bytes, bytes]] = deque()
         self._queued_bytes = 0
         self._reserved_bytes = 0
         self._finished = False
@@ -59,12 +59,12 @@ class SendQueue:
     def __len__(self) -> int:
         return len(self._frames)
 
-    def push(self, frame: bytes) -> bool:
+    def push(self, shared: bytes, overlay: bytes = b"") -> bool:
         """Queues one frame. False if the client reads too slowly: then nothing more is written."""
         if self._finished:
             return not self.overflowed
-        self._frames.append(frame)
-        self._count(queued=len(frame))
+        self._frames.append((shared, overlay))
+        self._count(queued=len(shared) + len(overlay))
         if self._queued_bytes > SEND_QUEUE_BYTES_MAX:
             self.overflowed = True
             self.finish()
@@ -95,7 +95,7 @@ class SendQueue:
         self._count()
         self._wake()
 
-    async def drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+    async def drain(self, write: Callable[[bytes, bytes], Awaitable[None]]) -> None:
         """Writes frames until `finish`. There is only one consumer."""
         try:
             await self._drain(write)
@@ -103,14 +103,14 @@ class SendQueue:
             self._frames.clear()
             self._count(queued=-self._queued_bytes)
 
-    async def _drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _drain(self, write: Callable[[bytes, bytes], Awaitable[None]]) -> None:
         frames = self._frames
         while True:
             while frames:
-                frame = frames.popleft()
-                await write(frame)
+                shared, overlay = frames.popleft()
+                await write(shared, overlay)
                 self._greeted = True
-                self._count(queued=-len(frame))
+                self._count(queued=-len(shared) - len(overlay))
             if self._finished:
                 return
             self._waiter = asyncio.get_running_loop().create_future()
@@ -121,7 +121,7 @@ class SendQueue:
 
     def _drop(self) -> None:
         """Drops what is not being written. gRPC does not give back what it was given to write."""
-        self._count(queued=-sum(map(len, self._frames)))
+        self._count(queued=-sum(len(shared) + len(overlay) for shared, overlay in self._frames))
         self._frames.clear()
 
     def _count(self, queued: int = 0, reserved: int = 0) -> None:

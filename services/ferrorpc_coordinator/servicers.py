@@ -27,6 +27,7 @@ from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 from ferrorpc_coordinator.state.store import may_answer_much, sets_a_value
 from ferrorpc_coordinator.unread import ANSWERS_BYTES_MAX, UNREAD_BYTES_MAX, UnreadBytes
+from ferrorpc_coordinator.write_budget import WriteBudget
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
 
@@ -64,6 +65,7 @@ class CoordinatorServicer:
         self._counters = counters
         self._unread_answers = UnreadBytes()
         self._left_on_streams = UnreadBytes()
+        self._write_budget = WriteBudget()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handler to register with a gRPC server."""
@@ -77,7 +79,8 @@ class CoordinatorServicer:
     async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
         try:
             queue = self._connect(await _read_hello(context), _caller(context))
-            await _Stream(self._driver, self._counters, context, queue).run()
+            write = partial(self._write_budget.write, context.write)
+            await _Stream(self._driver, self._counters, context, queue).run(write)
         except FerroError as error:
             await self._abort("Session", context, error)
         self._counters.handled["Session", "OK"] += 1
@@ -157,7 +160,7 @@ class _Stream:
         self._queue = queue
         self._problem: FerroError | None = None
 
-    async def run(self) -> None:
+    async def run(self, write: Callable[[bytes, bytes], Awaitable[None]]) -> None:
         """Runs until either side ends the stream.
 
         Raises:
@@ -166,7 +169,7 @@ class _Stream:
         """
         reader = asyncio.create_task(self._read())
         try:
-            await self._queue.drain(self._context.write)
+            await self._queue.drain(write)
         finally:
             reader.cancel()
             self._driver.disconnect(self._queue.stream)

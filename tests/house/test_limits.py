@@ -9,6 +9,7 @@ from ferrorpc_coordinator.state.nccl_ids import COMMUNICATORS_MAX
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 from ferrorpc_coordinator.unread import ANSWERS_BYTES_MAX, UNREAD_BYTES_MAX
 from ferrorpc_coordinator.web.event_streams import VIEWERS_MAX
+from ferrorpc_coordinator.write_budget import LARGE_FRAME_BYTES, TURN_SECONDS, WRITING_BYTES_MAX
 
 from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES
 from ferrorpc.config import SETTINGS
@@ -45,6 +46,10 @@ ROWS = (
     ("unanswered writes of a session to the store", f"{WRITES_MAX}; others wait for their turn until their timeout"),
     ("replies that a peer leaves unread (`CONTROL_MAX`)", f"{CONTROL_MAX:,}"),
     ("bytes that a session leaves unread", f"{size(SEND_QUEUE_BYTES_MAX)}; then its stream is closed, and it resumes"),
+    (
+        f"bytes of frames beyond {size(LARGE_FRAME_BYTES)} that all sessions are given at once",
+        f"{size(WRITING_BYTES_MAX)}; the others take turns, of at most {TURN_SECONDS:g} s where one is not read",
+    ),
     (
         "bytes that the clients of a job leave unread of answers to calls; on streams that have ended",
         f"{size(UNREAD_BYTES_MAX)}; {size(UNREAD_BYTES_MAX)}. Then further calls are refused whose answers may be large; "

@@ -166,7 +166,7 @@ def test_mutated_frames_crash_nothing_and_the_coordinator_still_answers(seed):
         client = bench.driver.connect(session_pb2.Hello(protocol_version=1, job="other", name="m", instance_id="i"))
         request = store_pb2.StoreRequest(request_id=1, add=store_pb2.AddOperation(key="n", amount=2))
         bench.driver.receive(client.stream, session_pb2.ClientFrame(sequence=1, store=request))
-        answers = [session_pb2.ServerFrame.FromString(data) for data in client._frames]
+        answers = [session_pb2.ServerFrame.FromString(shared + overlay) for shared, overlay in client._frames]
         assert [frame.result.store.number for frame in answers if frame.HasField("result")] == [2]
         bench.driver.close()
 

@@ -110,8 +110,9 @@ class Host:
     def _release(self, effect: Effect) -> None:
         match effect:
             case Send():
-                for stream, data in effect.encoded():
-                    self._deliver(stream, session_pb2.ServerFrame.FromString(data))
+                shared = effect.frame.SerializeToString()
+                for stream, overlay in effect.recipients:
+                    self._deliver(stream, session_pb2.ServerFrame.FromString(shared + overlay))
             case Close(stream):
                 self._simulation.close(stream)
             case Reply() | Persist() | Note():

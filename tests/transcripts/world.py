@@ -97,8 +97,9 @@ class World:
                 else:
                     self.rows[table, key] = value
             case Send():
-                for stream, data in effect.encoded():
-                    self._deliver(stream, session_pb2.ServerFrame.FromString(data))
+                shared = effect.frame.SerializeToString()
+                for stream, overlay in effect.recipients:
+                    self._deliver(stream, session_pb2.ServerFrame.FromString(shared + overlay))
             case Note():
                 self.notes.append(effect)
             case Reply(call, message):

@@ -8,7 +8,6 @@ a disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,12 +38,6 @@ class Send:
     frame: session.ServerFrame
     recipients: tuple[tuple[int, bytes], ...]
     """Pairs of stream and overlay."""
-
-    def encoded(self) -> Iterator[tuple[int, bytes]]:
-        """Each stream with the bytes to write to it."""
-        shared = self.frame.SerializeToString()
-        for stream, overlay in self.recipients:
-            yield stream, shared + overlay if overlay else shared
 
 
 @dataclass(frozen=True, slots=True)

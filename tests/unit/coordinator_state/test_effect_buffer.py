@@ -17,11 +17,9 @@ def test_an_overlay_completes_the_shared_frame() -> None:
     own = session_pb2.ServerFrame()
     own.result.sequence = 3
     own.result.join.rank = 2
-    sent = Send(shared, ((1, own.SerializeToString()), (2, b""))).encoded()
-    frames = {stream: session_pb2.ServerFrame.FromString(data) for stream, data in sent}
-    assert (frames[1].result.sequence, frames[1].result.join.generation, frames[1].result.join.rank) == (3, 7, 2)
-    assert [peer.name for peer in frames[1].result.join.peers] == ["a"]
-    assert frames[2] == shared
+    merged = session_pb2.ServerFrame.FromString(shared.SerializeToString() + own.SerializeToString()).result
+    assert (merged.sequence, merged.join.generation, merged.join.rank) == (3, 7, 2)
+    assert [peer.name for peer in merged.join.peers] == ["a"]
 
 
 def test_a_repeated_request_number_is_answered_again_and_carried_out_once() -> None:

@@ -26,19 +26,19 @@ def test_a_reader_that_is_cancelled_while_its_stream_ends_reads_no_more(turns):
     asyncio.run(end())
 
 
-async def stuck(_):
+async def stuck(*_):
     await asyncio.Event().wait()
 
 
 async def draining(queue, *writes):
     """The task that drains it, with these for its first writes; the next one gets stuck."""
     rest = iter(writes)
-    task = asyncio.create_task(queue.drain(lambda frame: next(rest, stuck)(frame)))
+    task = asyncio.create_task(queue.drain(lambda *frame: next(rest, stuck)(*frame)))
     await asyncio.sleep(0.01)
     return task
 
 
-async def done(_):
+async def done(*_):
     pass
 
 
