@@ -167,6 +167,8 @@ class Session(ABC):
             BarrierTimeoutError: with every missing rank and what is known of it. The generation goes on.
             PeerLostError: a participant died.
             GroupAbortedError: a participant called `reform` instead.
+            LimitExceededError: some participant has a payload, and the disk of the coordinator's journal is full. All get this,
+                and the generation goes on.
         """
 
     @abstractmethod

@@ -60,6 +60,8 @@ class World:
         self.access = access
         self.settings = settings or Settings(durable=True)
         self.job = job
+        self.full = False
+        """Whether the journal's disk is full as requests come."""
         self.now = 0
         self.rows: dict[tuple[str, str], bytes] = {}
         self.clients: dict[str, Client] = {}
@@ -209,13 +211,13 @@ class World:
         frame = session_pb2.ClientFrame(sequence=client.sequence, **body)  # type: ignore[arg-type]
         client.pending[client.sequence] = frame
         if client.stream is not None:
-            self.step(Received(client.stream, frame))
+            self.step(Received(client.stream, frame, self.full))
         return client.sequence
 
     def call(self, request: UnaryRequest) -> int:
         """Makes a unary call; its answer will be in `replies`."""
         number = next(self._numbers)
-        self.step(Called(number, request))
+        self.step(Called(number, request, full=self.full))
         return number
 
     def restart(self) -> None:

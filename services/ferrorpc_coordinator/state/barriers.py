@@ -39,7 +39,8 @@ DESCRIBED_MAX: Final = 256
 OUTCOME_BYTES: Final = 1 << 10
 """Memory that a kept outcome takes besides its content and its participants, rounded up."""
 INTERNAL_PREFIX: Final = "ferrorpc/"
-"""Prefix of ferrorpc's own barriers. Their last arrivals are not counted, since the script has no part in them."""
+"""Prefix of ferrorpc's own barriers. Their last arrivals are not counted, since the script has no part in them, and a full disk
+does not refuse their payloads, which are small and without which nobody could join."""
 Outcome = barrier_pb2.BarrierResponse | error_pb2.ErrorDetail
 
 
@@ -115,7 +116,7 @@ class Barriers:
 
         Raises:
             UsageError: the arrival matches no barrier, or contradicts earlier ones, which then all fail with it.
-            LimitExceededError: the payload is too large.
+            LimitExceededError: the payload is too large, or the journal's disk is full; the barrier then fails with it, too.
         """
         key = Key(request.generation, request.name, request.ordinal)
         participants = self._participants(requester, request, generation)
@@ -236,6 +237,8 @@ class Barriers:
             self._context.answer(before.requester, detail_of(again))
         total = barrier.payload_bytes + len(request.payload)
         require(f"payloads of barrier {key.name!r}", total, "barrier_bytes", self._context.limits.barrier_bytes)
+        if total and not key.name.startswith(INTERNAL_PREFIX):
+            self._context.require_disk(f"barrier {key.name!r} #{key.ordinal} takes no payload")
         barrier.payload_bytes = total
         since = self._context.now if before is None else before.since
         barrier.arrivals[who] = Arrival(requester, request.payload, since, until)

@@ -9,6 +9,7 @@ from typing import Final
 
 from google.protobuf.message import Message
 
+from ferrorpc.errors import LimitExceededError
 from ferrorpc.v1 import (
     barrier_pb2,
     error_pb2,
@@ -123,6 +124,15 @@ class JobContext:
     def remove(self, table: str, key: str) -> None:
         """Removes a row of this job."""
         self.durable_state.remove(table, f"{self.job}/{key}")
+
+    def require_disk(self, refusal: str) -> None:
+        """Raises LimitExceededError, which begins with `refusal`, if the journal's disk is full."""
+        if self.shared.full:
+            raise LimitExceededError(
+                f"{refusal} for now: the disk of the coordinator's journal is full",
+                hint="make room on that disk, or delete keys; it is then accepted again",
+                retryable=True,
+            )
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

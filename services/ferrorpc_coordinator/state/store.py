@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Final
 
 from ferrorpc.errors import (
-    LimitExceededError,
     MessageTooLargeError,
     StaleGenerationError,
     StoreTimeoutError,
@@ -108,12 +107,8 @@ class Store:
         if kind.writes and (known := self.write_results.find(requester.client, request.request_id)) is not None:
             self._context.answer(requester, self._completed(known, name, operation))
             return
-        if self._context.shared.full and kind.grows:
-            raise LimitExceededError(
-                f"the store refuses {name} for now: the disk of the coordinator's journal is full",
-                hint="make room on that disk, or delete keys; writes are then accepted again",
-                retryable=True,
-            )
+        if kind.grows:
+            self._context.require_disk(f"the store refuses {name}")
         before = self._context.durable_state.revision
         response = kind.run(self, requester, operation)
         if response is None:

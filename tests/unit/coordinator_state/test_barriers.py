@@ -7,7 +7,7 @@ from ferrorpc_coordinator.state.events import Cancelled
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import barrier_pb2, error_pb2, rendezvous_pb2, session_pb2
+from ferrorpc.v1 import barrier_pb2, error_pb2, journal_pb2, rendezvous_pb2, session_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import arrive, error, join
 
@@ -218,3 +218,48 @@ def test_the_status_names_the_missing_ranks() -> None:
     [open_barrier] = reply.barriers
     assert (list(open_barrier.arrived_ranks), list(open_barrier.missing_ranks)) == ([1], [0, 2])
     assert open_barrier.age_ms == 1_000
+
+
+def payload_rows(world: World) -> int:
+    """How many barriers with payloads the journal has."""
+    rows = [journal_pb2.BarrierRow.FromString(data) for (table, _), data in world.rows.items() if table == "barrier"]
+    return sum(any(row.response.payloads) for row in rows)
+
+
+@pytest.mark.parametrize("first", [b"", b"p"], ids=["nothing", "a payload"])
+def test_a_full_disk_refuses_payloads_and_all_who_meet_there_are_told(first: bytes) -> None:
+    """What is refused to one is refused to all, also who had come before the disk was full, and who comes later."""
+    world = World()
+    join(world, "a", "b", "c")
+    waiting = arrive(world, "a", "x", payload=first)
+    world.full = True
+    arrive(world, "b", "x", payload=b"" if first else b"p")
+    world.full = False
+    late = arrive(world, "c", "x")
+    for refusal in (world.clients["a"].results[waiting].error, error(world, "b"), world.clients["c"].results[late].error):
+        assert (refusal.code, refusal.retryable) == (ErrorCode.LIMIT_EXCEEDED, True)
+        assert "barrier 'x' #1" in refusal.message
+    assert payload_rows(world) == 0
+    for name in "abc":
+        number = arrive(world, name, "x", ordinal=2, payload=b"p")
+    assert list(world.clients["c"].results[number].barrier.payloads) == [b"p"] * 3
+
+
+def test_a_full_disk_refuses_payloads_of_unary_arrivals() -> None:
+    world = World()
+    world.full = True
+    reply = world.replies[tool(world, "t", b"p")]
+    assert isinstance(reply, error_pb2.ErrorDetail)
+    assert (reply.code, reply.retryable) == (ErrorCode.LIMIT_EXCEEDED, True)
+
+
+@pytest.mark.parametrize(("name", "payload"), [("x", b""), ("ferrorpc/shared_memory/offers", b"p")])
+def test_a_job_goes_on_though_the_disk_is_full(name: str, payload: bytes) -> None:
+    """Barriers without payloads take little room, and ferrorpc's own are few: members can still join by them."""
+    world = World()
+    world.full = True
+    join(world, "a", "b")
+    for client in "ab":
+        number = arrive(world, client, name, payload=payload)
+    assert list(world.clients["b"].results[number].barrier.payloads) == [payload] * 2
+    assert payload_rows(world) == bool(payload)
