@@ -333,7 +333,7 @@ class Driver:
 
     def _release(self, effect: Outgoing) -> None:
         if isinstance(effect, Send):
-            self._counters.observe(effect.frame)
+            self._counters.observe(effect.frame, len(effect.recipients))
             shared = effect.frame.SerializeToString()
             for stream, overlay in effect.recipients:
                 self._write(stream, shared, overlay)

@@ -68,13 +68,13 @@ class Counters:
     loop_lag: Histogram = field(default_factory=Histogram)
     """How late timers fired, in seconds."""
 
-    def observe(self, frame: session_pb2.ServerFrame) -> None:
-        """Counts an answer. To be called once per frame, however many recipients it has."""
+    def observe(self, frame: session_pb2.ServerFrame, recipients: int) -> None:
+        """Counts an answer: a barrier once, an error for each recipient. To be called once per frame."""
         if frame.HasField("result"):
             if frame.result.HasField("barrier"):
                 self.barrier_spread.observe(frame.result.barrier.spread_ms / 1e3)
             elif frame.result.HasField("error"):
-                self.request_errors[code_label(frame.result.error.code)] += 1
+                self.request_errors[code_label(frame.result.error.code)] += recipients
 
     def noted(self, note: Note) -> None:
         """Counts what happened to a generation or a member, whether or not anybody is left to be told."""

@@ -7,6 +7,7 @@ a CodecError and not an INTERNAL error of gRPC.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, Final
@@ -77,13 +78,10 @@ class CoordinatorServicer:
     # -- the Session stream --------------------------------------------------------------------------------------------
 
     async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
-        try:
+        async with self._counted("Session", context):
             queue = self._connect(await _read_hello(context), _caller(context))
             write = partial(self._write_budget.write, context.write)
             await _Stream(self._driver, self._counters, context, queue).run(write)
-        except FerroError as error:
-            await self._abort("Session", context, error)
-        self._counters.handled["Session", "OK"] += 1
 
     def _connect(self, hello: session_pb2.Hello, caller: Caller) -> SendQueue:
         left_bytes = self._left_on_streams.of(hello.job)
@@ -101,7 +99,7 @@ class CoordinatorServicer:
 
     def _unary(self, name: str, request_type: type[UnaryRequest]) -> UnaryHandler:
         async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
-            try:
+            async with self._counted(name, context):
                 if context.time_remaining() is None:
                     raise UsageError(f"{name} was called without a deadline", hint="give the call a timeout")
                 request = await _read_request(context, request_type)
@@ -113,10 +111,6 @@ class CoordinatorServicer:
                 answer = await answering
                 if isinstance(answer, error_pb2.ErrorDetail):
                     raise restore(answer)
-            except FerroError as error:
-                await self._abort(name, context, error)
-                raise
-            self._counters.handled[name, "OK"] += 1
             return answer.SerializeToString()
 
         return handle
@@ -144,10 +138,19 @@ class CoordinatorServicer:
     def _require_room(self, job: str, size_bytes: int, limit: str, bytes_max: int) -> None:
         require(f"the bytes that calls of job {quoted(job)} leave unread", size_bytes, limit, bytes_max)
 
-    async def _abort(self, name: str, context: Context, error: FerroError) -> None:
-        code, details, trailers = status.to_status(error)
-        self._counters.handled[name, code.name] += 1
-        await context.abort(code, details, trailers)
+    @contextlib.asynccontextmanager
+    async def _counted(self, name: str, context: Context) -> AsyncIterator[None]:
+        """Ends a call with the FerroError that is raised in it, and counts how it ended. Whatever else is raised means that its
+        client has cut it off: it is cancelled, or nobody is there to be written to."""
+        ended = grpc.StatusCode.CANCELLED
+        try:
+            yield
+            ended = grpc.StatusCode.OK
+        except FerroError as error:
+            ended, details, trailers = status.to_status(error)
+            await context.abort(ended, details, trailers)
+        finally:
+            self._counters.handled[name, ended.name] += 1
 
 
 class _Stream:

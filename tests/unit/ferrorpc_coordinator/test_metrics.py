@@ -8,12 +8,15 @@ from ferrorpc_coordinator.metrics import (
     longest_behind_seconds,
     members_by_state,
 )
+from ferrorpc_coordinator.state.effects import Send
+from ferrorpc_coordinator.state.events import Received
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import session_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import ask_elastic, join
+from tests.unit.ferrorpc_coordinator.test_driver import driven
 
 
 def test_a_value_counts_in_each_bucket_up_to_its_bound():
@@ -26,10 +29,20 @@ def test_a_value_counts_in_each_bucket_up_to_its_bound():
 
 def test_answers_are_counted_by_kind():
     counters = Counters()
-    counters.observe(session_pb2.ServerFrame(result={"barrier": {"spread_ms": 1500}}))
-    counters.observe(session_pb2.ServerFrame(result={"error": {"code": int(ErrorCode.BARRIER_TIMEOUT)}}))
+    counters.observe(session_pb2.ServerFrame(result={"barrier": {"spread_ms": 1500}}), 3)
+    counters.observe(session_pb2.ServerFrame(result={"error": {"code": int(ErrorCode.BARRIER_TIMEOUT)}}), 2)
     assert counters.barrier_spread.total == 1.5
-    assert +counters.request_errors == {"barrier_timeout": 1}
+    assert +counters.request_errors == {"barrier_timeout": 2}
+
+
+@driven
+async def test_an_error_counts_for_each_request_that_it_answers(make):
+    late = session_pb2.ServerFrame(result={"error": {"code": int(ErrorCode.BARRIER_TIMEOUT)}})
+    driver, _ = make(lambda event: [Send(late, ((1, b""), (2, b"")))] if isinstance(event, Received) else [])
+    for _ in range(2):
+        driver.connect(session_pb2.Hello())
+    driver.receive(1, session_pb2.ClientFrame())
+    assert +driver._counters.request_errors == {"barrier_timeout": 2}
 
 
 def test_what_happens_to_members_and_generations_is_counted_also_where_nobody_is_left_to_be_told():

@@ -20,6 +20,7 @@ from ferrorpc.errors import LimitExceededError
 from ferrorpc.v1 import error_pb2, rendezvous_pb2, session_pb2, store_pb2
 from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.status import TRAILER
+from tests.unit.ferrorpc_coordinator.test_driver import turns
 
 
 class AbortedError(Exception):
@@ -196,3 +197,42 @@ def test_calls_are_counted_by_method_and_code(name, sent, code):
     with contextlib.suppress(AbortedError):
         asyncio.run(handle(None, Call(*([sent] if code == "OK" else []))))
     assert counters.handled == {(name, code): 1}
+
+
+class WaitingDriver(RememberingDriver):
+    """A driver that answers no call, and whose sessions have something to write at once."""
+
+    def connect(self, hello, caller):
+        queue = super().connect(hello, caller)
+        queue.push(b"")
+        return queue
+
+    async def call(self, request, caller, hold):
+        await asyncio.Event().wait()
+
+
+class Gone(Call):
+    """A client that has gone when it is written to."""
+
+    async def write(self, data):
+        raise asyncio.InvalidStateError("RPC already finished.")
+
+
+@pytest.mark.parametrize(
+    "call", [Call(HELLO, silent=True), Gone(HELLO, silent=True), Call(REQUEST)], ids=["cut", "gone", "unary"]
+)
+def test_calls_that_their_clients_cut_off_are_counted_too(call):
+    """Most sessions end in this way."""
+
+    async def end():
+        counters = Counters()
+        servicer = CoordinatorServicer(WaitingDriver(), counters)
+        unary = call._frames == [REQUEST]
+        handle = servicer._unary("Store", session_pb2.UnaryStoreRequest) if unary else servicer._session
+        handling = asyncio.ensure_future(handle(None, call))
+        await turns()
+        handling.cancel()
+        await asyncio.wait([handling])
+        return counters.handled
+
+    assert [(code, count) for (_, code), count in asyncio.run(end()).items()] == [("CANCELLED", 1)]
