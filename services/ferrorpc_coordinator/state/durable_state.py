@@ -1,4 +1,4 @@
-"""The durable part of the state: cluster id, epoch, revision, and the journal rows that a step writes."""
+"""The durable part of the state: cluster id, epoch, revision, removed generations, and the journal rows that a step writes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class DurableState:
         self.cluster_id = meta["cluster_id"].decode() if is_known else mint()
         self.epoch = int(meta.get("epoch", b"0")) + 1
         self.revision = int(meta.get("revision", b"0"))
+        self.removed_generation = int(meta.get("removed_generation", b"0"))
+        """The highest generation of all jobs that were removed. Other jobs begin after it: they may have the name of one."""
         self._written: dict[tuple[str, str], bytes | None] = {
             (META, "cluster_id"): self.cluster_id.encode(),
             (META, "epoch"): str(self.epoch).encode(),
@@ -37,6 +39,12 @@ class DurableState:
         """Counts one more change of state; returns its revision."""
         self.revision += 1
         return self.revision
+
+    def remove_generations(self, newest: int) -> None:
+        """A job is removed with this step; `newest` was its newest generation."""
+        if newest > self.removed_generation:
+            self.removed_generation = newest
+            self.put(META, "removed_generation", str(newest).encode())
 
     def put(self, table: str, key: str, value: bytes) -> None:
         """Writes a row with this step."""

@@ -282,7 +282,8 @@ class Generations:
         self._remember(generation)
 
     def erase(self) -> None:
-        """Removes all generations and their rows."""
+        """Removes all generations and their rows. Their numbers do not come again."""
+        self._context.durable_state.remove_generations(self._context.newest_generation)
         for number in self.history:
             self._context.remove(TABLE, str(number))
         self.history.clear()

@@ -256,7 +256,8 @@ class Rendezvous:
     def _close(self, chosen: list[PendingJoin]) -> None:
         self._cancel_last_call()
         newest = self._generations.newest
-        number = max([self._context.newest_generation, *(pending.request.after_generation for pending in chosen)]) + 1
+        before = self._context.newest_generation or self._context.durable_state.removed_generation
+        number = max([before, *(pending.request.after_generation for pending in chosen)]) + 1
         low, high = chosen[0].size
         ranks = assign([self._claim(pending) for pending in chosen], len(chosen), elastic=low < high)
         in_order = [pending for _, pending in sorted(zip(ranks, chosen, strict=True), key=lambda pair: pair[0])]

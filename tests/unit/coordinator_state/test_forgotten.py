@@ -34,6 +34,30 @@ def test_after_a_restart_the_job_that_is_forgotten_for_a_new_one_still_ended_fir
         assert set(world.coordinator.jobs) == left
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_no_generation_of_a_job_that_was_removed_comes_again(restarts: bool) -> None:
+    """Its processes may still be around: tensors, addresses and NCCL ids of theirs carry its numbers, and its name."""
+    world = forgetful(jobs=1)
+    join(world, "a", "b")
+    join(world, "a", "b")
+    assert world.clients["a"].generation == 2
+    for name in ("a", "b"):
+        world.ask(name, leave={})
+    world.job = "other"
+    world.hello("c")
+    assert set(world.coordinator.jobs) == {"other"}
+    if restarts:
+        world.restart()
+        world.hello("c", resume=True)
+    world.ask("c", leave={})
+    world.job = "job"
+    for name in ("a", "b"):
+        world.hello(name)
+        world.clients[name].generation = 0  # a new process
+    join(world, "a", "b")
+    assert world.clients["a"].generation == 3
+
+
 def test_after_a_restart_the_member_that_is_forgotten_still_left_first() -> None:
     world = forgetful(gone_members=2)
     join(world, "a", "b", "c", "d")
