@@ -320,6 +320,10 @@ class Device:
         with self.here():
             return self._current_here()
 
+    def is_callers(self, stream: Stream) -> bool:
+        """Whether it is the calling thread's current stream; False for CUDA's per-thread default stream."""
+        return bool((self._current_stream(self.index).ptr or current_of_torch(self.index)) == stream.pointer)
+
     def marked(self) -> tuple[Stream, Event]:
         """The current stream, and an event recorded in it now. To be used where the device is current (`here`). Raises as
         `current`."""

@@ -39,7 +39,8 @@ class ReducedHeader(NamedTuple):
 class BucketMemory(ABC):
     """The memory of one bucket, used again in every step.
 
-    A step calls `begin`, `write` for each gradient, and `pack`; after the reduction `finish`; then the means can be read.
+    A step calls `begin`, `write` or `written_in_place` for each gradient, and `pack`; after the reduction `finish`; then the
+    means can be read.
 
     Weighted gradients of half types, and the parts of such gradients, are accumulated in a second array, in float32, so that
     they are not rounded before the division. That array is allocated at its first use.
@@ -101,6 +102,10 @@ class BucketMemory(ABC):
             deferrable: the gradient does not change before `pack`, so it may be copied then, in the stream that is current
                 now.
         """
+
+    def written_in_place(self) -> None:
+        """As `write`, of a used gradient that the current stream has computed in its slot. Only without a weight."""
+        return
 
     @abstractmethod
     def add(self, slot: Slot, part: View, is_first: bool) -> None:

@@ -131,6 +131,10 @@ class DeviceBucketMemory(BucketMemory):
         else:
             self._deferred.append((slot, gradient.data))
 
+    def written_in_place(self) -> None:
+        if not self._order.is_in_last:  # autograd runs each part of a backward pass in the stream of its forward pass
+            self._order.enter()
+
     def _is_in_place(self, slot: Slot, data: DeviceArray) -> bool:
         """Whether an array is the slot itself."""
         return self._device.pointer(data) == self._address + slot.start * self._itemsize

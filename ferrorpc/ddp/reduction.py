@@ -88,7 +88,7 @@ class Reduction:
         if not is_used:
             self._unused.add(name)
         memory.write(slot, None if self.weight == 0 else gradient, is_used, deferrable)
-        self.put_in_place(slot)
+        self._has_arrived(slot)
 
     def keep(self, name: str) -> None:
         """Has `finish` write back what is in a gradient's slot now, if no rank has used the parameter."""
@@ -96,7 +96,11 @@ class Reduction:
         self._kept.append((memory, slot, memory.save(slot)))
 
     def put_in_place(self, slot: Slot) -> None:
-        """As `put`, of a used gradient that already lies in its slot. Only without a weight."""
+        """As `put`, of a used gradient that the current stream has computed in its slot. Only without a weight."""
+        self._reducer.memory[slot.bucket].written_in_place()
+        self._has_arrived(slot)
+
+    def _has_arrived(self, slot: Slot) -> None:
         self._received.add(slot.name)
         self._missing[slot.bucket] -= 1
         if self._missing[slot.bucket] == 0:

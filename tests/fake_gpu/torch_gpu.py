@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays import kinds, torch_gpu_kind
-from ferrorpc.testing.gpu.machine import FakeStream
+from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream
 from ferrorpc.testing.gpu.stand_in import StandIn, _Block
 
 torch = pytest.importorskip("torch")
@@ -61,6 +61,14 @@ class TorchGpus:
             yield
         finally:
             streams[stream.gpu.index] = stream.gpu.default if before is None else before
+
+    def follow(self, before: FakeStream, stream: FakeStream) -> None:
+        """Makes a stream the current one, after what is in the other. On CUDA torch's engine does so between two nodes of a
+        backward pass, each of which runs in the stream of its forward pass; it asks no device in Python for streams."""
+        event = FakeEvent(self.cupy.machine, stream.gpu)
+        event.record(before)
+        event.hold(stream)
+        self._local.__dict__.setdefault("streams", {})[stream.gpu.index] = stream
 
     def empty(self, shape: Sequence[int], dtype: Any, index: int) -> Any:
         """A new tensor on a GPU, whose memory belongs to torch's current stream."""
