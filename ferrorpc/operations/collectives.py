@@ -460,9 +460,10 @@ class Collectives(PointToPoint):
             found = self._fast_path.run(prepared, sources, result, seconds)
             if found is not GENERAL_PATH:
                 return found
+        execution = None
         try:
             execution = dispatch.start(prepared, sources, result, seconds)
             return dispatch.finish(execution, result, async_op)
         except (KeyboardInterrupt, Exception) as error:
-            dispatch.struck(operation.value, error)
+            dispatch.struck(operation.value, error, execution)
             raise

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -297,13 +298,20 @@ class Dispatch:
         """Ends the generation after an interrupt in an operation with a number: the other ranks wait for this one."""
         self.end(GroupAbortedError(self.backend.world_ranks[self.backend.rank], f"{interrupt} during {label}"))
 
-    def struck(self, label: str, error: BaseException) -> None:
+    def struck(self, label: str, error: BaseException, execution: Execution | None = None) -> None:
         """As `interrupted`, where this is Ctrl-C or an error of a signal handler. Of any other the generation knows, or `start`
-        has given the number back, as after a RuntimeError, which may be CUDA's."""
+        has given the number back, as after a RuntimeError, which may be CUDA's.
+
+        Args:
+            execution: which perhaps has no driver yet; None where it was not started.
+        """
         if isinstance(error, KeyboardInterrupt):
             self.interrupted(label)
         elif not isinstance(error, FerroError | MemoryError | RuntimeError) and place_in_user_code(error) is not None:
             self.end(failure_of(label, error))
+        if execution is not None and (self.backend.latch.cause or self.backend.latch.ended_here):
+            with suppress(Exception):  # such as of one with which another thread still works: what has struck tells more
+                execution.finish()
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""

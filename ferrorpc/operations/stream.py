@@ -157,12 +157,13 @@ class Stream:
         seconds = seconds_of(timeout, dispatch.timeout)
         specs = tuple([source.spec for source in sources])
         prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, unordered=self._unordered)
+        execution = None
         try:
             dispatch.begin_in_stream(self._number, number)
             execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
             return dispatch.submit(execution, result)
         except (KeyboardInterrupt, Exception) as error:
-            dispatch.struck(operation.value, error)
+            dispatch.struck(operation.value, error, execution)
             raise
 
 
