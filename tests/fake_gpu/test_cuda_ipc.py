@@ -466,9 +466,11 @@ def test_a_gpu_that_has_no_memory_for_it_or_shares_none_is_named_on_every_rank(
 
 
 def test_ranks_that_share_no_memory_are_refused_and_told_what_to_do(cupy: StandIn) -> None:
-    with pytest.raises(BackendUnavailableError, match="these do not") as raised:
-        CudaIpcBackend(host_lanes(2)[0], device_of(cupy, 0))
-    assert "backend='grpc'" in raised.value.hint
+    lanes = host_lanes(2)
+    for error in in_threads(2, lambda rank: CudaIpcBackend(lanes[rank], device_of(cupy, 0))):
+        assert isinstance(error, BackendUnavailableError)
+        assert "these do not" in error.reason
+        assert "backend='grpc'" in error.hint
 
 
 def test_a_world_of_one_runs_on_its_gpu(cupy: StandIn) -> None:

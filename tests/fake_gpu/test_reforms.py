@@ -9,9 +9,17 @@ import pytest
 
 from ferrorpc.backends.nccl import backend as over_nccl
 from ferrorpc.backends.simulated import SimulatedBackend
-from ferrorpc.errors import BackendUnavailableError, FerroError, GroupClosedError, RendezvousTimeoutError
+from ferrorpc.errors import (
+    BackendUnavailableError,
+    FerroError,
+    GroupAbortedError,
+    GroupClosedError,
+    PeerLostError,
+    RendezvousTimeoutError,
+)
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.transports.shared_memory import discovery
 from tests.fake_gpu.groups import SECONDS, Ranks
 from tests.fake_gpu.shared_worlds import ipc_backends
 from tests.threads import in_threads, results_of
@@ -115,3 +123,39 @@ def test_a_close_by_another_thread_while_it_waits_is_a_close_like_any_other(cupy
         assert ended == [None]
 
     assert ranks.run(body) == [None, None]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_ranks_that_share_a_gpu_hear_what_kept_another_from_the_next_generation(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """And not that their memory cannot be shared, after which they would not try again."""
+    identify, struck = discovery.own_identity, list[threading.Thread]()
+
+    def identity() -> Any:
+        if threading.current_thread() in struck:
+            raise KeyboardInterrupt
+        return identify()
+
+    monkeypatch.setattr(discovery, "own_identity", identity)
+    with ipc_backends(cupy, 2) as backends:
+        groups = [ProcessGroup(backend, timeout=SECONDS) for backend in backends]
+
+        def body(rank: int) -> None:
+            with cupy.cuda.Device(0):
+                if rank:
+                    with pytest.raises(PeerLostError if leaves else GroupAbortedError) as raised:
+                        groups[rank].reform()
+                    assert raised.value.retryable
+                elif leaves:
+                    session: Any = backends[rank].session
+                    session.rejoin(SECONDS)
+                    session.leave()
+                else:
+                    struck.append(threading.current_thread())
+                    with pytest.raises(KeyboardInterrupt):
+                        groups[rank].reform()
+
+        assert in_threads(2, body) == [None, None]
+        for group in groups:
+            group.close()

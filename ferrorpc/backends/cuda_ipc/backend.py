@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.backends.cuda_ipc.connect import SLOT_BYTES, IpcConnector, this_process
+from ferrorpc.backends.cuda_ipc.connect import CONNECT_SECONDS, SLOT_BYTES, IpcConnector, this_process
 from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.errors import BackendUnavailableError
@@ -42,6 +42,8 @@ class CudaIpcBackend(DeviceBackend):
         process: str | None = None,
     ) -> None:
         if lanes.size > 1 and (lanes.control is None or lanes.arena is None):
+            # Raises what else may have kept them from it, as they looked for each other: the generation's end, or a lost rank.
+            lanes.session.barrier("ferrorpc/cuda_ipc/apart", timeout=CONNECT_SECONDS)
             raise BackendUnavailableError(
                 "GPU memory is shared among ranks of one host that share its memory, and these do not",
                 "use backend='grpc', or give each rank a GPU of its own and use backend='hybrid'",
