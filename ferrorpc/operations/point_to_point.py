@@ -65,7 +65,7 @@ class PointToPoint:
         peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._arguments.view_to_send(x)
         seconds = seconds_of(timeout, self.timeout)
         self._dispatch.check_open()
-        small = self._small_messages
+        small, execution = self._small_messages, None
         try:
             try:
                 if small is not None and small.send(source.data, source.spec, peer, tag):
@@ -77,7 +77,7 @@ class PointToPoint:
                 execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
             return self._dispatch.send(execution, async_op)
         except (KeyboardInterrupt, Exception) as error:
-            self._dispatch.struck(f"send(dst={dst}, tag={tag})", error)
+            self._dispatch.struck(f"send(dst={dst}, tag={tag})", error, execution)
             raise
 
     @overload
@@ -138,6 +138,7 @@ class PointToPoint:
                 execution.give_back()  # also a message that was taken, but not made into a result
             elif not isinstance(error, FerroError):  # nobody has its Work, and it takes the next message all the same
                 self._dispatch.interrupted(execution.label, type(error).__name__)
+                execution.finish()
             raise
 
     def expect(self, src: int, tag: int = 0, awaited: object = None) -> Expected:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi
 from ferrorpc.errors import FerroError, GroupAbortedError, NcclError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.testing.gpu import nccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.work import Work
@@ -290,6 +292,36 @@ def test_an_interrupt_leaves_no_operation_in_flight_that_ended_before_its_work_w
             work.register(in_flight)
         assert not in_flight, interrupt.place
     assert interrupt.place is None
+
+
+@pytest.mark.parametrize("way", ["send", "recv"])
+def test_a_message_that_an_interrupt_has_kept_from_its_driver_lets_go_of_its_array(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    ranks, memories = Ranks(cupy, 2), list[weakref.ref[Any]]()
+
+    def struck(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Dispatch, "submit", struck)
+
+    def body(group: ProcessGroup) -> None:
+        x = ranks.array()
+        if group.rank == 0:
+            memories.append(weakref.ref(x.data.mem))
+            call = partial(group.send, x, 1) if way == "send" else partial(group.recv, 1, out=x)
+            with pytest.raises(KeyboardInterrupt):
+                call(async_op=True)
+        assert f"KeyboardInterrupt during {way}" in str(end_of(group, GroupAbortedError))
+
+    assert ranks.run(body) == [None, None]
+
+    def is_given_back() -> bool:
+        cupy.machine.settle()
+        gc.collect()
+        return memories[0]() is None
+
+    eventually(is_given_back, "the memory is given back", SECONDS)
 
 
 def test_memory_of_what_was_being_launched_is_kept_until_the_abort(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
