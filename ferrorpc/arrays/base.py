@@ -250,7 +250,7 @@ def check_distinct(array: Any) -> None:
     """Raises TensorMismatchError if elements of an array, on the host or a GPU, may share memory."""
     if not array.size:
         return
-    extent_bytes = array.itemsize
+    extent_bytes = array.dtype.itemsize
     for stride, count in sorted((abs(stride), count) for stride, count in zip(array.strides, array.shape, strict=True)):
         if count > 1:
             if stride < extent_bytes:
