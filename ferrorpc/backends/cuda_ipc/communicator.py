@@ -19,6 +19,7 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
@@ -71,6 +72,8 @@ class IpcCommunicator(Communicator):
         self._release = release
         self._lock = threading.RLock()
         self._pending: deque[Waits] = deque()
+        self._stream = 0
+        """That of the latest operation: nothing else is asked for before that is wholly in its stream."""
         self._group: defaultdict[Hashable, list[Waits]] | None = None
         """What was called within `grouped`, by sequence: all rounds are one, and so are a peer's messages in one direction."""
         self._is_gone = False
@@ -107,6 +110,8 @@ class IpcCommunicator(Communicator):
         except BaseException as problem:
             # What was interrupted in the middle is over for its generator, but must not count as done.
             self._problem = failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem) or repr(problem))
+            with suppress(self._ipc.error_class):  # a GPU that has failed reads nothing any more
+                self._own.mark(self._stream)
             if isinstance(problem, self._ipc.error_class):
                 raise self._problem.again() from None
             raise
@@ -117,31 +122,31 @@ class IpcCommunicator(Communicator):
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.all_reduce`."""
-        self._begin(_ROUNDS, self._all_reduce(source, target, count, datatype, op, stream))
+        self._begin(_ROUNDS, self._all_reduce(source, target, count, datatype, op, stream), stream)
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
         """As `Communicator.reduce`."""
-        self._begin(_ROUNDS, self._reduce(source, target, count, datatype, op, root, stream))
+        self._begin(_ROUNDS, self._reduce(source, target, count, datatype, op, root, stream), stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.reduce_scatter`."""
-        self._begin(_ROUNDS, self._reduce_scatter(source, target, count, datatype, op, stream))
+        self._begin(_ROUNDS, self._reduce_scatter(source, target, count, datatype, op, stream), stream)
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
         """As `Communicator.broadcast`."""
-        self._begin(_ROUNDS, self._broadcast(source, target, count * _ITEM_BYTES[datatype], root, stream))
+        self._begin(_ROUNDS, self._broadcast(source, target, count * _ITEM_BYTES[datatype], root, stream), stream)
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
         """As `Communicator.all_gather`."""
-        self._begin(_ROUNDS, self._all_gather(source, target, count * _ITEM_BYTES[datatype], stream))
+        self._begin(_ROUNDS, self._all_gather(source, target, count * _ITEM_BYTES[datatype], stream), stream)
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.send`."""
-        self._begin(("send", peer), self._messages[peer].send(source, count * _ITEM_BYTES[datatype], stream))
+        self._begin(("send", peer), self._messages[peer].send(source, count * _ITEM_BYTES[datatype], stream), stream)
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.recv`."""
-        self._begin(("recv", peer), self._messages[peer].recv(target, count * _ITEM_BYTES[datatype], stream))
+        self._begin(("recv", peer), self._messages[peer].recv(target, count * _ITEM_BYTES[datatype], stream), stream)
 
     def grouped(self, calls: Callable[[], object]) -> None:
         """As `Communicator.grouped`: sequences of operations proceed side by side, the operations of each in order."""
@@ -192,8 +197,9 @@ class IpcCommunicator(Communicator):
 
     # -- operations, as generators that yield while they wait for a word ----------------------------------------------------
 
-    def _begin(self, sequence: Hashable, steps: Waits) -> None:
+    def _begin(self, sequence: Hashable, steps: Waits, stream: int) -> None:
         """Starts an operation, and does what can be done at once."""
+        self._stream = stream
         if self._group is not None:
             self._group[sequence].append(steps)
             return

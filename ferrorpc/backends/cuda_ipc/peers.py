@@ -64,6 +64,10 @@ class Own:
             except ipc.error_class as problem:
                 raise NcclError(f"cannot share {size_bytes >> 20} MiB of the GPU's memory: {problem}") from None
 
+    def mark(self, stream: int) -> None:
+        """Makes `settle` wait for everything that is in a stream now, such as reads with no event behind them."""
+        self._ipc.record(self.events[sent(self.rank, 0)], stream)  # a spare one: no rank sends to itself
+
     def settle(self) -> None:
         """Blocks the host until the GPU has reached every event that this rank has recorded."""
         with self._device.beside_captures():
