@@ -13,6 +13,7 @@ from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.operations import every_operation
@@ -75,3 +76,27 @@ def test_a_rank_without_elements_to_receive_stays_in_step_with_the_others(cupy: 
             return cupy.asnumpy(total).tolist()
 
     assert run_groups(groups, body) == [[3.0]] * 3
+
+
+def test_what_a_communicator_launches_in_several_streams_runs_in_the_order_of_its_launches(cupy: StandIn) -> None:
+    """As of NCCL's, each of whose kernels waits for its communicator's last one: what ranks send cannot cross."""
+    groups, busy = [ProcessGroup(backend, timeout=30.0) for backend in nccl_backends(cupy, 2)], [True]
+
+    def body(group: ProcessGroup) -> list[Any]:
+        backend: Any = group._backend
+        with cupy.cuda.Device(group.rank):
+            sources = [cupy.asarray(np.full(4, value, np.float32)) for value in range(2)]
+            targets, later = [cupy.empty(4, np.float32) for _ in sources], cupy.cuda.Stream(non_blocking=True)
+            cupy.machine.settle()
+            group.session.barrier("here")
+            if group.rank == 1:
+                backend.context.program.stream.own.fake.enqueue(lambda: not busy)
+            for x, y, stream in zip(sources, targets, (None, later), strict=True):
+                backend.exchange_raw([(x.data.ptr, 16, 1 - group.rank)], [(y.data.ptr, 16, 1 - group.rank)], stream=stream)
+            cupy.machine.settle()
+            group.session.barrier("launched")
+            busy.clear()
+            backend.synchronize(SYSTEM_CLOCK.now() + 10.0)
+            return [cupy.asnumpy(y).tolist() for y in targets]
+
+    assert run_groups(groups, body) == [[[0.0] * 4, [1.0] * 4]] * 2

@@ -6,9 +6,10 @@ What is modelled:
   version and each a GPU of its own.
 - After each operation a communicator is IN_PROGRESS for some queries, more after the first one, when NCCL connects. Another
   thread of NCCL's launches meanwhile, so the operation is in its stream only when the state says so.
-- Operations run in streams, in the order of their communicator. Collectives that do not match on all ranks never complete, nor
-  do sends without their receives. If the communicator is aborted, they end without a result: they leave anything in the memory
-  that they were to write. So do those that NCCL's thread launches until it hears of the abort.
+- Operations run in streams; those of one communicator in the order of their launches, whatever their streams. A rank that is
+  alone only copies, in the order of its stream. Collectives that do not match on all ranks never complete, nor do sends without
+  their receives. If the communicator is aborted, they end without a result: they leave anything in the memory that they were to
+  write. So do those that NCCL's thread launches until it hears of the abort.
 - A communicator that is IN_PROGRESS refuses all other calls. It is so during a split, and after it is finalized until its
   operations have completed. It cannot be split while operations are outstanding, and the child does not exist until all ranks
   have called split.
@@ -311,7 +312,7 @@ class FakeCommunicator:
                 self._collectives += 1
             fake: FakeStream = self.api.gpu.stream(stream)
             self._running += 1
-            self._launching.append((fake, _Task(self, number, parts)))
+            self._launching.append((fake, _Task(self, number, parts, after=self._launches if self.size > 1 else 0)))
             self._launches += 1
             if self._launches == 1:
                 self._looks = LOOKS_TO_CONNECT
@@ -319,6 +320,11 @@ class FakeCommunicator:
                 self._looks = LOOKS_TO_LAUNCH
             else:
                 self._put_into_streams()
+
+    @property
+    def launches_ended(self) -> int:
+        """How many launches have ended."""
+        return self._launches - self._running
 
     def launch_ended(self) -> None:
         """Records the end of a launch."""
@@ -360,12 +366,18 @@ class _Child(FakeCommunicator):
 
 
 class _Task:
-    """One launch in a stream."""
+    """One launch in a stream.
 
-    def __init__(self, owner: FakeCommunicator, number: int, parts: list[Part]) -> None:
+    Args:
+        number: counts the launches of collectives.
+        after: how many launches of its communicator it waits for.
+    """
+
+    def __init__(self, owner: FakeCommunicator, number: int, parts: list[Part], after: int) -> None:
         self._owner = owner
         self._number = number
         self._parts = parts
+        self._after = after
         self._sent: list[tuple[tuple[int, int], tuple[int, int]]] = []
         self._done: set[int] = set()
         self._here = False
@@ -378,6 +390,8 @@ class _Task:
             self._take_back()
             self._spoil()
             return True
+        if owner.launches_ended < self._after:
+            return False
         if not self._here:
             self._arrive()
         for place, part in enumerate(self._parts):
