@@ -47,8 +47,7 @@ def taken(ring: Ring) -> int:
 
 def lent_bytes(pool: Pool) -> int:
     """How many bytes are on loan."""
-    pool._take_back()
-    return sum(stop - start for segment in pool._segments for start, stop in segment.lent)
+    return sum(stop - start for segment in pool._segments for start, stop, loan in segment.lent if loan() is not None)
 
 
 def _lent_bytes(cupy: StandIn, staging: Staging) -> int:
