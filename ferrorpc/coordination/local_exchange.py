@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ferrorpc.errors import FerroError, require
+from ferrorpc.errors import FerroError, LimitExceededError, require
 from ferrorpc.wire.limits import BARRIER_BYTES_MAX
 
 
@@ -27,15 +27,14 @@ class Exchange:
         return [rank for rank in self.ranks if rank not in self.arrived]
 
     def arrive(self, rank: int, brought: list[bytes]) -> None:
-        """A rank arrives, or arrives again.
-
-        Raises:
-            LimitExceededError: it brings more than a barrier takes of all ranks together.
-        """
-        arrived = self.arrived | {rank: brought}
-        parts = [part for rank in self.ranks for part in arrived.get(rank, ())]
-        require(f"payloads of {self.label}", sum(map(len, parts)), "barrier_bytes", BARRIER_BYTES_MAX)
-        self.arrived = arrived
+        """A rank arrives, or arrives again. What it brings may be too much of all ranks together: then all get the error."""
+        self.arrived[rank] = brought
+        parts = [part for rank in self.ranks for part in self.arrived.get(rank, ())]
         complete = len(parts) >= self.ids_needed if self.ids_needed else not self.missing
-        if complete and self.outcome is None:
-            self.outcome = parts
+        if self.outcome is not None:
+            return
+        try:
+            require(f"payloads of {self.label}", sum(map(len, parts)), "barrier_bytes", BARRIER_BYTES_MAX)
+            self.outcome = parts if complete else None
+        except LimitExceededError as error:
+            self.outcome = error

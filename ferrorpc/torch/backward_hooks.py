@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -150,7 +150,7 @@ class BackwardHooks:
             hook.move_last()
 
     def watch(self, outputs: Any) -> None:
-        """Hooks the outputs of a forward pass, tensors in mappings, lists, tuples, dataclasses and what torch takes for
+        """Hooks the outputs of a forward pass, tensors in dictionaries, lists, tuples, dataclasses and what torch takes for
         containers, to notice their backward pass. A leaf is none: its hook would stay with it.
 
         Raises:
@@ -330,13 +330,14 @@ def _tensors(outputs: Any, around: tuple[Any, ...] = ()) -> Iterator[torch.Tenso
 
 def _members(leaf: Any) -> list[Any]:
     """What is in a container that is a leaf to torch, which knows containers by their very class."""
-    if isinstance(leaf, Mapping):
-        return list(leaf.values())
-    if isinstance(leaf, list | tuple):
-        return list(leaf)
-    if is_dataclass(leaf) and not isinstance(leaf, type):
-        return [getattr(leaf, field.name, None) for field in fields(leaf)]
-    return []
+    members: list[Any] = []
+    if isinstance(leaf, dict | UserDict):  # no other mapping: it may compute what it is asked for
+        members += leaf.values()
+    elif isinstance(leaf, list | tuple):
+        members += leaf
+    if is_dataclass(leaf) and not isinstance(leaf, type):  # it may be one of those, too
+        members += (getattr(leaf, field.name, None) for field in fields(leaf))
+    return members
 
 
 def _nearest_leaf(node: Any, own: Collection[int]) -> Any:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.coordination import local
+from ferrorpc.coordination import local, local_exchange
 from ferrorpc.coordination.local import LocalSession, LocalWorld
-from ferrorpc.coordination.local_exchange import Exchange
 from ferrorpc.errors import (
     BarrierTimeoutError,
     CollectiveTimeoutError,
@@ -281,13 +280,15 @@ def test_a_large_payload_is_refused_before_it_is_sent():
         world.session(0).barrier("b", bytes(4097))
 
 
-def test_payloads_that_are_too_large_together_are_refused_as_by_a_coordinator():
-    taken = Exchange("barrier 'b'", tuple(range(300)))
-    for rank in range(256):
-        taken.arrive(rank, [bytes(4096)])
-    with pytest.raises(LimitExceededError, match="payloads of barrier 'b' would be 1052672, the limit barrier_bytes is"):
-        taken.arrive(256, [bytes(4096)])
-    assert taken.missing == list(range(256, 300))
+def test_payloads_that_are_too_large_together_are_refused_to_all_as_by_a_coordinator(monkeypatch):
+    monkeypatch.setattr(local_exchange, "BARRIER_BYTES_MAX", 8192)
+
+    def meet(session):
+        with pytest.raises(LimitExceededError, match="payloads of barrier 'b' would be 12288, the limit barrier_bytes is 8192"):
+            session.barrier("b", bytes(4096))
+        return len(session.barrier("b"))
+
+    assert on_all(LocalWorld(4), meet, range(4)) == [4] * 4
 
 
 @pytest.mark.parametrize("wrong", [{"payload": "text"}, {"ranks": 0}, {"ranks": ["0"]}, {"timeout": -1.0}, {"timeout": "1 s"}])

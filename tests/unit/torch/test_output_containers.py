@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,26 @@ class Around:
     inner: Any
 
 
+@dataclass
+class Both(dict):
+    """As those of some libraries, which give their fields by name, too."""
+
+    y: Any
+
+
+class Computing(Mapping):
+    """What it is asked for costs much, or cannot be had yet."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("loss",))
+
+    def __len__(self) -> int:
+        return 1
+
+
 def in_itself(y: torch.Tensor) -> Named:
     found = Named()
     found["self"] = found
@@ -43,6 +64,8 @@ CONTAINERS = {
     "tuple": lambda y: Pair([3, y]),
     "nested": lambda y: [Around(Named(y=Pair([UserDict(y=y)])))],
     "in itself": in_itself,
+    "dict and dataclass": Both,
+    "beside what computes": lambda y: (Computing(), y),
 }
 
 
