@@ -1,7 +1,7 @@
 """How many bytes of large frames are given to gRPC at once, over all sessions.
 
 An answer for a thousand sessions is one body in memory, until it is written: then each has a copy, and gRPC one more. So large
-frames take their turn. Others are written at once, since together they are little.
+frames take their turn, of all jobs in one order. Others are written at once, since together they are little.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ LARGE_FRAME_BYTES: Final = 64 << 10
 """Frames beyond this take their turn."""
 WRITING_BYTES_MAX: Final = 32 << 20
 """The next large frame begins while fewer bytes than this are being written."""
-TURN_SECONDS: Final = 5.0
-"""A write that takes longer goes on, but gives back its bytes, so that a client that reads nothing holds up nobody for ever.
-What this client costs beyond the budget is this one frame: its others stay queued, where they share their bodies with those of
-other sessions, and count against the bound of its stream."""
+TURN_SECONDS: Final = 0.5
+"""A large frame waits at most this long, then it is written beyond the budget, so that clients that read nothing, however many,
+hold up those of other jobs only for a while. And a write that takes longer goes on, but gives back its bytes, so that they hold
+up nobody for ever. What such a client costs beyond the budget is this one frame: its others stay queued, where they share their
+bodies with those of other sessions, and count against the bound of its stream."""
 
 
 class WriteBudget:
@@ -54,19 +55,25 @@ class WriteBudget:
         if self._room_bytes > 0:
             self._room_bytes -= size_bytes
             return
-        turn = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
         self._waiting.append((turn, size_bytes))
+        timer = loop.call_later(TURN_SECONDS, self._begin, turn, size_bytes)
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it had just been given its bytes
                 self._give_back(size_bytes)
             raise
+        finally:
+            timer.cancel()
 
     def _give_back(self, size_bytes: int) -> None:
         self._room_bytes += size_bytes
-        while self._room_bytes > 0 and self._waiting:
-            turn, wanted_bytes = self._waiting.popleft()
-            if not turn.done():
-                self._room_bytes -= wanted_bytes
-                turn.set_result(None)
+        while self._waiting and (self._room_bytes > 0 or self._waiting[0][0].done()):
+            self._begin(*self._waiting.popleft())
+
+    def _begin(self, turn: asyncio.Future[None], size_bytes: int) -> None:
+        if not turn.done():
+            self._room_bytes -= size_bytes
+            turn.set_result(None)

@@ -105,12 +105,17 @@ def test_small_frames_wait_for_nobody():
     asyncio.run(main())
 
 
-def test_clients_that_read_nothing_hold_up_the_others_for_a_while_only(monkeypatch):
-    monkeypatch.setattr(write_budget, "TURN_SECONDS", 0.02)
+@pytest.mark.parametrize(
+    ("their_seconds", "own_seconds"), [(0.02, 1000), (1000, 0.02)], ids=["they give back", "it has waited enough"]
+)
+def test_clients_that_read_nothing_hold_up_the_others_for_a_while_only(monkeypatch, their_seconds, own_seconds):
+    """For as long as one turn: those of many clients do not add up."""
+    monkeypatch.setattr(write_budget, "TURN_SECONDS", their_seconds)
 
     async def main():
         budget, read = WriteBudget(), []
         writes = await spent(budget, [])
+        monkeypatch.setattr(write_budget, "TURN_SECONDS", own_seconds)
 
         async def write(data):
             read.append(data)
@@ -122,6 +127,7 @@ def test_clients_that_read_nothing_hold_up_the_others_for_a_while_only(monkeypat
             write.cancel()
         await asyncio.wait(writes)
         assert budget._room_bytes == WRITING_BYTES_MAX  # nothing was given back twice
+        assert not budget._waiting
 
     asyncio.run(main())
 
