@@ -107,10 +107,10 @@ class SendQueue:
         frames = self._frames
         while True:
             while frames:
-                shared, overlay = frames.popleft()
-                await write(shared, overlay)
+                size_bytes = sum(map(len, frames[0]))
+                await write(*frames.popleft())  # kept by nobody here, as `write` concatenates its parts
                 self._greeted = True
-                self._count(queued=-len(shared) - len(overlay))
+                self._count(queued=-size_bytes)
             if self._finished:
                 return
             self._waiter = asyncio.get_running_loop().create_future()

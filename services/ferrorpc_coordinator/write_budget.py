@@ -46,7 +46,9 @@ class WriteBudget:
 
         timer = asyncio.get_running_loop().call_later(TURN_SECONDS, end_turn)
         try:
-            await write(shared + overlay)
+            frame = shared + overlay
+            del shared, overlay  # which would be kept as long as it is written
+            await write(frame)
         finally:
             timer.cancel()
             end_turn()

@@ -19,6 +19,8 @@ from tests.unit.ferrorpc_coordinator.test_servicers import HELLO, Call
 
 MEBIBYTE = 1 << 20
 SESSIONS = 100
+FEW = 16
+"""As many as write at once."""
 
 
 class Reader(Call):
@@ -71,6 +73,40 @@ def test_an_answer_for_many_sessions_is_copied_for_a_few_at_once():
         driver.close()
         await asyncio.wait_for(asyncio.gather(*sessions), 30)
         assert [call.sequences for call in calls] == [[stream] for stream in streams()]
+
+    asyncio.run(main())
+
+
+def answers_of_their_own(event):
+    """A large answer for each of a few sessions."""
+    if not isinstance(event, Received):
+        return []
+    answer = session_pb2.ServerFrame(result={"store": {"value": b"v" * MEBIBYTE}})
+    overlay = session_pb2.ServerFrame(result={"sequence": 1}).SerializeToString()
+    return [Send(answer, ((stream, overlay),)) for stream in range(1, FEW + 1)]
+
+
+def test_a_large_frame_that_is_being_written_is_kept_once():
+    """Not its parts as well, for as long as the client reads nothing."""
+
+    async def main():
+        driver = Driver(ScriptedStateMachine(answers_of_their_own), None, Counters())
+        servicer, writing = CoordinatorServicer(driver, Counters()), []
+        calls = [Reader(asyncio.Event(), writing) for _ in range(FEW)]
+        sessions = [asyncio.ensure_future(servicer._session(None, call)) for call in calls]
+        await turns()
+        tracemalloc.start()
+        try:
+            driver.receive(1, session_pb2.ClientFrame())
+            await turns()
+            kept_bytes = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert len(writing) == FEW
+        assert kept_bytes < sum(map(len, writing)) + 2 * MEBIBYTE
+        for session in sessions:
+            session.cancel()
+        await asyncio.wait(sessions)
 
     asyncio.run(main())
 
