@@ -100,6 +100,11 @@ class JobContext:
         return self.shared.now
 
     @property
+    def last_generation(self) -> int:
+        """The number after which those of this job go on: of its newest generation, or else the highest of removed jobs."""
+        return self.newest_generation or self.durable_state.removed_generation
+
+    @property
     def settings(self) -> Settings:
         """The coordinator's settings."""
         return self.shared.settings

@@ -256,8 +256,7 @@ class Rendezvous:
     def _close(self, chosen: list[PendingJoin]) -> None:
         self._cancel_last_call()
         newest = self._generations.newest
-        before = self._context.newest_generation or self._context.durable_state.removed_generation
-        number = max([before, *(pending.request.after_generation for pending in chosen)]) + 1
+        number = max([self._context.last_generation, *(pending.request.after_generation for pending in chosen)]) + 1
         low, high = chosen[0].size
         ranks = assign([self._claim(pending) for pending in chosen], len(chosen), elastic=low < high)
         in_order = [pending for _, pending in sorted(zip(ranks, chosen, strict=True), key=lambda pair: pair[0])]
@@ -343,7 +342,7 @@ class Rendezvous:
             raise InvalidWorldSizeError(f"{member} asked for a world of {low}:{high}")
         require("the world's size", high, "members", self._context.limits.members)
         after, most = request.after_generation, self._context.limits.generation_number
-        if after > self._context.newest_generation:
+        if after > self._context.last_generation:
             require("the generation to follow", after, "generation_number", most)
         if request.pinned_rank >= high:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")

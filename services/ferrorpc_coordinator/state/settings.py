@@ -62,7 +62,8 @@ class Limits:
     page_bytes: int = 128 << 10
     """Keys in one answer."""
     generation_number: int = 1 << 40
-    """Highest generation that a member may claim to have been part of; numbers on the wire have 64 bits."""
+    """Highest generation that a member may claim to have been part of, beyond what was given out; numbers on the wire have 64
+    bits."""
     generations: int = 16
     """Ended generations in the status."""
     links: int = 64

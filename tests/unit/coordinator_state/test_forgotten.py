@@ -58,6 +58,18 @@ def test_no_generation_of_a_job_that_was_removed_comes_again(restarts: bool) -> 
     assert world.clients["a"].generation == 3
 
 
+def test_whatever_a_removed_job_claimed_the_members_of_later_ones_may_come_back() -> None:
+    """Its numbers are not given out again, also where one was the highest that a member may claim."""
+    world = forgetful(jobs=1, generation_number=9)
+    for job, claimed, expected in (("hostile", 9, 10), ("job", 0, 11), ("other", 0, 12), ("job", 11, 13)):
+        world.job, member = job, f"of-{job}-after-{claimed}"
+        world.hello(member)
+        world.clients[member].generation = claimed
+        join(world, member)
+        assert world.clients[member].generation == expected
+        world.ask(member, leave={})
+
+
 def test_after_a_restart_the_member_that_is_forgotten_still_left_first() -> None:
     world = forgetful(gone_members=2)
     join(world, "a", "b", "c", "d")
