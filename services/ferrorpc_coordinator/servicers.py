@@ -140,12 +140,15 @@ class CoordinatorServicer:
 
     @contextlib.asynccontextmanager
     async def _counted(self, name: str, context: Context) -> AsyncIterator[None]:
-        """Ends a call with the FerroError that is raised in it, and counts how it ended. Whatever else is raised means that its
-        client has cut it off: it is cancelled, or nobody is there to be written to."""
-        ended = grpc.StatusCode.CANCELLED
+        """Ends a call with the FerroError that is raised in it, and counts how it ended. One that its client has cut off is
+        cancelled, or gRPC raises as nobody is there to be written to; gRPC itself ends one in which a bug raises."""
+        ended = grpc.StatusCode.UNKNOWN
         try:
             yield
             ended = grpc.StatusCode.OK
+        except (asyncio.CancelledError, grpc.aio.BaseError):
+            ended = grpc.StatusCode.CANCELLED
+            raise
         except FerroError as error:
             ended, details, trailers = status.to_status(error)
             await context.abort(ended, details, trailers)

@@ -214,12 +214,23 @@ class WaitingDriver(RememberingDriver):
 class Gone(Call):
     """A client that has gone when it is written to."""
 
+    def __init__(self, failure):
+        super().__init__(HELLO, silent=True)
+        self.failure = failure
+
     async def write(self, data):
-        raise asyncio.InvalidStateError("RPC already finished.")
+        raise self.failure
 
 
 @pytest.mark.parametrize(
-    "call", [Call(HELLO, silent=True), Gone(HELLO, silent=True), Call(REQUEST)], ids=["cut", "gone", "unary"]
+    "call",
+    [
+        Call(HELLO, silent=True),
+        Gone(grpc.aio.InternalError("Failed: execute_batch")),
+        Gone(grpc.aio.UsageError("RPC already finished.")),
+        Call(REQUEST),
+    ],
+    ids=["cut", "gone", "finished", "unary"],
 )
 def test_calls_that_their_clients_cut_off_are_counted_too(call):
     """Most sessions end in this way."""
@@ -236,3 +247,23 @@ def test_calls_that_their_clients_cut_off_are_counted_too(call):
         return counters.handled
 
     assert [(code, count) for (_, code), count in asyncio.run(end()).items()] == [("CANCELLED", 1)]
+
+
+class FaultyDriver(RememberingDriver):
+    """A driver with a bug, which no client has to do with."""
+
+    def connect(self, hello, caller):
+        raise asyncio.InvalidStateError
+
+    async def call(self, request, caller, hold):
+        raise asyncio.InvalidStateError
+
+
+@pytest.mark.parametrize("sent", [HELLO, REQUEST], ids=["session", "unary"])
+def test_a_bug_is_not_taken_for_a_client_that_went(sent):
+    counters = Counters()
+    servicer = CoordinatorServicer(FaultyDriver(), counters)
+    handle = servicer._session if sent is HELLO else servicer._unary("Store", session_pb2.UnaryStoreRequest)
+    with pytest.raises(asyncio.InvalidStateError):
+        asyncio.run(handle(None, Call(sent)))
+    assert [(code, count) for (_, code), count in counters.handled.items()] == [("UNKNOWN", 1)]
