@@ -91,8 +91,8 @@ class ProcessGroup(Collectives):
 
     @property
     def generation(self) -> int:
-        """The number of this group's generation, from 1. Each `reform` gives the next group a larger one, as long as the
-        coordinator has lost nothing."""
+        """The number of this group's generation. The first of a job is 1, unless the coordinator has removed a job before. Each
+        `reform` gives the next group a larger one, as long as the coordinator has lost nothing."""
         return 1 if self._membership is None else self._membership.assignment.generation
 
     @property
