@@ -79,8 +79,9 @@ class CoordinatorServicer:
 
     async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
         async with self._counted("Session", context):
-            queue = self._connect(await _read_hello(context), _caller(context))
-            write = partial(self._write_budget.write, context.write)
+            hello = await _read_hello(context)
+            queue = self._connect(hello, _caller(context))
+            write = partial(self._write_budget.write, context.write, hello.job)
             await _Stream(self._driver, self._counters, context, queue).run(write)
 
     def _connect(self, hello: session_pb2.Hello, caller: Caller) -> SendQueue:

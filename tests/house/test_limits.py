@@ -48,7 +48,7 @@ ROWS = (
     ("bytes that a session leaves unread", f"{size(SEND_QUEUE_BYTES_MAX)}; then its stream is closed, and it resumes"),
     (
         f"bytes of frames beyond {size(LARGE_FRAME_BYTES)} that all sessions are given at once",
-        f"{size(WRITING_BYTES_MAX)}; the others wait for their turn, at most {TURN_SECONDS:g} s",
+        f"{size(WRITING_BYTES_MAX)}; others wait, and jobs take turns, of {TURN_SECONDS:g} s at most where nobody reads",
     ),
     (
         "bytes that the clients of a job leave unread of answers to calls; on streams that have ended",
