@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
@@ -34,15 +33,6 @@ SEGMENT_BYTES_MIN: Final = 4 << 20
 Array = np.ndarray[Any, Any]
 
 
-class _Loan:
-    """Lent bytes, to which the NumPy arrays over them refer."""
-
-    __slots__ = ("__array_interface__", "__weakref__")
-
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size_bytes,), "data": (address, False)}
-
-
 class _Segment:
     """Memory that was pinned in one call, and the spans of it that are lent, in order."""
 
@@ -51,21 +41,35 @@ class _Segment:
     def __init__(self, memory: Array) -> None:
         self.memory = memory
         self.address: int = memory.ctypes.data
-        self.lent: list[tuple[int, int, weakref.ref[_Loan]]] = []
-        """(start, stop, loan): lent as long as the loan lives, so an interrupt as it begins or ends loses nothing. It lives
-        until the last array is freed, also in a garbage cycle: the collector does not see what arrays refer to."""
+        self.lent: list[tuple[int, int]] = []
 
-    def lend(self, size_bytes: int) -> _Loan | None:
-        """Lends so many bytes; None where there is no room."""
-        self.lent = [each for each in self.lent if each[2]() is not None]
-        start, end = 0, self.memory.size
-        for place, (first, last, _) in enumerate((*self.lent, (end, end, None))):
+    def find(self, size_bytes: int) -> int | None:
+        """Lends so many bytes. Returns their offset; None where there is no room."""
+        start = 0
+        for place, (first, last) in enumerate((*self.lent, (self.memory.size, self.memory.size))):
             if first - start >= size_bytes:
-                loan = _Loan(self.address + start, size_bytes)
-                self.lent.insert(place, (start, start + size_bytes, weakref.ref(loan)))
-                return loan
+                self.lent.insert(place, (start, start + size_bytes))
+                return start
             start = last
         return None
+
+
+class _Loan:
+    """Lent bytes, to which the NumPy arrays over them refer."""
+
+    __slots__ = ("__array_interface__", "_returned", "_segment", "_span")
+
+    def __init__(self, segment: _Segment, span: tuple[int, int], returned: deque[tuple[_Segment, tuple[int, int]]]) -> None:
+        start, stop = span
+        place = (segment.address + start, False)
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (stop - start,), "data": place}
+        self._segment = segment
+        self._span = span
+        self._returned = returned
+
+    def __del__(self) -> None:
+        # A finalizer may run within any method of the pool, so it takes no lock.
+        self._returned.append((self._segment, self._span))
 
 
 class Pool:
@@ -81,6 +85,7 @@ class Pool:
         self._lock = threading.Lock()
         self._segments: tuple[_Segment, ...] = ()
         """The small ones first, so that small arrays leave the large ones free."""
+        self._returned: deque[tuple[_Segment, tuple[int, int]]] = deque()
 
     @property
     def pinned_bytes(self) -> int:
@@ -99,12 +104,19 @@ class Pool:
             return None
         room_bytes = -(-size_bytes // UNIT_BYTES) * UNIT_BYTES
         with self._lock:
+            self._take_back()
             for segment in (*self._segments, None):
                 segment = segment or self._more(room_bytes)
-                loan = None if segment is None else segment.lend(room_bytes)
-                if loan is not None:
+                start = None if segment is None else segment.find(room_bytes)
+                if segment is not None and start is not None:
+                    loan = _Loan(segment, (start, start + room_bytes), self._returned)
                     return np.asarray(loan)[:size_bytes].view(storage).reshape(shape)
         return None
+
+    def _take_back(self) -> None:
+        while self._returned:
+            segment, span = self._returned.popleft()
+            segment.lent.remove(span)
 
     def _more(self, size_bytes: int) -> _Segment | None:
         """A new segment for so many bytes. A power of two, since CuPy pins no other sizes."""

@@ -47,7 +47,8 @@ def taken(ring: Ring) -> int:
 
 def lent_bytes(pool: Pool) -> int:
     """How many bytes are on loan."""
-    return sum(stop - start for segment in pool._segments for start, stop, loan in segment.lent if loan() is not None)
+    pool._take_back()
+    return sum(stop - start for segment in pool._segments for start, stop in segment.lent)
 
 
 def _lent_bytes(cupy: StandIn, staging: Staging) -> int:

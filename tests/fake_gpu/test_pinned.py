@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.fake_gpu.events import lent_bytes, same, world
-from tests.fake_gpu.test_interrupts import Interrupt
 from tests.threads import in_threads, results_of
 
 MIB = 1 << 20
@@ -71,18 +69,6 @@ def test_nobody_gets_what_somebody_has(cupy: StandIn) -> None:
     assert all((array == salt).all() for salt, array in live)
     live.clear()
     assert lent_bytes(pool) == 0
-
-
-def test_an_interrupt_anywhere_in_a_loan_leaves_nothing_lent(cupy: StandIn) -> None:
-    pool, number, interrupt = Pool(device_of(cupy, 0), 16 * MIB), 0, Interrupt(1)
-    lent(pool, 8)
-    while number == 0 or interrupt.place is not None:
-        number += 1
-        lent(pool, MIB)  # which comes back as the next one is lent
-        with suppress(KeyboardInterrupt), Interrupt(number) as interrupt:
-            pool.lend((8,), BYTES)
-        assert lent_bytes(pool) == 0, interrupt.place
-    assert number > 8
 
 
 def test_there_is_a_bound_and_what_was_pinned_stays_so(cupy: StandIn) -> None:
