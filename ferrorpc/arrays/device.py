@@ -124,9 +124,8 @@ def _spare(things: deque[T], alone: int) -> T | None:
     return None
 
 
-ALONE: Final = next(count for count in range(1, 9) if _spare(deque([object()]), count))
-"""The reference count of a thing of a deque, in a local variable, to which nobody else refers. It differs among versions of
-Python, so it is measured."""
+_ALONE: Final = next(count for count in range(1, 9) if _spare(deque([object()]), count))
+"""Differs among versions of Python, so it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +209,9 @@ class Device:
             other = None
         else:
             events.append(found)
-            if sys.getrefcount(found) == ALONE:
+            if sys.getrefcount(found) == _ALONE:
                 return found
-            other = _spare(events, ALONE)
+            other = _spare(events, _ALONE)
         if other is not None:
             return other
         with self._telling(), self.here():

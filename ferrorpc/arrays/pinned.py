@@ -14,7 +14,6 @@ Cost: a few microseconds a loan; pinning, once, takes about as long as touching 
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.device import ALONE, Device, Stream
+from ferrorpc.arrays.device import Device, Stream
 from ferrorpc.arrays.event import Event
 from ferrorpc.errors import BackendUnavailableError
 
@@ -132,21 +131,6 @@ class Pool:
         return found
 
 
-class Slot:
-    """Pinned memory through which a ring's copies go, one at a time. Who refers to it has it.
-
-    Attributes:
-        memory: as uint8.
-        end_event: recorded behind the latest copy; None before that.
-    """
-
-    __slots__ = ("end_event", "memory")
-
-    def __init__(self, memory: Array) -> None:
-        self.memory = memory
-        self.end_event: Event | None = None
-
-
 class Ring:
     """The slots of one direction. A copy takes them as they come free, several at a time if it needs them."""
 
@@ -156,41 +140,40 @@ class Ring:
         self.slots = slots
         self._device = device
         self._lock = threading.Lock()
-        self._slots: list[Slot] = []
-        """All that were made. They stay here, so an interrupt loses none as they change hands."""
+        self._made = 0
+        self._free: deque[tuple[Array, Event | None]] = deque()
         self._kept: deque[tuple[Event, Any]] = deque()
         self._spare_streams: deque[tuple[Stream, Event]] = deque()
 
-    def take(self) -> Slot | None:
-        """A slot that nobody has, and the GPU does not use any more; None while there is none. It is free again once nobody
-        refers to it, and the GPU has come to its end event, or without one to what the ring's stream then holds. Memory is
-        pinned when first needed.
+    def take(self) -> Array | None:
+        """A free slot, as uint8; None while there is none. Memory is pinned when first needed.
 
         Raises:
             BackendUnavailableError: the host has no memory for a single one.
         """
         self.let_go()
         with self._lock:
-            for slot in self._slots:
-                if sys.getrefcount(slot) == ALONE and self._is_unused(slot):
-                    slot.end_event = None
-                    return slot
-            if len(self._slots) == self.slots:
+            if self._free and (self._free[0][1] is None or self._free[0][1].done):
+                return self._free.popleft()[0]
+            if self._made == self.slots:
                 return None
             try:
-                slot = Slot(self._device.pinned(self.slot_bytes))
+                slot = self._device.pinned(self.slot_bytes)
             except BackendUnavailableError:
-                if not self._slots:
+                if not self._made:
                     raise
-                self.slots = len(self._slots)  # go on with these
+                self.slots = self._made  # go on with these
                 return None
-            self._slots.append(slot)
+            self._made += 1
             return slot
 
-    def _is_unused(self, slot: Slot) -> bool:
-        if slot.end_event is None:  # an interrupt struck, perhaps behind a copy
-            slot.end_event = self.stream.record()
-        return slot.end_event.done
+    def give_back(self, slot: Array, event: Event | None = None) -> None:
+        """Frees a slot once the GPU has reached the event, which is in this ring's stream; None: at once."""
+        with self._lock:
+            if event is None:
+                self._free.appendleft((slot, None))
+            else:
+                self._free.append((slot, event))
 
     def lend_stream(self) -> Stream:
         """A stream in which nothing is left, for copies that may have to wait long."""

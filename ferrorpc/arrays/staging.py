@@ -33,7 +33,7 @@ import numpy as np
 
 from ferrorpc.arrays.device import Device, DeviceArray, Stream
 from ferrorpc.arrays.event import Event
-from ferrorpc.arrays.pinned import Pool, Ring, Slot
+from ferrorpc.arrays.pinned import Pool, Ring
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
 
@@ -55,7 +55,7 @@ class _Piece(NamedTuple):
     """Bytes [start, stop) of an array, copied once the GPU has reached the event: to a slot, or where that is None to their
     place."""
 
-    slot: Slot | None
+    slot: Array | None
     start: int
     stop: int
     end_event: Event
@@ -83,6 +83,7 @@ class Download:
         self._place = data.reshape(-1).view(np.uint8)
         self._begins = device.current().record()
         self._begun = False
+        self._queued = 0
         self._in_transfer: deque[_Piece] = deque()
 
     @property
@@ -102,8 +103,10 @@ class Download:
         while self._in_transfer and self._in_transfer[0].end_event.done:
             slot, start, stop, _ = self._in_transfer[0]
             if slot is not None:
-                self._place[start:stop] = slot.memory[: stop - start]
-            self._in_transfer.popleft()  # first: once it is valid, the host may write there
+                self._place[start:stop] = slot[: stop - start]
+            self._in_transfer.popleft()  # only now: an interrupt before that must not lose the slot
+            if slot is not None:
+                self._ring.give_back(slot)
             self.valid_bytes = stop
         if self.is_complete:
             self._source = None
@@ -111,8 +114,8 @@ class Download:
     def _queue(self) -> None:
         self._begun = self._begun or self._begins.done
         size, ring = self._place.size, self._ring
-        while self._begun and self._source is not None and (start := self._queued) < size:
-            stop = min(start + ring.slot_bytes, size)
+        while self._begun and self._source is not None and self._queued < size:
+            start, stop = self._queued, min(self._queued + ring.slot_bytes, size)
             slot = None
             if not self._is_pinned:
                 slot = ring.take()
@@ -120,27 +123,30 @@ class Download:
                     return
             elif len(self._in_transfer) == ring.slots:
                 return  # so that other arrays get their turn, and an abandoned copy ends soon
-            target = self._place[start:stop] if slot is None else slot.memory[: stop - start]
-            self.device.download(target, _flat_bytes(self._source)[start:stop], ring.stream)
-            end_event = ring.stream.record()
-            if slot is not None:
-                slot.end_event = end_event
-            self._in_transfer.append(_Piece(slot, start, stop, end_event))
-
-    @property
-    def _queued(self) -> int:
-        return self._in_transfer[-1].stop if self._in_transfer else self.valid_bytes
+            target = self._place[start:stop] if slot is None else slot[: stop - start]
+            try:
+                self.device.download(target, _flat_bytes(self._source)[start:stop], ring.stream)
+                self._queued = stop
+            finally:  # interrupted: a piece without bytes, whose slot comes back once the GPU has written to it
+                self._in_transfer.append(_Piece(slot, start, self._queued, ring.stream.record()))
 
     def finish(self) -> None:
         """Ends the copy, complete or not: frees what it holds once the GPU has finished with it."""
-        self._in_transfer.clear()
-        if self._begun and not self.is_complete:
-            with suppress(CollectiveTimeoutError, BackendUnavailableError):  # a GPU that has failed uses no memory any more
-                end_event = self._ring.stream.record()  # also behind what an interrupt has left without a piece
-                self._ring.keep((self._source, self.data), end_event)
-                wait_for(end_event, SYSTEM_CLOCK, ABANDON_SECONDS)
-                self._ring.let_go()
-        self._source = None
+        pieces, self._in_transfer = self._in_transfer, deque()
+        pending = bool(pieces)
+        try:
+            if pieces:
+                wait_for(pieces[-1].end_event, SYSTEM_CLOCK, ABANDON_SECONDS)
+                pending = False
+        except (CollectiveTimeoutError, BackendUnavailableError):  # of a GPU that has failed, or is captured: not ready either
+            pass
+        finally:  # also where the wait is interrupted
+            if pending:
+                self._ring.keep((self._source, self.data), pieces[-1].end_event)
+            for slot, _, _, end_event in pieces:
+                if slot is not None:
+                    self._ring.give_back(slot, end_event if pending else None)
+            self._source = None
 
 
 class Upload:
@@ -267,9 +273,12 @@ class Upload:
         ring = self._ring
         while start < stop and (slot := ring.take()) is not None:
             size_bytes = min(stop - start, ring.slot_bytes)
-            slot.memory[:size_bytes] = here[start : start + size_bytes]
-            self.device.upload(there[start : start + size_bytes], slot.memory[:size_bytes], self._stream)
-            self._mark = slot.end_event = self._stream.record()
+            try:
+                slot[:size_bytes] = here[start : start + size_bytes]
+                self.device.upload(there[start : start + size_bytes], slot[:size_bytes], self._stream)
+            finally:  # also where it is interrupted
+                self._mark = self._stream.record()
+                ring.give_back(slot, self._mark)
             start += size_bytes
         return start
 
