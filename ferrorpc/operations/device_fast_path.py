@@ -101,7 +101,9 @@ class DeviceFastPath:
                 return out
             return dispatch.finish(execution, DeviceResult(out), async_op)
         except (KeyboardInterrupt, Exception) as error:
-            dispatch.struck(Operation.ALL_REDUCE.value, error, execution)
+            dispatch.struck(Operation.ALL_REDUCE.value, error)
+            if execution is not None:  # perhaps it has no driver yet, which alone would check its deadline
+                execution.finish()
             raise
 
     def _learn(self, key: tuple[Any, ...], x: Any, op: Any) -> Known | None:
