@@ -75,10 +75,10 @@ class Replica:
         """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
         self._share(named_parameters(self.module), self._buffers_now(), root)
 
-    def _share(self, parameters: Mapping[str, HasGradient], buffers: Mapping[str, Any], root: int) -> None:
+    def _share(self, parameters: dict[str, HasGradient], buffers: dict[str, Any], root: int) -> None:
         """Gives every rank these weights and buffers of rank `root`, in place. Collective."""
         weights = {name: parameter.data for name, parameter in parameters.items()}
-        broadcast_arrays(weights | dict(buffers), self.group, root)
+        broadcast_arrays(weights | buffers, self.group, root)
         for parameter in parameters.values():  # torch takes `data`, which was written, for another tensor
             kind_of(parameter).will_write(parameter)
 

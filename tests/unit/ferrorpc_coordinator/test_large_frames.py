@@ -39,6 +39,40 @@ class Reader(Call):
         self.writing.remove(data)
 
 
+class Answered:
+    """Clients that have been answered, and have read nothing yet.
+
+    Attributes:
+        writing: what is being written to them.
+        traced_bytes: memory that was allocated for it, now and at most.
+    """
+
+    def __init__(self, answers, count):
+        self.driver = Driver(ScriptedStateMachine(answers), None, Counters())
+        self.reads, self.writing = asyncio.Event(), []
+        self.calls = [Reader(self.reads, self.writing) for _ in range(count)]
+        servicer = CoordinatorServicer(self.driver, Counters())
+        self.sessions = [asyncio.ensure_future(servicer._session(None, call)) for call in self.calls]
+
+    async def __aenter__(self):
+        await turns()
+        assert self.driver.sessions == len(self.calls)
+        tracemalloc.start()
+        try:
+            self.driver.receive(1, session_pb2.ClientFrame())
+            await turns()
+            self.traced_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        return self
+
+    async def __aexit__(self, *_):
+        """They read, and leave."""
+        self.reads.set()
+        self.driver.close()
+        await asyncio.wait_for(asyncio.gather(*self.sessions), 30)
+
+
 def answer_of_all(event):
     """One answer for all sessions, each with its own number."""
     if not isinstance(event, Received):
@@ -53,26 +87,10 @@ def streams():
 
 def test_an_answer_for_many_sessions_is_copied_for_a_few_at_once():
     async def main():
-        driver = Driver(ScriptedStateMachine(answer_of_all), None, Counters())
-        servicer = CoordinatorServicer(driver, Counters())
-        reads, writing = asyncio.Event(), []
-        calls = [Reader(reads, writing) for _ in streams()]
-        sessions = [asyncio.ensure_future(servicer._session(None, call)) for call in calls]
-        await turns()
-        assert driver.sessions == SESSIONS
-        tracemalloc.start()
-        try:
-            driver.receive(1, session_pb2.ClientFrame())
-            await turns()
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        assert WRITING_BYTES_MAX <= sum(map(len, writing)) < WRITING_BYTES_MAX + 2 * MEBIBYTE
-        assert peak < WRITING_BYTES_MAX + 8 * MEBIBYTE
-        reads.set()
-        driver.close()
-        await asyncio.wait_for(asyncio.gather(*sessions), 30)
-        assert [call.sequences for call in calls] == [[stream] for stream in streams()]
+        async with Answered(answer_of_all, SESSIONS) as clients:
+            assert WRITING_BYTES_MAX <= sum(map(len, clients.writing)) < WRITING_BYTES_MAX + 2 * MEBIBYTE
+            assert clients.traced_bytes[1] < WRITING_BYTES_MAX + 8 * MEBIBYTE
+        assert [call.sequences for call in clients.calls] == [[stream] for stream in streams()]
 
     asyncio.run(main())
 
@@ -90,23 +108,9 @@ def test_a_large_frame_that_is_being_written_is_kept_once():
     """Not its parts as well, for as long as the client reads nothing."""
 
     async def main():
-        driver = Driver(ScriptedStateMachine(answers_of_their_own), None, Counters())
-        servicer, writing = CoordinatorServicer(driver, Counters()), []
-        calls = [Reader(asyncio.Event(), writing) for _ in range(FEW)]
-        sessions = [asyncio.ensure_future(servicer._session(None, call)) for call in calls]
-        await turns()
-        tracemalloc.start()
-        try:
-            driver.receive(1, session_pb2.ClientFrame())
-            await turns()
-            kept_bytes = tracemalloc.get_traced_memory()[0]
-        finally:
-            tracemalloc.stop()
-        assert len(writing) == FEW
-        assert kept_bytes < sum(map(len, writing)) + 2 * MEBIBYTE
-        for session in sessions:
-            session.cancel()
-        await asyncio.wait(sessions)
+        async with Answered(answers_of_their_own, FEW) as clients:
+            assert len(clients.writing) == FEW
+            assert clients.traced_bytes[0] < sum(map(len, clients.writing)) + 2 * MEBIBYTE
 
     asyncio.run(main())
 
