@@ -246,19 +246,13 @@ class CompressedDeviceExecution(PlanExecution):
         self.polling = DevicePolling(workspace.is_pending)
         self.device = workspace.device
         self._driver = 0
-        self._moves = 0
         self._deferred: set[int] = set()
         """Actions whose chunks wait for free pinned memory."""
-
-    @property
-    def position(self) -> int:  # type: ignore[override]
-        """Changes whenever the device has advanced."""
-        return self._moves
 
     def advance(self) -> bool:
         self._driver = threading.get_ident()
         try:
-            self._moves += self._workspace.advance_downloads()
+            self.position += self._workspace.advance_downloads()
             over = super().advance()
         finally:
             self._driver = 0
@@ -293,7 +287,7 @@ class CompressedDeviceExecution(PlanExecution):
     def _part(self, frame: Frame, start: int, end: int, first: int, last: int) -> Any:
         if (start, end) != (first, last):
             raise CodecError(f"{self.label}: chunk at byte {frame.offset} came where element {first} was due")
-        self._moves += 1
+        self.position += 1
         return self._workspace.uploaded(frame)
 
     @property

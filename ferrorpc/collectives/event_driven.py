@@ -56,7 +56,6 @@ class EventDrivenExecution(Execution):
         self._event = False
         self._moved = False
         self._driven = False
-        self._ended = False
         self._has_woken = False
         self._finished = False
         self._failure: Exception | None = None
@@ -70,10 +69,14 @@ class EventDrivenExecution(Execution):
         """Frees what the operation held, as the last call; called again where an interrupt has cut it short."""
 
     def begin_failed(self, error: Exception) -> None:
-        self._failure, self._ended = error, True
+        self._failure, self.has_ended = error, True
 
     def advance(self) -> bool:
-        return self._drive() if self.transfers is None else self.transfers.advance(self, self._drive)
+        if self.transfers is None:
+            return self._drive()
+        over = self.transfers.advance(self, self._drive)
+        self.position = self.transfers.position
+        return over
 
     @property
     def waits_for_own_gpu(self) -> bool:
@@ -84,16 +87,6 @@ class EventDrivenExecution(Execution):
     def can_be_assisted(self) -> bool:
         return self.device is None
 
-    @property
-    def has_ended(self) -> bool:  # type: ignore[override]
-        """Whether a step has completed it."""
-        return self._ended
-
-    @property
-    def position(self) -> int:  # type: ignore[override]
-        """Progress of the copies from and to a device."""
-        return 0 if self.transfers is None else self.transfers.position
-
     def make_stream_wait(self) -> None:
         if self.transfers is not None:
             self.transfers.make_stream_wait()
@@ -103,7 +96,7 @@ class EventDrivenExecution(Execution):
         self.notify()
         self._driven = False
         # A thread that ended it while the driver was here has not woken the driver.
-        if not self._ended:
+        if not self.has_ended:
             return False
         if self._failure is not None:
             raise self._failure
@@ -129,7 +122,7 @@ class EventDrivenExecution(Execution):
         try:
             while self._event and self._step_lock.acquire(blocking=False):
                 self._event = False
-                if not self._ended:
+                if not self.has_ended:
                     self._try_step()
                 self._step_lock.release()
         except BaseException:  # an interrupt, wherever it struck
@@ -137,19 +130,19 @@ class EventDrivenExecution(Execution):
                 self._step_lock.release()
             raise
         finally:
-            if self._ended and not self._driven and not self._has_woken:
+            if self.has_ended and not self._driven and not self._has_woken:
                 self._has_woken = True
                 self.wake()
 
     def _try_step(self) -> None:
         self._moved = not self._driven
         try:
-            self._ended = self.step()
+            self.has_ended = self.step()
         except Exception as error:  # noqa: BLE001  the driver raises it, whichever thread it occurred on
-            self._failure, self._ended = error, True
+            self._failure, self.has_ended = error, True
         except BaseException as interrupt:
             # Ctrl-C, or an exit, is for this thread, which may be another than the driver's. What the step left is unknown.
-            self._failure, self._ended = interrupted(self.label, interrupt), True
+            self._failure, self.has_ended = interrupted(self.label, interrupt), True
             raise
 
     def moved(self) -> bool:
@@ -159,7 +152,7 @@ class EventDrivenExecution(Execution):
 
     def finish(self) -> None:
         with self._step_lock:
-            self._ended = self._has_woken = True
+            self.has_ended = self._has_woken = True
         self._failure = None  # its traceback refers to this execution: a reference cycle would keep the arrays alive
         if not self._finished:
             self.leave()

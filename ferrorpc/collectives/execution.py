@@ -68,7 +68,7 @@ class Execution(ABC):
     """Whether it was advanced before its driver got it, and goes on with its events."""
 
     has_ended = False
-    """Whether an event that came before its driver has completed it."""
+    """Whether an event has completed it, perhaps before its driver had it."""
 
     has_polled = False
     """Whether its caller has polled the lane for it before, so that its driver should sleep at once."""

@@ -279,8 +279,8 @@ class RecvExecution(_PointToPoint):
         self._received = end
 
     def busy_poll(self) -> bool:
-        self._transport.busy_poll(self._peer, lambda: self._ended)
-        return self._ended
+        self._transport.busy_poll(self._peer, lambda: self.has_ended)
+        return self.has_ended
 
     def probe(self) -> None:
         """Asks whether the sender has closed the group. Sending on the lane also shows whether the peer is gone."""
