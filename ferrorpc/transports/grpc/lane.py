@@ -94,14 +94,10 @@ class Lane:
         self._ended = threading.Event()
         clock.start(self._run, f"ferrorpc-lane-{number}-to-{peer}")
 
-    @property
-    def started(self) -> bool:
-        """Whether gRPC's threads serve it, or could not be had. Before that, an interpreter that exits may refuse them."""
-        return self._started.is_set()
-
     def wait_until_started(self) -> None:
-        """Waits for `started`, at most START_SECONDS."""
-        self._started.wait(START_SECONDS)
+        """Waits until gRPC's threads serve it, or could not be had. Before that, an interpreter that exits may refuse them."""
+        if not self._started.is_set():
+            self._started.wait(START_SECONDS)
 
     def finish(self, streams: int, *, discard: bool) -> None:
         """Says goodbye after what is queued (which `discard` drops). The lane ends once the peer has read the goodbye.

@@ -22,11 +22,10 @@ class Link:
         peer_streams: how many streams the peer had opened to this rank, as its goodbye said.
         ended_streams: how many of them have ended.
         cut: why one of them ended without a goodbye.
-        opened: whether the peer has accepted one of `lanes`.
         loss: why it is lost, where that was reported, or is not to be; None while it is not.
     """
 
-    __slots__ = ("cut", "dialled_at", "ended_streams", "incoming", "lanes", "left_at", "loss", "opened", "peer_streams")
+    __slots__ = ("cut", "dialled_at", "ended_streams", "incoming", "lanes", "left_at", "loss", "peer_streams")
 
     def __init__(self) -> None:
         self.lanes: dict[int, Lane] = {}
@@ -36,7 +35,6 @@ class Link:
         self.peer_streams = 1
         self.ended_streams = 0
         self.cut: str | None = None
-        self.opened = False
         self.loss: str | None = None
 
     @property
@@ -52,7 +50,7 @@ class Link:
     @property
     def is_reached(self) -> bool:
         """Whether anything was heard of the peer."""
-        return self.opened or bool(self.incoming) or self.has_left
+        return any(lane.opened for lane in self.lanes.values()) or bool(self.incoming) or self.has_left
 
     @property
     def all_ended(self) -> bool:

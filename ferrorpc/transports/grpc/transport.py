@@ -244,7 +244,7 @@ class GrpcTransport(Transport):
         if kind == "refused":
             self._fail(peer, restore(message.refused))
         elif kind == "opened":
-            lane.opened = self._links[peer].opened = True
+            lane.opened = True
         elif kind == "goodbye":
             self._links[peer].leave(self._clock.now())
             if lane.sent_frames and not lane.opened:
@@ -312,7 +312,7 @@ class GrpcTransport(Transport):
         lane = link.lanes.get(number)
         if lane is None or link.loss is not None or link.has_left or self._closing:
             lane = self._new_lane_to(peer, number, needed)
-        if lane is not None and not lane.started:
+        if lane is not None:
             lane.wait_until_started()  # without the lock, and once all know of the lane: an interrupt here loses nothing
         return lane
 
