@@ -18,7 +18,7 @@ class RequestIterator:
     """
 
     def __init__(self) -> None:
-        self.intercept: Callable[[bytes], bool] = _intercept_nothing
+        self.intercept: Callable[[bytes], bool] = lambda _: False
         """Returns whether it has handled the message. It must neither block nor raise."""
         self._messages: Iterator[Any] = iter(())
 
@@ -38,8 +38,3 @@ class RequestIterator:
         while (message := next(self._messages)) is _HANDLED:
             pass
         return cast("bytes", message)
-
-
-def _intercept_nothing(message: bytes) -> bool:
-    """Leaves every message to the reader."""
-    return False
