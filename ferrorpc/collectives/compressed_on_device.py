@@ -233,16 +233,8 @@ class CompressedDeviceExecution(PlanExecution):
 
     _workspace: DeviceWorkspace
 
-    def __init__(
-        self,
-        transport: Transport,
-        describe: Callable[[list[int]], str],
-        layout: Layout,
-        key: Key,
-        workspace: DeviceWorkspace,
-        guard: Guard,
-    ) -> None:
-        super().__init__(transport, describe, layout, key, workspace, guard)
+    def __init__(self, layout: Layout, key: Key, workspace: DeviceWorkspace, guard: Guard) -> None:
+        super().__init__(layout, key, workspace, guard)
         self.polling = DevicePolling(workspace.is_pending)
         self.device = workspace.device
         self._driver = 0

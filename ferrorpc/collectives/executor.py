@@ -46,16 +46,30 @@ class Layout:
     """A call's plan as one rank of a group runs it: its tasks, and how they depend on each other and on messages.
 
     Args:
+        describe: what is known of world ranks, as text; called only when a deadline has passed.
         ranks: world rank of each group rank.
         rank: own group rank.
     """
 
-    def __init__(self, call: Call, plan: Plan, tasks: tuple[Task, ...], rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        describe: Callable[[list[int]], str],
+        call: Call,
+        plan: Plan,
+        rank: int,
+        ranks: tuple[int, ...],
+        tasks: tuple[Task, ...],
+    ) -> None:
+        self.transport = transport
+        self.describe = describe
         self.signature = call.signature
         self.ranks = ranks
         self.tasks = tasks
         self.rules = Rules(call, plan, tasks, rank, len(ranks))
-        self.steps = dependencies_of(tasks, overwritable(call.operation, rank))
+        self.own = overwritable(call.operation, rank)
+        """The input whose memory the first result may be; None where none may."""
+        self.steps = dependencies_of(tasks, self.own)
         self.sources = [_sources(task, ranks) for task in tasks]
         """For each task, the messages it awaits, as (world rank, slot)."""
         self.takers = {place: index for index, places in enumerate(self.sources) for place in places}
@@ -73,28 +87,17 @@ class PlanExecution(EventDrivenExecution):
     """One run of a prepared plan.
 
     Args:
-        describe: what is known of world ranks, as text; called only when a deadline has passed.
         workspace: the arrays.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        describe: Callable[[list[int]], str],
-        layout: Layout,
-        key: Key,
-        workspace: Workspace,
-        guard: Guard,
-        transfers: DeviceTransfers | None = None,
+        self, layout: Layout, key: Key, workspace: Workspace, guard: Guard, transfers: DeviceTransfers | None = None
     ) -> None:
         super().__init__(guard, transfers)
-        self._transport = transport
-        self._describe = describe
         self._layout = layout
+        self._transport = layout.transport
         count = len(layout.tasks)
         self._key = key
-        self._tasks = layout.tasks
-        self._steps = layout.steps
         self._workspace = workspace
         self._box: Box | None = None
         self._done = [0] * count
@@ -114,7 +117,7 @@ class PlanExecution(EventDrivenExecution):
 
     def step(self) -> bool:
         box = self._entered()
-        ready, done, steps = self._ready, self._done, self._steps
+        ready, done, steps = self._ready, self._done, self._layout.steps
         while self._left and (ready or self._collect(box)):
             index = ready.popleft()
             if done[index] == UNBOUNDED or not self._do(index, box):
@@ -158,11 +161,11 @@ class PlanExecution(EventDrivenExecution):
 
     def _do(self, index: int, box: Box) -> bool:
         """Does one chunk of a task. Returns False when it has to wait."""
-        waits = self._steps[index].waits
+        waits = self._layout.steps[index].waits
         limit = bound(waits, self._done) if waits else UNBOUNDED
         if limit <= 0:
             return False
-        task = self._tasks[index]
+        task = self._layout.tasks[index]
         if isinstance(task, Send):
             return self._send(index, task, box, limit)
         if isinstance(task, Take):
@@ -294,7 +297,7 @@ class PlanExecution(EventDrivenExecution):
 
     def _compute(self, index: int, limit: int) -> bool:
         """The next elements of a task that needs no message: as many as a chunk holds, or all that are left."""
-        count, first = self._workspace.elements(self._tasks[index]), self._done[index]
+        count, first = self._workspace.elements(self._layout.tasks[index]), self._done[index]
         last = min(first + _LOCAL_ELEMENTS, count)
         if last > limit:
             return False
@@ -309,7 +312,7 @@ class PlanExecution(EventDrivenExecution):
             return []
         layout = self._layout
         due = set()
-        for index, task in enumerate(self._tasks):
+        for index, task in enumerate(layout.tasks):
             if self._done[index] == UNBOUNDED:
                 continue
             if index in self._outgoing and isinstance(task, Send):
@@ -350,7 +353,7 @@ class PlanExecution(EventDrivenExecution):
 
     def timeout_error(self) -> FerroError:
         is_barrier = self._layout.rules.call.operation is Operation.BARRIER
-        return deadline_error(self, self._describe, barrier=is_barrier, transport=self._transport)
+        return deadline_error(self, self._layout.describe, barrier=is_barrier, transport=self._transport)
 
     def leave(self) -> None:
         if self._box is not None:

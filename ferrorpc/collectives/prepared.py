@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ferrorpc.collectives import select
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.announced_broadcast import AnnouncedPrepared
-from ferrorpc.collectives.call import Call, overwritable
+from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.compressed_on_device import CompressedDeviceExecution, DeviceWorkspace, suits
 from ferrorpc.collectives.device_transfers import TransferWorkspace, transfers_for, with_transfers
 from ferrorpc.collectives.execution import Execution, Prepared
@@ -60,27 +60,23 @@ class PlanPrepared(Prepared):
         plan: Plan,
         describe: Callable[[list[int]], str],
     ) -> None:
-        self.transport = transport
-        self.describe = describe
-        self.rank = rank
         self.call = call
         self.plan = plan
-        self.layout = Layout(call, plan, fused(plan), rank, tuple(ranks))
+        self._layout_of = partial(Layout, transport, describe, call, plan, rank, tuple(ranks))
+        self.layout = self._layout_of(fused(plan))
 
     @cached_property
     def transfer_layout(self) -> Layout:
         """The layout for runs with some arrays on a device."""
-        tasks = with_transfers(self.layout.tasks, len(self.call.inputs))
-        return Layout(self.call, self.plan, tasks, self.rank, self.layout.ranks)
+        return self._layout_of(with_transfers(self.layout.tasks, len(self.call.inputs)))
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         layout = self.layout
         if layout.rules.codec is not None and suits(self.call, inputs, outputs):
             on_device = DeviceWorkspace(layout.rules, inputs, outputs)
-            return CompressedDeviceExecution(self.transport, self.describe, layout, key, on_device, guard)
-        transfers = transfers_for(inputs, outputs, self.plan.out_items, overwritable(self.call.operation, self.rank))
+            return CompressedDeviceExecution(layout, key, on_device, guard)
+        transfers = transfers_for(inputs, outputs, self.plan.out_items, layout.own)
         if transfers is None:
-            workspace = Workspace(layout.rules, inputs, outputs)
-            return PlanExecution(self.transport, self.describe, layout, key, workspace, guard)
+            return PlanExecution(layout, key, Workspace(layout.rules, inputs, outputs), guard)
         workspace = TransferWorkspace(self.transfer_layout.rules, transfers)
-        return PlanExecution(self.transport, self.describe, self.transfer_layout, key, workspace, guard, transfers)
+        return PlanExecution(self.transfer_layout, key, workspace, guard, transfers)
