@@ -119,8 +119,6 @@ class ControlBlocks:
         self._lock = threading.Lock()
         self._closed = False
         self._banks: dict[tuple[int, int], Bank] = {}
-        self._opened: WeakSet[Bank] = WeakSet()
-        """Also those of streams that have ended, which a closed subgroup may keep."""
         self._opened_by: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
         """Rank -> (group, stream) -> offsets, as far as its directory was read. That only grows, and names no stream twice."""
         self._over: deque[Bank] = deque()
@@ -149,7 +147,6 @@ class ControlBlocks:
                 self._free_ended()
                 found = Bank(self, (group, stream), ranks, channels, self._open(group, stream, channels))
                 self._banks[group, stream] = found
-                self._opened.add(found)
         return found
 
     def opened(self, group: int, stream: int) -> Bank | None:
@@ -174,7 +171,7 @@ class ControlBlocks:
         self.host_peers.own.close()  # it would reuse what is freed here, although peers may still read it
         with self._lock:
             self._closed = True
-            for bank in list(self._opened):
+            for bank in self._banks.values():
                 bank.close()
             for signature in list(self._signatures.values()):
                 signature.let_go()
@@ -188,10 +185,12 @@ class ControlBlocks:
     def _free_ended(self) -> None:
         for _ in range(len(self._over)):
             bank = self._over.popleft()
-            if not bank.free():
+            if not bank.is_unused():
                 self._over.append(bank)
-            elif self._banks.pop(bank.stream, None) is not None:
-                self._named.update(*[channel.signatures.values() for channel in bank.channels])
+                continue
+            self._named.update(*[channel.signatures.values() for channel in bank.channels])
+            self._banks.pop(bank.stream, None)
+            bank.free()
 
     def _open(self, group: int, stream: int, channels: int) -> Place:
         directory = directory_of(self.host_peers.memory(self.rank))
@@ -331,18 +330,18 @@ class Bank:
         """World ranks of the peers that have not opened this stream, as far as this rank has looked."""
         return [peer for peer in self.peers if peer not in self._places]
 
-    def free(self) -> bool:
-        """Frees slots and rings, unless a rank is still in an operation of this stream. Returns whether it did.
+    def is_unused(self) -> bool:
+        """Whether no rank is in an operation of this stream any more.
 
         Peers read nothing of a channel that this rank has never used except its control block, which stays.
         """
-        if not all(channel.last == 0 or channel.is_free(channel.last) for channel in self.channels):
-            return False
-        self._places[self.control.rank] = self._places[self.control.rank][0], _NOTHING
+        return all(channel.last == 0 or channel.is_free(channel.last) for channel in self.channels)
+
+    def free(self) -> None:
+        """Frees slots and rings at once, also where somebody keeps a channel."""
         for channel in self.channels:
             channel.slots, channel.ring = [], _NOTHING
-            channel.forget_views()
-        return True
+        self.close()
 
     def settle(self) -> None:
         """Compares with the peers that have come so far. If checks remain, the stream's next operations settle them.
