@@ -7,7 +7,6 @@ are limited. Where there are too many, the oldest is cancelled: a real peer send
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any, Final
@@ -29,9 +28,8 @@ class PendingStreams:
         self._timeout_seconds = timeout_seconds
         self._parker = clock.parker()
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[Any, float]] = {}
-        """The call and the clock time of its timeout, in order of arrival."""
+        self._waiting: dict[Any, float] = {}
+        """Each call and the clock time of its timeout, in order of arrival."""
         self._watched = False
 
     @contextlib.contextmanager
@@ -41,22 +39,23 @@ class PendingStreams:
             if not self._watched:
                 self._clock.start(self._watch, "ferrorpc-pending-streams")
                 self._watched = True
-            number = next(self._numbers)
             evicted = self._pop_oldest() if len(self._waiting) >= PENDING_MAX else None
-            self._waiting[number] = context, self._clock.now() + self._timeout_seconds
+            self._waiting[context] = self._clock.now() + self._timeout_seconds
         if evicted is not None:
             evicted.cancel()
         try:
             yield
         finally:
             with self._lock:
-                self._waiting.pop(number, None)
+                self._waiting.pop(context, None)
                 is_last = not self._waiting
             if is_last:
                 self._parker.unpark()
 
     def _pop_oldest(self) -> Any:
-        return self._waiting.pop(next(iter(self._waiting)))[0]
+        oldest = next(iter(self._waiting))
+        del self._waiting[oldest]
+        return oldest
 
     def _watch(self) -> None:
         while (until := self._cancel_expired()) is not None:
@@ -67,7 +66,7 @@ class PendingStreams:
         expired = []
         with self._lock:
             while self._waiting:
-                until = next(iter(self._waiting.values()))[1]
+                until = next(iter(self._waiting.values()))
                 if until > self._clock.now():
                     break
                 expired.append(self._pop_oldest())
