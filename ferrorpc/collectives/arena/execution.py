@@ -136,7 +136,7 @@ class ArenaExecution(Execution):
             elif ticket > self._key.number:
                 parts.append(f"rank {rank} (is in it too)")
             else:
-                parts.append(describe_absent(rank, signature if ticket else "", ticket - 1))
+                parts.append(describe_absent(rank, signature, ticket - 1))
         return f"{self.label} waits for {', '.join(parts)}"
 
     def timeout_error(self) -> FerroError:
