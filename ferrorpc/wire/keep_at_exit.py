@@ -2,8 +2,7 @@
 
 A gRPC call takes a lock when it is collected. The last collection of a process runs after the interpreter has stopped all
 daemon threads wherever they were, and a thread of gRPC may have stopped while it held that lock. Then the process never ends.
-(This happened in two of two runs of the test suite, but not in 160 starts in a row.) So at exit every object that holds a call
-gets a reference that is never released.
+So at exit every object that holds a call gets a reference that is never released.
 """
 
 from __future__ import annotations
