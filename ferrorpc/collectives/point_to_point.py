@@ -75,12 +75,12 @@ class SendQueues:
             following = queue[0] if queue else None
             if following is None:
                 del self._waiting[send.destination]
-        if following is not None:
-            following.notify_if_driven()
+        if following is not None and hasattr(following, "wake"):  # without a driver, its first `advance` looks at everything
+            following.notify()
 
 
 class _PointToPoint(EventDrivenExecution):
-    """An execution that can have events before it has a driver. `peer` is a world rank."""
+    """What sends and recvs have in common. `peer` is a world rank."""
 
     def __init__(
         self, transport: Transport, group: int, peer: int, tag: int, guard: Guard, transfers: DeviceTransfers | None
@@ -90,11 +90,6 @@ class _PointToPoint(EventDrivenExecution):
         self._group = group
         self._peer = peer
         self._tag = tag
-
-    def notify_if_driven(self) -> None:
-        """Reports an event. Before it has a driver nothing needs to be done: the first `advance` looks at everything."""
-        if hasattr(self, "wake"):
-            self.notify()
 
     def waiting_on(self) -> list[int]:
         return [] if self.waits_for_own_gpu else [self._peer]
@@ -210,7 +205,7 @@ class RecvExecution(_PointToPoint):
         self._taken = np.empty(0, np.uint8)
         """The bytes of the result, of which the first `_received` are here."""
         self._received = -1
-        self._post: PostedReceive | None = PostedReceive((group, peer, tag), self.notify_if_driven)
+        self._post: PostedReceive | None = PostedReceive((group, peer, tag), self.notify)
         """Its place in the queue; None once it is over: each refers to the other."""
         self._is_posted = False
         self._mine: tuple[int, Message] | None = None
@@ -222,12 +217,13 @@ class RecvExecution(_PointToPoint):
 
     def step(self) -> bool:
         post = self._post
-        if post is not None and not self._is_posted:
+        assert post is not None  # as it is not over
+        if not self._is_posted:
             self._is_posted = True
             self._transport.mailbox.post(post)
-        message = None if post is None else post.message
-        if post is None or message is None:
-            if post is not None and post.is_over:
+        message = post.message
+        if message is None:
+            if post.is_over:
                 raise GroupClosedError(
                     f"{self.label} has nobody to send to it: rank {self._peer} has closed this subgroup",
                     hint="let that rank send before it calls close() on the subgroup",
@@ -298,19 +294,17 @@ class RecvExecution(_PointToPoint):
         return self._timed_out("call recv again: nothing was lost and the group goes on")
 
     def leave(self) -> None:
-        post = self._post
-        if post is not None and self._is_posted:
-            self._withdraw(post)
-        self._post = None
-
-    def _withdraw(self, post: PostedReceive) -> None:
         """Gives up its place. The message, if it has one, is for the next recv, which begins where this one did."""
+        post = self._post
+        if post is None:
+            return
         message = post.message
         if message is not None and self._received > 0 and not (message.frames and message.frames[0].offset == 0):
             message.frames.appendleft(self._begun(post.number, message))
         self._transport.mailbox.unpost(post)  # which takes the message from the post
         if post.message is None:
             self._mine = None
+        self._post = None
 
     def give_back(self) -> None:
         self.finish()
