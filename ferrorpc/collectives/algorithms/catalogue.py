@@ -263,23 +263,15 @@ _BARRIER: Final = (
     ),
 )
 
-_GATHER: Final = Algorithm(
-    "direct",
-    lambda call, rank, size: direct.gather(rank, size, _root(call)),
-    _rooted_cost,
-)
-_SCATTER: Final = Algorithm(
-    "direct",
-    lambda call, rank, size: direct.scatter(rank, size, _root(call)),
-    _rooted_cost,
-)
+_GATHER: Final = (Algorithm("direct", lambda call, rank, size: direct.gather(rank, size, _root(call)), _rooted_cost),)
+_SCATTER: Final = (Algorithm("direct", lambda call, rank, size: direct.scatter(rank, size, _root(call)), _rooted_cost),)
 
 CATALOGUE: Final[dict[Operation, tuple[Algorithm, ...]]] = {
     Operation.ALL_REDUCE: _ALL_REDUCE,
     Operation.BROADCAST: _BROADCAST,
     Operation.REDUCE: _REDUCE,
-    Operation.GATHER: (_GATHER,),
-    Operation.SCATTER: (_SCATTER,),
+    Operation.GATHER: _GATHER,
+    Operation.SCATTER: _SCATTER,
     Operation.ALL_GATHER: _ALL_GATHER,
     Operation.REDUCE_SCATTER: _REDUCE_SCATTER,
     Operation.ALL_TO_ALL: _ALL_TO_ALL,
