@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
@@ -271,13 +271,6 @@ class Viewer(Protocol):
         """Drops those that it needs for this channel."""
 
 
-class Check(Protocol):
-    """The check of a call that is not compared with those of all peers otherwise (`signature_check`)."""
-
-    def settle(self, channel: Channel, base: int) -> bool:
-        """Compares with the peers that have come so far, and returns whether all have. Raises CollectiveMismatchError."""
-
-
 class Bank:
     """The channels of one stream.
 
@@ -286,8 +279,8 @@ class Bank:
         stream: its group and number.
         peers: world ranks of the others, in group order.
         channels: in order; none after `close`.
-        pending_checks: operations whose calls have not been compared with those of all peers yet, by the start value of their
-            progress words.
+        pending_checks: `SignatureCheck.settle` of the operations whose calls have not been compared with those of all peers
+            yet, by the start value of their progress words.
     """
 
     def __init__(
@@ -298,7 +291,7 @@ class Bank:
         self.peers = tuple(rank for rank in ranks if rank != control.rank)
         memories = [control.host_peers.memory(peer) for peer in self.peers]
         self.channels = [Channel(self, number, memories, _block(own, number)) for number in range(channels)]
-        self.pending_checks: dict[int, tuple[Check, Channel]] = {}
+        self.pending_checks: dict[int, Callable[[], bool]] = {}
         self._ranks = tuple(ranks)
         self._places = {control.rank: own}
 
@@ -350,8 +343,8 @@ class Bank:
             CollectiveMismatchError: a peer was in another call.
         """
         for base in list(self.pending_checks):  # another thread may add to them or remove some
-            pending = self.pending_checks.get(base)
-            if pending is not None and pending[0].settle(pending[1], base):
+            settle = self.pending_checks.get(base)
+            if settle is not None and settle():
                 self.pending_checks.pop(base, None)
         if self.pending_checks:
             for channel in self.channels:

@@ -48,7 +48,7 @@ class SignatureCheck:
         block[note + _DIGEST], block[note + _TEXT] = signed.digest, signed.offset
         channel.signatures[note] = signed
         block[note + _TICKET] = base >> CHUNK_BITS
-        channel.bank.pending_checks[base] = self, channel
+        channel.bank.pending_checks[base] = lambda: self.settle(channel, base)
 
     def settle(self, channel: Channel, base: int) -> bool:
         """Compares with the peers that have come so far. Returns whether all of them have.
