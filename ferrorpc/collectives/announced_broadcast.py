@@ -44,8 +44,7 @@ class AnnouncedPrepared(Prepared):
     """
 
     def __init__(self, call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], tuning: Tuning) -> None:
-        if call.root is None:
-            raise AssertionError(f"{call.operation.value} was called without a root")
+        assert call.root is not None, "a broadcast has a root"
         self.is_root = rank == call.root
         self.is_inline = self.is_root and bytes_of(call) <= announcement.INLINE_BYTES
         self.call = call

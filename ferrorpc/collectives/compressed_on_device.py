@@ -130,8 +130,7 @@ class DeviceWorkspace(Workspace):
 
     def encoded(self, index: int, first: int, last: int) -> Array:
         found = self.encoding(index, first, last)
-        if not found.download.is_complete:
-            raise AssertionError(f"a chunk of {self._rules.call.signature} was taken before it was downloaded")
+        assert found.download.is_complete, f"a chunk of {self._rules.call.signature} was taken before it was downloaded"
         self._taken(index, first, found)
         return found.download.data
 

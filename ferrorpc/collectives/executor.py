@@ -179,8 +179,7 @@ class PlanExecution(EventDrivenExecution):
     def _transfer(self, index: int, task: DownloadInput | UploadResult, limit: int) -> bool:
         """Records what has been copied from a device, or allows copies to a device."""
         transfers, first = self.transfers, self._done[index]
-        if transfers is None:
-            raise AssertionError(f"{self.label} has a transfer task but no DeviceTransfers")
+        assert transfers is not None, "who has such tasks has transfers"
         if isinstance(task, DownloadInput):
             self._done[index] = transfers.downloaded(task.region.item)
             return self._done[index] > first

@@ -206,14 +206,12 @@ class Workspace:
 
     @property
     def _codec(self) -> Codec:
-        if self._rules.codec is None:
-            raise AssertionError(f"{self._rules.call.signature} compresses nothing")
+        assert self._rules.codec is not None, f"{self._rules.call.signature} compresses nothing"
         return self._rules.codec
 
     @property
     def _kernel(self) -> Kernel:
-        if self._rules.kernel is None:
-            raise AssertionError(f"{self._rules.call.signature} reduces nothing")
+        assert self._rules.kernel is not None, f"{self._rules.call.signature} reduces nothing"
         return self._rules.kernel
 
     def array(self, region: Region) -> Array:

@@ -34,8 +34,7 @@ def _counts(call: Call) -> list[int]:
 
 
 def _root(call: Call) -> int:
-    if call.root is None:
-        raise AssertionError(f"{call.operation.value} was called without a root")
+    assert call.root is not None, f"{call.operation.value} has a root"
     return call.root
 
 

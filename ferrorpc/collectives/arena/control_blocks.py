@@ -223,8 +223,7 @@ class ControlBlocks:
         """New memory in this rank's segment: its offset and bytes, free again when nothing refers to them any more."""
         place = self.host_peers.own.empty((nbytes,), np.dtype(np.uint8))
         offset = self.host_peers.own.locate(place)
-        if offset is None:
-            raise AssertionError("a segment does not find what it has just given")
+        assert offset is not None, "a segment finds what it has just given"
         return offset, place
 
     def find(self, rank: int, stream: tuple[int, int], channels: int) -> Place | None:

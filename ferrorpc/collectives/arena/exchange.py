@@ -357,8 +357,7 @@ class Exchange(ArenaPrepared):
         """The layout of this call's small parts in the slot of a channel."""
         slot = channel.slots[self.arena.rank]
         start = channel.bank.control.host_peers.own.locate(slot)
-        if start is None:
-            raise AssertionError("a slot lies in its rank's segment")
+        assert start is not None, "a slot lies in its rank's segment"
         table = words_of(np.array(self._table).view(np.uint8))
         stages = []
         for item, offset, nbytes, _ in self._places:

@@ -183,6 +183,5 @@ def _after_downloads(transfers: DeviceTransfers, steps: Steps) -> Steps:
 
 def fold_of(call: Call, size: int) -> Callable[[Sequence[Array], Array], None]:
     """The kernel that folds the arrays of all ranks, in rank order, into one."""
-    if call.op is None:
-        raise AssertionError(f"{call.signature} reduces nothing")
+    assert call.op is not None, f"{call.signature} reduces nothing"
     return kernel(call.op, call.inputs[0].dtype, size).reduce
