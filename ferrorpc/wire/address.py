@@ -25,27 +25,28 @@ def join_address(host: str, port: int) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches that host. Names are not looked up."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+    address = _numeric(host)
+    return address.is_loopback if address is not None else host == "localhost" or host.endswith(".localhost")
 
 
 def needs_scope(host: str) -> bool:
     """Whether it is a link-local IPv6 address, which other machines can only dial together with an interface of their own."""
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    return address.version == 6 and address.is_link_local
+    address = _numeric(host)
+    return address is not None and address.version == 6 and address.is_link_local
 
 
 def is_wildcard(host: str) -> bool:
     """Whether listening there is listening on every address."""
+    address = _numeric(host)
+    return address is not None and address.is_unspecified
+
+
+def _numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The host as an address; None for a name."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+        return ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return False
+        return None
 
 
 def is_taken(host: str, port: int) -> bool:
