@@ -216,8 +216,6 @@ def _port_is_closed(address: str) -> bool:
     """Whether the machine at this address answers and refuses the connection."""
     try:
         socket.create_connection(split_address(address), REDIAL_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
