@@ -264,19 +264,19 @@ class FastPath:
             number = dispatch.next_number()
             if self._activity is not None:
                 self._activity.note(prepared.signature)
-            channel, before, base = prepared.claim(self._bank, number)
-            steps = prepared.steps(channel, before, base, inputs, outputs, found)
+            claim = prepared.claim(self._bank, number)
+            steps = prepared.steps(claim, inputs, outputs, found)
             try:
                 is_over = self._spin(steps)
             except BaseException as error:  # noqa: BLE001  the general path reports it and raises the first cause
-                execution = self._execution(prepared, number, channel, steps, found, seconds)
+                execution = self._execution(prepared, number, claim[0], steps, found, seconds)
                 execution.begin_failed(error)
             else:
                 if is_over:
                     if self._latch.ended_here:
                         dispatch.check_open()
                     return number
-                execution = self._execution(prepared, number, channel, steps, found, seconds)
+                execution = self._execution(prepared, number, claim[0], steps, found, seconds)
             dispatch.run(execution)
             return number
         except (KeyboardInterrupt, Exception) as error:

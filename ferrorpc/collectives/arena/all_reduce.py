@@ -36,7 +36,7 @@ from ferrorpc.collectives.arena.control_blocks import (
     Steps,
 )
 from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome
-from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
+from ferrorpc.collectives.arena.prepared import ArenaPrepared, Claim, fold_of
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
 from ferrorpc.collectives.execution import Execution
@@ -65,15 +65,8 @@ class OneShot(ArenaPrepared):
     def taken(self, peer: int) -> int:
         return self._nbytes
 
-    def steps(
-        self,
-        channel: Channel,
-        before: int,
-        base: int,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array] | None,
-        found: list[Outcome],
-    ) -> Steps:
+    def steps(self, claim: Claim, inputs: Sequence[Array], outputs: Sequence[Array] | None, found: list[Outcome]) -> Steps:
+        channel, before, base = claim
         block, done, digest = channel.block, base | 1, self._digest
         checks_pending = False
         if not channel.is_free(before):
@@ -132,21 +125,20 @@ class TwoShot(ArenaPrepared):
             return super().start(key, inputs, outputs, guard)
         place = transfers.host_memory(0, self.specs[0])
         here = [each for each in transfers.outputs or () if each is not None] if place is None else [place]
-        channel, before, base = self.claim(self.arena.bank(key.stream), key.number)
+        claim = self.claim(self.arena.bank(key.stream), key.number)
         found: list[Outcome] = []
-        steps = self.steps(channel, before, base, transfers.inputs, here, found, transfers)
-        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, found, transfers)
+        steps = self.steps(claim, transfers.inputs, here, found, transfers)
+        return ArenaExecution(self.arena, self.call, key, claim[0], steps, guard, found, transfers)
 
     def steps(
         self,
-        channel: Channel,
-        before: int,
-        base: int,
+        claim: Claim,
         inputs: Sequence[Array],
         outputs: Sequence[Array] | None,
         found: list[Outcome],
         transfers: DeviceTransfers | None = None,
     ) -> Steps:
+        channel, before, base = claim
         yield from channel.enter(before)
         results = outputs or self.new_results()
         run = _TwoShotRun(self, channel, inputs[0].reshape(-1), results[0].reshape(-1))

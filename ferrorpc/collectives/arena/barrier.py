@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.arena.control_blocks import LEFT, SIGNATURE, STAGED, Array, Channel, Steps
+from ferrorpc.collectives.arena.control_blocks import LEFT, SIGNATURE, STAGED, Array, Steps
 from ferrorpc.collectives.arena.execution import Outcome
-from ferrorpc.collectives.arena.prepared import ArenaPrepared
+from ferrorpc.collectives.arena.prepared import ArenaPrepared, Claim
 
 
 class Barrier(ArenaPrepared):
@@ -20,15 +20,8 @@ class Barrier(ArenaPrepared):
     def taken(self, peer: int) -> int:
         return 0
 
-    def steps(
-        self,
-        channel: Channel,
-        before: int,
-        base: int,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array] | None,
-        found: list[Outcome],
-    ) -> Steps:
+    def steps(self, claim: Claim, inputs: Sequence[Array], outputs: Sequence[Array] | None, found: list[Outcome]) -> Steps:
+        channel, before, base = claim
         block, done, digest = channel.block, base | 1, self._digest
         checks_pending = False
         if channel.signed != digest or not channel.is_free(before):

@@ -37,7 +37,7 @@ from ferrorpc.collectives.arena.control_blocks import (
     words_of,
 )
 from ferrorpc.collectives.arena.execution import Outcome
-from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
+from ferrorpc.collectives.arena.prepared import ArenaPrepared, Claim, fold_of
 from ferrorpc.collectives.arena.signature_check import SignatureCheck
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.workspace import room_for
@@ -192,15 +192,8 @@ class Exchange(ArenaPrepared):
             return 0
         return self.call.inputs[peer if self._has_part_for_each else 0].nbytes
 
-    def steps(
-        self,
-        channel: Channel,
-        before: int,
-        base: int,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array] | None,
-        found: list[Outcome],
-    ) -> Steps:
+    def steps(self, claim: Claim, inputs: Sequence[Array], outputs: Sequence[Array] | None, found: list[Outcome]) -> Steps:
+        channel, before, base = claim
         block, digest, done = channel.block, self._digest, base | self.chunks
         if not channel.is_free(before):
             yield from channel.enter(before)

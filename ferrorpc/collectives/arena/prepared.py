@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from ferrorpc.guard import Guard
 from ferrorpc.kernels.reduction import kernel
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
+
+Claim: TypeAlias = tuple[Channel, int, int]
+"""The place of an operation: its channel, the value of LEFT at the end of the previous operation there, and the start value of
+its own progress words."""
 
 
 class ArenaPrepared(Prepared):
@@ -62,28 +66,17 @@ class ArenaPrepared(Prepared):
             self.arena.control.calls.forget(self)
 
     @abstractmethod
-    def steps(
-        self,
-        channel: Channel,
-        before: int,
-        base: int,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array] | None,
-        found: list[Outcome],
-    ) -> Steps:
+    def steps(self, claim: Claim, inputs: Sequence[Array], outputs: Sequence[Array] | None, found: list[Outcome]) -> Steps:
         """The operation on one rank.
 
         Args:
-            channel: where it runs.
-            before: the value of LEFT at the end of the previous operation there.
-            base: the start value of this operation's progress words.
             inputs: C-contiguous arrays in storage dtypes.
             outputs: arrays for results, used where they fit; None for new arrays.
             found: gets the outcome. A generator that returned it would need a fifth of a microsecond for that.
         """
 
-    def claim(self, bank: Bank, number: int) -> tuple[Channel, int, int]:
-        """Claims the channel of an operation. Returns the first three arguments of `steps`.
+    def claim(self, bank: Bank, number: int) -> Claim:
+        """Claims the channel of an operation.
 
         Raises:
             UsageError: a later operation has claimed it already, so the ranks' order would differ.
@@ -108,12 +101,12 @@ class ArenaPrepared(Prepared):
         transfers = transfers_for(inputs, None, 0)
         if outputs is not None and not all(map(is_host, outputs)):
             outputs = None
-        channel, before, base = self.claim(self.arena.bank(key.stream), key.number)
+        claim = self.claim(self.arena.bank(key.stream), key.number)
         found: list[Outcome] = []
-        steps = self.steps(channel, before, base, inputs if transfers is None else transfers.inputs, outputs, found)
+        steps = self.steps(claim, inputs if transfers is None else transfers.inputs, outputs, found)
         if transfers is not None:
             steps = _after_downloads(transfers, steps)
-        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, found, transfers)
+        return ArenaExecution(self.arena, self.call, key, claim[0], steps, guard, found, transfers)
 
     def new_results(self) -> list[Array]:
         """Arrays for results whose specs follow from the call."""

@@ -46,9 +46,10 @@ class Running:
 
     def __init__(self, prepared: ArenaPrepared, bank: Bank, number: int, inputs, outputs=None) -> None:
         self.prepared = prepared
-        self.channel, before, base = prepared.claim(bank, number)
+        claim = prepared.claim(bank, number)
+        self.channel = claim[0]
         self.found: list[Outcome] = []
-        self.steps = prepared.steps(self.channel, before, base, inputs, outputs, self.found)
+        self.steps = prepared.steps(claim, inputs, outputs, self.found)
         self.results: list[Array] | None = None
         self.specs = None
         self.error: BaseException | None = None
