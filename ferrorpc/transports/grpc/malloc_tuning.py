@@ -34,19 +34,8 @@ _M_ARENA_MAX: Final = -8
 @cache
 def keep_freed_memory() -> None:
     """From now on freed blocks of up to LARGEST_BYTES are reused, by all threads. Takes effect once a process."""
-    if not _arenas_are_configured():
-        _limit_arenas()
-    block = np.empty(LARGEST_BYTES, np.uint8)
-    del block
-
-
-def _arenas_are_configured() -> bool:
-    """Whether the environment sets the number of arenas."""
-    return "MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", "")
-
-
-def _limit_arenas() -> None:
-    """New threads get no arena of their own; existing ones stay. Does nothing where the C library has no mallopt."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    is_configured = "MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
+    if mallopt is not None and not is_configured:
         mallopt(_M_ARENA_MAX, 1)
+    np.empty(LARGEST_BYTES, np.uint8)  # and freed at once
