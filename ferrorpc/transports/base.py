@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ferrorpc.wire.frames import Header, Key
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ferrorpc.transports.mailbox import Mailbox
+
+Payload: TypeAlias = "np.ndarray[Any, Any] | None"
+"""Of a chunk: a contiguous uint8 array of at most CHUNK_BYTES, or None for an empty message."""
 
 CLOSE_SECONDS: Final = 60.0
 """How long a closing rank may take to deliver what it has sent: some megabytes, at 1 Mbit/s. The wait for a peer that has died
@@ -42,20 +45,11 @@ class Transport(ABC):
     """Where this rank's frames arrive. Given at construction, so that several transports can share one mailbox."""
 
     @abstractmethod
-    def send(
-        self,
-        peer: int,
-        key: Key,
-        header: Header,
-        offset: int,
-        payload: np.ndarray[Any, Any] | None,
-        room: Callable[[], None],
-    ) -> bool:
-        """Sends one chunk (a contiguous uint8 array of at most CHUNK_BYTES, or None for an empty message).
+    def send(self, peer: int, key: Key, header: Header, offset: int, payload: Payload, room: Callable[[], None]) -> bool:
+        """Sends one chunk. The payload is copied before this returns.
 
-        The payload is copied before this returns. False when the lane to `peer` is full: nothing was sent, and `room` is called
-        once (from any thread; it must not block) when sending is worth another try. First chunks (those at offset 0) arrive in
-        the order in which they were sent.
+        False when the lane to `peer` is full: nothing was sent, and `room` is called once (from any thread; it must not block)
+        when sending is worth another try. First chunks (those at offset 0) arrive in the order in which they were sent.
 
         Raises:
             FerroError: the first cause, when the generation is broken or the transport closed.

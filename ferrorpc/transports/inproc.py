@@ -13,12 +13,10 @@ from collections.abc import Callable, Container
 from operator import index
 from typing import Any, Protocol
 
-import numpy as np
-
 from ferrorpc.errors import UsageError
 from ferrorpc.generation_errors import PEER_LEFT, links_closed
 from ferrorpc.guard import Clock, Latch
-from ferrorpc.transports.base import Transport
+from ferrorpc.transports.base import Payload, Transport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.wire.frames import Frame, Header, Key
 
@@ -137,15 +135,7 @@ class InprocTransport(Transport):
         self._closed = False
         network.join(self)
 
-    def send(
-        self,
-        peer: int,
-        key: Key,
-        header: Header,
-        offset: int,
-        payload: np.ndarray[Any, Any] | None,
-        room: Callable[[], None],
-    ) -> bool:
+    def send(self, peer: int, key: Key, header: Header, offset: int, payload: Payload, room: Callable[[], None]) -> bool:
         self._latch.check()
         if self._closed:
             raise links_closed(self.rank)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from ferrorpc.guard import Clock
-from ferrorpc.transports.base import Transport
+from ferrorpc.transports.base import Payload, Transport
 from ferrorpc.wire.frames import Header, Key
 
 FAR_SECONDS: Final = 1.0
@@ -32,15 +30,7 @@ class RoutedTransport(Transport):
         self._clock = clock
         self._lanes = [near if rank in peers else far for rank in range(far.size)]
 
-    def send(
-        self,
-        peer: int,
-        key: Key,
-        header: Header,
-        offset: int,
-        payload: np.ndarray[Any, Any] | None,
-        room: Callable[[], None],
-    ) -> bool:
+    def send(self, peer: int, key: Key, header: Header, offset: int, payload: Payload, room: Callable[[], None]) -> bool:
         return self._lanes[peer].send(peer, key, header, offset, payload, room)
 
     def grant(self, peer: int, key: Key, slot: int) -> None:

@@ -17,14 +17,12 @@ from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
 from ferrorpc.config import LANES_MAX
 from ferrorpc.errors import CodecError, FerroError, PermissionDeniedError
 from ferrorpc.generation_errors import PEER_LEFT, links_closed
 from ferrorpc.guard import Clock, Guard, Latch
 from ferrorpc.transports import control
-from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, CLOSE_SECONDS, Transport
+from ferrorpc.transports.base import BROKEN_CLOSE_SECONDS, CLOSE_SECONDS, Payload, Transport
 from ferrorpc.transports.closing import wait_for_readers
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc.incoming_stream import GOODBYE, IncomingStream, refusal
@@ -85,15 +83,7 @@ class GrpcTransport(Transport):
 
     # -- what the collectives call -------------------------------------------------------------------------------------
 
-    def send(
-        self,
-        peer: int,
-        key: Key,
-        header: Header,
-        offset: int,
-        payload: np.ndarray[Any, Any] | None,
-        room: Callable[[], None],
-    ) -> bool:
+    def send(self, peer: int, key: Key, header: Header, offset: int, payload: Payload, room: Callable[[], None]) -> bool:
         lane = self._lane_to(peer, offset // CHUNK_BYTES % self._server.lanes)
         if lane is None:
             return True

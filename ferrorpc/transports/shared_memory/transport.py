@@ -18,7 +18,7 @@ import numpy as np
 from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, LimitExceededError
 from ferrorpc.generation_errors import PEER_LEFT, links_closed
 from ferrorpc.transports import control
-from ferrorpc.transports.base import Transport
+from ferrorpc.transports.base import Payload, Transport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.transports.shared_memory.host_peers import HostPeers
 from ferrorpc.transports.shared_memory.link import Link
@@ -51,15 +51,7 @@ class SharedMemoryTransport(Transport):
 
     # -- what the collectives call -------------------------------------------------------------------------------------
 
-    def send(
-        self,
-        peer: int,
-        key: Key,
-        header: Header,
-        offset: int,
-        payload: np.ndarray[Any, Any] | None,
-        room: Callable[[], None],
-    ) -> bool:
+    def send(self, peer: int, key: Key, header: Header, offset: int, payload: Payload, room: Callable[[], None]) -> bool:
         link = self._link_to(peer)
         if link is None:
             return True
