@@ -22,6 +22,8 @@ from ferrorpc.transports.base import Transport
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 
+Array = np.ndarray[Any, Any]
+
 _UNREACHED_HINT: Final = (
     "look at what is between this host and the addresses above, such as firewalls and routes; if an address is wrong, set "
     "FERRORPC_ADVERTISE on its rank"
@@ -44,7 +46,7 @@ class Execution(ABC):
 
     guard: Guard
     wake: Callable[[], None]
-    results: list[np.ndarray[Any, Any]]
+    results: list[Array]
     specs: list[TensorSpec]
 
     polling: Polling | DevicePolling | None = None
@@ -176,13 +178,7 @@ class Prepared(ABC):
         return None
 
     @abstractmethod
-    def start(
-        self,
-        key: Key,
-        inputs: Sequence[np.ndarray[Any, Any]],
-        outputs: Sequence[np.ndarray[Any, Any]] | None,
-        guard: Guard,
-    ) -> Execution:
+    def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
         """A new execution of this call.
 
         Args:
