@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 
 Array = np.ndarray[Any, Any]
+Describe: TypeAlias = Callable[[list[int]], str]
+"""Returns what the coordinator knows of world ranks, as text; "" for nothing. Called only when a deadline has passed."""
 
 _UNREACHED_HINT: Final = (
     "look at what is between this host and the addresses above, such as firewalls and routes; if an address is wrong, set "
@@ -206,12 +208,11 @@ def hint_about(ranks: Iterable[int], transport: Transport, otherwise: str | None
 
 
 def deadline_error(
-    execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False, transport: Transport | None = None
+    execution: Execution, describe: Describe, *, barrier: bool = False, transport: Transport | None = None
 ) -> FerroError:
     """The error of an operation whose deadline has passed: which ranks it waits for, and what is known of them.
 
     Args:
-        describe: what the coordinator knows of world ranks, as text; "" for nothing.
         transport: its lanes to them; None where it waits for something else.
     """
     waiting = execution.waiting_on()

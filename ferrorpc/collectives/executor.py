@@ -11,7 +11,6 @@ Cost: the work of an action on a chunk, and a look at the few actions that a fin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from ferrorpc.collectives.call import Call, Operation, overwritable
 from ferrorpc.collectives.dependencies import UNBOUNDED, bound, dependencies_of
 from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.event_driven import EventDrivenExecution
-from ferrorpc.collectives.execution import deadline_error, describe_absent
+from ferrorpc.collectives.execution import Describe, deadline_error, describe_absent
 from ferrorpc.collectives.fusion import DownloadInput, Reduce, Task, UploadResult
 from ferrorpc.collectives.outgoing_message import CODED_VALUES, EncodedMessage, OutgoingMessage
 from ferrorpc.collectives.workspace import Rules, Workspace
@@ -46,7 +45,6 @@ class Layout:
     """A call's plan as one rank of a group runs it: its tasks, and how they depend on each other and on messages.
 
     Args:
-        describe: what is known of world ranks, as text; called only when a deadline has passed.
         ranks: world rank of each group rank.
         rank: own group rank.
     """
@@ -54,7 +52,7 @@ class Layout:
     def __init__(
         self,
         transport: Transport,
-        describe: Callable[[list[int]], str],
+        describe: Describe,
         call: Call,
         plan: Plan,
         rank: int,

@@ -12,7 +12,7 @@ from ferrorpc.collectives.announced_broadcast import AnnouncedPrepared
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.compressed_on_device import CompressedDeviceExecution, DeviceWorkspace, suits
 from ferrorpc.collectives.device_transfers import TransferWorkspace, transfers_for, with_transfers
-from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.execution import Describe, Execution, Prepared
 from ferrorpc.collectives.executor import Layout, PlanExecution
 from ferrorpc.collectives.fusion import fused
 from ferrorpc.collectives.select import DEFAULT_TUNING
@@ -48,17 +48,10 @@ class PlanPrepared(Prepared):
     Args:
         ranks: world rank of each group rank.
         rank: own group rank.
-        describe: what is known of world ranks, as text; called only when a deadline has passed.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        ranks: Sequence[int],
-        rank: int,
-        call: Call,
-        plan: Plan,
-        describe: Callable[[list[int]], str],
+        self, transport: Transport, ranks: Sequence[int], rank: int, call: Call, plan: Plan, describe: Describe
     ) -> None:
         self.call = call
         self.plan = plan

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, STAGED, TEXT, Bank, ControlBlocks
+from ferrorpc.collectives.execution import Describe
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import CallRecord
 from ferrorpc.wire.frames import Key
@@ -22,16 +23,10 @@ class Arena:
         transport: lanes to the same ranks, over which peers that it waits for are probed.
         group: the group's id.
         ranks: world rank of each group rank.
-        describe: what is known of world ranks, as text.
     """
 
     def __init__(
-        self,
-        control: ControlBlocks,
-        transport: Transport,
-        group: int,
-        ranks: Sequence[int],
-        describe: Callable[[list[int]], str],
+        self, control: ControlBlocks, transport: Transport, group: int, ranks: Sequence[int], describe: Describe
     ) -> None:
         self.control = control
         self.transport = transport
