@@ -28,8 +28,8 @@ from ferrorpc.kernels.registry import converter
 from ferrorpc.kernels.thread_state import THREAD_STATE
 from ferrorpc.types import DType
 
-_STEP_VALUES: Final = 96 * BLOCK_VALUES
-"""Values that int8 encodes or decodes at a time: 96 KiB of float32."""
+_STEP_BLOCKS: Final = 96
+"""Blocks that int8 encodes or decodes at a time: 96 KiB of float32."""
 
 _LARGEST: Final = np.array(127, np.float32)
 _SMALLEST_SCALE: Final = np.array(2.0**-126, np.float32)
@@ -122,31 +122,26 @@ class _Blocks(Codec):
 
     def _encode(self, values: Array, encoded: Array) -> None:
         scales, integers = scales_and_integers(encoded, values.size)
-        for start, stop, length in _steps(values.size):
-            first = start // BLOCK_VALUES
+        for place, blocks, length in _steps(values.size):
             shape = (-1, length)
-            _encode_blocks(
-                values[start:stop].reshape(shape),
-                scales[first : first + (stop - start) // length],
-                integers[start:stop].reshape(shape),
-            )
+            _encode_blocks(values[place].reshape(shape), scales[blocks], integers[place].reshape(shape))
 
     def _decode(self, encoded: Array, values: Array) -> None:
         scales, integers = scales_and_integers(encoded, values.size)
-        for start, stop, length in _steps(values.size):
-            first = start // BLOCK_VALUES
-            blocks = values[start:stop].reshape(-1, length)
-            np.copyto(blocks, integers[start:stop].reshape(-1, length))
-            THREAD_STATE.run(np.multiply, blocks, scales[first : first + len(blocks), None], out=blocks)
+        for place, blocks, length in _steps(values.size):
+            found = values[place].reshape(-1, length)
+            np.copyto(found, integers[place].reshape(-1, length))
+            THREAD_STATE.run(np.multiply, found, scales[blocks, None], out=found)
 
 
-def _steps(count: int) -> Iterator[tuple[int, int, int]]:
-    """Start and stop of each step, and the block length in it: 256, or the rest in the last step."""
-    whole = count // BLOCK_VALUES * BLOCK_VALUES
-    for start in range(0, whole, _STEP_VALUES):
-        yield start, min(start + _STEP_VALUES, whole), BLOCK_VALUES
-    if whole < count:
-        yield whole, count, count - whole
+def _steps(count: int) -> Iterator[tuple[slice, slice, int]]:
+    """The values of each step, its blocks, and their length: 256, or the rest in the last step."""
+    whole, rest = divmod(count, BLOCK_VALUES)
+    for first in range(0, whole, _STEP_BLOCKS):
+        last = min(first + _STEP_BLOCKS, whole)
+        yield slice(first * BLOCK_VALUES, last * BLOCK_VALUES), slice(first, last), BLOCK_VALUES
+    if rest:
+        yield slice(count - rest, count), slice(whole, whole + 1), rest
 
 
 def _encode_blocks(values: Array, scales: Array, integers: Array) -> None:
