@@ -61,7 +61,7 @@ class Listener(Protocol):
         """The next heartbeat."""
 
     def welcomed(self) -> None:
-        """A stream is up; unanswered requests are sent after this call. Events of earlier streams may be out of date."""
+        """A stream is up; requests are sent (again) after this call. Events of earlier streams may be out of date."""
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """An answer. The caller who waits for it sees it after this call."""
@@ -131,6 +131,8 @@ class Connection:
     def joined(self) -> None:
         """This member has a generation to lose, so from now on it waits up to `max_outage` for the coordinator."""
         self._outages.joined()
+        with self._condition.lock:
+            self._requests.drop_answered()
         if self.memory.cause is not None:
             self.memory = Latch()
 
@@ -155,13 +157,6 @@ class Connection:
             self._requests.add(request, self._outages.uptime())
             if self._outages.is_up:
                 self._send(request.frame)
-
-    def repeat(self, label: str, latch: Latch, **body: Any) -> None:
-        """Posts a request that was answered on an earlier stream. One without an answer yet is sent again anyway."""
-        with self._condition.lock:
-            if any(request.label == label for request in self._requests.unanswered()):
-                return
-        self.post(label, latch, **body)
 
     def ask(
         self, label: str, seconds: float, timeout_error: Callable[..., FerroError], latch: Latch | None = None, **body: Any
@@ -401,7 +396,7 @@ class Connection:
                 self._interval = min(self._interval, welcome.heartbeat_interval_ms / 1000)
             if self.ended_by is None:
                 warning = self._outages.end()
-                for request in self._requests.unanswered():
+                for request in self._requests.to_send():
                     self._send(request.frame_after(self._outages.uptime() - request.began))
             self._condition.notify_all()
         session = "the session goes on" if welcome.resumed and same else "this is a new session"

@@ -43,6 +43,12 @@ class Request:
             return self.latch.cause
         return self.answer
 
+    @property
+    def is_volatile(self) -> bool:
+        """Whether the coordinator keeps what it says in memory only, so that it is sent on each stream of its generation."""
+        offer = self.frame.comm_bootstrap
+        return bool(offer.unique_ids or offer.failure) or self.frame.report.HasField("link_lost")
+
     def frame_after(self, seconds: float) -> wire.ClientFrame:
         """The frame to send once it has waited for so long: a coordinator that has forgotten it waits for what is left, and at
         least until other members can be back, too."""
@@ -59,7 +65,7 @@ class Request:
 
 
 class PendingRequests:
-    """The unanswered requests by number. The caller holds its lock around every use."""
+    """The unanswered requests and the volatile ones, by number. The caller holds its lock around every use."""
 
     def __init__(self) -> None:
         self._sequence = 0
@@ -72,18 +78,24 @@ class PendingRequests:
         self._open[self._sequence] = request
 
     def complete(self, sequence: int, answer: Message | FerroError) -> None:
-        """Gives a request its answer. An answer to a request that was dropped is ignored."""
-        request = self._open.pop(sequence, None)
-        if request is not None:
+        """Gives a request its answer; the first counts. An answer to a request that was dropped is ignored."""
+        request = self._open.get(sequence)
+        if request is not None and request.answer is None:
             request.answer = answer
+            self.drop(request)
 
     def drop(self, request: Request) -> None:
-        """Forgets a request that nobody waits for any more."""
-        self._open.pop(request.frame.sequence, None)
+        """Forgets a request that nobody waits for any more, unless it is volatile."""
+        if not request.is_volatile:
+            self._open.pop(request.frame.sequence, None)
 
-    def unanswered(self) -> list[Request]:
-        """All requests that await an answer, in the order of their numbers."""
-        return list(self._open.values())
+    def drop_answered(self) -> None:
+        """Forgets the answered requests, which are volatile: a generation begins, and they are of the one before."""
+        self._open = {sequence: request for sequence, request in self._open.items() if request.answer is None}
+
+    def to_send(self) -> list[Request]:
+        """All but the answered ones of a generation that is over, in the order of their numbers."""
+        return [it for it in self._open.values() if it.answer is None or it.latch is None or it.latch.cause is None]
 
     def fail(self, error: FerroError, which: Callable[[Request], bool]) -> None:
         """Answers the requests for which `which` is true with an error."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -110,8 +109,6 @@ class RemoteSession(Session):
         self._pending: tuple[str, ...] = ()
         self._links_lost: dict[tuple[Latch, int], str] = {}
         """By generation and peer, the reason."""
-        self._volatile_requests: dict[str, dict[str, Any]] = {}
-        """Requests that the coordinator keeps in memory only, to send again after it restarts."""
         self._reported: Latch | None = None
         self._leave_callbacks: list[Callable[[], None]] = []
         self.left = False
@@ -208,7 +205,6 @@ class RemoteSession(Session):
         lost = wire.LinkLost(peer_rank=peer, reason=encodable(reason[:1024]))
         request = wire.ReportRequest(generation=membership.assignment.generation, link_lost=lost)
         label = f"the report of the lost link to rank {peer}"
-        self._volatile_requests[label] = {"report": request}
         try:
             self._connection.post(label, membership.latch, report=request)
         except FerroError as error:
@@ -316,8 +312,6 @@ class RemoteSession(Session):
             timeout_ms=milliseconds(timeout),
         )
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
-        if unique_ids is not None:
-            self._volatile_requests[label] = {"comm_bootstrap": request}
         response = self._ask_generation(label, timeout, partial(CollectiveTimeoutError, []), comm_bootstrap=request)
         return list(response.unique_ids)
 
@@ -347,13 +341,9 @@ class RemoteSession(Session):
         return membership.activity.beat(self._number_of(membership), self.clock.now(), is_last=self.left)
 
     def welcomed(self) -> None:
-        """Drops what the previous stream reported, which the coordinator repeats, and sends the volatile requests again."""
+        """Drops what the previous stream reported, which the coordinator repeats."""
         self._pending = ()
         self.membership.latch.unhealthy.clear()
-        if self.membership.latch.cause is None:
-            with contextlib.suppress(FerroError):  # the connection has ended
-                for label, request in list(self._volatile_requests.items()):
-                    self._connection.repeat(label, self.membership.latch, **request)
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation, before events of that generation come."""
@@ -369,7 +359,6 @@ class RemoteSession(Session):
         set_log_origin(self.job, response.rank, response.generation)
         self._connection.joined()
         self._pending = ()
-        self._volatile_requests.clear()
         self._links_lost.clear()
         self.membership = Membership(
             Assignment(

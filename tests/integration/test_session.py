@@ -433,4 +433,4 @@ def test_a_barrier_that_was_interrupted_is_gone_on_with_by_the_next_call(world, 
     found += together([lambda: zero.barrier("x", b"again", ranks=[0, 1]), *calls])
     assert found[0] == found[1] in ([b"first", b"peer"], [b"again", b"peer"]), "the peer may come before the second call"
     assert together([lambda s=s: s.barrier("x", b"next", ranks=[0, 1]) for s in (zero, one)]) == [[b"next"] * 2] * 2
-    assert not zero._connection._requests.unanswered()
+    assert not zero._connection._requests.to_send()

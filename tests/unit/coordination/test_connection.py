@@ -108,15 +108,15 @@ def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monk
     back._went_down(CoordinatorUnavailableError("it was killed"))
     clock.advance(60.0)
     assert back._give_up_at(request, 0.0) > clock.now(), "its time does not run during an outage"
-    unanswered, looks = back._requests.unanswered, list[Future[float]]()
+    to_send, looks = back._requests.to_send, list[Future[float]]()
     with ThreadPoolExecutor(1) as pool:
 
         def looked_at_meanwhile() -> Any:
             looks.append(pool.submit(back._give_up_at, request, 0.0))
             wait(looks, 0.2)
-            return unanswered()
+            return to_send()
 
-        monkeypatch.setattr(back._requests, "unanswered", looked_at_meanwhile)
+        monkeypatch.setattr(back._requests, "to_send", looked_at_meanwhile)
         welcomed(back)
         assert looks[0].result() > clock.now()
 
@@ -199,7 +199,7 @@ def test_a_request_that_was_interrupted_is_not_sent_again_after_an_outage(monkey
     monkeypatch.setattr(up, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         up.ask("an add", 1.0, StoreTimeoutError, store=A_SET)
-    assert not up._requests.unanswered()
+    assert not up._requests.to_send()
 
 
 def test_the_first_frame_of_each_stream_is_its_hello(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,5 +120,5 @@ def test_wherever_a_write_is_interrupted_it_gives_back_its_turn_and_is_not_sent_
         except FerroError:  # nobody answers
             break
         assert not played.session.store._writing, place
-        assert not played.connection._requests.unanswered(), place
+        assert not played.connection._requests.to_send(), place
     assert place > 20

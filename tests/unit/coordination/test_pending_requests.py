@@ -29,7 +29,7 @@ def test_numbers_count_from_one_and_answers_find_their_request_in_any_order():
     answer = session_pb2.DescribeResponse()
     requests.complete(2, answer)
     assert (first.outcome, second.outcome) == (None, answer)
-    assert requests.unanswered() == [first]
+    assert requests.to_send() == [first]
 
 
 def test_an_answer_counts_once_and_one_for_nobody_is_dropped():
@@ -47,7 +47,7 @@ def test_what_is_unanswered_is_sent_again_in_the_order_of_its_numbers():
     five = [added(requests) for _ in range(5)]
     requests.complete(2, session_pb2.DescribeResponse())
     requests.drop(five[3])
-    assert [request.frame.sequence for request in requests.unanswered()] == [1, 3, 5]
+    assert [request.frame.sequence for request in requests.to_send()] == [1, 3, 5]
 
 
 def test_the_end_of_its_generation_is_a_requests_verdict_unless_it_was_answered():
