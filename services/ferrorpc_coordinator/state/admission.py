@@ -109,8 +109,8 @@ class Admission:
         return self._new(hello, holder)
 
     def _resume(self, hello: session_pb2.Hello) -> Admitted:
-        member = self._members.by_token(hashed(hello.resume_token))
-        if member is None or member.name != hello.name:
+        member = self._members.get(hello.name)
+        if member is None or member.token_hash != hashed(hello.resume_token):
             raise unknown_session(hello)
         if not member.alive:
             raise StaleGenerationError(f"the session of {member} is over: {member.reason or 'it left the job'}")
@@ -119,7 +119,7 @@ class Admission:
     def _reissue_token(self, member: Member) -> Admitted:
         """The same process sends its Hello again, since its Welcome was lost: gives it a new token."""
         token = self._context.shared.mint()
-        self._members.replace_token(member, hashed(token))
+        member.token_hash = hashed(token)
         self._members.save(member)
         return Admitted(member, token, resumed=True)
 

@@ -34,7 +34,6 @@ class Members:
     def __init__(self, context: JobContext) -> None:
         self._context = context
         self._by_name: dict[str, Member] = {}
-        self._by_token: dict[bytes, Member] = {}
         self._gone: dict[str, None] = {}
         self.living = 0
         self.empty_since = context.durable_state.revision
@@ -47,31 +46,18 @@ class Members:
         """The latest process of this name."""
         return self._by_name.get(name)
 
-    def by_token(self, token_hash: bytes) -> Member | None:
-        """The member whose current resume token has this hash."""
-        return self._by_token.get(token_hash)
-
     def add(self, member: Member) -> None:
         """Adds a process. It replaces an earlier one of its name, which must be dead or gone.
 
         Those of the journal are added in the order of their revisions.
         """
-        before = self._by_name.pop(member.name, None)
-        if before is not None:
-            self._by_token.pop(before.token_hash, None)
-            self._gone.pop(member.name, None)
+        self._by_name.pop(member.name, None)
+        self._gone.pop(member.name, None)
         self._by_name[member.name] = member
-        self._by_token[member.token_hash] = member
         if member.alive:
             self.living += 1
         else:
             self._note_gone(member)
-
-    def replace_token(self, member: Member, token_hash: bytes) -> None:
-        """Replaces the token by which the member resumes."""
-        self._by_token.pop(member.token_hash, None)
-        member.token_hash = token_hash
-        self._by_token[token_hash] = member
 
     def save(self, member: Member) -> None:
         """Writes the member's row."""
@@ -86,8 +72,7 @@ class Members:
         while len(self._gone) > self._context.limits.gone_members:
             name = next(iter(self._gone))
             del self._gone[name]
-            forgotten = self._by_name.pop(name)
-            self._by_token.pop(forgotten.token_hash, None)
+            del self._by_name[name]
             self._context.remove(TABLE, name)
 
     def erase(self) -> None:
@@ -95,7 +80,6 @@ class Members:
         for name in self._by_name:
             self._context.remove(TABLE, name)
         self._by_name.clear()
-        self._by_token.clear()
         self._gone.clear()
 
     def _note_gone(self, member: Member) -> None:
