@@ -35,12 +35,16 @@ class Members:
         self._context = context
         self._by_name: dict[str, Member] = {}
         self._gone: dict[str, None] = {}
-        self.living = 0
         self.empty_since = context.durable_state.revision
         """The revision at which the last living member went. Only valid while `living` is 0."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._by_name.values())
+
+    @property
+    def living(self) -> int:
+        """How many are neither dead nor departed."""
+        return len(self._by_name) - len(self._gone)
 
     def get(self, name: str) -> Member | None:
         """The latest process of this name."""
@@ -54,9 +58,7 @@ class Members:
         self._by_name.pop(member.name, None)
         self._gone.pop(member.name, None)
         self._by_name[member.name] = member
-        if member.alive:
-            self.living += 1
-        else:
+        if not member.alive:
             self._note_gone(member)
 
     def save(self, member: Member) -> None:
@@ -66,7 +68,6 @@ class Members:
 
     def mark_gone(self, member: Member) -> None:
         """Marks a member as dead or gone; past the limit, forgets those that have been gone the longest."""
-        self.living -= 1
         self.save(member)
         self._note_gone(member)
         while len(self._gone) > self._context.limits.gone_members:
