@@ -64,7 +64,6 @@ def may_answer_much(request: store_pb2.StoreRequest) -> bool:
 class Waiter:
     """A request that waits until its keys exist."""
 
-    number: int
     requester: Requester
     keys: tuple[str, ...]
     missing: set[str]
@@ -86,13 +85,12 @@ class Store:
         self.keyspace = Keyspace(context)
         self.write_results = WriteResults(context)
         self.watches = Watches(context)
-        self._waiting: dict[str, dict[int, Waiter]] = {}
-        """Key -> number -> the waiters that miss this key."""
-        self._waiters_of: dict[str | int, dict[int, Waiter]] = {}
-        """Owner -> number -> its waiters."""
+        self._waiting: dict[str, dict[Waiter, None]] = {}
+        """Key -> the waiters that miss this key, in the order in which they came."""
+        self._waiters_of: dict[str | int, dict[Waiter, None]] = {}
+        """Owner -> its waiters."""
         self._waited_keys = 0
         """The number of missing keys of all waiters together."""
-        self._numbers = 0
 
     def request(self, requester: Requester, request: store_pb2.StoreRequest) -> None:
         """Answers a request, at once or when its keys exist.
@@ -284,15 +282,14 @@ class Store:
         missing = {key for key in keys if self.keyspace.get(key) is None}
         what, most = f"keys for which requests of job {self._context.job} wait", self._context.limits.waited_keys
         require(what, self._waited_keys + len(missing), "waited_keys", most)
-        self._numbers += 1
-        waiter = Waiter(self._numbers, requester, keys, missing, self._context.now, wants_value)
-        self._waiters_of.setdefault(waiter.owner, {})[waiter.number] = waiter
+        waiter = Waiter(requester, keys, missing, self._context.now, wants_value)
+        self._waiters_of.setdefault(waiter.owner, {})[waiter] = None
         self._wait_for_missing(waiter)
-        self._context.arm(("wait", waiter.number), self._context.now + wait_ms * MILLISECOND, partial(self._time_out, waiter))
+        self._context.arm(("wait", waiter), self._context.now + wait_ms * MILLISECOND, partial(self._time_out, waiter))
 
     def _wake_waiters(self, key: str, entry: Entry) -> None:
         readers: list[Requester] = []
-        for waiter in list(self._waiting.get(key, {}).values()):
+        for waiter in list(self._waiting.get(key, ())):
             self._remove_waiter(waiter, key)
             if waiter.missing or self._still_missing(waiter):
                 continue
@@ -314,7 +311,7 @@ class Store:
     def _wait_for_missing(self, waiter: Waiter) -> None:
         self._waited_keys += len(waiter.missing)
         for key in waiter.missing:
-            self._waiting.setdefault(key, {})[waiter.number] = waiter
+            self._waiting.setdefault(key, {})[waiter] = None
 
     def _time_out(self, waiter: Waiter) -> None:
         missing = sorted(waiter.missing)
@@ -330,9 +327,9 @@ class Store:
             self._remove_waiter(waiter, key)
 
     def _end(self, waiter: Waiter) -> None:
-        self._context.disarm(("wait", waiter.number))
+        self._context.disarm(("wait", waiter))
         others = self._waiters_of[waiter.owner]
-        del others[waiter.number]
+        del others[waiter]
         if not others:
             del self._waiters_of[waiter.owner]
 
@@ -340,12 +337,12 @@ class Store:
         waiter.missing.discard(key)
         self._waited_keys -= 1
         waiting = self._waiting[key]
-        del waiting[waiter.number]
+        del waiting[waiter]
         if not waiting:
             del self._waiting[key]
 
     def _stop_waiting(self, owner: str | int) -> None:
-        for waiter in list(self._waiters_of.get(owner, {}).values()):
+        for waiter in list(self._waiters_of.get(owner, ())):
             self._give_up(waiter)
 
 
