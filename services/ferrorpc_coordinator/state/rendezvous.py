@@ -212,10 +212,7 @@ class Rendezvous:
     def _decide(self) -> list[PendingJoin] | None:
         first = next(iter(self._pending.values()))
         low, high = first.size
-        if len(self._pending) < low:
-            self._cancel_last_call()
-            return None
-        ready = self._ready()
+        ready = self._ready() if len(self._pending) >= low else []
         if len(ready) < low:
             self._cancel_last_call()
             return None
@@ -225,7 +222,7 @@ class Rendezvous:
             if first.fixed or not newest.over or not has_survivor:
                 self._cancel_last_call()
                 return None
-        survivors_asked = newest is not None and not not_joining and any(member.alive for member in newest.members)
+        survivors_asked = newest is not None and not not_joining and bool(newest.living)
         full = len(ready) >= high and not not_joining
         if survivors_asked or full or self._last_call_passed(ready, bool(not_joining)):
             return self._choose(ready, high)
@@ -234,8 +231,8 @@ class Rendezvous:
     def _choose(self, ready: list[PendingJoin], most: int) -> list[PendingJoin]:
         """Members of the newest generation first, then those with pinned ranks, then in order of arrival."""
         order = sorted(ready, key=lambda pending: (pending.member.rank < 0, pending.request.pinned_rank < 0))
-        kept = set(map(id, order[:most]))
-        return [pending for pending in ready if id(pending) in kept]
+        kept = set(order[:most])
+        return [pending for pending in ready if pending in kept]
 
     def _last_call_passed(self, ready: list[PendingJoin], not_joining: bool) -> bool:
         if self._last_call is None:
@@ -351,10 +348,11 @@ class Rendezvous:
         """Raises ConfigError if others have, or ask for, another size of the world. That of a generation's connected members
         counts: who asks for another is refused, also if they came before, while nobody was connected. Otherwise the first's."""
         size, newest, job = (request.policy.min_size, request.policy.max_size), self._generations.newest, self._context.job
-        holder = None if newest is None else _who_holds(newest, member)
-        if newest is not None and holder is not None and member.rank < 0:
+        holder = member if member.rank >= 0 else None
+        if newest is not None and holder is None:
+            holder = next((known for known in newest.members if known.connected), None)
             wanted = newest.policy.min_size, newest.policy.max_size
-            if wanted != size:
+            if holder is not None and wanted != size:
                 raise size_conflict(job, member, size, holder, wanted)
         for other in [other for other in self._pending.values() if other.member is not member and other.size != size]:
             if holder is None:
@@ -392,7 +390,8 @@ class Rendezvous:
         error = self._timeout_error(pending)
         self.withdraw(pending.member)
         self._timed_out[name] = pending, self._context.now
-        self._forget_timed_out()
+        oldest = next(iter(self._pending.values()), None)  # only those who waited beside one that still waits are known
+        self._timed_out = {name: one for name, one in self._timed_out.items() if oldest is not None and one[1] >= oldest.since}
         self._context.occurrences.add("rendezvous", error.message)
         self._context.answer(pending.requester, detail_of(error))
         self.review()
@@ -412,14 +411,6 @@ class Rendezvous:
             spare = not newest.over and pending.member.rank < 0  # a place can become free at any time
             return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}{self._refusals()}", retryable=spare)
         return self._missing_error(pending, timed_out, head, f"Present: {present}")
-
-    def _forget_timed_out(self) -> None:
-        """Forgets the requests that timed out before any of the present ones was made."""
-        oldest = next(iter(self._pending.values()), None)
-        if oldest is None:
-            self._timed_out.clear()
-        elif next(iter(self._timed_out.values()))[1] < oldest.since:
-            self._timed_out = {name: one for name, one in self._timed_out.items() if one[1] >= oldest.since}
 
     def _missing_error(
         self, pending: PendingJoin, timed_out: list[PendingJoin], head: str, present: str
@@ -475,8 +466,3 @@ class Rendezvous:
         known = [self._members.summary(member) for member in gone if member not in told]
         known += self.strays.exits
         return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
-
-
-def _who_holds(newest: Generation, member: Member) -> Member | None:
-    """A connected member of the newest generation, `member` itself if it is one."""
-    return member if member.rank >= 0 else next((known for known in newest.living if known.connected), None)
