@@ -70,8 +70,8 @@ class Job:
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
-    def connect(self, stream: int, hello: session_pb2.Hello) -> tuple[Member, int | None]:
-        """A new stream. Returns its member, and the stream that the member had before, if any.
+    def connect(self, stream: int, hello: session_pb2.Hello) -> Member:
+        """A new stream. Returns its member, whose earlier one ends.
 
         Raises:
             FerroError: the Hello is refused.
@@ -84,12 +84,10 @@ class Job:
         member = admitted.member
         if admitted.replaced is not None:
             self.declare_dead(admitted.replaced, _replacement_text(admitted.replaced, hello))
-        before = member.stream
         if not admitted.resumed:
             self.members.add(member)
             self.members.save(member)
-        elif before is not None:
-            self.store.watches.stream_ended(before)
+        self._close_stream(member)
         if member.address != hello.address:  # its network has changed while it was away; peers are told at the next generation
             member.address = hello.address
             self.members.save(member)
@@ -97,7 +95,7 @@ class Job:
         self._welcome(stream, admitted)
         if admitted.resumed:
             self._catch_up(member)
-        return member, before
+        return member
 
     def refused(self, name: str, error: FerroError) -> None:
         """A process was refused: those who wait for it, if anyone does, are told why."""
@@ -106,8 +104,8 @@ class Job:
 
     def disconnect(self, member: Member, stream: int) -> None:
         """A stream ended."""
-        self.store.watches.stream_ended(stream)
         if member.stream == stream:
+            self.store.watches.stream_ended(stream)
             self.leases.disconnected(member)
             self.rendezvous.review()
 
