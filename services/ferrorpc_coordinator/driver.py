@@ -98,7 +98,7 @@ class Driver:
         self._flushed_ns = 0
         self._reported_slow = 0
         """The last group that was logged as slow."""
-        self._held: deque[tuple[int, Outgoing, list[tuple[SendQueue, int]]]] = deque()
+        self._held: deque[tuple[int, Outgoing]] = deque()
         self._settle_scheduled = False
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -213,10 +213,8 @@ class Driver:
         needs = self._written + 1 if self._rows else self._written
         for effect in outgoing:
             if needs > self._durable and not _is_status(effect):
-                recipients = self._recipients(effect)
-                for queue, size_bytes in recipients:
-                    queue.reserve(size_bytes)
-                self._held.append((needs, effect, recipients))
+                self._held.append((needs, effect))
+                self._reserve(effect, 1)
             else:
                 self._release(effect)
 
@@ -299,7 +297,7 @@ class Driver:
 
     def _drop_held_reply(self, call: int) -> None:
         """Drops the held answer of a call whose caller has gone; while the disk is stuck, callers come and give up."""
-        for index, (_, effect, _) in enumerate(self._held):
+        for index, (_, effect) in enumerate(self._held):
             if isinstance(effect, Reply) and effect.call == call:
                 del self._held[index]
                 return
@@ -309,9 +307,8 @@ class Driver:
         held = self._held
         try:
             while held and held[0][0] <= self._durable:
-                _, effect, recipients = held.popleft()
-                for queue, size_bytes in recipients:
-                    queue.reserve(-size_bytes)
+                _, effect = held.popleft()
+                self._reserve(effect, -1)
                 self._release(effect)
         except Exception as error:  # somebody misses an answer: as bad as a failed step
             self._stop(error)
@@ -354,12 +351,13 @@ class Driver:
         else:
             answer.set_result(reply.message)
 
-    def _recipients(self, effect: Outgoing) -> list[tuple[SendQueue, int]]:
-        """The queues that an effect will write to, and how many bytes to each."""
-        if not isinstance(effect, Send):
-            return []
-        queues, shared = self._queues, effect.frame.ByteSize()
-        return [(queues[stream], shared + len(overlay)) for stream, overlay in effect.recipients if stream in queues]
+    def _reserve(self, effect: Outgoing, times: int) -> None:
+        """Reserves room for what an effect will write, or with -1 as `times` releases it."""
+        if isinstance(effect, Send):
+            shared_bytes = effect.frame.ByteSize()
+            for stream, overlay in effect.recipients:
+                if stream in self._queues:
+                    self._queues[stream].reserve(times * (shared_bytes + len(overlay)))
 
     def _write(self, stream: int, shared: bytes, overlay: bytes) -> None:
         queue = self._queues.get(stream)
