@@ -122,9 +122,9 @@ class JobContext:
         """Removes a deadline of this job, if it is set."""
         self.shared.deadlines.drop((self.job, *key))
 
-    def put(self, table: str, key: str, row: Message | bytes) -> None:
+    def put(self, table: str, key: str, row: Message) -> None:
         """Writes a row of this job."""
-        self.durable_state.put(table, f"{self.job}/{key}", row if isinstance(row, bytes) else row.SerializeToString())
+        self.durable_state.put(table, f"{self.job}/{key}", row.SerializeToString())
 
     def remove(self, table: str, key: str) -> None:
         """Removes a row of this job."""

@@ -153,7 +153,7 @@ class Member:
         self.rank, self.generation = -1, 0
         self.links.clear()
 
-    def row(self) -> bytes:
+    def row(self) -> journal_pb2.MemberRow:
         """The journal row, which survives a restart of the coordinator."""
         row = journal_pb2.MemberRow(
             incarnation=self.incarnation,
@@ -171,7 +171,7 @@ class Member:
             row.state = identity_pb2.MEMBER_STATE_LEFT
         for name, value in self.labels:
             row.labels.add(name=name, value=value)
-        return row.SerializeToString()
+        return row
 
     @classmethod
     def from_row(cls, name: str, data: bytes) -> Member:
