@@ -80,6 +80,7 @@ class NcclIdRelay:
             )
         if exchange.outcome is None:
             self._offer(key, exchange, rank, request)
+            self._fail_if_impossible(key, exchange, generation)
         if exchange.outcome is not None:
             self._context.answer_many([requester], exchange.outcome)
             return
@@ -90,8 +91,6 @@ class NcclIdRelay:
             )
             self._context.answer(before, detail_of(again))
         exchange.waiting[rank] = requester
-        if self._fail_if_impossible(key, exchange, generation):
-            return
         since = self._context.now
         until = since + request.timeout_ms * MILLISECOND
         self._context.arm(("bootstrap", key, rank), until, partial(self._time_out, key, rank, since))
@@ -136,19 +135,16 @@ class NcclIdRelay:
         self._context.answer_many(exchange.waiting.values(), outcome)
         exchange.waiting.clear()
 
-    def _fail_if_impossible(self, key: Key, exchange: Exchange, generation: Generation) -> bool:
-        """Fails the exchange if a leader has left without offering its id; returns whether it did."""
-        if exchange.outcome is not None:
-            return False
+    def _fail_if_impossible(self, key: Key, exchange: Exchange, generation: Generation) -> None:
+        """Fails the exchange if a leader has left without offering its id."""
         gone = [rank for rank in exchange.leaders if rank in generation.departed and rank not in exchange.ids]
-        if not gone:
-            return False
+        if exchange.outcome is not None or not gone:
+            return
         member = generation.members[gone[0]]
         why = member.reason or "it left the job"
         what = f"an id of communicator {key.communicator!r} #{key.attempt}"
         lost = PeerLostError(gone[0], why, f"rank {gone[0]} ({member}) left before it offered {what}: {why}")
         self._finish(key, exchange, detail_of(lost))
-        return True
 
     def _time_out(self, key: Key, rank: int, since: int) -> None:
         exchange = self._exchanges[key]
