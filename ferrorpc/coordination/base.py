@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
+from ferrorpc.coordination import limits
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.ordinals import Ordinals
 from ferrorpc.errors import FerroError, UsageError
@@ -136,6 +137,11 @@ class Session(ABC):
     def activity(self) -> Activity:
         """That of the current generation."""
         return self.membership.activity
+
+    def _participants(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
+        """The participants of an exchange in this generation; None: all its ranks."""
+        own = self.membership.assignment
+        return limits.check_participants(ranks, own.rank, own.size)
 
     @abstractmethod
     def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:

@@ -395,9 +395,6 @@ class LocalSession(Session):
         fate = f"rank {self.rank} was declared dead ({reason}) and is no longer part of job {self._world.job!r}"
         self._world.end_session(self, "dead", reason, StaleGenerationError(fate))
 
-    def _participants(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
-        return limits.check_participants(ranks, self.rank, self.membership.assignment.size)
-
     def _arrive(self, key: tuple[str, str, int], exchange: Exchange, brought: list[bytes]) -> tuple[_Generation, Exchange]:
         """Arrives at the exchange of this key, opening it if need be. The caller holds the lock."""
         self._check_alive()

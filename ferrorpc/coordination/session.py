@@ -425,10 +425,6 @@ class RemoteSession(Session):
             latch.check()
             raise
 
-    def _participants(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
-        assignment = self.membership.assignment
-        return limits.check_participants(ranks, assignment.rank, assignment.size)
-
     def _member_changed(self, member: identity_pb2.Member) -> None:
         report, unhealthy = member_report(member), self.membership.latch.unhealthy
         tell(_log, logging.INFO, "%s", report)
