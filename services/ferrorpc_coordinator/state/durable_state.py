@@ -33,11 +33,11 @@ class DurableState:
             (META, "cluster_id"): self.cluster_id.encode(),
             (META, "epoch"): str(self.epoch).encode(),
         }
-        self._noted = self.revision
 
     def next_revision(self) -> int:
         """Counts one more change of state; returns its revision."""
         self.revision += 1
+        self.put(META, "revision", str(self.revision).encode())
         return self.revision
 
     def remove_generations(self, newest: int) -> None:
@@ -56,8 +56,5 @@ class DurableState:
 
     def flush(self) -> list[Persist]:
         """Returns the rows of this step; they include the revision if it changed."""
-        if self._noted != self.revision:
-            self.put(META, "revision", str(self.revision).encode())
-            self._noted = self.revision
         written, self._written = self._written, {}
         return [Persist(table, key, value) for (table, key), value in written.items()]
