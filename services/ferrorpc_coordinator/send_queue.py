@@ -31,10 +31,10 @@ class SendQueue:
         "_frames",
         "_greeted",
         "_left_bytes",
+        "_news",
         "_queued_bytes",
         "_reserved_bytes",
         "_room",
-        "_waiter",
         "left",
         "overflowed",
         "stream",
@@ -52,7 +52,8 @@ class SendQueue:
         self._queued_bytes = 0
         self._reserved_bytes = 0
         self._finished = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
+        """There is a frame, or an end, that `drain` has not seen yet."""
         self._room = asyncio.Event()
         self._room.set()
 
@@ -70,7 +71,7 @@ class SendQueue:
             self.finish()
             self._drop()
             return False
-        self._wake()
+        self._news.set()
         return True
 
     def reserve(self, frame_bytes: int) -> None:
@@ -93,7 +94,7 @@ class SendQueue:
             asyncio.get_running_loop().call_later(END_SECONDS, self._drop)
         self._finished = True
         self._count()
-        self._wake()
+        self._news.set()
 
     async def drain(self, write: Callable[[bytes, bytes], Awaitable[None]]) -> None:
         """Writes frames until `finish`. There is only one consumer."""
@@ -113,11 +114,8 @@ class SendQueue:
                 self._count(queued=-size_bytes)
             if self._finished:
                 return
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._news.clear()
+            await self._news.wait()
 
     def _drop(self) -> None:
         """Drops what is not being written. gRPC does not give back what it was given to write."""
@@ -135,10 +133,6 @@ class SendQueue:
         if left_bytes != self._left_bytes:
             self.left(left_bytes - self._left_bytes)
             self._left_bytes = left_bytes
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 def _nobody(_: int) -> None:
