@@ -236,7 +236,6 @@ class Driver:
         self._settle_scheduled = False
         self._flush()
         self._arm()
-        self._note_idle()
 
     def _arm(self) -> None:
         """Arms the timer for the next deadline. A timer that fires too early is armed again."""
@@ -271,7 +270,11 @@ class Driver:
     # -- durability ----------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        if self._journal is None or not self._rows or self._written > self._durable:
+        """Passes the rows to the journal, unless that is writing a group: they, and what is held, wait for it."""
+        if self._written > self._durable:
+            return
+        if self._journal is None or not self._rows:
+            self._idle.set()
             return
         rows = list(self._rows.values())
         self._rows.clear()
@@ -314,12 +317,6 @@ class Driver:
             self._stop(error)
             raise
         self._flush()
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        """Directly after `_flush`: rows that remain, and what is held, wait for a group that is being written."""
-        if self._written == self._durable:
-            self._idle.set()
 
     def _stop(self, error: Exception) -> None:
         if not self.failure.done():
