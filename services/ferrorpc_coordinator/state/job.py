@@ -223,12 +223,12 @@ class Job:
             raise UsageError(f"{member} reported {'a removal, which is for operators' if subject else 'nothing'}")
         if subject == "exit":
             self._process_exited(request.exit)
-        elif subject == "failure":
-            generation = self.generations.require(member, request.generation)
-            self.generations.break_(generation, request.failure, member.rank)
         else:
             generation = self.generations.require(member, request.generation)
-            self.generations.link_lost(member, request.link_lost, generation)
+            if subject == "failure":
+                self.generations.break_(generation, request.failure, member.rank)
+            else:
+                self.generations.link_lost(member, request.link_lost, generation)
         self.context.answer(requester, session_pb2.ReportResponse())
 
     def _remove(self, removal: session_pb2.Removal) -> None:
