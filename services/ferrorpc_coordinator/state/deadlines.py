@@ -64,9 +64,6 @@ class Deadlines:
         heapq.heappush(self._heap, (when, self._order, key))
 
     def _rebuild(self) -> None:
-        entries = [(when, order, key) for when, order, key in self._heap if key in self._armed]
-        first: dict[Hashable, tuple[int, int, Hashable]] = {}
-        for entry in sorted(entries, key=lambda entry: entry[:2]):
-            first.setdefault(entry[2], entry)
-        self._heap = list(first.values())
-        heapq.heapify(self._heap)
+        """Keeps the earliest entry of each deadline that is set."""
+        first = {entry[2]: entry for entry in sorted(self._heap, reverse=True) if entry[2] in self._armed}
+        self._heap = sorted(first.values())
