@@ -83,7 +83,7 @@ class Coordinator:
         self._durable_state = DurableState(recovered, mint)
         self._shared = SharedState(settings, self._durable_state, mint)
         self._running_time = RunningTime(now_ns, settings.tick_interval_ns, settings.pause_ns)
-        self._shared.now = self._shared.last_heard = self._running_time.advance(now_ns)
+        self._shared.now = self._shared.last_heard = now_ns
         self._jobs: dict[str, Job] = {}
         self._streams: dict[int, tuple[Job, Member]] = {}
         self._calls: dict[int, tuple[Job, Requester]] = {}
