@@ -138,6 +138,7 @@ class Driver:
     def receive(self, stream: int, frame: session_pb2.ClientFrame) -> None:
         """Handles another frame of a stream."""
         self._counters.frames_received += 1
+        self._counters.heartbeats += frame.HasField("beat")
         self._step(Received(stream, frame, self.refuses_writes))
 
     def disconnect(self, stream: int) -> None:

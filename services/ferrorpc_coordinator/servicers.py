@@ -82,7 +82,7 @@ class CoordinatorServicer:
             hello = await _read_hello(context)
             queue = self._connect(hello, _caller(context))
             write = partial(self._write_budget.write, context.write, hello.job)
-            await _Stream(self._driver, self._counters, context, queue).run(write)
+            await _Stream(self._driver, context, queue).run(write)
 
     def _connect(self, hello: session_pb2.Hello, caller: Caller) -> SendQueue:
         left_bytes = self._left_on_streams.of(hello.job)
@@ -160,9 +160,8 @@ class CoordinatorServicer:
 class _Stream:
     """One open Session stream. This task writes and a second one reads; whichever ends first ends the other."""
 
-    def __init__(self, driver: Driver, counters: Counters, context: Context, queue: SendQueue) -> None:
+    def __init__(self, driver: Driver, context: Context, queue: SendQueue) -> None:
         self._driver = driver
-        self._counters = counters
         self._context = context
         self._queue = queue
         self._problem: FerroError | None = None
@@ -189,12 +188,10 @@ class _Stream:
             )
 
     async def _read(self) -> None:
-        read, stream, counters = self._context.read, self._queue.stream, self._counters
+        read, stream = self._context.read, self._queue.stream
         try:
             while isinstance(data := await read(), bytes):  # the end of the stream is grpc.aio.EOF
                 frame = compact(session_pb2.ClientFrame, data, _NO_FRAME)
-                if frame.HasField("beat"):
-                    counters.heartbeats += 1
                 self._driver.receive(stream, frame)
                 del data, frame  # their memory, which may be much, until the next frame
                 await self._queue.wait_for_room()
