@@ -174,10 +174,8 @@ class Barriers:
     def member_gone(self, member: Member) -> None:
         """A member died or left: barriers that wait for it fail; in generation 0 its arrival is removed."""
         for key, barrier in list(self._open.items()):
-            if barrier.generation is not None:
-                self._fail_if_impossible(key, barrier)
-            else:
-                self._withdraw(key, barrier, member.client)
+            self._fail_if_impossible(key, barrier)
+            self._withdraw(key, barrier, member.client)
 
     def member_reforms(self) -> None:
         """A member has asked for the next generation: barriers of this one that wait for it fail."""

@@ -162,7 +162,7 @@ class Job:
 
     def cancel(self, requester: Requester) -> None:
         """The caller of a unary call has gone."""
-        self.store.call_cancelled(requester.number)
+        self.store.stop_waiting(requester.number)
         self.barriers.call_cancelled(requester)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Job:
         """Fails what waits in a generation, and reviews the round that may follow a broken one."""
         self.barriers.generation_over(generation, cause)
         self.nccl_ids.generation_over(cause)
-        self.store.generation_over(generation.number)
+        self.store.delete_bound(generation.number)
         if generation.broken is not None:
             self.rendezvous.review()
 

@@ -118,17 +118,19 @@ class Store:
 
     def client_gone(self, client: str) -> None:
         """A session is over: deletes the keys bound to it, and drops its waits and write results."""
-        self._delete_bound(client)
+        self.delete_bound(client)
         self.write_results.forget(client)
-        self._stop_waiting(client)
+        self.stop_waiting(client)
 
-    def call_cancelled(self, call: int) -> None:
-        """The caller of a unary call has gone."""
-        self._stop_waiting(call)
+    def delete_bound(self, what: str | int) -> None:
+        """A session (by its client) or a generation is over: deletes the keys bound to it."""
+        for key in self.keyspace.bound_to(what):
+            self._remove(key)
 
-    def generation_over(self, number: int) -> None:
-        """A generation is over: deletes the keys bound to it."""
-        self._delete_bound(number)
+    def stop_waiting(self, owner: str | int) -> None:
+        """A session (by its client) is over, or the caller of a unary call has gone: drops its waits."""
+        for waiter in list(self._waiters_of.get(owner, ())):
+            self._give_up(waiter)
 
     def recover(self, entries: dict[str, bytes], writes: dict[str, bytes], clients: Iterable[str]) -> None:
         """Restores the store from the journal. Deletes what belongs to clients that are gone by now."""
@@ -140,7 +142,7 @@ class Store:
         for what in self.keyspace.bindings():
             current = newest is not None and not newest.over and what == newest.number
             if what not in living and not current:
-                self._delete_bound(what)
+                self.delete_bound(what)
         for client in self.write_results.clients():
             if not client.startswith("/") and client not in living:
                 self.write_results.forget(client)
@@ -257,10 +259,6 @@ class Store:
         self.watches.changed(key, b"", revision, deleted=True)
         return revision
 
-    def _delete_bound(self, what: str | int) -> None:
-        for key in self.keyspace.bound_to(what):
-            self._remove(key)
-
     def _completed(self, kept: store_pb2.StoreResponse, name: str, operation: Any) -> store_pb2.StoreResponse:
         """A kept result, with the value that was left out because the request contains it."""
         response = store_pb2.StoreResponse()
@@ -340,10 +338,6 @@ class Store:
         del waiting[waiter]
         if not waiting:
             del self._waiting[key]
-
-    def _stop_waiting(self, owner: str | int) -> None:
-        for waiter in list(self._waiters_of.get(owner, ())):
-            self._give_up(waiter)
 
 
 _OPERATIONS: Final = {
