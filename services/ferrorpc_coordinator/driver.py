@@ -359,7 +359,7 @@ class Driver:
 
     def _write(self, stream: int, shared: bytes, overlay: bytes) -> None:
         queue = self._queues.get(stream)
-        if queue is not None and not queue.overflowed and not queue.push(shared, overlay):
+        if queue is not None and not queue.push(shared, overlay):
             _log.warning("stream %d leaves too much unread and is disconnected; it may resume", stream)
             self._loop.call_soon(self.disconnect, stream)
 

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from ferrorpc.errors import CoordinatorUnavailableError, FerroError
+
 SEND_QUEUE_BYTES_MAX: Final = 8 << 20
 """A client that leaves more than this unread is disconnected; it can resume and gets what it missed."""
 READ_PAUSE_BYTES: Final = SEND_QUEUE_BYTES_MAX // 4
@@ -36,13 +38,14 @@ class SendQueue:
         "_reserved_bytes",
         "_room",
         "left",
-        "overflowed",
+        "problem",
         "stream",
     )
 
     def __init__(self, stream: int) -> None:
         self.stream = stream
-        self.overflowed = False
+        self.problem: FerroError | None = None
+        """The error with which the stream ends, for its client."""
         self.left: Callable[[int], None] = _nobody
         """Called with the growth of what the client leaves unread of this stream after its end."""
         self._left_bytes = 0
@@ -61,13 +64,16 @@ class SendQueue:
         return len(self._frames)
 
     def push(self, shared: bytes, overlay: bytes = b"") -> bool:
-        """Queues one frame. False if the client reads too slowly: then nothing more is written."""
+        """Queues one frame, or drops that of a stream that is over. False if the client reads too slowly: the stream ends."""
         if self._finished:
-            return not self.overflowed
+            return True
         self._frames.append((shared, overlay))
         self._count(queued=len(shared) + len(overlay))
         if self._queued_bytes > SEND_QUEUE_BYTES_MAX:
-            self.overflowed = True
+            self.problem = CoordinatorUnavailableError(
+                f"the coordinator closed this session because it left more than {SEND_QUEUE_BYTES_MAX >> 20} MiB unread",
+                hint="nothing to do if this process was only busy: the session resumes by itself",
+            )
             self.finish()
             self._drop()
             return False

@@ -24,7 +24,7 @@ from ferrorpc.wire.refusal_log import quoted
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.first_message import first_message
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
+from ferrorpc_coordinator.send_queue import SendQueue
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 from ferrorpc_coordinator.state.store import may_answer_much, sets_a_value
 from ferrorpc_coordinator.unread import ANSWERS_BYTES_MAX, UNREAD_BYTES_MAX, UnreadBytes
@@ -81,8 +81,14 @@ class CoordinatorServicer:
         async with self._counted("Session", context):
             hello = await _read_hello(context)
             queue = self._connect(hello, _caller(context))
-            write = partial(self._write_budget.write, context.write, hello.job)
-            await _Stream(self._driver, context, queue).run(write)
+            reader = asyncio.create_task(self._read(context, queue))  # whichever of the two ends first ends the other
+            try:
+                await queue.drain(partial(self._write_budget.write, context.write, hello.job))
+            finally:
+                reader.cancel()
+                self._driver.disconnect(queue.stream)
+            if queue.problem is not None:
+                raise queue.problem
 
     def _connect(self, hello: session_pb2.Hello, caller: Caller) -> SendQueue:
         left_bytes = self._left_on_streams.of(hello.job)
@@ -95,6 +101,20 @@ class CoordinatorServicer:
         queue = self._driver.connect(hello, caller)
         queue.left = partial(self._left_on_streams.add, hello.job)
         return queue
+
+    async def _read(self, context: Context, queue: SendQueue) -> None:
+        try:
+            while isinstance(data := await context.read(), bytes):  # the end of the stream is grpc.aio.EOF
+                frame = compact(session_pb2.ClientFrame, data, _NO_FRAME)
+                self._driver.receive(queue.stream, frame)
+                del data, frame  # their memory, which may be much, until the next frame
+                await queue.wait_for_room()
+        except CodecError as error:
+            queue.problem = error
+        finally:
+            # The end of the stream without a Leave is the fastest sign of death: report it before anything is written.
+            self._driver.disconnect(queue.stream)
+            queue.finish()
 
     # -- unary calls ---------------------------------------------------------------------------------------------------
 
@@ -155,52 +175,6 @@ class CoordinatorServicer:
             await context.abort(ended, details, trailers)
         finally:
             self._counters.handled[name, ended.name] += 1
-
-
-class _Stream:
-    """One open Session stream. This task writes and a second one reads; whichever ends first ends the other."""
-
-    def __init__(self, driver: Driver, context: Context, queue: SendQueue) -> None:
-        self._driver = driver
-        self._context = context
-        self._queue = queue
-        self._problem: FerroError | None = None
-
-    async def run(self, write: Callable[[bytes, bytes], Awaitable[None]]) -> None:
-        """Runs until either side ends the stream.
-
-        Raises:
-            CodecError: the client sent bytes that are no frame.
-            CoordinatorUnavailableError: it left too much unread; it may resume.
-        """
-        reader = asyncio.create_task(self._read())
-        try:
-            await self._queue.drain(write)
-        finally:
-            reader.cancel()
-            self._driver.disconnect(self._queue.stream)
-        if self._problem is not None:
-            raise self._problem
-        if self._queue.overflowed:
-            raise CoordinatorUnavailableError(
-                f"the coordinator closed this session because it left more than {SEND_QUEUE_BYTES_MAX >> 20} MiB unread",
-                hint="nothing to do if this process was only busy: the session resumes by itself",
-            )
-
-    async def _read(self) -> None:
-        read, stream = self._context.read, self._queue.stream
-        try:
-            while isinstance(data := await read(), bytes):  # the end of the stream is grpc.aio.EOF
-                frame = compact(session_pb2.ClientFrame, data, _NO_FRAME)
-                self._driver.receive(stream, frame)
-                del data, frame  # their memory, which may be much, until the next frame
-                await self._queue.wait_for_room()
-        except CodecError as error:
-            self._problem = error
-        finally:
-            # The end of the stream without a Leave is the fastest sign of death: report it before anything is written.
-            self._driver.disconnect(stream)
-            self._queue.finish()
 
 
 def _caller(context: Context) -> Caller:

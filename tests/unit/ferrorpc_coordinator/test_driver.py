@@ -252,7 +252,7 @@ async def test_a_client_that_does_not_read_is_disconnected(make):
     for _ in range(SEND_QUEUE_BYTES_MAX // (1 << 20) + 1):
         driver.receive(1, session_pb2.ClientFrame())
     await turns()
-    assert queue.overflowed
+    assert queue.problem
     assert not len(queue)
     assert isinstance(state_machine.events[-1][0], Disconnected)
     assert driver.sessions == 0
