@@ -112,7 +112,7 @@ def beat_ages(job: Job) -> dict[int, float]:
 def longest_behind_seconds(job: Job) -> float:
     """For how long a rank has been behind; 0 if none is. In a generation that is over nobody waits for it."""
     newest = job.generations.newest
-    late = {} if newest is None or newest.over else behind(newest.members, job.context.now)
+    late = {} if newest.over else behind(newest.members, job.context.now)
     return max(late.values(), default=0) / SECOND
 
 
@@ -211,14 +211,9 @@ def _collect_jobs(jobs: Mapping[str, Job]) -> Iterator[Any]:
         yield family
 
 
-def _world_size(job: Job) -> int:
-    newest = job.generations.newest
-    return 0 if newest is None else len(newest.members)
-
-
 _JOB_GAUGES: Final[tuple[tuple[str, str, Callable[[Job], float]], ...]] = (
     ("ferrorpc_generation", "Newest generation", lambda job: job.context.newest_generation),
-    ("ferrorpc_world_size", "Members of the newest generation", _world_size),
+    ("ferrorpc_world_size", "Members of the newest generation", lambda job: len(job.generations.newest.members)),
     ("ferrorpc_open_barriers", "Named barriers that wait for somebody", lambda job: len(job.barriers)),
     ("ferrorpc_longest_barrier_seconds", "Age of the oldest open barrier", lambda job: job.barriers.longest_ns / SECOND),
     ("ferrorpc_longest_behind_seconds", "How long a rank has begun no operation, others ahead", longest_behind_seconds),

@@ -376,8 +376,8 @@ class Simulation:
                 if connected != (member.stream is not None):
                     raise Violation(f"{member} is {member.liveness.value} with stream {member.stream}")
                 if member.rank >= 0 and (
-                    newest is None or (newest.number, newest.members[member.rank]) != (member.generation, member)
+                    not newest.number or (newest.number, newest.members[member.rank]) != (member.generation, member)
                 ):
                     raise Violation(f"{member} has rank {member.rank}, which is not its own")
-            if newest is not None and not newest.over and any(m.liveness is Liveness.DEAD for m in newest.members):
+            if not newest.over and any(m.liveness is Liveness.DEAD for m in newest.members):
                 raise Violation(f"generation {newest.number} goes on with a dead member")

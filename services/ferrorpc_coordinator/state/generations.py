@@ -75,6 +75,11 @@ class Generation:
         return row
 
 
+def before_the_first() -> Generation:
+    """What a job has until its first round closes: a generation of number 0 that is over, without members."""
+    return Generation(0, (), rendezvous_pb2.WorldPolicy(), "", end_reason="there was none")
+
+
 @dataclass(slots=True)
 class Summary:
     """What the status says of a generation, without its members. Times from before the coordinator's last start are None."""
@@ -115,7 +120,7 @@ class Generations:
         self._context = context
         self._members = members
         self._on_end = on_end
-        self.newest: Generation | None = None
+        self.newest = before_the_first()
         self.history: dict[int, Summary] = {}
         """The last generations by number, oldest first."""
         self.broken_count = 0
@@ -129,12 +134,12 @@ class Generations:
             Refused: it is broken; contains its first cause.
         """
         newest = self.newest
-        if newest is None or newest.number != number or member.rank < 0:
-            has = "none" if newest is None else str(newest.number)
+        if newest.number != number or member.rank < 0:
             raise StaleGenerationError(
-                f"{member} named generation {number}, in which it has no rank now; the newest generation is {has}",
+                f"{member} named generation {number}, in which it has no rank now; the newest generation is "
+                f"{newest.number or 'none'}",
                 generation=number,
-                newest=0 if newest is None else newest.number,
+                newest=newest.number,
             )
         if newest.broken is not None:
             raise Refused(newest.broken.cause)
@@ -143,12 +148,11 @@ class Generations:
     def begin(self, generation: Generation) -> None:
         """A round closed: makes this the newest generation; the one before is over."""
         before = self.newest
-        if before is not None:
-            if not before.over:
-                replaced = generation_replaced(before.number, generation.number)
-                self.end(before, f"replaced by generation {generation.number}", detail_of(replaced))
-            for member in before.members:
-                member.lose_rank()
+        if not before.over:
+            replaced = generation_replaced(before.number, generation.number)
+            self.end(before, f"replaced by generation {generation.number}", detail_of(replaced))
+        for member in before.members:
+            member.lose_rank()
         self.newest = generation
         self._context.newest_generation = generation.number
         for rank, member in enumerate(generation.members):
@@ -287,17 +291,14 @@ class Generations:
         for number in self.history:
             self._context.remove(TABLE, str(number))
         self.history.clear()
-        self.newest = None
+        self.newest = before_the_first()
 
     def assign_recovered_ranks(self) -> None:
         """Gives the members of the newest generation their ranks, after the last row."""
-        newest = self.newest
-        if newest is None:
-            return
-        for rank, member in enumerate(newest.members):
-            member.assign_rank(rank, newest.number, self._context.now)
+        for rank, member in enumerate(self.newest.members):
+            member.assign_rank(rank, self.newest.number, self._context.now)
             if member.liveness is Liveness.LEFT:
-                newest.departed.add(rank)
+                self.newest.departed.add(rank)
 
     def _recovered_member(self, seat: journal_pb2.Seat, broken: bool) -> Member:
         """The member that had a recovered rank.

@@ -204,8 +204,7 @@ class Job:
         self.nccl_ids.request(requester, request, self.generations.require(member, request.generation))
 
     def _describe(self, requester: Requester, member: Member, request: session_pb2.DescribeRequest) -> None:
-        newest = self.generations.newest
-        members = () if newest is None else newest.members
+        members = self.generations.newest.members
         chosen = [members[rank] for rank in request.ranks if rank < len(members)] if request.ranks else members
         response = session_pb2.DescribeResponse()
         room = self.context.limits.frame_bytes  # a client ends its session over a frame that is too large
@@ -268,7 +267,7 @@ class Job:
     def _open_generation_of(self, member: Member) -> Generation | None:
         """The newest generation, if the member has a rank in it and it is not over."""
         newest = self.generations.newest
-        return newest if newest is not None and member.rank >= 0 and not newest.over else None
+        return newest if member.rank >= 0 and not newest.over else None
 
     def _clean_up_after(self, member: Member) -> None:
         """Removes what a dead or departed member held: keys, arrivals and its place in the generation."""
@@ -310,7 +309,7 @@ class Job:
     def _send_state_changes(self) -> int:
         changed, self._changed_members = list(self._changed_members.values()), {}
         newest = self.generations.newest
-        if newest is None or newest.over:
+        if newest.over:
             return 0
         changed = [member for member in changed if member.rank >= 0]
         alone = changed[0] if len(changed) == 1 else None
@@ -332,7 +331,7 @@ class Job:
     def _catch_up(self, member: Member) -> None:
         """Sends a resumed member the events it missed that still matter."""
         newest = self.generations.newest
-        if newest is None or member.rank < 0:
+        if member.rank < 0:
             return
         if newest.broken is not None:
             self.context.push([member], session_pb2.Event(broken=newest.broken))

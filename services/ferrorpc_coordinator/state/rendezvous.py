@@ -93,9 +93,8 @@ class Rendezvous:
     def longest_ns(self) -> int:
         """For how long members have waited; 0 if nobody does. Newcomers to a generation that goes on do not count: spares may
         wait for ever."""
-        newest = self._generations.newest
-        goes_on = newest is not None and not newest.over
-        since = (pending.since for pending in self._pending.values() if pending.member.rank >= 0 or not goes_on)
+        is_over = self._generations.newest.over
+        since = (pending.since for pending in self._pending.values() if pending.member.rank >= 0 or is_over)
         return self._context.now - next(since, self._context.now)
 
     def joining(self, member: Member) -> bool:
@@ -110,7 +109,7 @@ class Rendezvous:
             ConfigError: it contradicts another request; both are named.
         """
         newest = self._generations.newest
-        if newest is not None and member.rank >= 0 and request.after_generation < newest.number:
+        if member.rank >= 0 and request.after_generation < newest.number:
             self._context.answer(requester, self._response(newest, member.rank))
             if newest.broken is not None:
                 self._context.push([member], session_pb2.Event(broken=newest.broken))
@@ -124,7 +123,7 @@ class Rendezvous:
             self.strays.refused(member.name, error.message)
             raise
         self.strays.came(member.name)
-        if newest is not None and member.rank >= 0:
+        if member.rank >= 0:
             newest.reforming.add(member.rank)
         before = self._pending.pop(member.name, None)
         if before is not None:
@@ -186,8 +185,8 @@ class Rendezvous:
     def _unfinished(self) -> str:
         """What the newest generation does while living members of it have not asked to join."""
         newest = self._generations.newest
-        state = "is over" if newest is None or newest.over else "goes on"
-        return f"generation {self._context.newest_generation} {state}, its members have not all asked for another"
+        state = "is over" if newest.over else "goes on"
+        return f"generation {newest.number} {state}, its members have not all asked for another"
 
     def _ready(self) -> list[PendingJoin]:
         return [pending for pending in self._pending.values() if pending.member.connected]
@@ -205,9 +204,8 @@ class Rendezvous:
 
     def _living_without(self, joining: Sequence[PendingJoin]) -> list[Member]:
         """Living members of the newest generation that are not among these."""
-        newest = self._generations.newest
         joining_members = {pending.member for pending in joining}
-        return [] if newest is None else [member for member in newest.living if member not in joining_members]
+        return [member for member in self._generations.newest.living if member not in joining_members]
 
     def _decide(self) -> list[PendingJoin] | None:
         first = next(iter(self._pending.values()))
@@ -217,12 +215,12 @@ class Rendezvous:
             self._cancel_last_call()
             return None
         newest, not_joining = self._generations.newest, self._living_without(ready)
-        if not_joining and newest is not None:
+        if not_joining:
             has_survivor = any(pending.member.rank >= 0 for pending in ready)
             if first.fixed or not newest.over or not has_survivor:
                 self._cancel_last_call()
                 return None
-        survivors_asked = newest is not None and not not_joining and bool(newest.living)
+        survivors_asked = not not_joining and bool(newest.living)
         full = len(ready) >= high and not not_joining
         if survivors_asked or full or self._last_call_passed(ready, bool(not_joining)):
             return self._choose(ready, high)
@@ -258,7 +256,7 @@ class Rendezvous:
         ranks = assign([self._claim(pending) for pending in chosen], len(chosen), elastic=low < high)
         in_order = [pending for _, pending in sorted(zip(ranks, chosen, strict=True), key=lambda pair: pair[0])]
         reason = f"{len(chosen)} of {high} joined" if low == high else f"{len(chosen)} joined, {low} to {high} were wanted"
-        if newest is not None:
+        if newest.number:
             reason += f", after generation {newest.number}: {newest.end_reason or 'all its members asked for another'}"
         members, policy = tuple(pending.member for pending in in_order), chosen[0].request.policy
         generation = Generation(number, members, policy, reason, cost_table=self._context.settings.cost_table)
@@ -312,7 +310,7 @@ class Rendezvous:
         Spares do not count, or members would reform for them for ever.
         """
         newest = self._generations.newest
-        if newest is None:
+        if not newest.number:
             return []
         waiting = [pending for pending in self._pending.values() if pending.member.rank < 0]
         room = max(0, waiting[0].size[1] - len(newest.living)) if waiting else 0
@@ -320,11 +318,12 @@ class Rendezvous:
 
     def _announce(self) -> int:
         """Sends the names of waiting members to the newest generation, if they changed."""
-        newest, names = self._generations.newest, self._to_admit()
-        if newest is None or names == self._announced:
+        names = self._to_admit()
+        if names == self._announced:
             return 0
         self._announced = names
-        return self._context.push(newest.living, session_pb2.Event(pending=session_pb2.PendingMembers(names=names)))
+        event = session_pb2.Event(pending=session_pb2.PendingMembers(names=names))
+        return self._context.push(self._generations.newest.living, event)
 
     def catch_up(self, member: Member) -> None:
         """Sends a resumed member the names of the waiting members; without an event it assumes that there are none."""
@@ -349,7 +348,7 @@ class Rendezvous:
         counts: who asks for another is refused, also if they came before, while nobody was connected. Otherwise the first's."""
         size, newest, job = (request.policy.min_size, request.policy.max_size), self._generations.newest, self._context.job
         holder = member if member.rank >= 0 else None
-        if newest is not None and holder is None:
+        if holder is None:
             holder = next((known for known in newest.members if known.connected), None)
             wanted = newest.policy.min_size, newest.policy.max_size
             if holder is not None and wanted != size:
@@ -362,8 +361,7 @@ class Rendezvous:
     def _check_run(self, member: Member) -> None:
         """Raises ConfigError if members of another run ask. If `member` is of the run that goes on, refuses those instead."""
         others = [other for other in self._pending.values() if member.run and other.member.run not in ("", member.run)]
-        newest = self._generations.newest
-        goes_on = newest is not None and any(known.run == member.run for known in newest.living)
+        goes_on = any(known.run == member.run for known in self._generations.newest.living)
         for other in others:
             if not goes_on:
                 raise run_conflict(self._context.job, member, other.member)
@@ -373,8 +371,8 @@ class Rendezvous:
         """Raises ConfigError if another process has the pinned rank, unless `member` holds it already: then that is refused."""
         if rank < 0:
             return
-        newest = self._generations.newest
-        current = newest.members[rank] if newest is not None and rank < len(newest.members) else None
+        ranked = self._generations.newest.members
+        current = ranked[rank] if rank < len(ranked) else None
         for other in list(self._pending.values()):
             if other.request.pinned_rank != rank or other.member is member:
                 continue
@@ -403,12 +401,11 @@ class Rendezvous:
         timed_out = gave_up if len(self._ready()) + len(gave_up) < pending.size[0] else []
         # Who gave up is named only where nobody else holds the round up.
         not_joining = self._held_up_by(pending.size[0], gave_up) or self._held_up_by(pending.size[0], timed_out)
-        newest = self._generations.newest
-        if not_joining and newest is not None:
+        if not_joining:
             ranks = [member.rank for member in not_joining]
             about = "; ".join(self._members.summary(member) for member in not_joining[:NAMED_MAX])
             head += f"{self._unfinished()}: {about}"
-            spare = not newest.over and pending.member.rank < 0  # a place can become free at any time
+            spare = not self._generations.newest.over and pending.member.rank < 0  # a place can become free at any time
             return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}{self._refusals()}", retryable=spare)
         return self._missing_error(pending, timed_out, head, f"Present: {present}")
 
@@ -448,10 +445,9 @@ class Rendezvous:
 
     def _last_holders(self, ranks: list[int]) -> dict[int, Member]:
         """The last process that had or claimed each of these ranks, if there was one."""
-        newest = self._generations.newest
         gone = sorted((member for member in self._members if not member.alive), key=lambda member: member.revision)
         holders = {member.last_rank: member for member in gone}  # perhaps of one that had it before; the newest holders count
-        holders |= {} if newest is None else {member.rank: member for member in newest.members if not member.alive}
+        holders |= {member.rank: member for member in self._generations.newest.members if not member.alive}
         holders |= self._claimants
         holders |= {member.rank: member for member in self._living_without(self._ready())}
         return {rank: holders[rank] for rank in ranks if rank in holders}

@@ -140,8 +140,7 @@ class Store:
         living = set(clients)
         newest = self._generations.newest
         for what in self.keyspace.bindings():
-            current = newest is not None and not newest.over and what == newest.number
-            if what not in living and not current:
+            if what not in living and (newest.over or what != newest.number):
                 self.delete_bound(what)
         for client in self.write_results.clients():
             if not client.startswith("/") and client not in living:

@@ -91,7 +91,7 @@ def test_a_job_that_makes_room_for_another_takes_no_memory_until_the_garbage_col
     for name in ("job", "other"):
         world.call(session_pb2.UnaryStoreRequest(job=name, request=value))
     assert set(world.coordinator.jobs) == {"other"}
-    assert (list(job.members), job.generations.newest, len(job.store.keyspace)) == ([], None, 0)
+    assert (list(job.members), job.generations.newest.number, len(job.store.keyspace)) == ([], 0, 0)
     assert not job.store.watches._history
     assert not job.generations.history
 
