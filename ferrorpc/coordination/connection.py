@@ -367,10 +367,8 @@ class Connection:
         body = frame.WhichOneof("body")
         if body == "welcome":
             self._handle_welcome(frame.position, frame.welcome)
-            self._last_position.CopyFrom(frame.position)
         elif body == "result":
             self._handle_result(frame.position, frame.result)
-            self._advance_position(frame.position)
         elif body == "event" and frame.event.WhichOneof("kind") == "fenced":
             if self._token and frame.position.cluster_id != self.cluster_id:
                 cluster_id = frame.position.cluster_id
@@ -378,11 +376,8 @@ class Connection:
             raise restore(frame.event.fenced)
         elif body == "event":
             self._listener.event(frame.event)
-            self._advance_position(frame.position)
-
-    def _advance_position(self, position: identity_pb2.Position) -> None:
-        self._last_position.generation = max(self._last_position.generation, position.generation)
-        self._last_position.revision = max(self._last_position.revision, position.revision)
+        self._last_position.generation = max(self._last_position.generation, frame.position.generation)
+        self._last_position.revision = max(self._last_position.revision, frame.position.revision)
 
     def _handle_welcome(self, position: identity_pb2.Position, welcome: wire.Welcome) -> None:
         same = position.revision >= self._last_position.revision and position.generation >= self._last_position.generation
@@ -410,6 +405,7 @@ class Connection:
         """The coordinator lost this session or part of its state: ends the generation and the requests that belong to it."""
         with self._condition.lock:
             self._token, self.cluster_id = "", cluster_id
+        self._last_position = identity_pb2.Position()
         self.memory.trip(why)
         self._listener.session_ended(why)
         with self._condition.lock:
