@@ -182,12 +182,21 @@ function drawPager(total, pages, earlier) {
   on.disabled = view.page === pages - 1;
 }
 
+// A bar of parts: [class, share of the whole width].
+function barOf(...parts) {
+  const bar = element("div", "bar", ...parts.map(([kind]) => element("i", kind)));
+  parts.forEach(([, share], i) => { bar.children[i].style.width = `${100 * Math.max(0, share)}%`; });
+  return bar;
+}
+
+function rankRow(rank, bar, text) {
+  return element("div", "row", element("span", "", `rank ${rank}`), bar, element("span", "", text));
+}
+
 function drawBarriers() {
   const open = model.state.barriers.slice(0, BARRIERS).map((barrier) => {
     const all = barrier.arrived.length + barrier.missing.length;
-    const bar = element("div", "bar", element("i", "there"), element("i", "away"));
-    bar.children[0].style.width = `${(100 * barrier.arrived.length) / Math.max(1, all)}%`;
-    bar.children[1].style.width = `${(100 * barrier.missing.length) / Math.max(1, all)}%`;
+    const bar = barOf(["there", barrier.arrived.length / Math.max(1, all)], ["away", barrier.missing.length / Math.max(1, all)]);
     const waits = barrier.missing.length ? `missing: rank ${ranks(barrier.missing)}` : "";
     const last = barrier.arrived_after_ms.length ? `, the last came ${duration(Math.max(...barrier.arrived_after_ms))} after the first` : "";
     return element("div", "item",
@@ -198,11 +207,9 @@ function drawBarriers() {
   if (more > 0) open.push(element("p", "none", `and ${count(more)} that opened later`));
   fill(find("barriers"), open.length ? open : [element("p", "none", "No named barrier is open.")]);
   const lasts = model.state.stragglers.map((straggler) => {
-    const bar = element("div", "bar", element("i", "away"));
     const most = Math.max(1, ...model.state.stragglers.map((other) => other.waited_ms));
-    bar.firstChild.style.width = `${Math.max(1, (100 * straggler.waited_ms) / most)}%`;
-    return element("div", "row", element("span", "", `rank ${straggler.rank}`), bar,
-      element("span", "", `${plural(straggler.barriers, "barrier")}, waited for ${duration(straggler.waited_ms)}`));
+    const bar = barOf(["away", Math.max(0.01, straggler.waited_ms / most)]);
+    return rankRow(straggler.rank, bar, `${plural(straggler.barriers, "barrier")}, waited for ${duration(straggler.waited_ms)}`);
   });
   fill(find("stragglers"), lasts.length ? lasts : [element("p", "none", "None of the script's was released in this generation.")]);
 }
@@ -229,11 +236,8 @@ function drawSteps() {
   const known = model.byOwnTime();
   const most = Math.max(1e-9, ...known.map((m) => m.stepMs));
   const rows = known.slice(0, BARS).map((m) => {
-    const bar = element("div", "bar", element("i", "own"), element("i", "within"));
-    bar.children[0].style.width = `${(100 * m.ownMs) / most}%`;
-    bar.children[1].style.width = `${(100 * (m.stepMs - m.ownMs)) / most}%`;
-    return element("div", "row", element("span", "", `rank ${m.rank}`), bar,
-      element("span", "", `${milliseconds(m.ownMs)} + ${milliseconds(m.stepMs - m.ownMs)} ms`));
+    const bar = barOf(["own", m.ownMs / most], ["within", (m.stepMs - m.ownMs) / most]);
+    return rankRow(m.rank, bar, `${milliseconds(m.ownMs)} + ${milliseconds(m.stepMs - m.ownMs)} ms`);
   });
   if (known.length > BARS) rows.push(element("p", "none", `and ${plural(known.length - BARS, "rank")} that need less between operations`));
   fill(find("steps"), rows.length ? rows : [element("p", "none", "No operation ended lately.")]);
@@ -245,11 +249,9 @@ function drawTraining() {
   find("training-card").hidden = known.length === 0;
   const most = Math.max(1e-9, ...known.map(({ training }) => training.computeMs + training.exposedMs));
   const rows = known.slice(0, BARS).map(({ rank, training: { steps, computeMs, exposedMs, hiddenMs } }) => {
-    const bar = element("div", "bar", element("i", "own"), element("i", "within"), element("i", "away"));
-    [computeMs - hiddenMs, hiddenMs, exposedMs].forEach((ms, i) => { bar.children[i].style.width = `${(100 * Math.max(0, ms)) / most}%`; });
+    const bar = barOf(["own", (computeMs - hiddenMs) / most], ["within", hiddenMs / most], ["away", exposedMs / most]);
     bar.title = `${plural(steps, "step")}; ${milliseconds(hiddenMs)} ms of communication while it computes`;
-    return element("div", "row", element("span", "", `rank ${rank}`), bar,
-      element("span", "", `${milliseconds(computeMs)} + ${milliseconds(exposedMs)} ms`));
+    return rankRow(rank, bar, `${milliseconds(computeMs)} + ${milliseconds(exposedMs)} ms`);
   });
   if (known.length > BARS) rows.push(element("p", "none", `and ${plural(known.length - BARS, "rank")} that compute less`));
   fill(find("training"), rows);
