@@ -83,12 +83,12 @@ class Admission:
         """
         if hello.resume_token:
             return self._resume(hello)
-        holder = self._members.get(hello.name)
-        same_process = holder is not None and holder.instance_id == hello.instance_id != ""
-        if holder is not None and holder.alive and same_process:
+        before = self._members.get(hello.name)
+        holder = before if before is not None and before.alive else None
+        if holder is not None and holder.instance_id == hello.instance_id != "":
             # One that has a rank got its Welcome, and was at another cluster since: its generation there is another.
-            return self._reissue_token(holder) if holder.rank < 0 else self._new(hello, holder)
-        if holder is not None and holder.alive and (holder.recovered or holder.liveness is not Liveness.SUSPECT):
+            return self._reissue_token(holder) if holder.rank < 0 else self._new(hello, before, holder)
+        if holder is not None and (holder.recovered or holder.liveness is not Liveness.SUSPECT):
             silent = format_seconds(max(0, self._context.now - holder.last_heard))
             where = f" on {holder.host}" if holder.host else ""
             raise ConfigError(
@@ -104,9 +104,9 @@ class Admission:
                 holder=str(holder),
                 incarnation=holder.incarnation,
             )
-        living = self._members.living + (holder is None or not holder.alive)  # a replacement takes the place of one that lives
+        living = self._members.living + (holder is None)  # a replacement takes the place of one that lives
         require(f"members of job {self._context.job}", living, "members", self._context.limits.members)
-        return self._new(hello, holder)
+        return self._new(hello, before, holder)
 
     def _resume(self, hello: session_pb2.Hello) -> Admitted:
         member = self._members.get(hello.name)
@@ -123,19 +123,19 @@ class Admission:
         self._members.save(member)
         return Admitted(member, token, resumed=True)
 
-    def _new(self, hello: session_pb2.Hello, holder: Member | None) -> Admitted:
+    def _new(self, hello: session_pb2.Hello, before: Member | None, replaced: Member | None) -> Admitted:
         token = self._context.shared.mint()
         member = Member(
             name=hello.name,
-            incarnation=1 if holder is None else holder.incarnation + 1,
+            incarnation=1 if before is None else before.incarnation + 1,
             instance_id=hello.instance_id,
             token_hash=hashed(token),
             lease_ns=self._context.settings.granted_lease_ns(hello.lease_ms * MILLISECOND),
             host=hello.host,
             address=hello.address,
             labels=tuple((label.name, label.value) for label in hello.labels),
-            last_rank=-1 if holder is None else holder.last_rank,
-            successor_of="" if holder is None else holder.launch,
+            last_rank=-1 if before is None else before.last_rank,
+            successor_of="" if before is None else before.launch,
             step_since=self._context.now,
         )
-        return Admitted(member, token, resumed=False, replaced=holder if holder is not None and holder.alive else None)
+        return Admitted(member, token, resumed=False, replaced=replaced)
