@@ -222,20 +222,21 @@ class Coordinator:
             self._shared.effects.reply(None, call, detail_of(error))
 
     def _unary_request(self, call: int, request: session_pb2.UnaryStoreRequest | session_pb2.UnaryBarrierRequest) -> None:
-        if not (isinstance(request, session_pb2.UnaryStoreRequest) and sets_a_value(request.request)):
+        store = request.request if isinstance(request, session_pb2.UnaryStoreRequest) else None
+        if store is None or not sets_a_value(store):
             what, most = f"bytes of a {type(request).__name__}", self.settings.limits.frame_bytes
             require(what, request.ByteSize(), "frame_bytes", most, MessageTooLargeError)
         if request.client_id:
             check_name("client id", request.client_id, self.settings.limits.name_bytes)
         client = f"/{request.client_id}" if request.client_id else f"/{self.epoch}/{call}"  # no name has a slash
-        only_reads = isinstance(request, session_pb2.UnaryStoreRequest) and not writes_or_waits(request.request)
-        requester, job = Requester(call, None, client), self._job(request.job, begins=not only_reads)
+        begins = store is None or writes_or_waits(store)
+        requester, job = Requester(call, None, client), self._job(request.job, begins=begins)
         self._calls[call] = job, requester
-        if isinstance(request, session_pb2.UnaryStoreRequest):
-            job.store.request(requester, request.request)
-        else:
+        if isinstance(request, session_pb2.UnaryBarrierRequest):
             job.call_barrier(requester, request.request)
-        if not only_reads:
+        else:
+            job.store.request(requester, request.request)
+        if begins:
             self._keep(job)
 
     def _cancelled(self, call: int) -> None:
