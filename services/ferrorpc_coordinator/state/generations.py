@@ -80,30 +80,6 @@ def before_the_first() -> Generation:
     return Generation(0, (), rendezvous_pb2.WorldPolicy(), "", end_reason="there was none")
 
 
-@dataclass(slots=True)
-class Summary:
-    """What the status says of a generation, without its members. Times from before the coordinator's last start are None."""
-
-    number: int
-    size: int
-    reason: str
-    end_reason: str
-    broken: bool = False
-    began: int | None = None
-    ended: int | None = None
-
-    def status(self, now: int) -> session_pb2.GenerationStatus:
-        """As a message."""
-        status = session_pb2.GenerationStatus(
-            generation=self.number, size=self.size, reason=self.reason, end_reason=self.end_reason, broken=self.broken
-        )
-        if self.began is not None:
-            status.age_ms = (now - self.began) // MILLISECOND
-            if self.ended is not None:
-                status.lasted_ms = (self.ended - self.began) // MILLISECOND
-        return status
-
-
 class Generations:
     """The job's newest generation, and the status of the last ones.
 
@@ -121,8 +97,10 @@ class Generations:
         self._members = members
         self._on_end = on_end
         self.newest = before_the_first()
-        self.history: dict[int, Summary] = {}
+        self.history: dict[int, session_pb2.GenerationStatus] = {}
         """The last generations by number, oldest first."""
+        self._began: dict[int, int] = {}
+        """When those of them began that are not from before the coordinator's last start."""
         self.broken_count = 0
         """How many have broken since the coordinator started."""
 
@@ -159,7 +137,8 @@ class Generations:
             member.assign_rank(rank, generation.number, self._context.now)
         self._context.durable_state.next_revision()
         self._save(generation)
-        self._remember(generation, began=self._context.now)
+        self._began[generation.number] = self._context.now
+        self._remember(generation)
         text = f"generation {generation.number} of {len(generation.members)}: {generation.reason}"
         self._context.occurrences.add("generation", text, generation=generation.number)
 
@@ -169,11 +148,12 @@ class Generations:
         self._context.durable_state.next_revision()
         self._save(generation)
         self._drop_links(generation)
-        summary = self.history[generation.number]
-        summary.end_reason, summary.ended = reason, self._context.now
+        status, began = self.history[generation.number], self._began.get(generation.number)
+        status.end_reason, status.broken = reason, generation.broken is not None
+        if began is not None:
+            status.lasted_ms = (self._context.now - began) // MILLISECOND
         kind, origin, code = "ended", -1, error_pb2.ERROR_CODE_UNSPECIFIED
         if generation.broken is not None:
-            summary.broken = True
             kind, origin, code = "broken", generation.broken.origin_rank, generation.broken.cause.code
         text = f"generation {generation.number} {kind}: {reason}"
         self._context.occurrences.add(kind, text, rank=origin, generation=generation.number, code=code)
@@ -183,7 +163,9 @@ class Generations:
 
     def status(self) -> list[session_pb2.GenerationStatus]:
         """The status of the last generations."""
-        return [summary.status(self._context.now) for summary in self.history.values()]
+        for number, began in self._began.items():
+            self.history[number].age_ms = (self._context.now - began) // MILLISECOND
+        return list(self.history.values())
 
     def break_(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> None:
         """Breaks a generation and tells all its members, unless it is over already: the first cause stays."""
@@ -262,13 +244,18 @@ class Generations:
     def _save(self, generation: Generation) -> None:
         self._context.put(TABLE, str(generation.number), generation.row())
 
-    def _remember(self, generation: Generation, began: int | None = None) -> None:
-        number, reason, end_reason = generation.number, generation.reason, generation.end_reason
-        summary = Summary(number, len(generation.members), reason, end_reason, generation.broken is not None, began)
-        self.history[number] = summary
+    def _remember(self, generation: Generation) -> None:
+        self.history[generation.number] = session_pb2.GenerationStatus(
+            generation=generation.number,
+            size=len(generation.members),
+            reason=generation.reason,
+            end_reason=generation.end_reason,
+            broken=generation.broken is not None,
+        )
         while len(self.history) > self._context.limits.generations:
             forgotten = next(iter(self.history))
             del self.history[forgotten]
+            self._began.pop(forgotten, None)
             self._context.remove(TABLE, str(forgotten))
 
     def recover(self, number: int, data: bytes) -> None:
@@ -291,6 +278,7 @@ class Generations:
         for number in self.history:
             self._context.remove(TABLE, str(number))
         self.history.clear()
+        self._began.clear()
         self.newest = before_the_first()
 
     def assign_recovered_ranks(self) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 
 from ferrorpc.logs import escape_unprintable
 from ferrorpc.v1 import session_pb2
-from ferrorpc_coordinator.state.generations import Summary
+from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import REASON_CHARACTERS_MAX
 from ferrorpc_coordinator.state.settings import SECOND
@@ -44,7 +44,7 @@ def behind(members: Iterable[Member], now: int) -> dict[str, int]:
 def headline(
     members: Sequence[Member],
     late: Mapping[str, int],
-    newest: Summary | None,
+    newest: Generation,
     barriers: Iterable[session_pb2.BarrierStatus],
     waiting: str,
 ) -> session_pb2.Headline:
@@ -64,10 +64,10 @@ def headline(
 
 
 def _told(
-    members: Sequence[Member], late: Mapping[str, int], newest: Summary | None, barriers: Iterable[session_pb2.BarrierStatus]
+    members: Sequence[Member], late: Mapping[str, int], newest: Generation, barriers: Iterable[session_pb2.BarrierStatus]
 ) -> Sequence[str]:
     """Level, title and details."""
-    if newest is None:
+    if not newest.number:
         return "idle", _without_a_generation(members)
     ranked = [member for member in members if member.rank >= 0]
     if newest.end_reason:

@@ -391,7 +391,6 @@ class Job:
     def _status_without_lists(self, by_rank: Sequence[Member], late: Mapping[str, int]) -> session_pb2.StatusResponse:
         """The status without barriers and members."""
         keyspace, settings, waiting = self.store.keyspace, self.context.settings, self.rendezvous.waiting_reason()
-        newest = next(reversed(self.generations.history.values()), None)
         return session_pb2.StatusResponse(
             job=self.context.job,
             generations=self.generations.status(),
@@ -402,7 +401,7 @@ class Job:
             waiting_reason=waiting,
             occurrences=self.context.occurrences.status(),
             stragglers=self.barriers.stragglers(),
-            headline=headline(by_rank, late, newest, self.barriers.status(0), waiting),
+            headline=headline(by_rank, late, self.generations.newest, self.barriers.status(0), waiting),
         )
 
     def _members_status(self, by_rank: Sequence[Member], late: Mapping[str, int], after: int) -> Iterator[identity_pb2.Member]:

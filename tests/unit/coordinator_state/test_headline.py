@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from ferrorpc_coordinator.state.generations import Summary
+from ferrorpc_coordinator.state.generations import Generation, before_the_first
 from ferrorpc_coordinator.state.headline import behind, headline
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.settings import SECOND
 
+from ferrorpc.v1.rendezvous_pb2 import WorldPolicy
 from ferrorpc.v1.session_pb2 import BarrierStatus
 
 NOW = 100 * SECOND
-GOING_ON = Summary(number=1, size=3, reason="3 of 3 joined", end_reason="")
+GOING_ON = Generation(1, (), WorldPolicy(), "3 of 3 joined")
 
 
 def ranks(*steps: int, age: float = 13.0, liveness: Liveness = Liveness.PRESENT) -> list[Member]:
@@ -26,14 +27,14 @@ def ranks(*steps: int, age: float = 13.0, liveness: Liveness = Liveness.PRESENT)
 
 
 def shown(
-    members: list[Member], newest: Summary | None = GOING_ON, barriers: tuple[BarrierStatus, ...] = (), waiting: str = ""
+    members: list[Member], newest: Generation = GOING_ON, barriers: tuple[BarrierStatus, ...] = (), waiting: str = ""
 ) -> tuple[str, ...]:
     found = headline(members, behind(members, NOW), newest, barriers, waiting)
     return found.level, found.title, *found.details
 
 
-def ended(why: str) -> Summary:
-    return Summary(number=1, size=3, reason="", end_reason=why)
+def ended(why: str) -> Generation:
+    return Generation(1, (), WorldPolicy(), "", end_reason=why)
 
 
 def test_of_a_job_that_is_well() -> None:
@@ -45,16 +46,16 @@ def test_of_a_job_that_is_well() -> None:
 
 
 def test_of_a_job_that_has_not_begun_or_is_over() -> None:
-    assert shown([], None) == ("idle", "Nobody has joined yet")
+    assert shown([], before_the_first()) == ("idle", "Nobody has joined yet")
     spare = ranks(0)
     spare[0].rank = -1
-    assert shown(spare, None, waiting="1 of 2 joined") == (
+    assert shown(spare, before_the_first(), waiting="1 of 2 joined") == (
         "idle",
         "The first round is still open",
         "Next round: 1 of 2 joined",
     )
     spare[0].liveness = Liveness.LEFT
-    assert shown(spare, None) == ("idle", "No round was completed, and nobody is left")
+    assert shown(spare, before_the_first()) == ("idle", "No round was completed, and nobody is left")
     over = ranks(5, 5, liveness=Liveness.LEFT)
     assert shown(over, ended("all its members left")) == ("idle", "The job is over: all its members left")
 
