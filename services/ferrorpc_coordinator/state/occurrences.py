@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc_coordinator.state.effects import Note
@@ -15,14 +14,6 @@ from ferrorpc_coordinator.state.settings import MILLISECOND
 
 OCCURRENCES_MAX = 200
 """Entries kept per job."""
-
-
-class Record(NamedTuple):
-    """One entry, with its time in nanoseconds of running time."""
-
-    number: int
-    at: int
-    note: Note
 
 
 class OccurrenceLog:
@@ -38,7 +29,8 @@ class OccurrenceLog:
         self._job = job
         self._now = now
         self._emit = emit
-        self._records: deque[Record] = deque(maxlen=OCCURRENCES_MAX)
+        self._entries: deque[tuple[int, session_pb2.Occurrence]] = deque(maxlen=OCCURRENCES_MAX)
+        """Each with its time."""
         self._count = 0
 
     def add(
@@ -53,21 +45,13 @@ class OccurrenceLog:
     ) -> None:
         """Adds an entry. `kind` is one of the words listed in session.proto; the rest is as in `Note`."""
         self._count += 1
-        note = Note(self._job, kind, text[:1024], rank, generation, code, state)
-        self._records.append(Record(self._count, self._now(), note))
-        self._emit(note)
+        text = text[:1024]
+        entry = session_pb2.Occurrence(number=self._count, kind=kind, text=text, rank=rank, generation=generation)
+        self._entries.append((self._now(), entry))
+        self._emit(Note(self._job, kind, text, rank, generation, code, state))
 
     def status(self) -> list[session_pb2.Occurrence]:
         """The kept entries, oldest first."""
-        now = self._now()
-        return [
-            session_pb2.Occurrence(
-                number=record.number,
-                kind=record.note.kind,
-                text=record.note.text,
-                rank=record.note.rank,
-                generation=record.note.generation,
-                age_ms=(now - record.at) // MILLISECOND,
-            )
-            for record in self._records
-        ]
+        for at, entry in self._entries:
+            entry.age_ms = (self._now() - at) // MILLISECOND
+        return [entry for _, entry in self._entries]
