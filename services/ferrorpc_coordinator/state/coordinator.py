@@ -149,7 +149,7 @@ class Coordinator:
         try:
             self._check_hello(hello, caller)
             job = self._job(hello.job)
-            member = job.connect(stream, hello)
+            member, before = job.connect(stream, hello)
             self._keep(job)
         except FerroError as error:
             if not isinstance(error, _OF_STRANGERS):
@@ -161,6 +161,8 @@ class Coordinator:
             return
         self._shared.heard(first=not self._streams)
         self._streams[stream] = job, member
+        if before is not None and self._streams.pop(before, None) is not None:
+            self._shared.effects.close(before)
 
     def _check_hello(self, hello: session_pb2.Hello, caller: Caller) -> None:
         who = f"member {hello.name[:128]!r}"

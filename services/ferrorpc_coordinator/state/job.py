@@ -70,8 +70,8 @@ class Job:
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
-    def connect(self, stream: int, hello: session_pb2.Hello) -> Member:
-        """A new stream. Returns its member, whose earlier one ends.
+    def connect(self, stream: int, hello: session_pb2.Hello) -> tuple[Member, int | None]:
+        """A new stream. Returns its member, and the stream that the member had before, if any.
 
         Raises:
             FerroError: the Hello is refused.
@@ -84,10 +84,12 @@ class Job:
         member = admitted.member
         if admitted.replaced is not None:
             self.declare_dead(admitted.replaced, _replacement_text(admitted.replaced, hello))
+        before = member.stream
         if not admitted.resumed:
             self.members.add(member)
             self.members.save(member)
-        self._close_stream(member)
+        elif before is not None:
+            self.store.watches.stream_ended(before)
         if member.address != hello.address:  # its network has changed while it was away; peers are told at the next generation
             member.address = hello.address
             self.members.save(member)
@@ -95,7 +97,7 @@ class Job:
         self._welcome(stream, admitted)
         if admitted.resumed:
             self._catch_up(member)
-        return member
+        return member, before
 
     def refused(self, name: str, error: FerroError) -> None:
         """A process was refused: those who wait for it, if anyone does, are told why."""
