@@ -50,6 +50,22 @@ def test_what_is_unanswered_is_sent_again_in_the_order_of_its_numbers():
     assert [request.frame.sequence for request in requests.to_send()] == [1, 3, 5]
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "followed by another"])
+def test_what_the_coordinator_keeps_in_memory_only_is_sent_until_its_generation_is_over(ends: bool):
+    latch, requests = Latch(), PendingRequests()
+    lost = added(requests, latch, report=session_pb2.ReportRequest(link_lost=session_pb2.LinkLost(peer_rank=1)))
+    offer = added(requests, latch, comm_bootstrap=nccl_pb2.CommBootstrapRequest(unique_ids=[bytes(128)]))
+    added(requests, latch, comm_bootstrap=nccl_pb2.CommBootstrapRequest())
+    for sequence in (1, 2, 3):
+        requests.complete(sequence, session_pb2.ReportResponse())
+    assert requests.to_send() == [lost, offer]
+    if ends:
+        latch.trip(PeerLostError(1, "signal 9"))
+    else:
+        requests.drop_answered()
+    assert requests.to_send() == []
+
+
 def test_the_end_of_its_generation_is_a_requests_verdict_unless_it_was_answered():
     latch, requests = Latch(), PendingRequests()
     answered, open_, free = (added(requests, bound) for bound in (latch, latch, None))
