@@ -23,7 +23,7 @@ class BroadcastThrottle:
 
     Args:
         name: of this kind, unique in the job.
-        broadcast: sends all changes that are still current; returns the number of recipients.
+        broadcast: sends all changes that are still current, if there are any; returns the number of recipients.
     """
 
     def __init__(self, context: JobContext, name: str, broadcast: Callable[[], int]) -> None:
@@ -31,12 +31,10 @@ class BroadcastThrottle:
         self._key = ("throttle", name)
         self._broadcast = broadcast
         self._is_paused = False
-        self._is_pending = False
 
     def notify(self) -> None:
         """Reports a change. It is sent at once, or after the pause together with later changes."""
         if self._is_paused:
-            self._is_pending = True
             return
         recipients = self._broadcast()
         if recipients > IMMEDIATE_RECIPIENTS_MAX:
@@ -45,6 +43,4 @@ class BroadcastThrottle:
 
     def _resume(self) -> None:
         self._is_paused = False
-        if self._is_pending:
-            self._is_pending = False
-            self.notify()
+        self.notify()
