@@ -357,8 +357,8 @@ class Job:
         for number, data in sorted((int(key), data) for key, data in rows.get("generation", {}).items()):
             self.generations.recover(number, data)
         self.generations.assign_recovered_ranks()
-        clients = [member.client for member in self.members if member.alive]
-        self.store.recover(rows.get("store", {}), rows.get("write", {}), clients)
+        living = {member.client for member in self.members if member.alive}
+        self.store.recover(rows.get("store", {}), rows.get("write", {}), living)
         self.barriers.recover(rows.get("barrier", {}))
 
     def erase(self) -> None:

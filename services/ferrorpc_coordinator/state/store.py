@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -132,12 +132,11 @@ class Store:
         for waiter in list(self._waiters_of.get(owner, ())):
             self._give_up(waiter)
 
-    def recover(self, entries: dict[str, bytes], writes: dict[str, bytes], clients: Iterable[str]) -> None:
-        """Restores the store from the journal. Deletes what belongs to clients that are gone by now."""
+    def recover(self, entries: dict[str, bytes], writes: dict[str, bytes], living: Set[str]) -> None:
+        """Restores the store from the journal. Deletes what belongs to clients that are not among the living."""
         self.keyspace.recover(entries)
         self.watches.forget_until(self._context.durable_state.revision)
         self.write_results.recover(writes)
-        living = set(clients)
         newest = self._generations.newest
         for what in self.keyspace.bindings():
             if what not in living and (newest.over or what != newest.number):
