@@ -416,16 +416,14 @@ class Rendezvous:
         came = self._came(low, timed_out)
         head += f"{len(came)} of {low if low == high else f'{low} to {high}'} came, "
         given_up = f". Gave up before: {', '.join(str(other.member) for other in timed_out[:NAMED_MAX])}" if timed_out else ""
-        rest = given_up + self._refusals()
-        hint = REPLACING if pending.member.rank >= 0 else None
-        ranks = self._missing_ranks(came, pending)
+        ranks, missing = self._missing_ranks(came, pending), max(0, low - len(came))
+        unknown = [f"one more member ({number} of {missing})" for number in range(1, missing + 1)]
         if ranks:
             head += f"missing: rank {', '.join(map(str, ranks))}; {self._describe_ranks(ranks)}"
-            return RendezvousTimeoutError(ranks, f"{head}. {present}{rest}{self._other_losses(ranks)}", hint=hint)
-        missing = max(0, low - len(came))
-        unknown = [f"one more member ({number} of {missing})" for number in range(1, missing + 1)]
-        head += f"{missing} missing whose ranks nobody claimed" if missing else "and others were still called for"
-        return RendezvousTimeoutError(unknown, f"{head}. {present}{rest}{self._other_losses([])}", hint=hint)
+        else:
+            head += f"{missing} missing whose ranks nobody claimed" if missing else "and others were still called for"
+        text = f"{head}. {present}{given_up}{self._refusals()}{self._other_losses(ranks)}"
+        return RendezvousTimeoutError(ranks or unknown, text, hint=REPLACING if pending.member.rank >= 0 else None)
 
     def _missing_ranks(self, came: list[PendingJoin], pending: PendingJoin) -> list[int]:
         """The unclaimed ranks of a fixed world; none unless everyone who came claims a rank."""
