@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -58,8 +57,8 @@ class RowBuilder:
         self._forwards = [0] * len(pieces)
         self._backwards = [0] * len(pieces)
         """How many were added, by chunk; each microbatch has one backward, whole or in two parts."""
-        self._weights: list[deque[tuple[int, Action]]] = [deque() for _ in pieces]
-        """Backwards of weights that are due, by chunk, each with the position of its backward of the input in the row."""
+        self._due: list[Action] = []
+        """Backwards of weights that are due, in the order of their backwards of the input."""
 
     def add(self, kind: Kind, chunk: int) -> None:
         """Adds the next microbatch's forward or backward on this chunk, if there is one left."""
@@ -70,14 +69,13 @@ class RowBuilder:
         added[chunk] += 1
         self.actions.append(Action(self._pieces[chunk], kind, microbatch))
         if kind is Kind.BACKWARD_INPUT:
-            due = Action(self._pieces[chunk], Kind.BACKWARD_WEIGHT, microbatch)
-            self._weights[chunk].append((len(self.actions), due))
+            self._due.append(Action(self._pieces[chunk], Kind.BACKWARD_WEIGHT, microbatch))
 
     def add_weight(self, chunk: int | None = None) -> None:
         """Adds the oldest backward of weights that is due, of this chunk or of any, if there is one."""
-        due = [each for each in (self._weights if chunk is None else (self._weights[chunk],)) if each]
-        if due:
-            _, oldest = min(due, key=lambda each: each[0]).popleft()
+        oldest = next((each for each in self._due if chunk is None or each.stage == self._pieces[chunk]), None)
+        if oldest is not None:
+            self._due.remove(oldest)
             self.actions.append(oldest)
 
     def forwards_left(self, chunk: int) -> int:
