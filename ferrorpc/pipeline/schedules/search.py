@@ -53,11 +53,11 @@ def search(
     if memory_cap is not None:
         memory_cap = checked_cap(memory_cap, "memory_cap")
     _, microbatches = counts_of("search", ranks=len(by_rank[0]), microbatches=microbatches)
-    ranked = sorted(_fitting(by_rank, latency, memory_cap, microbatches), key=lambda found: found[:3])
+    ranked = sorted(_fitting(by_rank, latency, memory_cap, microbatches), key=lambda found: found[:2])
     if not ranked:
         raise UsageError(f"no schedule holds at most {memory_cap} activations a rank", hint="raise memory_cap")
-    makespan, _, _, best = ranked[0]
-    for _, _, _, schedule in ranked[:CLIMBS]:
+    makespan, _, best = ranked[0]
+    for _, _, schedule in ranked[:CLIMBS]:
         chunks = schedule.virtual_stages // schedule.stages
         caps = None if memory_cap is None else [int(min(memory_cap, microbatches) * chunks + 1e-9)] * schedule.stages
         found, climbed = improve(schedule, durations_of(schedule, by_rank), latency, caps, TRIALS)
@@ -81,13 +81,13 @@ def _checked(costs: Any) -> RankCosts:
 
 def _fitting(
     by_rank: RankCosts, latency: float, memory_cap: float | None, microbatches: int
-) -> Iterator[tuple[float, float, int, Schedule]]:
-    """(makespan, peak, place, candidate) of the candidates that keep the cap."""
-    for place, schedule in enumerate(_candidates(by_rank, latency, memory_cap, microbatches)):
+) -> Iterator[tuple[float, float, Schedule]]:
+    """(makespan, peak, candidate) of the candidates that keep the cap."""
+    for schedule in _candidates(by_rank, latency, memory_cap, microbatches):
         peak = max(schedule.peak_activations)
         if memory_cap is None or peak <= memory_cap + 1e-9:
             model = MakespanModel(schedule, durations_of(schedule, by_rank), latency)
-            yield round(model.makespan(schedule.actions), 9), peak, place, schedule
+            yield round(model.makespan(schedule.actions), 9), peak, schedule
 
 
 def _candidates(by_rank: RankCosts, latency: float, memory_cap: float | None, microbatches: int) -> Iterator[Schedule]:
