@@ -98,15 +98,15 @@ class ListScheduler:
                 each = Action(stage, kind, self._next[kind][stage])
                 if each.microbatch >= self._microbatches or (kind is F and not self._has_room(rank, stage)):
                     continue
-                ready = self._ready(each, kind, source)
+                ready = self._ready(each, source)
                 if ready is not None:
                     yield max(ready, self._free[rank]), each
 
-    def _ready(self, each: Action, kind: Kind, source: int) -> float | None:
-        own = 0.0 if kind is F else self._ends.get(Action(each.stage, F, each.microbatch))
+    def _ready(self, each: Action, source: int) -> float | None:
+        own = 0.0 if each.kind is F else self._ends.get(Action(each.stage, F, each.microbatch))
         if own is None or not 0 <= source <= self._last:
             return own
-        end = self._ends.get(Action(source, kind, each.microbatch))
+        end = self._ends.get(each._replace(stage=source))
         if end is None:
             return None
         return max(own, end + (self._latency if self._placement[source] != self._placement[each.stage] else 0.0))

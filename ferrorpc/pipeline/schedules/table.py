@@ -121,8 +121,7 @@ class Table:
 
 def _forward_first(row: Sequence[Action]) -> bool:
     computed = [each.kind for each in row if each.kind.computes]
-    forwards = sum(1 for kind in computed if kind is Kind.FORWARD)
-    return all(kind is Kind.FORWARD for kind in computed[:forwards])
+    return Kind.FORWARD not in computed[computed.count(Kind.FORWARD) :]
 
 
 def peak_of(row: Sequence[Action]) -> int:
