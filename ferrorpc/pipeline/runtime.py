@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -22,7 +22,7 @@ from ferrorpc.pipeline.device_lanes import open_lanes
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.executor import Executor
 from ferrorpc.pipeline.schedules.edges import Edge
-from ferrorpc.pipeline.schedules.lowering import KIND_LABELS, Link
+from ferrorpc.pipeline.schedules.lowering import KIND_LABELS, Rows
 from ferrorpc.pipeline.schedules.named import named
 from ferrorpc.pipeline.schedules.schedule import Schedule
 from ferrorpc.pipeline.schedules.simulation import PipelineTimeline
@@ -106,10 +106,9 @@ class Pipeline:
         self._peak = 0
         self._output_rows: list[int] | None = None
         """Of the outputs of the last `forward`, on the rank of the last stage; None unless a backward may follow."""
-        if tied_names:
-            expected = self._tied.broadcast_receives()
-            with others_told(group), self._exchange(expected, group.timeout, {}, {}) as exchange:
-                self._tied.broadcast(exchange)
+        nothing: Rows = [()] * group.size
+        with others_told(group), self._exchange(nothing, self._tied.broadcast_receives(), group.timeout) as exchange:
+            self._tied.broadcast(exchange)
 
     @property
     def peak_activations(self) -> float:
@@ -283,14 +282,13 @@ class Pipeline:
         on_gradients: Callable[[int], None] = _ignore,
     ) -> None:
         """Runs the actions of these kinds."""
-        rank, placement, edges = self._group.rank, self.schedule.placement, self.schedule.edges
+        rank = self._group.rank
         rows = [[each for each in row if each.kind in kinds] for row in self._rows]
         has_backwards = Kind.BACKWARD in kinds
-        expected = receives(rows[rank], placement, edges) + (self._tied.gradient_receives() if has_backwards else [])
         keep_contexts = has_backwards or self.schedule.is_forward_first
-        orders = {source: sends_to(rank, rows[source], placement, edges) for source, _ in self._lanes}
+        tied_receives = self._tied.gradient_receives() if has_backwards else []
         tied_step = self._tied.step() if has_backwards else nullcontext()
-        with tied_step, self._exchange(expected, seconds, self._lanes, orders) as exchange:
+        with tied_step, self._exchange(rows, tied_receives, seconds) as exchange:
             executor = Executor(rank, self._pieces, self.schedule, exchange, batch_io, self._clock, keep_contexts)
             try:
                 for piece in executor.run(rows[rank]):
@@ -306,15 +304,13 @@ class Pipeline:
                 self._peak = max(self._peak, executor.peak)
 
     @contextmanager
-    def _exchange(
-        self,
-        expected: Sequence[Transfer],
-        seconds: float,
-        lanes: Mapping[Link, ProcessGroup],
-        orders: Mapping[int, Iterable[Transfer]],
-    ) -> Iterator[Exchange]:
-        """A context with an exchange; its end waits until what was sent has left."""
-        exchange = Exchange(self._group, self.schedule.placement, expected, self._name, self._steps, seconds, lanes, orders)
+    def _exchange(self, rows: Rows, tied_receives: Sequence[Transfer], seconds: float) -> Iterator[Exchange]:
+        """A context with the exchange of these actions' messages, and then of tied weights; its end waits until what was sent
+        has left."""
+        rank, placement, edges, lanes = self._group.rank, self.schedule.placement, self.schedule.edges, self._lanes
+        expected = [*receives(rows[rank], placement, edges), *tied_receives]
+        orders = {source: sends_to(rank, rows[source], placement, edges) for source, _ in lanes}
+        exchange = Exchange(self._group, placement, expected, self._name, self._steps, seconds, lanes, orders)
         try:
             yield exchange
             exchange.finish()
