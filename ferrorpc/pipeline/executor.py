@@ -96,8 +96,7 @@ class Executor:
         label, chunk = KIND_LABELS[each.kind], self._chunk[each.stage]
         self.spans.append(Span(name, self._rank, start, stop, label, str(each.microbatch), chunk))
         self.peak = max(self.peak, sum(piece.held for piece in self._pieces.values()))
-        if each.kind is not Kind.BACKWARD_WEIGHT:
-            self._keep(each, result)
+        self._keep(each, result)
 
     def _computed(self, each: Action, value: Any) -> Any:
         """The result of an action on a value."""

@@ -67,7 +67,6 @@ def receives(actions: Sequence[Action], placement: Sequence[int], edges: Edges) 
     return [
         transfer
         for each in actions
-        if each.kind.computes
         for transfer in inputs_of(each, edges)
         if placement[transfer.source] != placement[transfer.target]
     ]
