@@ -102,7 +102,7 @@ class Exchange:
             message, work = receiver.begin(transfer, kind, self._message, (len(self._arrivals) + 2) * self._seconds)
         if work is None:
             return message.value(message.payload, kind)
-        self._arrivals.append((transfer, work))
+        self._arrivals.append((transfer, _observed(work)))
         return message.value(self._wait_to_receive(transfer, work), kind)
 
     def computing(self, action: str) -> None:
@@ -146,8 +146,6 @@ class Exchange:
         """Gives up the messages that are still expected, after the step has failed."""
         for expected in self._expected.values():
             expected.forget()
-        for _, work in self._arrivals:
-            _observed(work)
 
     def _expect_next(self) -> None:
         while self._later and len(self._expected) < RECEIVES_AHEAD:
