@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -197,15 +197,20 @@ class Reducer:
         return kind.view_on_device(gradient)
 
     @contextmanager
-    def uneven(self) -> Iterator[None]:
+    def uneven(self, follow: Callable[..., Any] | None) -> Iterator[None]:
         """Within it ranks may take different numbers of steps. At its end a rank takes those of the others by
-        `reduction.followed`.
+        `reduction.followed`, for `follow` to be called after each.
 
         An exception that leaves it ends the generation: the other ranks would wait for this one's part in their steps.
 
         Raises:
-            UsageError: a block is open already: of this reducer; or in this thread, with another rank of this group.
+            UsageError: `follow` cannot be called; or a block is open already: of this reducer; or in this thread, with another
+                rank of this group.
         """
+        if follow is not None and not callable(follow):
+            raise UsageError(
+                f"follow={follow!r} is no function", hint="pass what the loop does with means, such as optimizer.step"
+            )
         if self.is_uneven:
             raise UsageError("an uneven() block is open already", hint="leave it first")
         groups = _open_blocks.groups

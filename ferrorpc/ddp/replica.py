@@ -285,9 +285,8 @@ class Replica:
     @contextmanager
     def uneven(self, follow: Callable[[], Any] | None) -> Iterator[None]:
         """Within it ranks may take different numbers of steps; see `DistributedDataParallel.uneven`."""
-        check_follow(follow)
         first = self.reducer.begun
-        with self.reducer.uneven():
+        with self.reducer.uneven(follow):
             self._weights_differ = follow is None
             try:
                 yield
@@ -320,12 +319,6 @@ def _checked_interval(check_every: Any) -> int:
 
 def _is_trainable(parameter: Any) -> bool:
     return bool(getattr(parameter, "requires_grad", True))
-
-
-def check_follow(follow: Any) -> None:
-    """Raises UsageError if `follow` cannot be called."""
-    if follow is not None and not callable(follow):
-        raise UsageError(f"follow={follow!r} is no function", hint="pass what the loop does with means, such as optimizer.step")
 
 
 def named_parameters(module: Any) -> dict[str, HasGradient]:

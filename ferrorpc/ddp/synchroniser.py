@@ -17,7 +17,6 @@ from ferrorpc.ddp.placement import bucket_kind, check_not_captured, gpus_of
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.reduction import Reduction, abort_on_failure, begin, followed
-from ferrorpc.ddp.replica import check_follow
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
@@ -181,8 +180,7 @@ class GradientSynchronizer(Generic[Tree]):
         Raises:
             UsageError: as the block begins: another one, with some of the same other ranks, is open in this thread.
         """
-        check_follow(follow)
-        with self._reducer.uneven():
+        with self._reducer.uneven(follow):
             yield
             for reduction in followed(self._reducer):
                 if follow is not None:
