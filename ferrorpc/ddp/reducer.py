@@ -80,8 +80,7 @@ class Reducer:
         keys: of the buckets, under which a hook files what it remembers.
         traffic: the bytes sent for all buckets.
         steps: where the time of this rank's last steps went.
-        name: of the buckets' stream.
-        guard: makes the guard of a wait of this rank's own that begins now.
+        stream: that the buckets are reduced in.
         is_uneven: whether an `uneven` block is open.
         begun: how many reductions have begun.
 
@@ -116,12 +115,9 @@ class Reducer:
         self._group = group
         self._operations = 1 if hook is None else 1 + hook.operations
         # Each of a bucket's operations starts step after step: the ascending order that a channel in shared memory requires.
-        self._stream = group.stream(channels=max(1, len(layout.buckets) * self._operations))
+        self.stream = group.stream(channels=max(1, len(layout.buckets) * self._operations))
         if hook is not None:
-            hook.serve(self._stream, self.keys)
-        self.clock = self._stream.clock
-        self.guard = self._stream.guard
-        self.name = self._stream.name
+            hook.serve(self.stream, self.keys)
         self.memory = self._allocate()
 
     def _allocate(self) -> list[BucketMemory]:
@@ -134,13 +130,8 @@ class Reducer:
                 "chooses where the program has imported CuPy, or begun to use a GPU through torch, when it joins",
                 group.backend,
             )
-        context = DeviceContext(self.kind, self.guard)
+        context = DeviceContext(self.kind, self.stream.guard)
         return [DeviceBucketMemory(bucket, context) for bucket in self.layout.buckets]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether reductions can still begin: the group is neither closed nor broken."""
-        return self._stream.is_open
 
     def at(self, name: str) -> tuple[BucketMemory, Slot]:
         """The memory and slot of a gradient. The contents belong to a step until the next one begins."""
@@ -172,7 +163,7 @@ class Reducer:
     def collectives(self, step: int, bucket: int) -> BucketCollectives:
         """The collectives of one bucket in one step; with a hook, those of the header and the hook's own."""
         first = (step * len(self.memory) + bucket) * self._operations
-        return BucketCollectives(self._stream, first, self._operations, self.traffic)
+        return BucketCollectives(self.stream, first, self._operations, self.traffic)
 
     def view(self, gradient: Any, what: str) -> View:
         """A view of a gradient on the device of the buckets.
@@ -188,7 +179,7 @@ class Reducer:
         kind = kind_of(gradient)
         if self.kind is None:
             with ErrorPrefix(what):
-                return view_on_host(gradient, self.guard()) if kind.on_device else kind.view(gradient)
+                return view_on_host(gradient, self.stream.guard()) if kind.on_device else kind.view(gradient)
         if kind.device_kind is not self.kind:
             raise TensorMismatchError(
                 f"{what} is on {device_name(gradient)}, but its bucket is on GPU {self.kind.device.index}",

@@ -54,13 +54,14 @@ class Reduction:
         self._missing = [len(bucket.slots) for bucket in reducer.layout.buckets]
         self._received: set[str] = set()
         self._in_flight: list[BucketReduction] = []
-        self._parker = reducer.clock.parker()
+        self._clock = reducer.stream.clock
+        self._parker = self._clock.parker()
         self._unused: set[str] = set()
         """Parameters that this rank has not used."""
         self._used: set[str] = set()
         """Parameters that any rank has used."""
         self._kept: list[tuple[BucketMemory, Slot, Any]] = []
-        self._began = reducer.clock.now()
+        self._began = self._clock.now()
         for memory in reducer.memory:
             memory.begin(None if weight is None else self._summable(memory, weight), follows)
 
@@ -112,7 +113,7 @@ class Reduction:
     def _start(self, memory: BucketMemory) -> None:
         operations = self._operations(memory, memory.pack())
         context = nullcontext if self._reducer.hook is None else memory.hook_context
-        self._in_flight.append(BucketReduction(memory.bucket, operations, self._reducer.clock, self._parker, context))
+        self._in_flight.append(BucketReduction(memory.bucket, operations, self._clock, self._parker, context))
 
     def _summable(self, memory: BucketMemory, weight: float) -> float:
         """The weight that a bucket gets: with a hook infinity, where all ranks together might exceed float32.
@@ -173,7 +174,7 @@ class Reduction:
         for name in () if self.is_complete else self._reducer.layout.slots:
             if name not in self._received:
                 self.put(name, None)
-        wait_began, reductions = self._reducer.clock.now(), list(self._in_flight)
+        wait_began, reductions = self._clock.now(), list(self._in_flight)
         with self._reducer.steps.waiting(wait_began):
             totals = self._wait_for_buckets()
         self._record(wait_began, reductions)
@@ -212,7 +213,7 @@ class Reduction:
         return totals
 
     def _record(self, wait_began: float, reductions: list[BucketReduction]) -> None:
-        ended, before = self._reducer.clock.now(), self._reducer.steps.last_end
+        ended, before = self._clock.now(), self._reducer.steps.last_end
         began = self._began if before is None else before
         buckets = tuple((each.bucket.index, each.started, each.ended) for each in reductions)
         self._reducer.steps.add(Step(self.number, began, wait_began, ended, buckets))

@@ -88,7 +88,7 @@ class Replica:
     def check_weights(self, when: str) -> None:
         """Raises CollectiveMismatchError if ranks hold different weights. Collective."""
         arrays = {name: parameter.data for name, parameter in self._all_parameters.items()}
-        check_weights(arrays, self.group, self.reducer.name, when, "broadcast_parameters()")
+        check_weights(arrays, self.group, self.reducer.stream.name, when, "broadcast_parameters()")
 
     def _check_weights_if_due(self, step: int) -> None:
         if self._check_every and (step + 1) % self._check_every == 0:

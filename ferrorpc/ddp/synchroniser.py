@@ -206,7 +206,8 @@ class GradientSynchronizer(Generic[Tree]):
             CollectiveMismatchError: they differ. It names the ranks that differ from the majority, and the first leaf that
                 differs.
         """
-        check_weights(flatten(weights), self._group, self._reducer.name, "now", "group.broadcast(weight, out=weight) of each")
+        owner, remedy = self._reducer.stream.name, "group.broadcast(weight, out=weight) of each"
+        check_weights(flatten(weights), self._group, owner, "now", remedy)
 
     def _means(self, reduction: Reduction, kinds: Mapping[str, Kind]) -> dict[str, Any]:
         """The means of a finished reduction by name, in the memory order of the leaves in `like`."""

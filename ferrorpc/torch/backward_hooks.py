@@ -137,7 +137,7 @@ class BackwardHooks:
     def would_be_replaced(self, parameters: Collection[int]) -> bool:
         """Whether a new wrapper, of the parameters with these ids, leaves nothing to this one: it has all of this one's
         parameters, or this one's generation is over."""
-        return not self._replica.reducer.is_open or self._own.issubset(parameters)
+        return not self._replica.reducer.stream.is_open or self._own.issubset(parameters)
 
     def move_last(self) -> None:
         """Moves the hooks behind those that users have registered since, whose changes to a gradient are part of it.
