@@ -59,7 +59,7 @@ _open_blocks = _OpenBlocks()
 
 
 class Reducer:
-    """Averages a fixed set of named gradients over a group, step after step: each step is one `reduction.begin`.
+    """Averages a fixed set of named gradients over a group, step after step: each step is one `Reduction`.
 
     The buckets' memory, and the stream in which they are reduced, are used again in every step.
 

@@ -36,18 +36,24 @@ class Reduction:
 
     Args:
         reducer: used by one reduction at a time.
-        number: of this step, from 0.
         weight: of this rank in a weighted mean; None for an unweighted one, on all ranks or on none.
         follows: whether this rank has left an `uneven` block and only follows the others.
 
+    Raises:
+        UsageError: the weight is no number, negative or not finite; or a graph is being captured from the current stream, or
+            from that of the last step, and the buckets are on a GPU.
+
     Attributes:
+        number: of this step, from 0.
+        weight: as it is reduced: 1 for None where there is a hook or an `uneven` block.
         is_refused: whether it was refused for the weights of all ranks, on every rank that does not only follow.
         is_taken: after `wait`: whether any rank does not only follow.
     """
 
-    def __init__(self, reducer: Reducer, number: int, weight: float | None, follows: bool) -> None:
-        self.number = number
-        self.weight = weight
+    def __init__(self, reducer: Reducer, weight: float | None, follows: bool = False) -> None:
+        self.number = reducer.begun
+        default = None if reducer.hook is None and not reducer.is_uneven else 1.0
+        self.weight = default if weight is None else _checked_weight(weight)
         self.is_refused = False
         self.is_taken = False
         self._reducer = reducer
@@ -63,7 +69,8 @@ class Reduction:
         self._kept: list[tuple[BucketMemory, Slot, Any]] = []
         self._began = self._clock.now()
         for memory in reducer.memory:
-            memory.begin(None if weight is None else self._summable(memory, weight), follows)
+            memory.begin(None if self.weight is None else self._summable(memory, self.weight), follows)
+        reducer.begun += 1
 
     @property
     def is_complete(self) -> bool:
@@ -262,22 +269,6 @@ class Reduction:
         return found
 
 
-def begin(reducer: Reducer, weight: float | None = None, follows: bool = False) -> Reduction:
-    """Begins a reducer's next reduction. All ranks begin it with a weight, or all without.
-
-    Args:
-        follows: this rank has left an `uneven` block and only follows the others.
-
-    Raises:
-        UsageError: the weight is no number, negative or not finite; or a graph is being captured from the current stream, or
-            from that of the last step, and the buckets are on a GPU.
-    """
-    default = None if reducer.hook is None and not reducer.is_uneven else 1.0
-    reduction = Reduction(reducer, reducer.begun, default if weight is None else _checked_weight(weight), follows)
-    reducer.begun += 1
-    return reduction
-
-
 def _checked_weight(weight: Any) -> float:
     """A rank's weight as a number. Raises UsageError."""
     number = number_of(weight)
@@ -290,7 +281,7 @@ def followed(reducer: Reducer) -> Iterator[Reduction]:
     """The finished reductions of the others' steps, in which this rank takes part with weight 0 until all ranks do."""
     while reducer.memory:
         before = [(memory, slot, memory.save(slot)) for memory in reducer.memory for slot in memory.bucket.slots]
-        reduction = begin(reducer, 0.0, follows=True)
+        reduction = Reduction(reducer, 0.0, follows=True)
         if is_divisor(reduction.wait()):
             yield reduction
             continue

@@ -18,7 +18,7 @@ from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.parameter import HasGradient, is_parameter
 from ferrorpc.ddp.placement import bucket_kind, check_not_captured, gpus_of
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.reduction import Reduction, abort_on_failure, begin, followed
+from ferrorpc.ddp.reduction import Reduction, abort_on_failure, followed
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
@@ -173,7 +173,7 @@ class Replica:
         self._take_out_gradients()
         if not self.reducer.is_uneven:
             self._buffers.check()
-        return begin(self.reducer, weight)
+        return Reduction(self.reducer, weight)
 
     def _take_out_gradients(self) -> None:
         """Copies each gradient that lies in another one's slot, as after the user has exchanged two. This step writes there."""

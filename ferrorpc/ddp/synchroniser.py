@@ -16,7 +16,7 @@ from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import bucket_kind, check_not_captured, gpus_of
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.reduction import Reduction, abort_on_failure, begin, followed
+from ferrorpc.ddp.reduction import Reduction, abort_on_failure, followed
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
@@ -389,7 +389,7 @@ class SynchronizerStep(Generic[Tree]):
         if hasattr(self, "_reduction"):
             raise UsageError("this step was used before", hint="begin a new one with sync.step()")
         check_not_captured(self._owner._gpus)
-        self._reduction = begin(self._owner._reducer, self._weight)
+        self._reduction = Reduction(self._owner._reducer, self._weight)
         self._owner._open = self
         return self
 
