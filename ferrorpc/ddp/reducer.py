@@ -74,6 +74,7 @@ class Reducer:
         kind: of CuPy arrays on the GPU that holds the buckets; None for the host.
 
     Attributes:
+        group: that gradients are averaged over.
         layout: the same on all ranks.
         memory: one for each bucket.
         size: how many ranks there are.
@@ -112,7 +113,7 @@ class Reducer:
         self.steps = Steps(group)
         self.is_uneven = False
         self.begun = 0
-        self._group = group
+        self.group = group
         self._operations = 1 if hook is None else 1 + hook.operations
         # Each of a bucket's operations starts step after step: the ascending order that a channel in shared memory requires.
         self.stream = group.stream(channels=max(1, len(layout.buckets) * self._operations))
@@ -121,7 +122,7 @@ class Reducer:
         self.memory = self._allocate()
 
     def _allocate(self) -> list[BucketMemory]:
-        group = self._group
+        group = self.group
         if self.kind is None:
             return [HostBucketMemory(bucket, group) for bucket in self.layout.buckets]
         if group.size > 1 and not group.capabilities.device_moves and _warned.acquire(blocking=False):
@@ -205,7 +206,7 @@ class Reducer:
         if self.is_uneven:
             raise UsageError("an uneven() block is open already", hint="leave it first")
         groups = _open_blocks.groups
-        if any(len({*each.world_ranks} & {*self._group.world_ranks}) > 1 for each in groups):
+        if any(len({*each.world_ranks} & {*self.group.world_ranks}) > 1 for each in groups):
             raise UsageError(
                 "an uneven() block of another model is open in this thread: a rank that left one of them would follow there, "
                 "while others wait for its part in the other",
@@ -213,13 +214,13 @@ class Reducer:
             )
         try:
             self.is_uneven = True
-            groups.append(self._group)
-            with others_told(self._group):
+            groups.append(self.group)
+            with others_told(self.group):
                 yield
         finally:  # an interrupt may have come before it was appended
             self.is_uneven = False
-            if self._group in groups:
-                groups.remove(self._group)
+            if self.group in groups:
+                groups.remove(self.group)
 
 
 def check_means(parameters: Iterable[tuple[str, TensorSpec]], what: str) -> None:

@@ -19,7 +19,6 @@ from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.steps import Step
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import tell_others
-from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import FOREVER
 from ferrorpc.types import ReduceOp, number_of
 from ferrorpc.work import Work
@@ -39,23 +38,23 @@ class Reduction:
         weight: of this rank in a weighted mean; None for an unweighted one, on all ranks or on none.
         follows: whether this rank has left an `uneven` block and only follows the others.
 
-    Raises:
-        UsageError: the weight is no number, negative or not finite; or a graph is being captured from the current stream, or
-            from that of the last step, and the buckets are on a GPU.
-
     Attributes:
         number: of this step, from 0.
         weight: as it is reduced: 1 for None where there is a hook or an `uneven` block.
-        is_refused: whether it was refused for the weights of all ranks, on every rank that does not only follow.
         is_taken: after `wait`: whether any rank does not only follow.
+
+    Raises:
+        UsageError: the weight is no number, negative or not finite; or a graph is being captured from the current stream, or
+            from that of the last step, and the buckets are on a GPU.
     """
 
     def __init__(self, reducer: Reducer, weight: float | None, follows: bool = False) -> None:
         self.number = reducer.begun
         default = None if reducer.hook is None and not reducer.is_uneven else 1.0
         self.weight = default if weight is None else _checked_weight(weight)
-        self.is_refused = False
         self.is_taken = False
+        self._is_refused = False
+        """Whether it was refused for the weights of all ranks, on every rank that does not only follow."""
         self._reducer = reducer
         self._missing = [len(bucket.slots) for bucket in reducer.layout.buckets]
         self._received: set[str] = set()
@@ -162,7 +161,7 @@ class Reduction:
         """
         total = self.wait()
         if not is_divisor(total):
-            self.is_refused = True
+            self._is_refused = True
             hint = "at least one rank needs a positive weight" if total == 0 else "weigh by samples or tokens, in smaller units"
             raise UsageError(
                 f"the weights of all ranks sum to {'zero' if total == 0 else total}",
@@ -233,11 +232,18 @@ class Reduction:
         try:
             return act()
         except BaseException as error:
-            self.abandon()
+            self._abandon()
             error.add_note(f"while averaging {_described(reduction.bucket)}, step {self.number}")
             raise
 
-    def abandon(self) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """Ends the generation with an error of this step, because the other ranks wait for this one, or take the step and this
+        one may not. Not with one that all ranks raise."""
+        if not self._is_refused:
+            self._abandon()
+            tell_others(self._reducer.group, error)
+
+    def _abandon(self) -> None:
         """This reduction will not be finished."""
         for each in self._in_flight:
             each.abandon()
@@ -293,15 +299,12 @@ def followed(reducer: Reducer) -> Iterator[Reduction]:
 
 
 @contextmanager
-def abort_on_failure(reduction: Reduction, group: ProcessGroup) -> Iterator[None]:
-    """A context whose errors end the generation, because the other ranks wait for this one, or take the step and this one may
-    not. Not with an error that all ranks raise."""
+def given_up_on_failure(reduction: Reduction) -> Iterator[None]:
+    """A context whose errors the reduction is given up with."""
     try:
         yield
     except BaseException as error:
-        if not reduction.is_refused:
-            reduction.abandon()
-            tell_others(group, error)
+        reduction.give_up(error)
         raise
 
 

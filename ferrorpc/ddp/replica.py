@@ -18,7 +18,7 @@ from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.parameter import HasGradient, is_parameter
 from ferrorpc.ddp.placement import bucket_kind, check_not_captured, gpus_of
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.reduction import Reduction, abort_on_failure, followed
+from ferrorpc.ddp.reduction import Reduction, followed, given_up_on_failure
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
@@ -223,7 +223,7 @@ class Replica:
             used: which of the remaining parameters this rank has used. The gradient of one that it has not used, left from an
                 earlier step, counts in the mean if another rank has used it.
         """
-        with abort_on_failure(reduction, self.group):
+        with given_up_on_failure(reduction):
             if not self.reducer.is_uneven:
                 self._buffers.begin()
             for name, parameter in () if reduction.is_complete else reversed(self.parameters.items()):
@@ -235,7 +235,7 @@ class Replica:
 
     def finish(self, reduction: Reduction) -> None:
         """Returns when every gradient is the mean. The gradient of a parameter that no rank has used stays as it was."""
-        with abort_on_failure(reduction, self.group):
+        with given_up_on_failure(reduction):
             reduction.finish()
             self._store(reduction)
             if not self.reducer.is_uneven:

@@ -16,11 +16,11 @@ from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import bucket_kind, check_not_captured, gpus_of
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.reduction import Reduction, abort_on_failure, followed
+from ferrorpc.ddp.reduction import Reduction, followed, given_up_on_failure
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.failure import interrupts_told, tell_others
+from ferrorpc.failure import interrupts_told
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.operations.arguments import shape_of
 from ferrorpc.types import TensorSpec, as_dtype
@@ -396,10 +396,9 @@ class SynchronizerStep(Generic[Tree]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._owner._open = None
         if error is not None:
-            self._reduction.abandon()
-            tell_others(self._owner._group, error)
+            self._reduction.give_up(error)
             return
-        with abort_on_failure(self._reduction, self._owner._group):
+        with given_up_on_failure(self._reduction):
             for name in self._added:
                 if not self._reduction.has(name):
                     self._put_in_place(name)

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.errors import FerroError, UsageError
-from ferrorpc.failure import tell_others
 
 _NODES: Final = 256
 """How many nodes of a graph are looked at for a parameter where another leaf is nearer."""
@@ -168,13 +167,12 @@ class BackwardHooks:
         """Raises as `watch`."""
         if self._reduction is None or (_current_task() >= 0 and self._unfinished() is not None):
             return
-        self._reduction.abandon()
-        self._reduction = None
+        reduction, self._reduction = self._reduction, None
         error = UsageError(
             "a backward pass of this module ended before all gradients were there (by an error that was caught?)",
             hint="let the error end the process, or all ranks call group.reform() and wrap the module again",
         )
-        self._replica.group.abort(error)
+        reduction.give_up(error)
         raise error
 
     def _output_gradient(self, leaf: Any, gradient: torch.Tensor) -> None:
@@ -218,9 +216,8 @@ class BackwardHooks:
         try:
             self._put(reduction, hook)
         except BaseException as error:
-            reduction.abandon()
             self._reduction = None
-            tell_others(self._replica.group, error)
+            reduction.give_up(error)
             raise
 
     def _put(self, reduction: Reduction, hook: _ParameterHook) -> None:
