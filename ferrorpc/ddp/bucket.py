@@ -79,9 +79,7 @@ class Bucket:
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """[start, stop) of the elements behind the header that belong to no gradient."""
-        starts = [*(slot.start for slot in self.slots), self.count]
-        stops = [self.header, *(slot.stop for slot in self.slots)]
-        return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
+        return between([(slot.start, slot.stop) for slot in self.slots], self.header, self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +155,12 @@ def lay_out(
     facts += [f"{name}: {spec}" for name, spec in specs.items()]
     facts += [] if order is None else [f"expected: {name}" for name in names]
     return _numbered(full, "\n".join(facts), with_header)
+
+
+def between(runs: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """[start, stop) of what is left of the elements from `first` to `last` without these runs, which are in order."""
+    starts, stops = [*(start for start, _ in runs), last], [first, *(stop for _, stop in runs)]
+    return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
 
 
 def _halved(last: _OpenBucket, small_bytes: int) -> list[_OpenBucket]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
+from ferrorpc.ddp.bucket import between
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, check_hook, run_exchange
@@ -64,9 +65,9 @@ class ErrorFeedback(Hook):
         residue = self._residues.of(part.key, part.values.size, ops, part.weight)
         # All is delivered, sooner or later: an outer hook must not remember it as well.
         given = part.values.copy() if part.wants_delivered else None
-        for run in _used(part):
-            ops.add(part.values[run], residue[run])
-            ops.assign(residue[run], part.values[run])
+        for start, stop in between(part.unused, 0, part.values.size):
+            ops.add(part.values[start:stop], residue[start:stop])
+            ops.assign(residue[start:stop], part.values[start:stop])
         delivered = yield from run_exchange(self._hook, inner, collectives)  # where this ends if the step fails
         waiting = [(residue[start:stop], residue[start:stop].copy()) for start, stop in part.unused]
         ops.subtract_delivered(residue, delivered)
@@ -82,10 +83,3 @@ class ErrorFeedback(Hook):
         own = {name for name in state if name.startswith(_PREFIX)}
         self._hook.load_state({name: array for name, array in state.items() if name not in own})
         self._residues.load(self._current({name.removeprefix(_PREFIX): state[name] for name in own}))
-
-
-def _used(part: Part) -> list[slice]:
-    """The runs of values between those that this rank has not used."""
-    starts = [0, *(stop for _, stop in part.unused)]
-    stops = [*(start for start, _ in part.unused), part.values.size]
-    return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ferrorpc.ddp.bucket import between
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, PlainAllReduce, check_hook, run_exchange
@@ -120,9 +121,8 @@ class PowerSGD(Hook):
 
 def _outside(values: Array, chosen: list[tuple[int, int, int]]) -> list[Array]:
     """The runs of values between these matrices."""
-    stops = [0, *[start + rows * columns for start, rows, columns in chosen]]
-    starts = [*[start for start, _, _ in chosen], values.size]
-    return [values[stop:start] for stop, start in zip(stops, starts, strict=True)]
+    runs = [(start, start + rows * columns) for start, rows, columns in chosen]
+    return [values[start:stop] for start, stop in between(runs, 0, values.size)]
 
 
 def _random(key: str, columns: int, rank: int) -> Array:
