@@ -27,7 +27,7 @@ class Context:
         inputs: x of leaves of the graph; those of floating-point and complex types require gradients.
         outputs: what the module returned.
         has_hooks: whether hooks were registered meanwhile. Then its backward pass is not split.
-        split: the split backward pass, once its first half is done.
+        split: the split backward pass, once its first half is done; None if it was not split.
     """
 
     inputs: Any
@@ -140,8 +140,7 @@ class Stage:
         return _mapped(_grad_of, context.inputs)
 
     def _backward_weight(self, context: Context, grad_y: Any) -> None:
-        if not context.has_hooks:
-            assert context.split is not None, "backward_input comes first"
+        if context.split is not None:
             context.split.weight()
 
 
