@@ -86,8 +86,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with _translated(optimizer.__name__, "pass its own options after the group, as in torch: lr=1e-3"):
             self._inner = optimizer(inner, **options)
         self.defaults = self._inner.defaults
-        for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-            members.update({name: value for name, value in _settings(own).items() if name not in members})
+        self._take_settings()
         if init_sync:
             everything = [parameter for members in self.param_groups for parameter in members["params"]]
             named = {f"{_NAME}{number}": parameter for number, parameter in enumerate(everything)}
