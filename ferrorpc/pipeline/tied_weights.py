@@ -59,7 +59,8 @@ class TiedWeight:
         self._targets = list({placement[piece]: piece for piece in reversed(self._remote)}.values())
         """The first holder on each other rank: a rank receives once, for all of its copies."""
         self._backwards_left = len(self.own)
-        self._grads_before: dict[int, _Before | None] = {}
+        self._grads_before: list[tuple[Any, _Before | None]] = []
+        """Each parameter with what it had; one that two pieces share is there once."""
         self._is_replaced = False
         """Whether a copy on this rank is another object than in the step before: all copies are compared then."""
 
@@ -111,18 +112,19 @@ class TiedWeight:
         """Sets gradients of earlier steps aside: all copies have the same ones, so they must not be summed again. Zeros take
         the place of one that is there, because stages add to it; where two copies have one array, the second gets another."""
         self._backwards_left = len(self.own)
-        parameters = {id(parameter): parameter for parameter in self.own.values()}
-        found: dict[int, _Before | None] = dict.fromkeys(parameters)
+        found: list[tuple[Any, _Before | None]] = []
         places: set[int] = set()
-        for number, parameter in parameters.items():
+        for parameter in {id(each): each for each in self.own.values()}.values():
+            before = None
             if parameter.grad is not None:
                 value, place = copied(parameter.grad), kind_of(parameter.grad).pointer_of(parameter.grad)
-                found[number] = _Before(copied(value) if place in places else parameter.grad, value)
+                before = _Before(copied(value) if place in places else parameter.grad, value)
                 places.add(place)
-        self._grads_before = {piece: found[id(parameter)] for piece, parameter in self.own.items()}
-        for number, before in found.items():
+            found.append((parameter, before))
+        self._grads_before = found
+        for parameter, before in found:
             if before is not None:
-                parameters[number].grad = _written(before.array, _zeros_like(before.value))
+                parameter.grad = _written(before.array, _zeros_like(before.value))
 
     def piece_completed(self, piece: int, exchange: Exchange) -> None:
         """A piece of this rank has done its last backward. If it is the last one here with a copy, their gradients are sent."""
@@ -157,25 +159,24 @@ class TiedWeight:
             if parts[piece] is not None:
                 part = converted(parts[piece], kind)
                 total = part if total is None else total + part
-        sums = {piece: _sum(before, total, kind_of(self.own[piece].data)) for piece, before in self._grads_before.items()}
-        for piece, before in self._grads_before.items():
-            parameter = self.own[piece]
+        sums = [_sum(before, total, kind_of(parameter.data)) for parameter, before in self._grads_before]
+        for (parameter, before), value in zip(self._grads_before, sums, strict=True):
             if before is not None and parameter.grad is before.array:
-                parameter.grad = _written(before.array, sums[piece])
+                parameter.grad = _written(before.array, value)
             else:
                 _put_back(before)
-                parameter.grad = sums[piece]
+                parameter.grad = value
 
     def end_step(self) -> None:
         """Forgets the gradients of earlier steps, which are in the sums now."""
-        self._grads_before = {}
+        self._grads_before = []
         self._is_replaced = False
 
     def undo_step(self) -> None:
         """Puts the gradients of earlier steps back, if the step began and did not end."""
-        for piece, before in self._grads_before.items():
-            self.own[piece].grad = _put_back(before)
-        self._grads_before = {}
+        for parameter, before in self._grads_before:
+            parameter.grad = _put_back(before)
+        self._grads_before = []
 
     def _check_alike(self, copies: Mapping[int, Any]) -> None:
         """Raises UsageError if copies of these pieces are not equal bit for bit."""
