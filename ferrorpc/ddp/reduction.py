@@ -65,6 +65,8 @@ class Reduction:
         """Parameters that this rank has not used."""
         self._used: set[str] = set()
         """Parameters that any rank has used."""
+        self._totals: list[float] = []
+        """The sum of the ranks' weights, as each bucket's header has it; none without weights."""
         self._kept: list[tuple[BucketMemory, Slot, Any]] = []
         self._began = self._clock.now()
         for memory in reducer.memory:
@@ -182,15 +184,14 @@ class Reduction:
                 self.put(name, None)
         wait_began, reductions = self._clock.now(), list(self._in_flight)
         with self._reducer.steps.waiting(wait_began):
-            totals = self._wait_for_buckets()
+            self._wait_for_buckets()
         self._record(wait_began, reductions)
+        totals = self._totals or [float(self._reducer.size)]
         return min(totals) if all(map(math.isfinite, totals)) else max(totals)
 
-    def _wait_for_buckets(self) -> list[float]:
-        """Returns the sum of the weights as each bucket's header has it."""
+    def _wait_for_buckets(self) -> None:
         if self._reducer.hook is None and self._reducer.kind is not None:
-            return self._wait_for_gpu()
-        totals = [float(self._reducer.size)]
+            self._wait_for_gpu()
         while self._in_flight:
             # Advances all of them while it waits for any: the order in which they complete differs between ranks.
             pending = [each for each in self._in_flight if not self._advance(each)]
@@ -198,25 +199,22 @@ class Reduction:
                 if each not in pending:
                     memory = self._reducer.memory[each.bucket.index]
                     memory.fetch()
-                    totals.append(self._finish_bucket(memory))
+                    self._finish_bucket(memory)
             if len(pending) == len(self._in_flight):
                 pending[0].assist()
                 self._parker.park(FOREVER)  # each collective has its own deadline
             self._in_flight = pending
-        return totals
 
-    def _wait_for_gpu(self) -> list[float]:
+    def _wait_for_gpu(self) -> None:
         """As `_wait_for_buckets`, where nothing follows a collective. What the host reads is queued for all buckets before
         this thread waits for the GPU."""
         for each in self._in_flight:
             self._tried(each, each.join)
             self._reducer.memory[each.bucket.index].fetch()
-        totals = [float(self._reducer.size)]
         for each in self._in_flight:
             self._tried(each, each.wait)
-            totals.append(self._finish_bucket(self._reducer.memory[each.bucket.index]))
+            self._finish_bucket(self._reducer.memory[each.bucket.index])
         self._in_flight = []
-        return totals
 
     def _record(self, wait_began: float, reductions: list[BucketReduction]) -> None:
         ended, before = self._clock.now(), self._reducer.steps.last_end
@@ -248,12 +246,13 @@ class Reduction:
         for each in self._in_flight:
             each.abandon()
 
-    def _finish_bucket(self, memory: BucketMemory) -> float:
-        """Notes which parameters were used, and whether the step is taken. Returns the sum of the weights."""
+    def _finish_bucket(self, memory: BucketMemory) -> None:
+        """Notes which parameters were used, the sum of the weights, and whether the step is taken."""
         header = memory.finish()
         self.is_taken = header.is_taken
         self._used.update(header.used)
-        return float(self._reducer.size) if header.total_weight is None else header.total_weight
+        if header.total_weight is not None:
+            self._totals.append(header.total_weight)
 
     def used(self, name: str) -> bool:
         """After `finish`: whether any rank has used the parameter. If none has, there is no mean."""
