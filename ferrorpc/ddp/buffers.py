@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any, Final
 
 from ferrorpc.consistency import require_same
@@ -46,7 +47,7 @@ class Buffers:
         self._is_root = group.rank == 0
         require_same(group, "buffers", f"mode {mode}\n{self._packer.layout.text}")
         self._stream = group.stream()
-        self._exchanges = 0
+        self._numbers = count()
         self._in_flight: list[tuple[Bucket, Any, Work[Any]]] = []
         self._arrays: dict[str, Any] = {}
         """The buffers that are being exchanged."""
@@ -68,13 +69,12 @@ class Buffers:
             packed = [self._packer.packed(bucket, self._arrays) for bucket in self._buckets]
             pairs = zip(self._buckets, packed, strict=True)
             self._in_flight = [(bucket, each, self._start(bucket, each)) for bucket, each in pairs]
-            self._exchanges += 1
 
     def _has_mean(self, bucket: Bucket) -> bool:
         return self.mode == "mean" and refusal(ReduceOp.MEAN, bucket.dtype) is None
 
     def _start(self, bucket: Bucket, packed: Any) -> Work[Any]:
-        number = self._exchanges * len(self._buckets) + bucket.index
+        number = next(self._numbers)
         if self._has_mean(bucket):
             typed = self._packer.typed(bucket, packed)
             return self._stream.all_reduce(typed, number, op=ReduceOp.MEAN, out=typed)
