@@ -60,9 +60,8 @@ class SplitBackward:
         self._inputs = list(inputs)
         self._outputs = list(outputs)
         self._edges = [get_gradient_edge(each) for each in self._outputs]
-        self._arrived: dict[Any, tuple[torch.Tensor | None, ...]] = {}
-        self._versions: dict[Any, list[int]] = {}
-        """Of the gradients that arrived: they show whether something was written there later."""
+        self._arrived: dict[Any, tuple[tuple[torch.Tensor | None, ...], list[int]]] = {}
+        """The gradients of each node, with their versions, which show whether something was written there later."""
         self._zeros: dict[Any, torch.Tensor] = {}
         self._given: list[torch.Tensor | None] = []
         ends = {get_gradient_edge(each).node for each in self._inputs}
@@ -114,16 +113,15 @@ class SplitBackward:
         self._zeros.clear()
 
     def _keep(self, node: Any, arrived: tuple[torch.Tensor | None, ...]) -> None:
-        self._arrived[node] = arrived
-        self._versions[node] = _versions(arrived)
+        self._arrived[node] = arrived, _versions(arrived)
 
     def _continue_from(self, node: Any, weights: Sequence[torch.Tensor]) -> None:
         """Propagates the gradient that arrived at a node to these weights. Raises as `weight`."""
-        arrived = self._arrived.get(node, ())
+        arrived, versions = self._arrived.get(node, ((), []))
         roots = [(GradientEdge(node, place), self._zeros_like(grad)) for place, grad in enumerate(arrived) if grad is not None]
         if not roots:
             return
-        if _versions(arrived) != self._versions[node]:
+        if _versions(arrived) != versions:
             raise UsageError(
                 f"the gradient that {node.name()} got was changed in place before the second part of a split backward pass",
                 hint="let hooks and functions return a new gradient, or pass split=False to ferrorpc.torch.Stage",
