@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
+from typing import Any, Generic, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +22,12 @@ from numpy.typing import NDArray
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import NUMPY, view
 from ferrorpc.ddp.bucket_memory import Array
+from ferrorpc.ddp.type_variables import TypeVar
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.operations.type_hints import A, ReadThroughDLPack
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
-
-    Y = TypeVar("Y", default=Any)
-else:
-    from typing import TypeVar
-
-    Y = TypeVar("Y")
+Y = TypeVar("Y", default=Any)
 
 
 class Moments(NamedTuple):

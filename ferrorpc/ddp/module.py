@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
+from ferrorpc.ddp.type_variables import TypeVar
 from ferrorpc.ddp.wrapper import Wrapper, check_unwrapped
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import interrupts_told
@@ -42,14 +43,7 @@ class Trainable(Protocol):
         """Evaluation mode from now on."""
 
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
-
-    Module = TypeVar("Module", bound=Trainable, covariant=True, default=Any)
-else:
-    from typing import TypeVar
-
-    Module = TypeVar("Module", covariant=True)
+Module = TypeVar("Module", bound=Trainable, covariant=True, default=Any)
 
 
 class DistributedDataParallel(Wrapper, Generic[Module]):

@@ -18,6 +18,7 @@ from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.reduction import Reduction, followed, given_up_on_failure
 from ferrorpc.ddp.steps import Steps
+from ferrorpc.ddp.type_variables import TypeVar
 from ferrorpc.ddp.weight_check import check_weights
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import interrupts_told
@@ -27,15 +28,10 @@ from ferrorpc.types import TensorSpec, as_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
 
-    Tree = TypeVar("Tree", default=Any)
     Specs: TypeAlias = TensorSpec | Mapping[Any, "Specs"] | Sequence["Specs"]
     """A tree that has no type to say for its gradients, unless it is a flat dict."""
-else:
-    from typing import TypeVar
-
-    Tree = TypeVar("Tree")
+Tree = TypeVar("Tree", default=Any)
 Grads = TypeVar("Grads")
 
 _IN_PLACE: Final = object()

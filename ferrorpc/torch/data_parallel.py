@@ -12,6 +12,7 @@ import torch
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
+from ferrorpc.ddp.type_variables import TypeVar
 from ferrorpc.ddp.wrapper import Wrapper, check_unwrapped
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
@@ -20,14 +21,7 @@ from ferrorpc.torch.backward_hooks import BackwardHooks, check_not_shared
 from ferrorpc.torch.compiler import hide_from_compiler, hide_methods
 from ferrorpc.torch.parameter_snapshot import ParameterSnapshot
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
-
-    Module = TypeVar("Module", bound=torch.nn.Module, covariant=True, default=torch.nn.Module)
-else:
-    from typing import TypeVar
-
-    Module = TypeVar("Module", covariant=True)
+Module = TypeVar("Module", bound=torch.nn.Module, covariant=True, default=torch.nn.Module)
 
 _PREFIX: Final = "module."
 """Of the names in checkpoints of torch's own wrapper."""
