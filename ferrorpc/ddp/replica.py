@@ -288,10 +288,8 @@ class Replica:
         first = self.reducer.begun
         with self.reducer.uneven(follow):
             self._weights_differ = follow is None
-            try:
-                yield
-            finally:
-                self._weights_differ = False
+            yield
+            self._weights_differ = False
             own = self.reducer.begun - first
             for reduction in followed(self.reducer):
                 if follow is not None:
