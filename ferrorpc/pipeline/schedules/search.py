@@ -22,7 +22,7 @@ from ferrorpc.pipeline.schedules.simulation import durations_of, is_list, time_u
 from ferrorpc.pipeline.schedules.validation import checked_cap
 
 COST_NAMES = ("forward", "backward_input", "backward_weight")
-RankCosts: TypeAlias = tuple[list[float], list[float], list[float]]
+RankCosts: TypeAlias = list[list[float]]
 """Of forward, backward of input and backward of weights: the time units of every rank."""
 MIN_FITS = (0.0, 0.3, 0.7, 1.0)
 CLIMBS = 2
@@ -75,8 +75,7 @@ def _checked(costs: Any) -> RankCosts:
             f"costs are lists of one length called {', '.join(COST_NAMES)}; these are {costs!r}",
             hint="give each a number for every rank",
         )
-    forward, backward_input, backward_weight = found
-    return forward, backward_input, backward_weight
+    return found
 
 
 def _fitting(

@@ -71,7 +71,7 @@ class PipelineTimeline(Timeline):
         }
 
 
-def simulate(table: Table, costs: tuple[Cost, Cost, Cost], latency: float, transfer: float) -> PipelineTimeline:
+def simulate(table: Table, costs: Sequence[Cost], latency: float, transfer: float) -> PipelineTimeline:
     """As `Schedule.simulate`. `costs` are those of forward, backward of input and backward of weights."""
     found = findings(table)
     if found:
@@ -85,7 +85,7 @@ def simulate(table: Table, costs: tuple[Cost, Cost, Cost], latency: float, trans
     return PipelineTimeline(table, spans, table.peak_activations, f"{table}, simulated")
 
 
-def durations_of(table: Table, costs: tuple[Cost, Cost, Cost]) -> dict[tuple[Kind, int], float]:
+def durations_of(table: Table, costs: Sequence[Cost]) -> dict[tuple[Kind, int], float]:
     """(kind, piece) -> time units, of a whole backward the sum of its parts. `costs` as for `simulate`; raises as it does."""
     forward, backward_input, backward_weight = (_of_pieces(cost, table) for cost in costs)
     found = {}
