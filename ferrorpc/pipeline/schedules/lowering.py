@@ -144,9 +144,13 @@ class Lowering:
             transfer = self._transfer_index.get((Action(source, direction, each.microbatch), each.stage))
             if transfer is not None:
                 yield Need(transfer, self._latency)
-                continue
-            for kind in (Kind.FORWARD,) if forward else _GIVES_GRADIENT:
-                yield from self._result_of(Action(source, kind, each.microbatch))
+            else:
+                yield from self._pass_of(source, forward, each.microbatch)
+
+    def _pass_of(self, stage: int, forward: bool, microbatch: int) -> Iterator[Need]:
+        """The forward of a stage; or its backward, whole or of the input, whichever there is."""
+        for kind in (Kind.FORWARD,) if forward else _GIVES_GRADIENT:
+            yield from self._result_of(Action(stage, kind, microbatch))
 
     def _result_of(self, other: Action) -> Iterator[Need]:
         if other in self._index:
@@ -160,10 +164,5 @@ class Lowering:
             messages = self._links[self._link(send, target)]
             place = messages.index((send, target)) - self._credits
             if place >= 0:
-                yield from self._result_of(self._user(*messages[place]))
-
-    def _user(self, send: Action, target: int) -> Action:
-        if send.kind is Kind.SEND_FORWARD:
-            return Action(target, Kind.FORWARD, send.microbatch)
-        kinds = (kind for kind in _GIVES_GRADIENT if Action(target, kind, send.microbatch) in self._index)
-        return Action(target, next(kinds, Kind.BACKWARD), send.microbatch)
+                used, user = messages[place]
+                yield from self._pass_of(user, used.kind is Kind.SEND_FORWARD, used.microbatch)
