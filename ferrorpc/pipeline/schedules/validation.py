@@ -146,15 +146,15 @@ def _unpaired(table: Table) -> Iterator[Finding]:
         place = {each: index for index, each in enumerate(row)}
         for each in (each for each in row if not each.kind.computes and each in wanted):
             partner = _partner(each, place)
-            if partner is not None and each.kind.sends is (place[partner] > place[each]):
+            if each.kind.sends is (place[partner] > place[each]):
                 relation = "before" if each.kind.sends else "after"
                 yield Finding("message", f"{each} comes {relation} {partner}", rank)
 
 
-def _partner(message: Action, place: dict[Action, int]) -> Action | None:
+def _partner(message: Action, place: dict[Action, int]) -> Action:
     """The action of the same rank that computes what is sent, or uses what is received."""
     kinds = (F,) if message.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD) else (B, I)
-    return next((each for kind in kinds if (each := Action(message.stage, kind, message.microbatch)) in place), None)
+    return next(each for kind in kinds if (each := Action(message.stage, kind, message.microbatch)) in place)
 
 
 def _deadlocked(table: Table, credits: int | None) -> Iterator[Finding]:
