@@ -115,7 +115,7 @@ class Exchange:
         source = self._placement[transfer.source]
         if transfer not in self._expected:  # the order on a lane is not the order of use
             self._later.remove(transfer)
-            self._expected[transfer] = self._expect(transfer)
+            self._expect(transfer)
         expected = self._expected.pop(transfer)
         try:
             raw = expected.take(self._seconds)
@@ -149,11 +149,11 @@ class Exchange:
 
     def _expect_next(self) -> None:
         while self._later and len(self._expected) < RECEIVES_AHEAD:
-            transfer = self._later.popleft()
-            self._expected[transfer] = self._expect(transfer)
+            self._expect(self._later.popleft())
 
-    def _expect(self, transfer: Transfer) -> Expected:
-        return self._group.expect(self._placement[transfer.source], transfer.tag(len(self._placement)), awaited=transfer)
+    def _expect(self, transfer: Transfer) -> None:
+        source, tag = self._placement[transfer.source], transfer.tag(len(self._placement))
+        self._expected[transfer] = self._group.expect(source, tag, awaited=transfer)
 
     def _wait_to_receive(self, transfer: Transfer, work: Work[Any], host: bool = False) -> Any:
         source = self._placement[transfer.source]
