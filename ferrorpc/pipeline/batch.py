@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,14 +59,12 @@ def split(value: Any, count: int, what: str) -> list[Any]:
 
 def cut(value: Any, counts: Sequence[int]) -> list[Any]:
     """Cuts a value along axis 0 into parts of so many rows."""
-    parts, start = [], 0
-    for count in counts:
-        part = slice(start, start + count)
-        start += count
+    parts = []
+    for start, stop in pairwise(accumulate(counts, initial=0)):
         if isinstance(value, tuple):
-            parts.append(tuple_like(value, [None if each is None else each[part] for each in value]))
+            parts.append(tuple_like(value, [None if each is None else each[start:stop] for each in value]))
         else:
-            parts.append(value[part])
+            parts.append(value[start:stop])
     return parts
 
 
