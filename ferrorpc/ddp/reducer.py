@@ -77,7 +77,6 @@ class Reducer:
         group: that gradients are averaged over.
         layout: the same on all ranks.
         memory: one for each bucket.
-        size: how many ranks there are.
         keys: of the buckets, under which a hook files what it remembers.
         traffic: the bytes sent for all buckets.
         steps: where the time of this rank's last steps went.
@@ -105,7 +104,6 @@ class Reducer:
         layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
         require_same(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
         self.layout = layout
-        self.size = group.size
         self.hook = hook
         self.keys = [bucket.key for bucket in layout.buckets]
         self.kind = kind

@@ -129,7 +129,7 @@ class Reduction:
         Then the sum is infinite on every rank and the step is refused, but after the hook. Hooks see that this rank's weight
         or the sum is not finite, and remember nothing of the step's absurd scale.
         """
-        too_large = weight > _FLOAT32_MAX / self._reducer.size
+        too_large = weight > _FLOAT32_MAX / self._reducer.group.size
         hooked = self._reducer.hook is not None and memory.accumulator.dtype == np.float32
         return math.inf if too_large and hooked else weight
 
@@ -186,7 +186,7 @@ class Reduction:
         with self._reducer.steps.waiting(wait_began):
             self._wait_for_buckets()
         self._record(wait_began, reductions)
-        totals = self._totals or [float(self._reducer.size)]
+        totals = self._totals or [float(self._reducer.group.size)]
         return min(totals) if all(map(math.isfinite, totals)) else max(totals)
 
     def _wait_for_buckets(self) -> None:
