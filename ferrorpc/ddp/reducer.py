@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, Final
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
@@ -48,14 +48,8 @@ _warned = threading.Lock()
 """Held once this process has warned that gradients on a GPU go through the host."""
 
 
-class _OpenBlocks(threading.local):
-    """The groups of the `uneven` blocks that are open in this thread."""
-
-    def __init__(self) -> None:
-        self.groups: list[ProcessGroup] = []
-
-
-_open_blocks = _OpenBlocks()
+_open_blocks: Final[list[tuple[int, ProcessGroup]]] = []
+"""The thread and the group of each `uneven` block that is open."""
 
 
 class Reducer:
@@ -203,8 +197,9 @@ class Reducer:
             )
         if self.is_uneven:
             raise UsageError("an uneven() block is open already", hint="leave it first")
-        groups = _open_blocks.groups
-        if any(len({*each.world_ranks} & {*self.group.world_ranks}) > 1 for each in groups):
+        own = threading.get_ident(), self.group
+        others = [group for thread, group in _open_blocks.copy() if thread == own[0]]
+        if any(len({*each.world_ranks} & {*self.group.world_ranks}) > 1 for each in others):
             raise UsageError(
                 "an uneven() block of another model is open in this thread: a rank that left one of them would follow there, "
                 "while others wait for its part in the other",
@@ -212,13 +207,13 @@ class Reducer:
             )
         try:
             self.is_uneven = True
-            groups.append(self.group)
+            _open_blocks.append(own)
             with others_told(self.group):
                 yield
         finally:  # an interrupt may have come before it was appended
             self.is_uneven = False
-            if self.group in groups:
-                groups.remove(self.group)
+            if own in _open_blocks:
+                _open_blocks.remove(own)
 
 
 def check_means(parameters: Iterable[tuple[str, TensorSpec]], what: str) -> None:
