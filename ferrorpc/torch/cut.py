@@ -56,9 +56,10 @@ def cut(
     if by == "parameters":
         costs = [_size(name, module) for name, module in model._modules.items()]
     elif by == "time":
-        if group is not None:
-            group_given(group)
-        costs = _agreed(_times(model, sample, clock), group)
+        shared = None if group is None else group_given(group)
+        costs = _times(model, sample, clock)
+        if shared is not None:
+            costs = shared.broadcast(np.array(costs), root=0).tolist()
     else:
         raise UsageError(f"cut by {by!r}", hint='use "parameters" or "time"')
     modules = list(model._modules.items())
@@ -153,7 +154,3 @@ def _now(x: Any, clock: Clock) -> float:
         if isinstance(each, torch.Tensor) and each.is_cuda:
             torch.cuda.synchronize(each.device)
     return clock.now()
-
-
-def _agreed(times: list[float], group: ProcessGroup | None) -> list[float]:
-    return times if group is None else group.broadcast(np.array(times), root=0).tolist()
