@@ -136,13 +136,13 @@ class Reduction:
     def _operations(self, memory: BucketMemory, array: Any) -> Generator[Work[Any], Any, None]:
         hook, bucket = self._reducer.hook, memory.bucket
         collectives = self._reducer.collectives(self.number, bucket.index)
-        if hook is None or array.dtype != np.float32:
+        if hook is None or self.weight is None or array.dtype != np.float32:  # where there is a hook, there is a weight
             yield collectives.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
             return
         header = collectives.all_reduce(array[: bucket.header])
-        if self.weight is not None and self.weight <= _ZERO_IN_FLOAT32 and float((yield header)[bucket.weight]) == 0:
+        if self.weight <= _ZERO_IN_FLOAT32 and float((yield header)[bucket.weight]) == 0:
             return  # nothing is averaged in this step, and what a hook remembers must not be sent for it
-        weight = self._summable(memory, 1.0 if self.weight is None else self.weight)
+        weight = self._summable(memory, self.weight)
         unused = [(slot.start - bucket.header, slot.stop - bucket.header) for slot in bucket.slots if slot.name in self._unused]
         values = array[bucket.header :]
         total_weight = partial(_element, header, bucket.weight)
