@@ -203,8 +203,7 @@ class HostBucketMemory(BucketMemory):
             if is_summed:
                 self._fold.finish(target, self.accumulator[slot.start : slot.stop])
             elif not is_same_memory(gradient.data, target):
-                source = gradient.data if gradient.origin is None else gradient.origin
-                np.copyto(target.reshape(slot.spec.shape), source)
+                np.copyto(target, gradient.data.reshape(-1))
             return
         target = self.accumulator[slot.start : slot.stop]
         if not is_summed and not is_same_memory(gradient.data, target):

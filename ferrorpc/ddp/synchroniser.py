@@ -226,7 +226,7 @@ class GradientSynchronizer(Generic[Tree]):
         """As `_read`; a copy of a mean that lies in another gradient's slot, which this step writes to."""
         got = self._read(name, grad)
         memory = self._reducer.elsewhere(name, grad) if self._views else None
-        return got if memory is None else got._replace(data=memory.copied(got.data), origin=None)
+        return got if memory is None else got._replace(data=memory.copied(got.data))
 
     def _read(self, name: str, grad: Any) -> View:
         got = self._reducer.view(grad, f"gradient {name!r}")
