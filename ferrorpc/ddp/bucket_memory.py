@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
-from ferrorpc.arrays.kinds import NUMPY, kind_of
+from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.group import ProcessGroup
 from ferrorpc.kernels.reduction import is_same_memory, kernel
@@ -214,16 +214,15 @@ class HostBucketMemory(BucketMemory):
                 np.multiply(target, target.dtype.type(self._weight), out=target)
 
     def add(self, slot: Slot, part: View, is_first: bool) -> None:
-        if self.bucket.dtype.is_half and not is_first:
-            sums = self.accumulator[slot.start : slot.stop]
-            if slot.name not in self._summed:
-                self._fold.load(sums, self.place(slot))
-                self._summed.add(slot.name)
-            self._fold.fold(sums, part.data.reshape(-1))
-            return
-        total, given = (NUMPY.typed(data.reshape(slot.spec.shape), slot.spec) for data in (self.place(slot), part.data))
+        total, given = self.place(slot), part.data.reshape(-1)
         if is_first:
             np.copyto(total, given)
+        elif self.bucket.dtype.is_half:
+            sums = self.accumulator[slot.start : slot.stop]
+            if slot.name not in self._summed:
+                self._fold.load(sums, total)
+                self._summed.add(slot.name)
+            self._fold.fold(sums, given)
         else:
             with np.errstate(all="ignore"):
                 np.add(total, given, out=total)
