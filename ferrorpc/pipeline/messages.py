@@ -26,6 +26,8 @@ ALIGNMENT: Final = 64
 _LENGTH_BYTES: Final = 4
 _LAYOUTS: Final = 256
 """How many layouts are cached."""
+_LAYOUT_BYTES_MAX: Final = 4096
+"""Layouts whose text is longer are not cached."""
 
 Array = np.ndarray[Any, Any]
 
@@ -64,11 +66,13 @@ class _Layout:
 _layout = lru_cache(_LAYOUTS)(_Layout)
 
 
-@lru_cache(_LAYOUTS)
 def _parse(text: bytes) -> _Layout:
     """The layout of this text. Raises ValueError or TypeError if it is not one."""
     is_tuple, parts = json.loads(text)
     return _Layout(is_tuple, tuple([None if part is None else TensorSpec(DType(part[0]), tuple(part[1])) for part in parts]))
+
+
+_parse_cached = lru_cache(_LAYOUTS)(_parse)
 
 
 class Message(NamedTuple):
@@ -142,7 +146,7 @@ def parse(message: Array) -> Message:
         last = message.size - _LENGTH_BYTES
         length = int.from_bytes(message[max(last, 0) :].tobytes(), "little")
         text, transfer, step, pipeline = message[max(last - length, 0) : last].tobytes().split(b"\0")
-        layout = _parse(text)
+        layout = (_parse_cached if len(text) <= _LAYOUT_BYTES_MAX else _parse)(text)
         if last - length not in (0, layout.end):
             raise ValueError(f"{message.size} bytes where {layout.end + length + _LENGTH_BYTES} are announced")
         envelope = Envelope(pipeline.decode(), int(step), transfer.decode())
