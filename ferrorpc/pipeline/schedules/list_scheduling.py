@@ -106,7 +106,7 @@ class ListScheduler:
         own = 0.0 if each.kind is F else self._ends.get(Action(each.stage, F, each.microbatch))
         if own is None or not 0 <= source <= self._last:
             return own
-        end = self._ends.get(each._replace(stage=source))
+        end = self._ends.get(Action(source, each.kind, each.microbatch))
         if end is None:
             return None
         return max(own, end + (self._latency if self._placement[source] != self._placement[each.stage] else 0.0))
