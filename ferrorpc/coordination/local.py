@@ -87,7 +87,7 @@ class LocalWorld:
         self.cluster_id = f"local-{next(_world_numbers)}"
         self.timeout = timeout
         self.condition = Condition(clock)
-        self.keyspace = Keyspace()
+        self.keyspace = Keyspace(job)
         self.on_operation: Callable[[int], None] | None = None
         """Called with a member's number whenever that begins an operation. Tests use it to end the member there."""
         self._max_size = size

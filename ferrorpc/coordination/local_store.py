@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.condition import Condition
-from ferrorpc.errors import StoreTimeoutError, UsageError
+from ferrorpc.errors import StoreTimeoutError, UsageError, require
 from ferrorpc.guard import seconds_of
-from ferrorpc.wire.limits import VALID_COUNTER
+from ferrorpc.wire.limits import KEYS_MAX, STORE_BYTES_MAX, VALID_COUNTER
 
 Owner = tuple[str, int]
 """What a key is bound to: ("job", 0), ("session", number) or ("generation", number)."""
@@ -19,20 +19,34 @@ Owner = tuple[str, int]
 class Keyspace:
     """Keys, their values and owners. The caller holds the condition's lock around every use."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: str) -> None:
+        self._job = job
         self.values: dict[str, bytes] = {}
         self._owners: dict[str, Owner] = {}
+        self._bytes = 0
 
     def put(self, key: str, value: bytes, owner: Owner | None) -> None:
-        """Sets a key's value and owner; None for the owner that it has, which is the job for a new key."""
-        self.values[key] = value
+        """Sets a key's value and owner; None for the owner that it has, which is the job for a new key.
+
+        Raises:
+            LimitExceededError: too many keys or too many bytes; nothing has changed.
+        """
+        before = self.values.get(key)
+        grown = self._bytes + len(value) + (len(key) if before is None else -len(before))
+        require(f"bytes in the store of job {self._job}", grown, "store_bytes", STORE_BYTES_MAX)
+        require(f"keys of job {self._job}", len(self.values) + (before is None), "keys", KEYS_MAX)
+        self.values[key], self._bytes = value, grown
         if owner is not None:
             self._owners[key] = owner
 
     def remove(self, key: str) -> bool:
         """Removes a key. Returns whether it existed."""
         self._owners.pop(key, None)
-        return self.values.pop(key, None) is not None
+        value = self.values.pop(key, None)
+        if value is None:
+            return False
+        self._bytes -= len(key) + len(value)
+        return True
 
     def release(self, owner: Owner) -> None:
         """Removes all keys of an owner that has ended."""

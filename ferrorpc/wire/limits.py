@@ -10,6 +10,10 @@ SESSION_PROTOCOL_VERSION: Final = 1
 LEASE_SECONDS_MAX: Final = 300
 KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20
+KEYS_MAX: Final = 100_000
+"""In the store of a job."""
+STORE_BYTES_MAX: Final = 256 << 20
+"""Of all keys and values of a job."""
 PAYLOAD_BYTES_MAX: Final = 4 << 10
 """Of one member at a barrier."""
 BARRIER_BYTES_MAX: Final = 1 << 20

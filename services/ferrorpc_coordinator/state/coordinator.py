@@ -208,6 +208,9 @@ class Coordinator:
     def _called(self, call: int, request: UnaryRequest, caller: Caller) -> None:
         try:
             self._authorize(caller, request.token, request.job, required_role(request), f"a {type(request).__name__}")
+            if not (isinstance(request, session_pb2.UnaryStoreRequest) and sets_a_value(request.request)):
+                what, most = f"bytes of a {type(request).__name__}", self.settings.limits.frame_bytes
+                require(what, request.ByteSize(), "frame_bytes", most, MessageTooLargeError)
             if isinstance(request, session_pb2.StatusRequest):
                 job = self._known_job(request, caller)
                 page = job.status(request.after, self.settings.limits.status_page_bytes)
@@ -224,14 +227,10 @@ class Coordinator:
             self._shared.effects.reply(None, call, detail_of(error))
 
     def _unary_request(self, call: int, request: session_pb2.UnaryStoreRequest | session_pb2.UnaryBarrierRequest) -> None:
-        store = request.request if isinstance(request, session_pb2.UnaryStoreRequest) else None
-        if store is None or not sets_a_value(store):
-            what, most = f"bytes of a {type(request).__name__}", self.settings.limits.frame_bytes
-            require(what, request.ByteSize(), "frame_bytes", most, MessageTooLargeError)
         if request.client_id:
             check_name("client id", request.client_id, self.settings.limits.name_bytes)
         client = f"/{request.client_id}" if request.client_id else f"/{self.epoch}/{call}"  # no name has a slash
-        begins = store is None or writes_or_waits(store)
+        begins = isinstance(request, session_pb2.UnaryBarrierRequest) or writes_or_waits(request.request)
         requester, job = Requester(call, None, client), self._job(request.job, begins=begins)
         self._calls[call] = job, requester
         if isinstance(request, session_pb2.UnaryBarrierRequest):

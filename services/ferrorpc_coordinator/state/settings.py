@@ -10,8 +10,10 @@ from ferrorpc.wire.limits import (
     BARRIER_BYTES_MAX,
     FRAME_BYTES_MAX,
     KEY_BYTES_MAX,
+    KEYS_MAX,
     LEASE_SECONDS_MAX,
     PAYLOAD_BYTES_MAX,
+    STORE_BYTES_MAX,
     VALUE_BYTES_MAX,
     WRITES_MAX,
 )
@@ -47,8 +49,8 @@ class Limits:
     """Living members of a job."""
     gone_members: int = 1_024
     """Dead and departed members of a job that are remembered."""
-    keys: int = 100_000
-    store_bytes: int = 256 << 20
+    keys: int = KEYS_MAX
+    store_bytes: int = STORE_BYTES_MAX
     watches: int = 1_000
     requests: int = 1_024
     """Unanswered requests of one session."""

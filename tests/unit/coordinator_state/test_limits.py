@@ -58,9 +58,13 @@ def test_a_unary_request_too_large() -> None:
     value = store_pb2.SetOperation(key="k", value=bytes(2_000))
     refused = world.call(session_pb2.UnaryStoreRequest(job="job", request=store_pb2.StoreRequest(wait=wait)))
     taken = world.call(session_pb2.UnaryStoreRequest(job="job", request=store_pb2.StoreRequest(set=value)))
-    detail = world.replies[refused]
-    assert isinstance(detail, error_pb2.ErrorDetail)
-    assert limit_of(detail) == "frame_bytes"
+    asked = world.call(session_pb2.StatusRequest(job="job", token="x" * 2_000))
+    exit_ = session_pb2.ProcessExit(name="a", reason="x" * 2_000)
+    reported = world.call(session_pb2.UnaryReportRequest(job="job", request=session_pb2.ReportRequest(exit=exit_)))
+    for call in (refused, asked, reported):
+        detail = world.replies[call]
+        assert isinstance(detail, error_pb2.ErrorDetail)
+        assert limit_of(detail) == "frame_bytes"
     assert isinstance(world.replies[taken], session_pb2.UnaryStoreResponse)
 
 
