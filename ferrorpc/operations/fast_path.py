@@ -44,7 +44,9 @@ ROOTED: Final = frozenset(("broadcast", "reduce", "gather", "scatter"))
 
 
 class FastPath:
-    """The fast path of one group. Its operations are those of `Collectives`, without the arguments it does not support.
+    """The fast path of one group without telemetry, to which the general path reports every operation.
+
+    Its operations are those of `Collectives`, without the arguments it does not support.
 
     Args:
         dispatch: the general path.
@@ -60,9 +62,8 @@ class FastPath:
         self._latch = dispatch.backend.latch
         session = dispatch.backend.session
         self._activity = None if session is None else session.activity
-        self._observed = dispatch.telemetry is not None  # the general path reports every operation
         self._known: dict[tuple[Any, ...], ArenaPrepared | None] = {}
-        self._barrier = None if self._observed else self._prepared(Operation.BARRIER)
+        self._barrier = self._prepared(Operation.BARRIER)
 
     def barrier(self, timeout: Any) -> bool:
         """A barrier. Returns False if it must take the general path."""
@@ -158,7 +159,7 @@ class FastPath:
     def run(self, prepared: Prepared, sources: Sequence[View], result: Result, seconds: float) -> Any:
         """The result of a call whose arguments the general path has read, or GENERAL_PATH."""
         inputs = [source.data for source in sources]
-        if self._observed or result.on_device or not isinstance(prepared, ArenaPrepared) or not all(map(is_host, inputs)):
+        if result.on_device or not isinstance(prepared, ArenaPrepared) or not all(map(is_host, inputs)):
             return GENERAL_PATH
         found: list[Outcome] = []
         number = self._run(prepared, inputs, result.targets, seconds, found)
@@ -292,8 +293,6 @@ class FastPath:
         return ArenaExecution(self._arena, prepared.call, key, channel, steps, guard, found)
 
     def _learn(self, key: tuple[Any, ...], name: str, given: Any, root: int | None, op: Any) -> ArenaPrepared | None:
-        if self._observed:
-            return None
         if name in ROOTED and (root is None or not 0 <= root < self._size):
             return None
         if name in REDUCING and not isinstance(op, str | ReduceOp):

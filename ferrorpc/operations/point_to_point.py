@@ -37,8 +37,9 @@ class PointToPoint:
         self._rank = backend.rank
         self._size = backend.size
         self._arguments = Arguments(backend.capabilities.device_arrays)
-        self._fast_path = None if backend.arena is None else FastPath(self._dispatch, backend.arena)
-        self._small_messages = None if self._dispatch.telemetry is not None else backend.small_messages
+        is_observed = self._dispatch.telemetry is not None
+        self._fast_path = None if is_observed or backend.arena is None else FastPath(self._dispatch, backend.arena)
+        self._small_messages = None if is_observed else backend.small_messages
         self._device_fast_path = DeviceFastPath(self._dispatch) if backend.capabilities.device_moves else None
 
     @property
