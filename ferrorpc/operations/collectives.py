@@ -460,10 +460,4 @@ class Collectives(PointToPoint):
             found = self._fast_path.run(prepared, sources, result, seconds)
             if found is not GENERAL_PATH:
                 return found
-        execution = None
-        try:
-            execution = dispatch.start(prepared, sources, result, seconds)
-            return dispatch.finish(execution, result, async_op)
-        except (KeyboardInterrupt, Exception) as error:
-            dispatch.struck(operation.value, error, execution)
-            raise
+        return dispatch.perform(operation, prepared, sources, result, seconds, async_op)

@@ -151,11 +151,6 @@ class Dispatch:
             self.backend.arena.open_stream(stream, channels)
         return stream
 
-    def begin_in_stream(self, stream: int, number: int) -> None:
-        """Notes that an operation with a number of its own begins now."""
-        with self._lock:
-            self._begun[stream] = self._begun[stream].with_number(number)
-
     def next_number(self) -> int:
         """The number of the next operation in program order."""
         return next(self._numbers)
@@ -200,36 +195,44 @@ class Dispatch:
                     self._prepared.popitem(last=False)
         return found
 
-    def start(
+    def perform(
         self,
+        operation: Operation,
         prepared: Prepared,
         sources: Sequence[View],
         result: Result,
         seconds: float,
+        async_op: bool,
         *,
         stream: int = 0,
         number: int | None = None,
-    ) -> Execution:
-        """A new execution: the next in program order, unless it has a number of its own."""
-        backend = self.backend
-        place = next(self._numbers) if number is None else number
-        guard = Guard(backend.clock, backend.latch, seconds)
-        key = Key(backend.group_id, stream, place)
+    ) -> Any:
+        """Starts a call, the next in program order unless it has a number of its own, and returns as `finish`."""
+        backend, execution = self.backend, None
         try:
-            return prepared.start(key, [source.data for source in sources], result.targets, guard)
-        except (FerroError, MemoryError, RuntimeError) as error:  # the last from CUDA; all come before what is sent
-            if isinstance(error, CollectiveTimeoutError):  # of a GPU, for whose array the others wait as well
-                raise verdict(guard, error) from None
-            if number is None:
-                self._give_back(place)
-            elif isinstance(
-                error, MemoryError | LimitExceededError
-            ):  # the others wait for this rank's operation of that number
-                raise verdict(guard, failure_of(f"operation {number} of stream {stream}", error)) from None
+            if number is not None:
+                with self._lock:
+                    self._begun[stream] = self._begun[stream].with_number(number)
+            place = next(self._numbers) if number is None else number
+            guard = Guard(backend.clock, backend.latch, seconds)
+            key = Key(backend.group_id, stream, place)
+            try:
+                execution = prepared.start(key, [source.data for source in sources], result.targets, guard)
+            except (FerroError, MemoryError, RuntimeError) as error:  # the last from CUDA; all come before what is sent
+                if isinstance(error, CollectiveTimeoutError):  # of a GPU, for whose array the others wait as well
+                    raise verdict(guard, error) from None
+                if number is None:
+                    self._give_back(place)
+                elif isinstance(error, MemoryError | LimitExceededError):  # the others wait for this rank's of that number
+                    raise verdict(guard, failure_of(f"operation {number} of stream {stream}", error)) from None
+                raise
+            return self.finish(execution, result, async_op)
+        except (KeyboardInterrupt, Exception) as error:
+            self.struck(operation.value, error, execution)
             raise
 
     def start_at(self, prepared: PointerAllReduce, source: int, target: int, keeps: object, timeout: float | None) -> Execution:
-        """As `start`, for addresses on a GPU. The other arguments are those of `PointerAllReduce.start_at`.
+        """A new execution of a call on addresses on a GPU. The other arguments are those of `PointerAllReduce.start_at`.
 
         Args:
             timeout: seconds, as a caller gives it.
@@ -299,8 +302,8 @@ class Dispatch:
         self.end(GroupAbortedError(self.backend.world_ranks[self.backend.rank], f"{interrupt} during {label}"))
 
     def struck(self, label: str, error: BaseException, execution: Execution | None = None) -> None:
-        """As `interrupted`, where this is Ctrl-C or an error of a signal handler. Of any other the generation knows, or `start`
-        has given the number back, as after a RuntimeError, which may be CUDA's.
+        """As `interrupted`, where this is Ctrl-C or an error of a signal handler. Of any other the generation knows, or the
+        number was given back, as after a RuntimeError, which may be CUDA's.
 
         Args:
             execution: which perhaps has no driver yet; None where it was not started.

@@ -157,14 +157,10 @@ class Stream:
         seconds = seconds_of(timeout, dispatch.timeout)
         specs = tuple([source.spec for source in sources])
         prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, unordered=self._unordered)
-        execution = None
-        try:
-            dispatch.begin_in_stream(self._number, number)
-            execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
-            return dispatch.submit(execution, result)
-        except (KeyboardInterrupt, Exception) as error:
-            dispatch.struck(operation.value, error, execution)
-            raise
+        work: Work[Any] = dispatch.perform(
+            operation, prepared, sources, result, seconds, True, stream=self._number, number=number
+        )
+        return work
 
 
 def _let_go(arena: weakref.ref[Arena], stream: int) -> None:

@@ -17,15 +17,15 @@ SEEDS = 40
 
 
 def stream_operations_are_numbered_by_order(patch: pytest.MonkeyPatch) -> None:
-    honest = Dispatch.start
+    honest = Dispatch.perform
     counters: dict[tuple[int, int], int] = {}
 
-    def start(self: Dispatch, *given: Any, stream: int = 0, number: int | None = None) -> Any:
+    def perform(self: Dispatch, *given: Any, stream: int = 0, number: int | None = None) -> Any:
         if stream:
             number = counters[id(self), stream] = counters.get((id(self), stream), -1) + 1
         return honest(self, *given, stream=stream, number=number)
 
-    patch.setattr(Dispatch, "start", start)
+    patch.setattr(Dispatch, "perform", perform)
 
 
 def messages_of_a_pair_overtake_each_other(patch: pytest.MonkeyPatch) -> None:
