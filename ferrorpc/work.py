@@ -65,11 +65,10 @@ class Work(Generic[Result]):
     """For the driver, which sets it before it hands out the Work: translates an error before the caller sees it."""
     meter: Meter | None = None
     """For the driver, likewise: counts the time of callers that wait."""
-    make_result: Callable[[Any], Result] | None = None
-    """For the driver of an operation whose result is on a GPU: converts what it has produced to the result, on the thread that
-    waits first. Arrays on a GPU belong to a stream, and every thread has its own current stream."""
-    land: Callable[[Any], Landing | None] | None = None
-    """For that driver, likewise: called with the result where it was made."""
+    make_result: Callable[[Any], tuple[Result, Landing | None]] | None = None
+    """For the driver of an operation whose result is on a GPU: converts what it has produced to the result, and says where that
+    is complete, on the thread that waits first. Arrays on a GPU belong to a stream, and every thread has its own current
+    stream."""
     landing_context: Callable[[], AbstractContextManager[Any]] | None = None
     """For that driver, likewise: where a result for the caller's arrays is made once the operation has ended, if nobody waits
     before; None for a new array."""
@@ -162,11 +161,8 @@ class Work(Generic[Result]):
 
     def _make(self, left: Any) -> None:
         if self.make_result is not None:
-            result = self.make_result(left)
-            if self.land is not None:
-                self._landing = self.land(result)
-            self._result, self.make_result = result, None  # only now: a wait that failed before takes nothing from the next
-            self.land = self.landing_context = None  # which keep the operation's arrays
+            self._result, self._landing = self.make_result(left)
+            self.make_result = self.landing_context = None  # only now: a wait that failed before takes nothing from the next
 
     def _has_landed(self) -> bool:
         if not self.complete_arrays():
@@ -192,9 +188,8 @@ class Work(Generic[Result]):
         try:
             if not self._result_lock.acquire(blocking=wait):
                 return False
-            if self.make_result is not None:
-                with context():
-                    self._make(self._result)
+            with context():
+                self._make(self._result)
         except Exception as problem:  # noqa: BLE001  any of the GPU's library: whoever waits meets it
             self._error = problem
         finally:

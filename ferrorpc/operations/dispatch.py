@@ -34,7 +34,7 @@ from ferrorpc.errors import (
 from ferrorpc.generation_errors import used_in_child
 from ferrorpc.guard import FOREVER, Guard, seconds_of, wake_nobody
 from ferrorpc.operations.arguments import check_sendable
-from ferrorpc.operations.landings import Landings
+from ferrorpc.operations.landings import Landing, Landings
 from ferrorpc.operations.results import NOTHING, Result
 from ferrorpc.telemetry import telemetry
 from ferrorpc.transports.closed_groups import Begun
@@ -258,10 +258,12 @@ class Dispatch:
             return self.submit(execution, result)
         self.note(execution.label)
         self.run(execution)
+        return self._made_on_device(result, execution)[0] if result.on_device else result.of(execution)
+
+    def _made_on_device(self, result: Result, execution: Execution) -> tuple[Any, Landing | None]:
+        """As `Result.of`, on a GPU; and where it is complete."""
         found = result.of(execution)
-        if result.on_device and not result.is_written_by_operation:
-            self.landings.note(result.landing, found)
-        return found
+        return found, self.landings.note(result.landing, found)
 
     def ran(self, execution: Execution, activity: str) -> bool:
         """As `Execution.ran`; notes the activity then. It is not timed: the host has not waited."""
@@ -346,7 +348,11 @@ class Dispatch:
                 self.end(refusal)
             raise
         if result.on_device:
-            self._make_on_device(work, result)
+            work.is_on_device, work.make_result = True, partial(self._made_on_device, result)
+            if result.landing_device is not None:
+                work.landing_context = result.landing_device.staging.landing_context
+                if work.has_ended:  # perhaps before it had the context
+                    work.complete_arrays()
         if ended is not None:
             work.on_done(lambda: ended(work.failure))
         if self._is_subgroup:
@@ -404,17 +410,6 @@ class Dispatch:
         if result.on_device:
             self.landings.note(result.landing, found)
         return found
-
-    def _make_on_device(self, work: Work[Any], result: Result) -> None:
-        """Has the result of a Work made in a stream of a GPU."""
-        work.is_on_device = True
-        work.make_result = result.of
-        work.land = partial(self.landings.note, result.landing)
-        device = result.landing_device
-        if device is not None:
-            work.landing_context = device.staging.landing_context
-            if work.has_ended:  # perhaps before it had the context
-                work.complete_arrays()
 
     def await_landings_or_end(self, timeout: float | None) -> float:
         """As `Landings.settle`, before an operation with this timeout, in seconds, of which it returns what is left. Others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +34,6 @@ class Result(ABC):
     targets: list[Array] | None
     on_device: bool
     landing_device: Device | None
-    is_written_by_operation: ClassVar[bool] = False
-    """Whether it is complete on its GPU when the operation is."""
 
     @abstractmethod
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
@@ -74,7 +72,6 @@ class DeviceResult(Result):
     """An array on a GPU that the operation itself writes."""
 
     __slots__ = ("_out",)
-    is_written_by_operation = True
 
     def __init__(self, out: Any) -> None:
         self.targets, self.on_device, self.landing_device = None, True, None

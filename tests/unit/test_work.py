@@ -30,9 +30,9 @@ def work() -> Work[int]:
     return Work(SYSTEM_CLOCK, "all_reduce #1")
 
 
-def on_device(handle: Work[Any], make_result: Callable[[Any], Any]) -> Work[Any]:
+def on_device(handle: Work[Any], make: Callable[[Any], Any], landing: Any = None) -> Work[Any]:
     """One whose result is on a GPU."""
-    handle.is_on_device, handle.make_result = True, make_result
+    handle.is_on_device, handle.make_result = True, lambda left: (make(left), landing)
     return handle
 
 
@@ -302,8 +302,8 @@ def test_what_ends_in_the_moment_of_a_timeout_has_ended() -> None:
 
 
 def test_a_result_on_a_device_is_waited_for_on_the_host_only_where_that_is_asked_for() -> None:
-    handle, landing = on_device(work(), lambda left: left), Mock(is_reached=False)
-    handle.land = lambda result: landing
+    landing = Mock(is_reached=False)
+    handle = on_device(work(), lambda left: left, landing)
     handle.complete(7)
     assert handle.wait() == 7
     assert not landing.settle.called
@@ -350,8 +350,10 @@ def test_who_stopped_awaiting_leaves_nothing_behind(clock: SystemClock) -> None:
 @pytest.mark.parametrize("waits_first", [False, True])
 def test_arrays_of_the_caller_are_written_once_the_operation_has_ended_unless_who_waits_did(waits_first: bool) -> None:
     made: list[str] = []
-    handle, landing = work(), Mock(is_reached=True)
-    on_device(handle, lambda left: made.append("where nobody waits" if entered else "where it was waited for"))
+    landing = Mock(is_reached=True)
+    handle = on_device(
+        work(), lambda left: made.append("where nobody waits" if entered else "where it was waited for"), landing
+    )
     entered: list[bool] = []
 
     @contextmanager
@@ -359,7 +361,6 @@ def test_arrays_of_the_caller_are_written_once_the_operation_has_ended_unless_wh
         entered.append(True)
         yield
 
-    handle.land = lambda result: landing
     handle.complete(7)  # the driver may be faster than the one who has submitted it
     if waits_first:
         handle.wait()
@@ -409,12 +410,9 @@ def test_a_result_that_was_made_keeps_nothing_of_the_operation() -> None:
         def make(self, left: int) -> int:
             return left
 
-        def land(self, result: int) -> None:
-            return None
-
     arrays = Arrays()
     handle = on_device(work(), arrays.make)
-    handle.land, handle.landing_context = arrays.land, contextlib.nullcontext
+    handle.landing_context = contextlib.nullcontext
     handle.complete(7)
     gone = weakref.ref(arrays)
     del arrays
