@@ -29,11 +29,11 @@ class Result(ABC):
             waits. None for arrays on the host, and for new ones, which nobody knows before.
     """
 
-    __slots__ = ("landing_device", "on_device", "targets")
+    __slots__ = ()
 
-    targets: list[Array] | None
-    on_device: bool
-    landing_device: Device | None
+    targets: list[Array] | None = None
+    on_device: bool = False
+    landing_device: Device | None = None
 
     @abstractmethod
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
@@ -58,9 +58,6 @@ class Nothing(Result):
 
     __slots__ = ()
 
-    def __init__(self) -> None:
-        self.targets, self.on_device, self.landing_device = None, False, None
-
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> None:
         """None."""
 
@@ -72,9 +69,9 @@ class DeviceResult(Result):
     """An array on a GPU that the operation itself writes."""
 
     __slots__ = ("_out",)
+    on_device = True
 
     def __init__(self, out: Any) -> None:
-        self.targets, self.on_device, self.landing_device = None, True, None
         self._out = out
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
@@ -89,11 +86,10 @@ class DeviceResult(Result):
 class New(Result):
     """New arrays of the kind that went in: one, or a list of them in rank order."""
 
-    __slots__ = ("_is_list", "_kind")
+    __slots__ = ("_is_list", "_kind", "on_device")
 
     def __init__(self, kind: Kind, is_list: bool = False) -> None:
-        self.targets, self.on_device, self.landing_device = None, kind.on_device, None
-        self._kind, self._is_list = kind, is_list
+        self._kind, self._is_list, self.on_device = kind, is_list, kind.on_device
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The array, or the list."""
@@ -113,7 +109,7 @@ class Into(Result):
         is_split: whether the targets are the parts of a single array.
     """
 
-    __slots__ = ("_follow_call", "_given", "_is_split", "_specs", "outs")
+    __slots__ = ("_follow_call", "_given", "_is_split", "_specs", "landing_device", "on_device", "outs", "targets")
 
     def __init__(
         self, given: Any, outs: list[Out], targets: list[Array], specs: list[TensorSpec], is_split: bool = False
