@@ -109,7 +109,7 @@ class Into(Result):
         is_split: whether the targets are the parts of a single array.
     """
 
-    __slots__ = ("_follow_call", "_given", "_is_split", "_specs", "landing_device", "on_device", "outs", "targets")
+    __slots__ = ("_given", "_is_split", "_passed_in", "_specs", "landing_device", "on_device", "outs", "targets")
 
     def __init__(
         self, given: Any, outs: list[Out], targets: list[Array], specs: list[TensorSpec], is_split: bool = False
@@ -122,13 +122,14 @@ class Into(Result):
                 self.landing_device = kind.staging.device
         self.on_device = self.landing_device is not None
         self._given, self._specs, self._is_split = given, specs, is_split
-        self._follow_call = Landing(given).follow if self.on_device else _nothing
+        self._passed_in = Landing(given) if self.on_device else None
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's `out`."""
         if list(specs) != self._specs:
             raise _misfit(specs, self._specs, label)
-        self._follow_call()
+        if self._passed_in is not None:
+            self._passed_in.follow()
         for array, target in zip(arrays, self.targets or (), strict=True):
             if array is not target:
                 copy_into(target, array)
@@ -178,10 +179,6 @@ def into_whole(out: Any, size: int, device_arrays: bool = False) -> Into:
     whole = view_out(out, spec, device_arrays)
     targets = split(whole.data, size)
     return Into(out, [whole], targets, [TensorSpec(spec.dtype, part.shape) for part in targets], is_split=True)
-
-
-def _nothing() -> None:
-    """As `Landing.follow`, for arrays on the host."""
 
 
 def _misfit(specs: Sequence[TensorSpec], outs: Sequence[TensorSpec], label: object) -> TensorMismatchError:
