@@ -77,12 +77,6 @@ class Arguments:
         """Reads an array or a number. Raises as `arrays.kinds.view`."""
         return view(x, self._device_arrays)
 
-    def view_to_send(self, x: Any) -> View:
-        """As `view`, for an array to send. Raises UsageError if no frame can describe it."""
-        found = view(x, self._device_arrays)
-        check_sendable((found.spec,))
-        return found
-
     def parts(self, parts: Any, size: int) -> list[View]:
         """One array for each rank: a list as it is, an array split along axis 0 as by np.array_split.
 

@@ -13,7 +13,7 @@ from ferrorpc.collectives.ranks_and_tags import peer_of, tag_of
 from ferrorpc.collectives.small_messages import SmallReceive
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import seconds_of
-from ferrorpc.operations.arguments import Arguments
+from ferrorpc.operations.arguments import Arguments, check_sendable
 from ferrorpc.operations.device_fast_path import DeviceFastPath
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.expected import Expected
@@ -63,19 +63,20 @@ class PointToPoint:
             SelfSendError: `dst` is this rank.
             GroupClosedError: the group was closed; or rank `dst` has closed this subgroup, and so never receives that part.
         """
-        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._arguments.view_to_send(x)
+        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._arguments.view(x)
+        check_sendable([source.spec])
         seconds = seconds_of(timeout, self.timeout)
         self._dispatch.check_open()
-        small, execution = self._small_messages, None
+        small, failure, execution = self._small_messages, None, None
         try:
             try:
                 if small is not None and small.send(source.data, source.spec, peer, tag):
                     return self._dispatch.sent(small.label_of_send(source.spec, peer, tag), async_op)
             except Exception as error:  # noqa: BLE001  nobody knows whether it was sent: the general path reports it
-                execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
-                execution.begin_failed(error)
-            else:
-                execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
+                failure = error
+            execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
+            if failure is not None:
+                execution.begin_failed(failure)
             return self._dispatch.send(execution, async_op)
         except (KeyboardInterrupt, Exception) as error:
             self._dispatch.struck(f"send(dst={dst}, tag={tag})", error, execution)
