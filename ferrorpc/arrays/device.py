@@ -180,11 +180,11 @@ class Device:
 
     def _as_current_device(self) -> Any:
         """As `here`, whatever the streams are. A thread that has used no GPU stays on this one."""
-        if self.is_current():
+        if self.current_index() == self.index:
             return _AS_IT_IS
         if self.cupy.cuda.driver.ctxGetCurrent():
             return self.cupy.cuda.Device(self.index)
-        self.make_current()
+        self._use()
         return _AS_IT_IS
 
     def follows_torch(self) -> bool:
@@ -261,14 +261,9 @@ class Device:
         except self.runtime.CUDARuntimeError:
             return False
 
-    def is_current(self) -> bool:
-        """Whether it is the calling thread's current device. What every operation asks compares the numbers itself, because
-        this call would take as long."""
-        return bool(self.current_index() == self.index)
-
     def make_current(self) -> None:
         """Makes it the calling thread's current device. Where it is that already, the program may still choose another."""
-        if not self.is_current():
+        if self.current_index() != self.index:
             self._use()
 
     def _use(self) -> None:
