@@ -115,7 +115,10 @@ def init_process_group(
     launch = detect_launch(os.environ, config)
     _log.info("rank and world taken from %s: %s", launch.source, launch)
     _warn_if_spawned(launch)
-    session, server = _local_session(config) if _is_world_of_one(config, launch) else _remote_session(config, launch)
+    if launch.world == (1, 1) and config["coordinator"] is None:  # it needs neither socket nor thread
+        session, server = LocalWorld(1, job=config["job"], timeout=config["timeout"]).session(0), None
+    else:
+        session, server = _remote_session(config, launch)
     _open[:] = [session]
     made = None
     try:
@@ -151,15 +154,6 @@ def _check_backend(config: Config) -> None:
         if any(name in config["backend"] for name in _TORCHS_BACKENDS):
             raise error.again('leave it out, or pass "grpc": arrays on the host travel through memory or over gRPC') from None
         raise
-
-
-def _is_world_of_one(config: Config, launch: LaunchInfo) -> bool:
-    return launch.world == (1, 1) and config["coordinator"] is None
-
-
-def _local_session(config: Config) -> tuple[LocalSession, None]:
-    """The session of a world of one, without socket or thread."""
-    return LocalWorld(1, job=config["job"], timeout=config["timeout"]).session(0), None
 
 
 def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, WorkerServer]:
