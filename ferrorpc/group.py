@@ -293,7 +293,7 @@ class ProcessGroup(Collectives):
             session = self._backend.session
             has_next = session is not None and session.membership is not self._membership
             if has_next or not isinstance(error, BackendUnavailableError):  # which a backend that cannot do it raises at once
-                self._dispatch.give_up()
+                self._dispatch.refuses = True
             if session is not None and has_next:  # the others have the next one, and wait for this rank there
                 told = error if isinstance(error, FerroError) else ended_by(f"{reason_of(error)} during reform()")
                 session.membership.latch.end(told)
@@ -361,10 +361,8 @@ class ProcessGroup(Collectives):
             self._following.__exit__(kind, error, traceback)
         elif error is None or self._dispatch.closed or not self._is_world or _is_clean(error):
             self.close()
-        elif self._backend.latch.cause is not None:
-            self._leave("")
         else:
-            self._leave(reason_of(error))
+            self._leave(reason_of(error) if self._backend.latch.cause is None else "")
 
     def __getstate__(self) -> NoReturn:
         """Raises UsageError: a group belongs to its process."""

@@ -90,9 +90,8 @@ class Dispatch:
 
     def close_all(self, error: GroupClosedError) -> None:
         """As `close`, of a world and all its subgroups, whose generation another one has followed."""
-        for reference in self._family.valuerefs():  # a copy, because another thread may make a subgroup
-            dispatch = reference()
-            if dispatch is not None and not dispatch.closed:
+        for dispatch in self._members():
+            if not dispatch.closed:
                 dispatch.close(error)
 
     def retire(self) -> None:
@@ -103,10 +102,6 @@ class Dispatch:
         if self._begun[0].last < 0:
             self._begun[0] = Begun(self.next_number() - 1)
         self.backend.retire(self._begun)
-
-    def give_up(self) -> None:
-        """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""
-        self.refuses = True
 
     @property
     def is_open(self) -> bool:
@@ -435,10 +430,12 @@ class Dispatch:
 
     def drain(self, until: float) -> None:
         """Waits until nothing of this group, and of a world's subgroups, is in flight, or until clock time `until`."""
-        family = [self] if self._is_subgroup else [reference() for reference in self._family.valuerefs()]
-        for dispatch in family:  # a copy, because another thread may make a subgroup
-            if dispatch is not None:
-                dispatch._drain_own(until)
+        for dispatch in [self] if self._is_subgroup else self._members():
+            dispatch._drain_own(until)
+
+    def _members(self) -> list[Dispatch]:
+        """Those of the family now: a list, because another thread may make a subgroup."""
+        return [dispatch for reference in self._family.valuerefs() if (dispatch := reference()) is not None]
 
     def _drain_own(self, until: float) -> None:
         parker = self.backend.clock.parker()
