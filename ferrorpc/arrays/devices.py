@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import threading
 from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
@@ -12,23 +11,18 @@ from ferrorpc.errors import BackendUnavailableError
 
 INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]' (CUDA 13)"
 _devices: dict[tuple[Any, int], Device] = {}
-_lock = threading.Lock()
 
 
 def device_of(cupy: Any, index: int) -> Device:
     """The device with this number; the same object each time."""
-    found = _devices.get((cupy, index))
-    if found is None:
-        with _lock:
-            found = _devices.setdefault((cupy, index), Device(cupy, index, make_staging=Staging))
-    return found
+    key = cupy, index
+    return _devices.get(key) or _devices.setdefault(key, Device(cupy, index, make_staging=Staging))
 
 
 def forget(cupy: Any) -> None:
     """Forgets the devices of a CuPy module, such as a stand-in for it whose test is over."""
-    with _lock:
-        for known in [known for known in _devices if known[0] is cupy]:
-            del _devices[known]
+    for known in [known for known in list(_devices) if known[0] is cupy]:
+        del _devices[known]
 
 
 def open_device(index: int | None = None) -> Device:
