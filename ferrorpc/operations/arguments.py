@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from ferrorpc.arrays.base import Kind, View
-from ferrorpc.arrays.kinds import NUMPY, copy_of, kind_of, spec_of, split, view
+from ferrorpc.arrays.kinds import copy_of, kind_of, spec_of, split, view
 from ferrorpc.collectives.ranks_and_tags import rank_of
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.operations.results import NOTHING, Into, New, Result, into_list, into_one, into_whole
@@ -49,16 +49,16 @@ def check_sendable(specs: Iterable[TensorSpec]) -> None:
             )
 
 
-def kind_like(like: Any, out: Any = None) -> Kind:
+def kind_like(like: Any, out: Any) -> Kind:
     """The kind of a result on a rank that has no input: that of the array passed in its place, if there is one.
 
     Raises:
         UsageError: that array is of an unsupported kind.
     """
-    if like is not None:
-        spec_of(like)
-        return kind_of(like)
-    return NUMPY if out is None else kind_of(out)
+    if like is None:
+        return kind_of(out)
+    spec_of(like)
+    return kind_of(like)
 
 
 class Arguments:
@@ -130,7 +130,7 @@ def _split(whole: View, size: int) -> list[View]:
 def no_result(out: Any) -> Result:
     """The destination off the root. `out` may be given, so that all ranks can make the same call; it is not written."""
     if out is not None and not isinstance(out, list | tuple):
-        kind_of(out).spec(out)
+        spec_of(out)
     return NOTHING
 
 
