@@ -60,7 +60,6 @@ class ProcessGroup(Collectives):
 
     def __init__(self, backend: Backend, timeout: float = 60.0) -> None:
         super().__init__(_backend_given(backend), seconds_of(timeout, 60.0))
-        self._is_world = backend.group_id == 0
         self._subgroups = 0
         self._is_ending = False
         """Whether a thread is just closing it, or replacing it by its successor."""
@@ -232,7 +231,7 @@ class ProcessGroup(Collectives):
         A rank that has left the job by close() ends nothing any more. Any thread may call it, but no signal handler: that may
         have interrupted a call that holds a lock which this needs.
         """
-        if self._dispatch.closed and self._is_world:
+        if self._dispatch.closed and self._dispatch.is_world:
             return
         text = reason_of(cause) if isinstance(cause, BaseException) else str(cause)
         self._dispatch.end(GroupAbortedError(self.world_ranks[self._rank], text))
@@ -261,7 +260,7 @@ class ProcessGroup(Collectives):
                 are refused.
         """
         seconds = seconds_of(timeout, self.timeout)
-        if not self._is_world:
+        if not self._dispatch.is_world:
             raise UsageError("a subgroup cannot be formed again", hint="call reform() on the world's group, then subgroup()")
         if self._renewed is None:
             if self._dispatch.closed:
@@ -335,7 +334,7 @@ class ProcessGroup(Collectives):
     def _leave(self, reason: str) -> None:
         """Closes the lanes and leaves the job. A reason (an exception's) is sent to the others before the lanes close."""
         self._dispatch.close()
-        if not self._is_world:
+        if not self._dispatch.is_world:
             self._dispatch.retire()
             self._backend.close()
             self._has_left = True
@@ -359,7 +358,7 @@ class ProcessGroup(Collectives):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._following is not None:  # after `group = group.reform()` within the block
             self._following.__exit__(kind, error, traceback)
-        elif error is None or self._dispatch.closed or not self._is_world or _is_clean(error):
+        elif error is None or self._dispatch.closed or not self._dispatch.is_world or _is_clean(error):
             self.close()
         else:
             self._leave(reason_of(error) if self._backend.latch.cause is None else "")

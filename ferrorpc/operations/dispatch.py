@@ -72,9 +72,9 @@ class Dispatch:
         """Where the latest results on GPUs are complete."""
         self._family = weakref.WeakValueDictionary({backend.group_id: self})
         """Those of a world and of all subgroups below it, which share it: by the group's id, in the order they were made."""
-        self._is_subgroup = backend.group_id != 0
-        self._closing = _subgroup_closed() if self._is_subgroup else GroupClosedError("the group was closed")
-        self._latch_of_recvs, self._ticket = backend.latch.part() if self._is_subgroup else (backend.latch, 0)
+        self.is_world = backend.group_id == 0
+        self._closing = GroupClosedError("the group was closed") if self.is_world else _subgroup_closed()
+        self._latch_of_recvs, self._ticket = (backend.latch, 0) if self.is_world else backend.latch.part()
         """Trips also when a subgroup is closed. Only for recvs: what other ranks wait for goes on."""
         self._forked: FerroError | None = None
         """The error of who uses it in a forked child."""
@@ -82,17 +82,16 @@ class Dispatch:
         self.telemetry = telemetry()
         _dispatches.add(self)
 
-    def close(self, error: GroupClosedError | None = None) -> None:
-        """Refuses operations from now on. `error`: the error that callers get; None for the usual one."""
-        if error is not None:
-            self._closing = error
+    def close(self) -> None:
+        """Refuses operations from now on."""
         self.closed = self.refuses = True
 
     def close_all(self, error: GroupClosedError) -> None:
-        """As `close`, of a world and all its subgroups, whose generation another one has followed."""
+        """As `close`, of a world and all its subgroups, whose generation another one has followed: what callers then get."""
         for dispatch in self._members():
             if not dispatch.closed:
-                dispatch.close(error)
+                dispatch._closing = error
+                dispatch.close()
 
     def retire(self) -> None:
         """After close(): ends the recvs of a subgroup, and tells the backend which operations have begun. May be called again
@@ -280,7 +279,7 @@ class Dispatch:
         except FerroError as error:
             failure = type(error).__name__
             error.mark_shown()
-            if self._is_subgroup:
+            if not self.is_world:
                 raise self.located(error) from None
             raise
         except BaseException as error:
@@ -350,7 +349,7 @@ class Dispatch:
                     work.complete_arrays()
         if ended is not None:
             work.on_done(lambda: ended(work.failure))
-        if self._is_subgroup:
+        if not self.is_world:
             work.translate_error = self.located
         work.meter = self._activity
         work.register(self._in_flight)
@@ -430,7 +429,7 @@ class Dispatch:
 
     def drain(self, until: float) -> None:
         """Waits until nothing of this group, and of a world's subgroups, is in flight, or until clock time `until`."""
-        for dispatch in [self] if self._is_subgroup else self._members():
+        for dispatch in self._members() if self.is_world else [self]:
             dispatch._drain_own(until)
 
     def _members(self) -> list[Dispatch]:
@@ -473,7 +472,7 @@ class Dispatch:
 
     def located(self, error: BaseException) -> BaseException:
         """An error as a subgroup raises it: with the subgroup's rank beside the world rank that it names."""
-        if self._is_subgroup and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
+        if not self.is_world and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
             error.fields["group_rank"] = self.backend.world_ranks.index(error.fields["rank"])
         return error
 
