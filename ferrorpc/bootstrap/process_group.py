@@ -115,10 +115,7 @@ def init_process_group(
     launch = detect_launch(os.environ, config)
     _log.info("rank and world taken from %s: %s", launch.source, launch)
     _warn_if_spawned(launch)
-    if launch.world == (1, 1) and config["coordinator"] is None:  # it needs neither socket nor thread
-        session, server = LocalWorld(1, job=config["job"], timeout=config["timeout"]).session(0), None
-    else:
-        session, server = _remote_session(config, launch)
+    session, server = _session(config, launch)
     _open[:] = [session]
     made = None
     try:
@@ -156,8 +153,11 @@ def _check_backend(config: Config) -> None:
         raise
 
 
-def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, WorkerServer]:
-    """A session that has yet to join the job. Also returns the worker server, whose address the other members get."""
+def _session(config: Config, launch: LaunchInfo) -> tuple[LocalSession, None] | tuple[RemoteSession, WorkerServer]:
+    """A session that has yet to join the job, and the worker server, whose address the other members get; for a world of one a
+    session without socket or thread."""
+    if launch.world == (1, 1) and config["coordinator"] is None:
+        return LocalWorld(1, job=config["job"], timeout=config["timeout"]).session(0), None
     process_exit.refuse_in_child()
     address, job = config["coordinator"], config["job"]
     starts_own = address is None

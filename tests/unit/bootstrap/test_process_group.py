@@ -122,7 +122,7 @@ def test_a_worker_that_listens_everywhere_is_dialled_at_its_address_of_today(
 def test_streams_to_peers_last_as_long_as_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "RemoteSession", lambda *_, **__: SimpleNamespace(on_leave=lambda close: None))
     settings = Config({"coordinator": "127.0.0.1:9", "world_size": "2", "lease": 40.0}, {})
-    _, server = process_group._remote_session(settings, detect_launch({}, settings))
+    _, server = process_group._session(settings, detect_launch({}, settings))
     server.close()
     assert server._lease_seconds == 40.0
 
