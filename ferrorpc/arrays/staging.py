@@ -205,7 +205,10 @@ class Upload:
         if data is None or not (self._allowed or self._ready) or not (self._is_opened or self._open(data)):
             return False
         while self._allowed:
-            self._note(*self._allowed.popleft())
+            start, stop = self._allowed.popleft()
+            if start < stop:
+                self._ready_bytes += stop - start
+                self._ready[stop] = self._ready.pop(start, start)
         if self._ready and self._begin():
             self._queue(data.reshape(-1).view(np.uint8), _flat_bytes(self.target))
         return self._queued_bytes > before and not self._is_pinned
@@ -227,11 +230,6 @@ class Upload:
         self._is_pinned = self._pool is not None and self._pool.holds(data)
         self._is_opened = True
         return True
-
-    def _note(self, start: int, stop: int) -> None:
-        if start < stop:
-            self._ready_bytes += stop - start
-            self._ready[stop] = self._ready.pop(start, start)
 
     def _queue(self, here: Array, there: DeviceArray) -> None:
         least_bytes = 1 if self._ready_bytes == here.size else self._ring.slot_bytes
