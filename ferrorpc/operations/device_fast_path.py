@@ -97,7 +97,8 @@ class DeviceFastPath:
         dispatch, (_, out), execution = self._dispatch, arrays, None
         try:
             execution = dispatch.start_at(prepared, source, target, arrays, timeout)
-            if not async_op and dispatch.ran(execution, prepared.signature):
+            if not async_op and dispatch.telemetry is None and execution.ran():  # the host has not waited: nothing to be timed
+                dispatch.note(prepared.signature)
                 return out
             return dispatch.finish(execution, DeviceResult(out), async_op)
         except (KeyboardInterrupt, Exception) as error:

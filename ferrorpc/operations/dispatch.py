@@ -259,13 +259,6 @@ class Dispatch:
         found = result.of(execution)
         return found, self.landings.note(result.landing, found)
 
-    def ran(self, execution: Execution, activity: str) -> bool:
-        """As `Execution.ran`; notes the activity then. It is not timed: the host has not waited."""
-        if self.telemetry is not None or not execution.ran():
-            return False
-        self.note(activity)
-        return True
-
     def run(self, execution: Execution) -> None:
         """Drives an execution on this thread; errors are as this group's ranks see them."""
         backend, activity = self.backend, self._activity
