@@ -48,7 +48,7 @@ class TorchKind(Kind):
             )
         if x.is_meta:
             raise UsageError("the tensor is on the meta device, so it has no elements", hint="pass one that has data")
-        if str(x.layout) != "torch.strided":
+        if x.layout is not self._strided:
             hint = "pass x.to_dense(); for a gradient, make the module with sparse=False"
             raise UsageError(f"the tensor's layout is {x.layout}", hint=hint)
         if x.is_nested:
