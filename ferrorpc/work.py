@@ -110,7 +110,7 @@ class Work(Generic[Result]):
 
     @property
     def has_ended(self) -> bool:
-        """For the driver, and where a thread must not give way: as `done`."""
+        """For the driver, and where a thread must not give way: whether the operation has ended."""
         return self._done
 
     def exception(self) -> BaseException | None:
