@@ -224,9 +224,10 @@ class GpuKind(Kind):
 
     on_device = True
 
-    def view(self, x: Any) -> View:
+    def view(self, x: Any, guard: Guard | None = None) -> View:
+        """As `Kind.view`. `guard` as for `Staging.to_host`."""
         seen = self.view_on_device(x)  # refused before anything is copied
-        return View(self, seen.spec, self.staging.to_host(seen.data), False, None)
+        return View(self, seen.spec, self.to_host(seen.data, seen.spec, guard), False, None)
 
     def to_host(self, data: Any, spec: TensorSpec, guard: Guard | None = None) -> np.ndarray[Any, Any]:
         return self.staging.to_host(data, guard).reshape(spec.shape)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.base import Kind, Out, View
+from ferrorpc.arrays.base import GpuKind, Kind, Out, View
 from ferrorpc.arrays.cupy_kind import CupyKind, cupy_kind, is_cupy_array
 from ferrorpc.arrays.device import is_host
 from ferrorpc.arrays.numpy_kind import NUMPY as NUMPY
@@ -60,10 +60,8 @@ def view(x: Any, on_device: bool = False) -> View:
 
 def view_on_host(x: Any, guard: Guard) -> View:
     """As `view`, within this guard where the elements are copied from a GPU. Raises also as `Staging.to_host`."""
-    seen = kind_of(x).view_on_device(x)
-    return (
-        seen if is_host(seen.data) else View(seen.kind, seen.spec, seen.kind.to_host(seen.data, seen.spec, guard), False, None)
-    )
+    kind = kind_of(x)
+    return kind.view(x, guard) if isinstance(kind, GpuKind) else kind.view(x)
 
 
 def view_out(out: Any, spec: TensorSpec, on_device: bool = False) -> Out:
