@@ -53,7 +53,8 @@ class Out:
         given: the caller's object.
         spec: its dtype and shape.
         origin: its elements as an array in storage dtype, on the host or a device; None if they can only be stored.
-        store: copies results from `data` to it; None to copy to `origin`, which is on the host then.
+        store: copies results from `data` to it; None where that is `origin` itself, or another array on the host.
+        scratch: where to write if not to `origin`; None for a new array on the host.
     """
 
     __slots__ = ("_origin", "_store", "data", "given", "spec")
@@ -63,14 +64,17 @@ class Out:
         given: Any,
         spec: TensorSpec,
         origin: Any,
-        store: Callable[[np.ndarray[Any, Any]], None] | None = None,
+        store: Callable[[Any], None] | None = None,
+        scratch: Any = None,
     ) -> None:
         self.given = given
         self.spec = spec
         self._origin = origin
         self._store = store
-        in_place = store is None and origin.flags.c_contiguous
-        self.data = origin if in_place else np.empty(spec.shape, spec.dtype.storage)
+        if store is None and origin.flags.c_contiguous:
+            self.data = origin
+        else:
+            self.data = np.empty(spec.shape, spec.dtype.storage) if scratch is None else scratch
 
     def commit(self) -> Any:
         """Copies `data` to the caller's array unless it is that array's memory. Returns the caller's array."""

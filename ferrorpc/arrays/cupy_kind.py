@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.base import GpuKind, Out, View, check_distinct, check_spec
-from ferrorpc.arrays.device import Device, DeviceArray
+from ferrorpc.arrays.device import Device, DeviceArray, Stream
 from ferrorpc.arrays.devices import device_of
 from ferrorpc.arrays.numpy_kind import NUMPY, dtype_in
 from ferrorpc.arrays.staging import Staging
@@ -70,7 +70,16 @@ class CupyKind(GpuKind):
 
     def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
         check_spec(self.spec(x), spec)
-        return DeviceOut(self, x, _stored(x, spec.dtype), spec)
+        return self.out_where_it_is(x, _stored(x, spec.dtype), spec)
+
+    def out_where_it_is(self, given: Any, stored: DeviceArray, spec: TensorSpec) -> Out:
+        """As `out_on_device`, for an array of the caller's whose memory is `stored`, in storage dtype."""
+        if stored.flags.c_contiguous:
+            return Out(given, spec, stored)
+        check_distinct(stored)
+        home = self.device.current()
+        scratch = self.device.empty(spec.shape, spec.dtype.storage, home)
+        return Out(given, spec, stored, lambda data: self.assign(stored, data, home), scratch)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
         if isinstance(data, np.ndarray):
@@ -90,11 +99,12 @@ class CupyKind(GpuKind):
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         return self.device.empty(shape, _in_numpy(dtype))
 
-    def assign(self, target: DeviceArray, data: DeviceArray) -> None:
-        """target[...] = data, as many elements of one storage dtype, in the current stream. Both are kept until then."""
+    def assign(self, target: DeviceArray, data: DeviceArray, home: Stream | None = None) -> None:
+        """target[...] = data, as many elements of one storage dtype, in the current stream. Both are kept until then, and so is
+        the stream that the memory of `data` goes back to."""
         with self.device.here():
             target[...] = data.reshape(target.shape)
-        self.staging.keep((target, data))
+        self.staging.keep((target, data, home))
 
 
 _kinds: dict[int, CupyKind] = {}
@@ -103,38 +113,6 @@ _kinds: dict[int, CupyKind] = {}
 def cupy_kind(device: int) -> CupyKind:
     """The kind of the arrays on the GPU with this number; the same object each time."""
     return _kinds.get(device) or _kinds.setdefault(device, CupyKind(device))
-
-
-class DeviceOut(Out):
-    """An array of a GPU that results are written to where it is.
-
-    Args:
-        given: the caller's.
-        stored: the same memory, as a CuPy array of `kind`'s in storage dtype.
-
-    Raises:
-        TensorMismatchError: its elements cannot be written each on its own.
-    """
-
-    __slots__ = ("_home", "_kind")
-
-    def __init__(self, kind: CupyKind, given: Any, stored: Any, spec: TensorSpec) -> None:
-        is_scratch = not stored.flags.c_contiguous
-        if is_scratch:
-            check_distinct(stored)
-        self.given = given
-        self.spec = spec
-        self._origin = stored
-        self._kind = kind
-        self._home = kind.device.current() if is_scratch else None
-        """Where `data` is a scratch: the stream that its memory goes back to."""
-        self.data = stored if self._home is None else kind.device.empty(spec.shape, spec.dtype.storage, self._home)
-
-    def commit(self) -> Any:
-        """Brings what was written to `data` into the caller's array, in the current stream."""
-        if self._home is not None:
-            self._kind.assign(self._origin, self.data)
-        return self.given
 
 
 @lru_cache

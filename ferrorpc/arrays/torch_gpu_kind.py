@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.arrays.base import GpuKind, Out, View, check_spec
-from ferrorpc.arrays.cupy_kind import CupyKind, DeviceOut, cupy_kind
+from ferrorpc.arrays.cupy_kind import CupyKind, cupy_kind
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.devices import open_device
 from ferrorpc.arrays.staging import Staging
@@ -64,7 +64,7 @@ class TorchGpuKind(GpuKind, TorchKind):
     def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
         check_spec(self.spec(x), spec)
         check_not_lazy(x)
-        return DeviceOut(self._device_kind, x, self._seen(x, spec), spec)
+        return self._device_kind.out_where_it_is(x, self._seen(x, spec), spec)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
         if not data.size:
