@@ -117,8 +117,7 @@ class Work(Generic[Result]):
         """Its error; None when it succeeded or still runs."""
         if not self._done:  # the error is set before `_done`
             return None
-        self._observe()
-        return self._translated(self._error)
+        return self._observe()
 
     @property
     def failure(self) -> str:
@@ -141,8 +140,7 @@ class Work(Generic[Result]):
         until = self._clock.now() + seconds
         if not self._done:
             self._await(until, seconds)
-        self._observe()
-        error = self._translated(self._error)
+        error = self._observe()
         if error is not None:  # a copy, whose traceback this handle does not keep, nor with it the caller's frame
             raise error.again() if isinstance(error, FerroError) else error
         if self.is_on_device:
@@ -231,12 +229,11 @@ class Work(Generic[Result]):
         hint = "call wait() again: nothing was lost"
         return CollectiveTimeoutError(ranks, f"{subject} still runs after {seconds:g} s", hint=hint)
 
-    def _observe(self) -> None:
-        self._observed = True
-        if isinstance(self._error, FerroError):
-            self._error.mark_shown()
-
-    def _translated(self, error: BaseException | None) -> BaseException | None:
+    def _observe(self) -> BaseException | None:
+        """Its error as the caller sees it, who has looked at it then."""
+        self._observed, error = True, self._error
+        if isinstance(error, FerroError):
+            error.mark_shown()
         return error if error is None or self.translate_error is None else self.translate_error(error)
 
     def __await__(self) -> Generator[Any, None, Result]:
