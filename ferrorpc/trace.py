@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -101,33 +101,45 @@ class TraceFile:
         self._write({"ph": "C", "name": "step, seconds", "pid": max(self._rank, 0), "tid": 0, "ts": self._now(), "args": parts})
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        if os.getpid() != self._owner:
-            return
-        with self._writing():
-            if self._file.closed:
-                return
+        def write() -> None:
             if event["pid"] != self._rank and event["ph"] != "C":
                 self._rank = event["pid"]
                 self._line({"ph": "M", "name": "process_name", "pid": self._rank, "args": {"name": f"rank {self._rank}"}})
             self._line(event)
+
+        self._use(write)
+
+    def _line(self, event: Mapping[str, Any]) -> None:
+        self._file.write(f"{self._opening}\n{json.dumps(event)}")
+        self._opening = ","
 
     def _flush_until_the_end(self) -> None:
         while not self._ended.wait(_FLUSH_SECONDS):
             self._flush()
 
     def _flush(self) -> None:
-        if os.getpid() == self._owner:
-            with self._writing():
-                if not self._file.closed:
-                    self._file.flush()
+        self._use(self._file.flush)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Holds the lock. Closes a file that cannot be written to, with a warning, instead of failing what it records."""
+    def close(self) -> None:
+        """Closes the file. Idempotent; does nothing in a forked child."""
+        self._use(self._end)
+        atexit.unregister(self.close)
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._file.write(f"{'' if self._opening == ',' else '['}\n]\n")
+        self._file.close()
+
+    def _use(self, action: Callable[[], None]) -> None:
+        """Holds the lock while it does this with an open file of this process. Closes a file that cannot be written to, with a
+        warning, instead of failing what it records."""
+        if os.getpid() != self._owner:
+            return
         problem: OSError | None = None
         with self._lock:
             try:
-                yield
+                if not self._file.closed:
+                    action()
             except OSError as error:
                 problem = error
                 self._ended.set()
@@ -135,21 +147,6 @@ class TraceFile:
                     self._file.close()
         if problem is not None:  # without the lock, which a log handler may need
             _log.warning("the trace %s ends here: %s", self.path, problem.strerror or problem)
-
-    def _line(self, event: Mapping[str, Any]) -> None:
-        self._file.write(f"{self._opening}\n{json.dumps(event)}")
-        self._opening = ","
-
-    def close(self) -> None:
-        """Closes the file. Idempotent; does nothing in a forked child."""
-        if os.getpid() != self._owner:
-            return
-        self._ended.set()
-        with self._writing():
-            if not self._file.closed:
-                self._file.write(f"{'' if self._opening == ',' else '['}\n]\n")
-                self._file.close()
-        atexit.unregister(self.close)
 
     def _now(self) -> float:
         """Microseconds since 1970."""
