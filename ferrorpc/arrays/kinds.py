@@ -141,10 +141,8 @@ def copy_into(target: Any, source: Any, guard: Guard | None = None) -> None:
         spec = TensorSpec(dtype_of(target.dtype), target.shape)
         np.copyto(target, source if isinstance(source, np.ndarray) else kind_of(source).to_host(source, spec, guard))
     else:
-        kind, spec = kind_of(target), TensorSpec(dtype_of(np.dtype(target.dtype)), target.shape)
-        with kind.staging.device.here():
-            target[...] = to_kind(kind, source, spec)
-        kind.staging.keep((target, source))
+        kind, spec = cupy_kind(target.device.id), TensorSpec(dtype_of(np.dtype(target.dtype)), target.shape)
+        kind.assign(target, to_kind(kind, source, spec))
 
 
 def copy_of(data: Any) -> Any:
