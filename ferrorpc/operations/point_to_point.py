@@ -67,16 +67,16 @@ class PointToPoint:
         check_sendable([source.spec])
         seconds = seconds_of(timeout, self.timeout)
         self._dispatch.check_open()
-        small, failure, execution = self._small_messages, None, None
+        small, execution = self._small_messages, None
         try:
             try:
                 if small is not None and small.send(source.data, source.spec, peer, tag):
                     return self._dispatch.sent(small.label_of_send(source.spec, peer, tag), async_op)
             except Exception as error:  # noqa: BLE001  nobody knows whether it was sent: the general path reports it
-                failure = error
-            execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
-            if failure is not None:
-                execution.begin_failed(failure)
+                execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
+                execution.begin_failed(error)
+            else:
+                execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
             return self._dispatch.send(execution, async_op)
         except (KeyboardInterrupt, Exception) as error:
             self._dispatch.struck(f"send(dst={dst}, tag={tag})", error, execution)
