@@ -114,7 +114,7 @@ def describe(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _with_tensors(transport: str) -> System:
+def tensor_system(transport: str) -> System:
     """ferrorpc with this transport and torch tensors."""
     return System(
         f"{transport}{targets.TENSORS}",
@@ -128,7 +128,7 @@ def _contenders(section: str, transports: Sequence[str]) -> list[Contender]:
     if section == "barrier":
         return [each for each in contenders(transports, peers=True) if each.memory == ORDINARY]
     if section == "half":
-        return [*(Contender(_with_tensors(transport)) for transport in transports), *contenders(transports, peers=True)]
+        return [*(Contender(tensor_system(transport)) for transport in transports), *contenders(transports, peers=True)]
     if section != "send":
         return contenders(transports, peers=True)
     peers = [Contender(system) for system in (FLIGHT, PROTOBUF_STREAM, GLOO)]

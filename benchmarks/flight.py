@@ -29,7 +29,6 @@ class FlightRunner(Runner):
     name = "Flight"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        super().__init__(settings)
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.version = f"pyarrow {pa.__version__}"
         location = f"grpc://127.0.0.1:{os.environ['MASTER_PORT']}"

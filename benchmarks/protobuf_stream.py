@@ -33,7 +33,6 @@ class ProtobufStreamRunner(Runner):
     name = "the protobuf stream"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        super().__init__(settings)
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.version = f"grpcio {grpc.__version__}, protobuf {google.protobuf.__version__}"
         address = f"127.0.0.1:{os.environ['MASTER_PORT']}"

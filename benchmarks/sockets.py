@@ -29,7 +29,6 @@ class SocketRunner(Runner):
     name = "sockets"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        super().__init__(settings)
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if self.size != 2:
             raise self.unable(f"world of {self.size} ranks")

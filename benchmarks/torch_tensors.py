@@ -12,5 +12,6 @@ class FerrorpcTensorRunner(TensorRunner, FerrorpcRunner):
     """A rank of a group. Setting: transport."""
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        super().__init__(settings)
+        TensorRunner.__init__(self, settings)
+        FerrorpcRunner.__init__(self, settings)
         self.version = f"{self.version}, torch {self._torch.__version__}"

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+from benchmarks import compare, link
 from ferrorpc.cli.bench import machine
-from ferrorpc.cli.bench.case import ALL_REDUCE, BARRIER, Case, Contender, System
+from ferrorpc.cli.bench.case import ALL_REDUCE, BARRIER, SEND, Case, Contender, System
 from ferrorpc.cli.bench.comparison import Comparison
 from ferrorpc.cli.bench.rank_processes import RankProcesses
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
@@ -37,6 +38,24 @@ def test_ranks_are_measured_and_end():
         pids = world.process_ids
         assert len(set(pids)) == 2
     assert wait_until_gone(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("system", "case"),
+    [
+        (link.SOCKETS, SUM),
+        (compare.PROTOBUF_STREAM, Case(SEND, 2, 4096)),
+        (compare.FLIGHT, Case(SEND, 2, 4096)),
+        (compare.tensor_system("grpc"), SUM),
+    ],
+    ids=lambda each: each.name if isinstance(each, System) else "",
+)
+def test_the_systems_that_benchmarks_add_are_measured(system, case):
+    for module in system.needs:
+        pytest.importorskip(module)
+    with RankProcesses(system, 2) as world:
+        world.prepare(case, Contender(system))
+        world.ask("verify")
 
 
 def test_waiting_ranks_use_no_processor():
