@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Final
 
 from ferrorpc.cli.launcher import cleanup, exec_shim
-from ferrorpc.cli.launcher.signals import STOP_SIGNALS
+from ferrorpc.cli.launcher.signals import FORWARDED_SIGNALS, STOP_SIGNALS
 from ferrorpc.errors import ConfigError
 
 REFUSED_SECONDS: Final = 5.0
@@ -120,7 +120,7 @@ class ChildProcesses:
     def __init__(self, directories: Sequence[Path] = ()) -> None:
         self._children: list[Child] = []
         try:
-            with self._starting(), _blocked(cleanup.IGNORED):
+            with self._starting(), _blocked((*STOP_SIGNALS, *FORWARDED_SIGNALS)):
                 self._cleanup = subprocess.Popen(
                     [sys.executable, "-I", "-S", cleanup.__file__, *map(str, directories)],
                     stdin=subprocess.PIPE,
@@ -142,7 +142,7 @@ class ChildProcesses:
         Raises:
             ConfigError: no further process can be started, or no descriptors are left.
         """
-        with self._starting(), _blocked(exec_shim.STOP_SIGNALS):
+        with self._starting(), _blocked(STOP_SIGNALS):
             child = Child(command, environment, stdin=stdin)
         self._children.append(child)
         self._tell_cleanup(f"+{child.pid}\n")

@@ -5,7 +5,8 @@
 The launcher writes "+PGID" when it starts a process group and "-PGID" when that group is known to be empty. The pipe closes
 when the launcher ends, for whatever reason. Then every group still listed is killed and the temporary directories are
 removed. PR_SET_PDEATHSIG (see exec_shim.py) covers only the launcher's direct children; this also covers their descendants, as
-long as they stay in the group.
+long as they stay in the group. The launcher starts this process with the signals blocked that schedulers send to every process
+of a job.
 """
 
 import os
@@ -13,10 +14,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterable
-
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that the launcher handles and that schedulers send to every process of a job. The launcher starts this process with
-these blocked."""
 
 
 def groups_left(lines: Iterable[str]) -> set[int]:
@@ -40,6 +37,4 @@ def clean_up(groups: Iterable[int], directories: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
     clean_up(groups_left(sys.stdin), sys.argv[1:])

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Final
 
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+from ferrorpc.cli.launcher import exec_shim
+
+STOP_SIGNALS: Final = exec_shim.STOP_SIGNALS
 """Stop the job: the first is forwarded to the workers, the second kills them."""
 FORWARDED_SIGNALS: Final = (signal.SIGUSR1, signal.SIGUSR2)
 """Only forwarded: they have a meaning for workers alone (SLURM warns with them)."""

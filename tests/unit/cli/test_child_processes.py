@@ -14,6 +14,7 @@ import pytest
 
 from ferrorpc.cli.launcher import cleanup
 from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses
+from ferrorpc.cli.launcher.signals import FORWARDED_SIGNALS, STOP_SIGNALS
 from ferrorpc.errors import ConfigError
 from tests.waiting import eventually
 
@@ -112,5 +113,5 @@ def signals(pid, kind, numbers):
 def test_the_cleanup_process_is_deaf_to_what_ends_the_launcher_from_its_beginning():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with ChildProcesses() as children:
-        assert signals(children._cleanup.pid, "SigBlk", cleanup.IGNORED)
+        assert signals(children._cleanup.pid, "SigBlk", (*STOP_SIGNALS, *FORWARDED_SIGNALS))
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
