@@ -14,8 +14,8 @@ from ferrorpc.cli.launcher.signals import describe
 from ferrorpc.cli.launcher.worker_group import NO_DEADLINE
 from ferrorpc.exit_codes import EXIT_CONFIG
 
-_RESTART_SECONDS: Final = 0.1
-_RESTART_SECONDS_MAX: Final = 2.0
+_RESTART_SECONDS: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
+"""How long after each end in a row it is started again; the last one counts for all further ends."""
 _FAILED_STARTS_MAX: Final = 3
 """A coordinator that has ended so often, and never listened, is not started again."""
 _CRASHES: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
@@ -54,7 +54,6 @@ class CoordinatorProcess:
         self._failed_starts = 0
         self._ends = 0
         """Since it last listened."""
-        self._delay = _RESTART_SECONDS
         self.restart_at = NO_DEADLINE
         """When it is to be restarted; finite only while it is down."""
         self.child = self._start()
@@ -76,7 +75,6 @@ class CoordinatorProcess:
             if line.startswith(b"listening"):
                 self.has_listened = True
                 self._ends = 0
-                self._delay = _RESTART_SECONDS
                 self.page_address = line.partition(b" http ")[2].decode()
 
     def check(self, now: float) -> str | None:
@@ -85,9 +83,8 @@ class CoordinatorProcess:
             return None
         if self.child.returncode > 0 or -self.child.returncode in _CRASHES:  # one that was killed may well run the next time
             self._failed_starts += _FAILED_STARTS_MAX if self.child.returncode == EXIT_CONFIG else 1
+        self.restart_at = now + _RESTART_SECONDS[min(self._ends, len(_RESTART_SECONDS) - 1)]
         self._ends += 1
-        self.restart_at = now + self._delay
-        self._delay = min(2 * self._delay, _RESTART_SECONDS_MAX)
         return describe(self.child.returncode)
 
     def restart(self, now: float) -> None:
