@@ -161,7 +161,7 @@ class _Launch:
         """A stop signal came when only reports were still to be delivered."""
         self._announce = plan.owns_coordinator and (console.on_terminal or plan.http_port is not None)
         """Whether the address of the launcher's own coordinator is still to be printed."""
-        self._started = time.monotonic()
+        self._warm_up_at = time.monotonic() + _WARM_UP_SECONDS
 
     def run(self) -> int:
         """Runs the job to its end. Returns the exit code."""
@@ -189,7 +189,7 @@ class _Launch:
         if now >= self._poll_groups_at:
             self._check_exits()
         self._check_coordinator(now)
-        if self._warm_up_pending and now >= self._started + _WARM_UP_SECONDS:
+        if now >= self._warm_up_at:
             self._warm_up()
         if self._group.phase in (Phase.STOPPING, Phase.KILLING):
             self._abandon()
@@ -210,8 +210,8 @@ class _Launch:
         deadlines = [self._group.deadline, self._poll_groups_at, self._explain_at]
         if self._coordinator is not None:
             deadlines.append(self._coordinator.restart_at)
-        if self._warm_up_pending:
-            deadlines.append(self._started + _WARM_UP_SECONDS)
+        if now < self._warm_up_at:
+            deadlines.append(self._warm_up_at)
         if self._to_start:
             deadlines.append(self._start_at)
         return min(deadlines)
@@ -221,24 +221,14 @@ class _Launch:
         """When the next worker may be started."""
         return max(self._refused_until, self._answer_by if self._reporter.unanswered else 0.0)
 
-    @property
-    def _warm_up_pending(self) -> bool:
-        return not self._reporter.started or self._can_announce
-
-    @property
-    def _can_announce(self) -> bool:
-        """Only a coordinator in service can be watched and knows the address of its page."""
-        return self._announce and self._coordinator is not None and self._coordinator.has_listened
-
     def _warm_up(self) -> None:
         """What is done only for a job that has run for _WARM_UP_SECONDS."""
         if not self._reporter.started:
             self._start_reporter()
-        if self._can_announce and self._coordinator is not None:
+        coordinator = self._coordinator  # only one in service can be watched and knows the address of its page
+        if self._announce and not self._group.interrupted and coordinator is not None and coordinator.has_listened:
             self._announce = False
-            if self._group.interrupted:
-                return
-            page = self._coordinator.page_address
+            page = coordinator.page_address
             words = ("status", "--watch", "--coordinator", self._plan.coordinator, "--job", self._plan.job)
             scheme = "https" if self._environment.get("FERRORPC_TLS_CERT") else "http"
             self._console.say(
