@@ -49,7 +49,6 @@ class Exit:
 
     worker: int
     returncode: int
-    at: float
     victim: bool
     """Whether it ended because another member or the coordinator was lost."""
     outside: bool
@@ -118,7 +117,7 @@ class WorkerGroup:
     """The exit code of a job that `give_up` has ended; 0 for any other."""
     alive: set[int] = field(default_factory=set)
     exits: list[Exit] = field(default_factory=list)
-    """Exits of the current attempt."""
+    """Exits of the current attempt, the earliest first."""
     elastic: bool = False
     """Whether the world may lose some of its members and go on."""
 
@@ -130,7 +129,7 @@ class WorkerGroup:
         """A worker has ended."""
         self.alive.discard(worker)
         stopped = self.phase in (Phase.STOPPING, Phase.KILLING)
-        end = Exit(worker, returncode, now, victim, outside, stopped)
+        end = Exit(worker, returncode, victim, outside, stopped)
         restarts = returncode not in (0, EXIT_CONFIG) and self._may_restart
         if restarts and self.phase is Phase.RUNNING and self.policy.scope == "worker":
             self.restarts += 1
@@ -170,7 +169,7 @@ class WorkerGroup:
         members = [end for end in self.exits if not end.outside]
         if self.elastic and members and members[-1].returncode == 0 and not members[-1].stopped:
             return None  # the world finished without the failed workers
-        return min(failures, key=lambda end: (end.stopped, end.victim, end.at), default=None)
+        return min(failures, key=lambda end: (end.stopped, end.victim), default=None)
 
     @property
     def _any_succeeded(self) -> bool:

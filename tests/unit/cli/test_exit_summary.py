@@ -29,8 +29,8 @@ LOST = [
 ]
 
 
-def end(worker, returncode, at=1.0, victim=False, stopped=False):
-    return Exit(worker, returncode, at, victim=victim, outside=False, stopped=stopped)
+def end(worker, returncode, victim=False, stopped=False):
+    return Exit(worker, returncode, victim=victim, outside=False, stopped=stopped)
 
 
 def test_the_exception_is_found_at_the_end_of_a_traceback():
