@@ -313,8 +313,7 @@ class _Launch:
             return None
 
     def _finish_output(self, worker: Worker) -> None:
-        self._pipes.finish(worker.child.stdout)
-        self._pipes.finish(worker.child.stderr)
+        self._pipes.finish(worker.child.stdout, worker.child.stderr)
         if worker.log is not None:
             worker.log.close()
 
@@ -366,15 +365,14 @@ class _Launch:
     def _start_reporter(self) -> None:
         """Starts the process that reports exits, anew where it has ended."""
         if (before := self._reporter.child) is not None:
-            self._pipes.finish(before.stdout)
-            self._pipes.finish(before.stderr)
+            self._pipes.finish(before.stdout, before.stderr)
         if (child := self._reporter.start()) is not None:
-            words = WorkerStream(self._console, 2, self._console.prefix("exit reporter", 5), shown=True, log=None)
+            words = WorkerStream(self._console, 2, self._console.prefix("exit reporter", 5))
             self._pipes.listen(child.stdout, lambda data, now: self._reporter.on_output(data))
             self._pipes.listen(child.stderr, words.feed)
 
     def _listen_to_coordinator(self, coordinator: CoordinatorProcess) -> None:
-        stream = WorkerStream(self._console, 2, self._console.prefix("coordinator", 5), shown=True, log=None)
+        stream = WorkerStream(self._console, 2, self._console.prefix("coordinator", 5))
         self._pipes.listen(coordinator.child.stdout, lambda data, now: coordinator.on_output(data))
         self._pipes.listen(coordinator.child.stderr, lambda data, now: self._on_coordinator_log(coordinator, stream, data, now))
 
@@ -398,8 +396,7 @@ class _Launch:
         elif exit_text is not None and coordinator.is_told:
             self._console.say(f"the coordinator ended ({exit_text}); it is started again on {self._plan.coordinator}")
         elif now >= coordinator.restart_at:
-            self._pipes.finish(coordinator.child.stdout)
-            self._pipes.finish(coordinator.child.stderr)
+            self._pipes.finish(coordinator.child.stdout, coordinator.child.stderr)
             try:
                 coordinator.restart(now)
             except ConfigError as error:  # the workers can do without for some time

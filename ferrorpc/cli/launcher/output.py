@@ -188,10 +188,13 @@ class WorkerStream:
 
     Args:
         descriptor: 1 for standard output, 2 for standard error.
+        shown: whether the console shows it.
         log: receives every byte unchanged.
     """
 
-    def __init__(self, console: Console, descriptor: int, prefix: bytes, *, shown: bool, log: IO[bytes] | None) -> None:
+    def __init__(
+        self, console: Console, descriptor: int, prefix: bytes, *, shown: bool = True, log: IO[bytes] | None = None
+    ) -> None:
         self._console = console
         self._descriptor = descriptor
         self._prefix = prefix

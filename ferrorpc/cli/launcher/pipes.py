@@ -45,11 +45,12 @@ class Pipes:
             if not self._read(pipe):
                 return
 
-    def finish(self, pipe: IO[bytes]) -> None:
-        """Reads what is in the pipe now and stops listening to it, even if a process still has its other end open."""
-        self.drain(pipe)
-        if pipe in self._consumers:
-            self._end(pipe)
+    def finish(self, *pipes: IO[bytes]) -> None:
+        """Reads what is in the pipes now and stops listening to them, even if a process still has their other ends open."""
+        for pipe in pipes:
+            self.drain(pipe)
+            if pipe in self._consumers:
+                self._end(pipe)
 
     def close(self) -> None:
         """Stops listening to all pipes."""
