@@ -57,27 +57,6 @@ def command(address: str | None, job: str | None, watch: bool, as_json: bool) ->
     click.echo(as_json_text(response) if as_json else as_text(response))
 
 
-class _Problems:
-    """Reports problems on stderr; a problem that persists is reported once."""
-
-    def __init__(self) -> None:
-        self._reported = ""
-
-    @property
-    def any_reported(self) -> bool:
-        """Whether one persists."""
-        return bool(self._reported)
-
-    def report(self, error: FerroError) -> None:
-        text = str(error)
-        if text != self._reported:
-            click.echo(f"{time.strftime('%X')} {text}", err=True)
-        self._reported = text
-
-    def resolved(self) -> None:
-        self._reported = ""
-
-
 def _watch(config: Config, *, as_json: bool) -> NoReturn:
     """Shows the status until interrupted.
 
@@ -85,43 +64,59 @@ def _watch(config: Config, *, as_json: bool) -> NoReturn:
     because certificates may have been renewed meanwhile.
     """
     token(config)  # one that cannot be read is not waited for as a job that has not begun is
-    history: list[tuple[float, StatusResponse]] = []
-    problems = _Problems()
+    watch = _Watch(config, as_json=as_json)
     while True:
         try:
             with connect(config) as stub:
-                _follow(stub, config, history, problems, as_json=as_json)
+                watch.follow(stub)
         except (AuthenticationError, ConfigError, CoordinatorUnavailableError) as error:
-            if not (history or problems.any_reported):
+            if not watch.has_been_answered:
                 raise
-            problems.report(error)
-            time.sleep(_WATCH_SECONDS)
+            watch.pause_after(error)
 
 
-def _follow(
-    stub: CoordinatorServiceStub,
-    config: Config,
-    history: list[tuple[float, StatusResponse]],
-    problems: _Problems,
-    *,
-    as_json: bool,
-) -> NoReturn:
-    """Shows the status for as long as the coordinator answers. On a terminal each response overwrites the last one, and is
-    cut to its size: from the bottom, and long lines at its width."""
-    redraws = sys.stdout.isatty() and not as_json
-    while True:
-        try:
-            response, now = _ask(stub, config), time.monotonic()
-            problems.resolved()
-        except ConfigError as error:
-            problems.report(error)
+class _Watch:
+    """What was shown so far."""
+
+    def __init__(self, config: Config, *, as_json: bool) -> None:
+        self._config = config
+        self._as_json = as_json
+        self._history: list[tuple[float, StatusResponse]] = []
+        self._problem = ""
+        """The one that persists; it is told once."""
+
+    @property
+    def has_been_answered(self) -> bool:
+        """Whether the coordinator has ever answered, if only that the job does not exist."""
+        return bool(self._history or self._problem)
+
+    def follow(self, stub: CoordinatorServiceStub) -> NoReturn:
+        """Shows the status for as long as the coordinator answers."""
+        while True:
+            try:
+                response, now = _ask(stub, self._config), time.monotonic()
+            except ConfigError as error:
+                self.pause_after(error)
+                continue
+            self._problem = ""
+            self._show(response, self._previous(response, now))
+            self._history.append((now, response))
             time.sleep(_WATCH_SECONDS)
-            continue
-        previous = _previous(history, response, now)
-        history.append((now, response))
-        if as_json:
+
+    def pause_after(self, error: FerroError) -> None:
+        """Tells on stderr what keeps the status from being shown."""
+        text = str(error)
+        if text != self._problem:
+            click.echo(f"{time.strftime('%X')} {text}", err=True)
+        self._problem = text
+        time.sleep(_WATCH_SECONDS)
+
+    def _show(self, response: StatusResponse, previous: PreviousStatus | None) -> None:
+        """On a terminal each response overwrites the last one, and is cut to its size: from the bottom, and long lines at its
+        width."""
+        if self._as_json:
             click.echo(as_json_text(response))
-        elif redraws:
+        elif sys.stdout.isatty():
             terminal = shutil.get_terminal_size()
             rows = max(_MEMBER_ROWS_MIN, terminal.lines - _OTHER_LINES)
             lines = [cut(line, terminal.columns) for line in as_text(response, previous, rows).splitlines()]
@@ -129,16 +124,16 @@ def _follow(
             click.echo(_HOME + shown + _CLEAR_BELOW, nl=False)
         else:
             click.echo(as_text(response, previous))
-        time.sleep(_WATCH_SECONDS)
 
-
-def _previous(history: list[tuple[float, StatusResponse]], response: StatusResponse, now: float) -> PreviousStatus | None:
-    """What rates are taken from; forgets what came too long before, or is of another generation or start of the coordinator."""
-    if history and _when(history[-1][1]) != _when(response):
-        history.clear()
-    while len(history) > 1 and now - history[1][0] >= _RATES_SECONDS:
-        del history[0]
-    return PreviousStatus(history[0][1], now - history[0][0]) if history else None
+    def _previous(self, response: StatusResponse, now: float) -> PreviousStatus | None:
+        """What rates are taken from; forgets what came too long before, or is of another generation or start of the
+        coordinator."""
+        history = self._history
+        if history and _when(history[-1][1]) != _when(response):
+            history.clear()
+        while len(history) > 1 and now - history[1][0] >= _RATES_SECONDS:
+            del history[0]
+        return PreviousStatus(history[0][1], now - history[0][0]) if history else None
 
 
 def _when(response: StatusResponse) -> tuple[str, int, int]:
