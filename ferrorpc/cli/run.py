@@ -82,7 +82,7 @@ def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter
     return refuse
 
 
-@click.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@click.command("run", context_settings={"allow_interspersed_args": False})
 @_option("-n", "--nproc", "--nproc-per-node", "processes", default="1", show_default=True, help="Workers: N, cpu, gpu or auto.")
 @_option("--nnodes", "nodes", default="1", show_default=True, help="Nodes: N, or MIN:MAX for an elastic world.")
 @_option("--world-size", "world", help="MIN:MAX members, for a world that may lose some and go on.")
