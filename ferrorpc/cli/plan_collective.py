@@ -15,7 +15,7 @@ import click
 
 from ferrorpc.cli.table import table
 from ferrorpc.collectives.algorithms.algorithm import Algorithm
-from ferrorpc.collectives.algorithms.plan import Action, Fold, FoldUnder, Quantise, Receive, Send
+from ferrorpc.collectives.algorithms.plan import Action
 from ferrorpc.collectives.arena.select import explain as explain_in_memory
 from ferrorpc.collectives.call import Call, Operation, example, in_ranks
 from ferrorpc.collectives.predict import Prediction, predict
@@ -29,10 +29,15 @@ STEPS_SHOWN: Final = 32
 RANKS_MAX: Final = 100_000
 """Ten times the members that a job may have. Plans of so many ranks still take only seconds."""
 _WORDS: Final = {
-    "Load": "load {source} into {region}",
-    "FoldOwn": "fold {source} into {region}",
-    "Finish": "finish {source} as {region}",
-    "Copy": "copy {source} to {region}",
+    "Send": "send {0.region} to rank {0.peer}",
+    "Receive": "receive {0.region} from rank {0.peer}",
+    "Fold": "fold what rank {0.peer} sent into {0.region}",
+    "FoldUnder": "fold what rank {0.peer} sent into {0.region} (as the left operand)",
+    "FoldOwn": "fold {0.source} into {0.region}",
+    "Quantise": "round {0.region} as its receivers do",
+    "Load": "load {0.source} into {0.region}",
+    "Finish": "finish {0.source} as {0.region}",
+    "Copy": "copy {0.source} to {0.region}",
 }
 
 
@@ -168,16 +173,7 @@ class _PlannedCall:
 
 
 def _in_words(action: Action) -> str:
-    if isinstance(action, Send):
-        return f"send {action.region} to rank {action.peer}"
-    if isinstance(action, Receive):
-        return f"receive {action.region} from rank {action.peer}"
-    if isinstance(action, Fold | FoldUnder):
-        side = " (as the left operand)" if isinstance(action, FoldUnder) else ""
-        return f"fold what rank {action.peer} sent into {action.region}{side}"
-    if isinstance(action, Quantise):
-        return f"round {action.region} as its receivers do"
-    return _WORDS[type(action).__name__].format(source=action.source, region=action.region)
+    return _WORDS[type(action).__name__].format(action)
 
 
 COMMANDS: Final = tuple(command_of(operation) for operation in Operation)
