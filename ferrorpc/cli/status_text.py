@@ -5,7 +5,7 @@ Rates are computed from two responses; with only one, their columns are omitted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -248,20 +248,20 @@ def _links(response: StatusResponse, previous: PreviousStatus | None) -> list[st
     present = {member.rank for member in response.members if state_name(member.state) not in GONE}
     before = {} if previous is None else _sent(previous.response)
     if previous is None or not any(pair[0] in present and pair in before for pair in sent):
-        return _busiest({pair: (kind, float(count), "") for pair, (kind, count) in sent.items()})
+        return _busiest(sent, "")
     rates = {
-        pair: (kind, max(0, count - before[pair][1]) / previous.seconds, "/s")
+        pair: (kind, max(0, count - before[pair][1]) / previous.seconds)
         for pair, (kind, count) in sent.items()
         if pair[0] in present and pair in before  # one may be told of long after it began: as one of the busiest of many
     }
     if size > MATRIX_RANKS_MAX:
-        return _busiest(rates)
+        return _busiest(rates, "/s")
     header = ["to", *map(str, range(size))]
     rows = [
         [f"from {row}", *(_bytes(rates[row, column][1]) if (row, column) in rates else "" for column in range(size))]
         for row in range(size)
     ]
-    kinds = ", ".join(sorted({kind for kind, _, _ in rates.values()}))
+    kinds = ", ".join(sorted({kind for kind, _ in rates.values()}))
     return [f"bytes a second by {kinds}", *table(header, rows, right=frozenset(header[1:])).splitlines()]
 
 
@@ -274,9 +274,9 @@ def _sent(response: StatusResponse) -> dict[tuple[int, int], tuple[str, int]]:
     }
 
 
-def _busiest(links: dict[tuple[int, int], tuple[str, float, str]]) -> list[str]:
+def _busiest(links: Mapping[tuple[int, int], tuple[str, float]], unit: str) -> list[str]:
     order = sorted(links.items(), key=lambda item: (-item[1][1], item[0]))
-    told = [f"rank {source} to {target} by {kind}: {_bytes(count)}{unit}" for (source, target), (kind, count, unit) in order]
+    told = [f"rank {source} to {target} by {kind}: {_bytes(count)}{unit}" for (source, target), (kind, count) in order]
     return _first(told, LINKS_SHOWN)
 
 
