@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from ferrorpc.cli.bench import machine
@@ -113,11 +114,11 @@ class Comparison:
         for ranks in sorted({case.ranks for case in cases}):
             for _ in range(self._restarts):
                 with contextlib.ExitStack() as stack:
-                    systems = _Systems(stack, ranks, self._hosts, self._pin)
+                    start = partial(RankProcesses, ranks=ranks, hosts=self._hosts, pin=self._pin)
+                    systems = _Systems(stack, start)
                     for case in (case for case in cases if case.ranks == ranks):
                         self._note(case.title)
                         self._case(case, contenders, systems, samples)
-                    self.versions |= systems.versions
         return [
             {
                 "case": case.to_json(),
@@ -137,7 +138,9 @@ class Comparison:
                 if found.skipped:
                     continue
                 try:
-                    self._turn(case, contender, systems.start(contender.system), found, verify=number == 0)
+                    ranks = systems.running(contender.system)
+                    self.versions[contender.system.name] = ranks.version
+                    self._turn(case, contender, ranks, found, verify=number == 0)
                 except FerroError as error:
                     found.skipped = error.message
                     systems.stop(contender.system)
@@ -186,27 +189,22 @@ class Comparison:
 class _Systems:
     """The running systems of one restart. Each is started when first used."""
 
-    def __init__(self, stack: contextlib.ExitStack, ranks: int, hosts: Sequence[Host], pin: bool) -> None:
+    def __init__(self, stack: contextlib.ExitStack, start: Callable[[System], RankProcesses]) -> None:
         self._stack = stack
-        self._ranks = ranks
-        self._hosts = hosts
-        self._pin = pin
+        self._start = start
         self._running: dict[str, RankProcesses] = {}
         self._failed: dict[str, FerroError] = {}
-        self.versions: dict[str, str] = {}
 
-    def start(self, system: System) -> RankProcesses:
+    def running(self, system: System) -> RankProcesses:
         """The system's running ranks. A system that failed to start is not tried again: its error is raised each time."""
         if system.name in self._failed:
             raise self._failed[system.name].again()
         if system.name not in self._running:
             try:
-                started = RankProcesses(system, self._ranks, hosts=self._hosts, pin=self._pin)
+                self._running[system.name] = self._stack.enter_context(self._start(system))
             except FerroError as error:
                 self._failed[system.name] = error
                 raise
-            self._running[system.name] = self._stack.enter_context(started)
-            self.versions[system.name] = started.version
         return self._running[system.name]
 
     def stop(self, system: System) -> None:
