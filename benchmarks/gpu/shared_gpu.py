@@ -13,8 +13,6 @@ longer than the floor / 0.4.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +39,12 @@ def copy_speed(cupy: Any, group: Any, size_bytes: int, turns: int) -> float:
     """Bytes per second that a copy on the device reads and writes; by rank 0, while the others wait."""
     source = cupy.asarray(np.ones(size_bytes, np.uint8))
     target, settle = cupy.empty(size_bytes, np.uint8), cupy.cuda.get_current_stream().synchronize
-    times = []
-    for _ in range(turns + 1):
-        group.barrier()
-        settle()
-        begin = time.perf_counter()
+
+    def copy() -> None:
         if group.rank == 0:
             target[...] = source
-            settle()
-        times.append(time.perf_counter() - begin)
-        group.barrier()
-    return float(group.broadcast(2 * size_bytes / statistics.median(times[1:])))
+
+    return float(group.broadcast(2 * size_bytes / group_seconds_of(group, copy, settle, turns)))
 
 
 def measure(cupy: Any, group: Any, size_bytes: int, turns: int) -> dict[str, float]:

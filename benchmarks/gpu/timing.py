@@ -36,34 +36,24 @@ def gpu_seconds_of(
     Args:
         before: keeps the GPU busy for longer than the host takes to queue any of the calls, which excludes the host's part.
     """
-    stream, new = cupy.cuda.get_current_stream(), cupy.cuda.Event
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns + 1):
-        for name, call in calls.items():
-            begin, end = new(), new()
-            before()
-            begin.record(stream)
-            call()
-            end.record(stream)
-            stream.synchronize()
-            if turn:
-                times[name].append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
-    return {name: statistics.median(each) for name, each in times.items()}
+    stream = cupy.cuda.get_current_stream()
+
+    def timed(call: Callable[[], object]) -> float:
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        before()
+        begin.record(stream)
+        call()
+        end.record(stream)
+        stream.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+
+    return _in_turns(calls, turns, timed)
 
 
 def seconds_of(cupy: Any, calls: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
     """The median seconds from each call until the current stream is done, taken in turns, after one warm-up turn."""
     settle = cupy.cuda.get_current_stream().synchronize
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns + 1):
-        for name, call in calls.items():
-            settle()
-            begin = time.perf_counter()
-            call()
-            settle()
-            if turn:
-                times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return _in_turns(calls, turns, lambda call: _seconds(call, settle))
 
 
 def group_seconds_of(group: Any, call: Callable[[], object], settle: Callable[[], object], turns: int) -> float:
@@ -76,8 +66,20 @@ def group_seconds_of(group: Any, call: Callable[[], object], settle: Callable[[]
     for _ in range(turns + 1):
         settle()
         group.barrier()
-        begin = time.perf_counter()
-        call()
-        settle()
-        times.append(time.perf_counter() - begin)
+        times.append(_seconds(call, settle))
     return statistics.median(times[1:])
+
+
+def _in_turns(
+    calls: Mapping[str, Callable[[], object]], turns: int, timed: Callable[[Callable[[], object]], float]
+) -> dict[str, float]:
+    times = [{name: timed(call) for name, call in calls.items()} for _ in range(turns + 1)]
+    return {name: statistics.median(turn[name] for turn in times[1:]) for name in calls}
+
+
+def _seconds(call: Callable[[], object], settle: Callable[[], object]) -> float:
+    settle()
+    begin = time.perf_counter()
+    call()
+    settle()
+    return time.perf_counter() - begin
