@@ -60,26 +60,23 @@ def _of_torchrun(command: Any) -> Any:
     for names, kind, why in reversed(flags):
         text, alone = f"Of torchrun, no effect: {why}.", kind is click.BOOL
         command = _option(*names, type=kind, is_flag=alone, expose_value=False, help=text)(command)
-    for name, alone, instead in _REFUSED:
-        command = _option(name, is_flag=alone, expose_value=False, hidden=True, callback=_refuse(name, instead))(command)
+    for name in _REFUSED:
+        alone = name == "--virtual-local-rank"
+        command = _option(name, is_flag=alone, expose_value=False, hidden=True, callback=_refuse)(command)
     return command
 
 
-_REFUSED = (
-    ("--local-addr", False, "set FERRORPC_ADVERTISE to the address by which the others reach this node"),
-    ("--virtual-local-rank", True, "let the script choose its device by LOCAL_RANK, or set CUDA_VISIBLE_DEVICES itself"),
-)
-"""Flags of torchrun whose effect cannot be left out: their names, whether they stand alone, and what to do instead."""
+_REFUSED = {
+    "--local-addr": "set FERRORPC_ADVERTISE to the address by which the others reach this node",
+    "--virtual-local-rank": "let the script choose its device by LOCAL_RANK, or set CUDA_VISIBLE_DEVICES itself",
+}
+"""Flags of torchrun whose effect cannot be left out, and what to do instead."""
 
 
-def _refuse(name: str, instead: str) -> Callable[[click.Context, click.Parameter, Any], None]:
-    """The callback of a flag that is refused wherever it is given."""
-
-    def refuse(context: click.Context, param: click.Parameter, value: Any) -> None:
-        if value:
-            raise ConfigError(f"there is no flag {name} here, as torchrun has it", hint=instead)
-
-    return refuse
+def _refuse(context: click.Context, param: click.Parameter, value: Any) -> None:
+    if value:
+        name = param.opts[0]
+        raise ConfigError(f"there is no flag {name} here, as torchrun has it", hint=_REFUSED[name])
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
