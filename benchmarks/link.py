@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks import targets
 from benchmarks.options import amount, array_bytes, count
 from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, Case, Contender, System, ferrorpc_system
@@ -180,8 +181,7 @@ def _run(*command: str) -> None:
 
 
 def _verdict(what: str, ratio: float | None, must: float, aim: float) -> dict[str, Any]:
-    verdict = "not measured" if ratio is None else "aim" if ratio >= aim else "must" if ratio >= must else "MISSED"
-    return {"what": what, "ratio": ratio, "must": must, "aim": aim, "verdict": verdict}
+    return {"what": what, "ratio": ratio, "must": must, "aim": aim, "verdict": targets.verdict(ratio, must, aim)}
 
 
 if __name__ == "__main__":

@@ -82,13 +82,18 @@ def judge(rows: Sequence[dict[str, Any]], fast: str) -> list[dict[str, Any]]:
     return [_verdict(target, case, measured[case], fast) for target, case in _pairs() if case in measured]
 
 
+def verdict(ratio: float | None, must: float, aim: float) -> str:
+    """Whether a ratio reaches its target."""
+    return "not measured" if ratio is None else "aim" if ratio >= aim else "must" if ratio >= must else "MISSED"
+
+
 def describe(verdicts: Sequence[dict[str, Any]]) -> str:
     """The verdicts as a table, missed targets included."""
     header = ("case", "ferrorpc", "against", "medians", "minima", "must", "aim", "verdict")
     lines = [
         (
-            Case(**each["case"]).title, each["system"], each["peer"], _times(each.get("ratio")),
-            _times(each.get("ratio_of_minima")), f"{each['must']:g}", f"{each['aim']:g}", each["verdict"],
+            Case(**each["case"]).title, each["system"], each["peer"], report.ratio_text(each.get("ratio")),
+            report.ratio_text(each.get("ratio_of_minima")), f"{each['must']:g}", f"{each['aim']:g}", each["verdict"],
         )
         for each in verdicts
     ]  # fmt: skip
@@ -103,12 +108,7 @@ def _verdict(target: Target, case: Case, row: dict[str, Any], fast: str) -> dict
     label = target.role.replace(FAST, fast)
     found = {"case": case.to_json(), "system": label, "peer": target.peer, "must": target.must, "aim": target.aim}
     ratio = report.ratio(row, label, target.peer)
+    found["verdict"] = verdict(ratio, target.must, target.aim)
     if ratio is None:
-        return {**found, "verdict": "not measured"}
-    minima = report.ratio(row, label, target.peer, "min_seconds")
-    verdict = "aim" if ratio >= target.aim else "must" if ratio >= target.must else "MISSED"
-    return {**found, "ratio": ratio, "ratio_of_minima": minima, "verdict": verdict}
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
+        return found
+    return {**found, "ratio": ratio, "ratio_of_minima": report.ratio(row, label, target.peer, "min_seconds")}

@@ -33,6 +33,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ferrorpc.cli.bench.case import ROUND_TRIP, SEND
 from ferrorpc.cli.run import run_alone
 from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost
 from ferrorpc.collectives.algorithms.plan import Buffer, Plan, Receive, Region, Send
@@ -50,8 +51,6 @@ from ferrorpc.wire.cost_table import Costs, CostTable
 SIZES: Final = ("1KiB", "32KiB", "256KiB", "1MiB", "8MiB")
 """Bytes that each rank contributes."""
 COLLECTIVES: Final = (("all_gather", "ring"), ("all_gather", "direct"), ("reduce_scatter", "direct"))
-SEND: Final = "send"
-ROUND_TRIP: Final = "round_trip"
 SECONDS: Final = 0.6
 """For about this long each case is repeated."""
 PASSES: Final = 3

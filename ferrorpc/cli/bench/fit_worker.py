@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.bootstrap.process_group import init_process_group
+from ferrorpc.cli.bench.case import SEND
 from ferrorpc.group import ProcessGroup
 
 WARM_UPS: Final = 2
@@ -64,7 +65,7 @@ def _parsed(case: str) -> tuple[str, str, int]:
 def _operation(group: ProcessGroup, operation: str, algorithm: str, count: int) -> Callable[[], Any]:
     """The operation to time, with its arrays already allocated."""
     x = np.zeros(count, np.float32)
-    if operation == "send":
+    if operation == SEND:
         return _round_trip(group, x)
     if operation == "all_reduce":
         return lambda: group.all_reduce(x, out=x, algorithm=algorithm)

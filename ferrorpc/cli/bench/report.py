@@ -28,7 +28,7 @@ def describe(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> str:
             if "skipped" in result:
                 notes.setdefault(f"not measured: {label}: {result['skipped']}", []).append(Case(**row["case"]).title)
                 continue
-            ratios = (_times(ratio(row, label, peer)) for peer in shown)
+            ratios = (ratio_text(ratio(row, label, peer)) for peer in shown)
             lines.append((title, label, *_figures(result, ratios)))
             title = ""
     return "\n".join(
@@ -61,5 +61,6 @@ def _figures(result: dict[str, Any], ratios: Any) -> tuple[str, ...]:
     return (*times, memory, others, f"{result['blocks']} of {result['repetitions']}", *ratios)
 
 
-def _times(value: float | None) -> str:
+def ratio_text(value: float | None) -> str:
+    """Two digits behind the point; "-" for what was not measured."""
     return "-" if value is None else f"{value:.2f}"
