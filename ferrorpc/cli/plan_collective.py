@@ -78,13 +78,13 @@ def command_of(operation: Operation) -> click.Command:
         config = Config({"cost_table": cost_table})
         file, asked = config["cost_table"], parse_algorithms(config["algorithm"] or (), config.source("algorithm"))
         tuning = Tuning(None if file is None else read(file), asked, layout)
-        planned = _PlannedCall(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, tuning)
+        plan = _PlannedCall(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, tuning)
         if svg or png or trace:
-            timeline = planned.prediction.timeline(planned.title)
+            timeline = plan.prediction.timeline(plan.title)
             for path, write in ((svg, timeline.to_svg), (png, timeline.to_png), (trace, timeline.to_chrome_trace)):
                 if path:
                     write(path)
-        click.echo(json.dumps(planned.figures(), indent=2) if as_json else planned.shown(rank))
+        click.echo(json.dumps(plan.figures(), indent=2) if as_json else plan.shown(rank))
 
     return planned
 
@@ -122,11 +122,8 @@ class _PlannedCall:
         more = [f"... and {len(actions) - STEPS_SHOWN} more"] if len(actions) > STEPS_SHOWN else []
         steps = table(("step", f"rank {rank} does, in elements of its arrays"), rows, right=frozenset({"step"}))
         shared = [self.in_memory, "as messages it would be:"] if self.in_memory else []
-        return "\n".join([self.heading, *shared, *self._choice(), "", steps, *more, "", self._alternatives()])
-
-    def _choice(self) -> list[str]:
-        """The choice, as `group.explain` describes it."""
-        return explain(self.given, self.ranks, self.tuning).splitlines()[:2]
+        choice = explain(self.given, self.ranks, self.tuning).splitlines()[:2]
+        return "\n".join([self.heading, *shared, *choice, "", steps, *more, "", self._alternatives()])
 
     def _actions(self, rank: int) -> tuple[Action, ...]:
         call = self.call
