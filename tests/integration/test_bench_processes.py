@@ -116,8 +116,9 @@ def test_a_rank_that_dies_in_the_middle_of_its_reply_is_lost():
 
 
 def test_a_rank_that_dies_before_it_is_ready_did_not_start():
-    """Nobody knows its rank yet."""
-    with pytest.raises(BackendUnavailableError, match="calm stillborn did not start: a rank failed: its process ended"):
+    """Nobody knows its rank yet. On a busy machine it may be gone before the other has connected."""
+    end = "calm stillborn did not start: a rank (failed: its process ended|ended with code -9)"
+    with pytest.raises(BackendUnavailableError, match=end):
         RankProcesses(calm("stillborn"), 2)
 
 
