@@ -23,6 +23,7 @@ from ferrorpc.errors import (
     GroupAbortedError,
     NcclError,
     PeerLostError,
+    UsageError,
 )
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -43,6 +44,16 @@ def test_ranks_that_call_different_things_get_both_signatures_instead_of_hanging
         assert isinstance(error, CollectiveMismatchError)
         assert error.signatures == {rank: f"all_reduce(op=sum, float32[{3 + rank}]) by NCCL" for rank in range(2)}
     ranks.wait_for_aborts()
+
+
+@pytest.mark.parametrize(("timeout", "error"), [(0.0, BarrierTimeoutError), (-1.0, UsageError), ("soon", UsageError)])
+def test_a_backends_own_barrier_takes_any_number_of_seconds(cupy: StandIn, timeout: Any, error: type[FerroError]) -> None:
+    ranks = Ranks(cupy, 2)
+    with pytest.raises(error) as raised:
+        ranks.backends[0].barrier(timeout)
+    assert error is BarrierTimeoutError or f"timeout={timeout!r}" in raised.value.message
+    for group in ranks.groups:
+        group.close()
 
 
 def test_a_barrier_here_and_an_operation_there_is_such_a_difference(cupy: StandIn) -> None:

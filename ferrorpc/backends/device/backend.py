@@ -196,9 +196,9 @@ class DeviceBackend(RawOperations, Backend):
 
     def barrier(self, timeout: float | None = None) -> None:
         """Blocks the host until this rank's GPU has finished what this group gave it, and every rank has called this."""
-        guard = Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
+        guard = self.lanes.guard(timeout)
         self.synchronize(guard.deadline)
-        self.lanes.barrier(guard.deadline - self.clock.now())
+        self.lanes.barrier(max(0.0, guard.deadline - self.clock.now()))
 
     def synchronize(self, until: float) -> None:
         """Blocks the host until the GPU has finished what this group gave it.
